@@ -1,0 +1,26 @@
+"""llmgeom: how does a language model hold its uncertainty?
+
+`import llmgeom` loads neither torch nor transformers; names are resolved where they are first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "Batch": "llmgeom.batch",
+    "Edit": "llmgeom.edits",
+    "Record": "llmgeom.record",
+    "Site": "llmgeom.capture",
+    "Subject": "llmgeom.subject",
+    "scan": "llmgeom.scan",
+}
+__all__ = [*sorted(_WHERE), "__version__"]
+
+
+def __getattr__(name: str):
+    if name not in _WHERE:
+        raise AttributeError(f"module 'llmgeom' has no attribute {name!r}; it offers {', '.join(__all__)}")
+    return getattr(importlib.import_module(_WHERE[name]), name)

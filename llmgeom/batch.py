@@ -1,0 +1,112 @@
+"""A batch: what is put in, the positions at which a prediction is examined, and the exact answer where one is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Text:
+    """Prompts as strings; a Subject's own tokenizer turns them into tokens."""
+
+    strings: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.strings)
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids, right-padded: `ids[i, :lengths[i]]` are real. Shapes: ids [batch seq] int64, lengths [batch] int64."""
+
+    ids: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return self.ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Real-valued input rows, right-padded. Shapes: values [batch seq feature] float, lengths [batch] int64."""
+
+    values: Tensor
+    lengths: Tensor
+
+    def __len__(self) -> int:
+        return self.values.shape[0]
+
+
+@dataclass(frozen=True)
+class Posterior:
+    """The exact answer: `predictive` [batch seq outcome], log-probabilities in nats."""
+
+    predictive: Tensor
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs with the bookkeeping that statistics needs.
+
+    unit       the cluster of each input: template, document or sequence. Inputs of one unit are not exchangeable
+               with inputs of another; permutations, intervals and n go by unit.
+    query      [batch seq] bool, the positions examined; None means the final real token of each input (prompts).
+    target     [batch seq] int64, the outcome that was drawn at each queried position; None for prompts.
+    columns    facts about each input by name (domain, tags ...), each of length batch: what a figure can be coloured by.
+    posterior  the exact answer; None in the wild. Its absence is the difference between a tunnel and the wild.
+    source     the spec that made this batch, as plain data: it is stored and hashed.
+    """
+
+    inputs: Text | Tokens | Rows
+    unit: tuple[str, ...]
+    source: Mapping[str, Any]
+    query: Tensor | None = None
+    target: Tensor | None = None
+    columns: Mapping[str, tuple] = field(default_factory=dict)
+    posterior: Posterior | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.inputs)
+        for name, column in {"unit": self.unit, **self.columns}.items():
+            if len(column) != n:
+                raise ValueError(f"Batch.{name} has {len(column)} entries for {n} inputs: expected one for each")
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    @property
+    def text(self) -> tuple[str, ...]:
+        """The prompts as strings. Raises TypeError where the inputs are not text."""
+        if not isinstance(self.inputs, Text):
+            raise TypeError(f"the inputs of {dict(self.source)!r} are {type(self.inputs).__name__}, not Text")
+        return self.inputs.strings
+
+    def take(self, index) -> Batch:
+        """The batch restricted to `index` (a sequence of ints), in that order."""
+        index = [int(i) for i in index]
+        if isinstance(self.inputs, Text):
+            inputs: Text | Tokens | Rows = Text(tuple(self.inputs.strings[i] for i in index))
+        elif isinstance(self.inputs, Tokens):
+            inputs = Tokens(self.inputs.ids[index], self.inputs.lengths[index])
+        else:
+            inputs = Rows(self.inputs.values[index], self.inputs.lengths[index])
+        return replace(
+            self,
+            inputs=inputs,
+            unit=tuple(self.unit[i] for i in index),
+            columns={name: tuple(column[i] for i in index) for name, column in self.columns.items()},
+            query=None if self.query is None else self.query[index],
+            target=None if self.target is None else self.target[index],
+            posterior=None if self.posterior is None else Posterior(self.posterior.predictive[index]),
+        )
+
+
+class Source(Protocol):
+    """Anything that makes batches: a frozen dataclass whose fields are its flags, its saved spec and its title."""
+
+    def sample(self, n: int, seed: int) -> Batch: ...

@@ -1,0 +1,59 @@
+"""Which modules of a causal LM are its layers, and which of them write to the residual stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from llmgeom.errors import UnsupportedModel
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer: the layer module, its attention module, and the modules whose outputs are added to the residual.
+
+    The two writers are None where they could not be told by structure. Whoever builds on them checks the identity
+    residual out = residual in + attention write + MLP write (Subject does so at load).
+    """
+
+    layer: nn.Module
+    attention: nn.Module
+    attention_writer: nn.Module | None
+    mlp_writer: nn.Module | None
+
+
+def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
+    """The layers in order, found by the `layer_idx` that transformers gives every self-attention module.
+
+    Raises UnsupportedModel where there is no complete run 0 .. L-1 of them.
+    """
+    found: dict[int, tuple[str, nn.Module]] = {}
+    modules = dict(model.named_modules())
+    for path, module in modules.items():
+        index = getattr(module, "layer_idx", None)
+        # Decoder layers may carry layer_idx too; attention is the one that holds head_dim or projections itself.
+        if isinstance(index, int) and "attn" in path.rsplit(".", 1)[-1].lower().replace("attention", "attn"):
+            if index in found:
+                raise UnsupportedModel(
+                    f"{name}: layer {index} has two attention modules ({found[index][0]}, {path}); "
+                    "cross-attention and encoder-decoder models are not read"
+                )
+            found[index] = (path, module)
+    if not found or sorted(found) != list(range(len(found))):
+        model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+        raise UnsupportedModel(
+            f"{name}: model type {model_type!r} has no self-attention layers that transformers' attention interface "
+            "reaches; try --backend tl, which reads models through TransformerLens"
+        )
+    return tuple(_block(modules, *found[index]) for index in range(len(found)))
+
+
+def _block(modules: dict[str, nn.Module], path: str, attention: nn.Module) -> Block:
+    layer = modules[path.rsplit(".", 1)[0]]
+    children = dict(layer.named_children())
+    mlp = children.get("mlp") or children.get("fc2")
+    # Gemma-2, Gemma-3 and OLMo-2 normalise a branch's output before adding it: the norm is the writer.
+    if "post_feedforward_layernorm" in children:
+        return Block(layer, attention, children.get("post_attention_layernorm"), children["post_feedforward_layernorm"])
+    return Block(layer, attention, attention, mlp)

@@ -1,0 +1,144 @@
+"""What one pass yields: tensors by site, at the positions that were asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from llmgeom.batch import Batch
+from llmgeom.errors import Unavailable
+
+
+class Site(StrEnum):
+    """A place in the forward pass. One row is one (prompt, position) pair; every layer is kept unless said.
+
+    VALUE, KEY, QUERY   [row kv_head head_dim], [row kv_head head_dim], [row head head_dim]: as attention consumed them,
+                        after rotary embedding, query/key norms and edits. Grouped heads are not repeated.
+    ATTENTION           [row head key_position] float32: softmax weights of the row's query; 0 beyond the row's own
+                        position. Rows of models with attention sinks sum to less than 1 (the rest is the sink).
+    ATTENTION_ENTROPY   [row head] float32, nats: -sum_j a_j log a_j of that row.
+    ATTENTION_FIRST     [row head] float32: the weight on position 0 (the usual sink).
+    Z                   [row head head_dim]: each head's output before W_O, after edits.
+    ATTENTION_WRITE     [row d_model]: what attention adds to the residual stream (after any post-norm).
+    MLP_WRITE           [row d_model]: what the MLP adds.
+    RESIDUAL            [row d_model], layers + 1 of them: the input of each layer, then the output of the last.
+    LOG_PROBS           [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
+    ENTROPY             [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
+    """
+
+    VALUE = "value"
+    KEY = "key"
+    QUERY = "query"
+    ATTENTION = "attention"
+    ATTENTION_ENTROPY = "attention_entropy"
+    ATTENTION_FIRST = "attention_first"
+    Z = "z"
+    ATTENTION_WRITE = "attention_write"
+    MLP_WRITE = "mlp_write"
+    RESIDUAL = "residual"
+    LOG_PROBS = "log_probs"
+    ENTROPY = "entropy"
+
+
+HEADS = frozenset(
+    {
+        Site.VALUE,
+        Site.KEY,
+        Site.QUERY,
+        Site.ATTENTION,
+        Site.ATTENTION_ENTROPY,
+        Site.ATTENTION_FIRST,
+        Site.Z,
+    }
+)
+BLOCKS = frozenset({Site.ATTENTION_WRITE, Site.MLP_WRITE, Site.RESIDUAL})
+OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
+
+Key = tuple[Site, int]  # layer -1 for sites that have no layer
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The tensors of one batch. Read them through the properties, which raise with the remedy.
+
+    prompt, position   [row] int64: which input, and which position of it, each row is.
+    lengths            [batch] int64: real tokens of each input.
+    tensors            (site, layer) -> tensor, on the CPU, in the model's dtype (float32 where Site says so).
+    events             what happened on the way that a reader should know (a batch halved after out-of-memory).
+    """
+
+    batch: Batch
+    prompt: Int[Tensor, " row"]
+    position: Int[Tensor, " row"]
+    lengths: Int[Tensor, " batch"]
+    tensors: Mapping[Key, Tensor]
+    events: tuple[str, ...] = ()
+
+    def layers(self, site: Site) -> list[Tensor]:
+        """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
+        found = sorted((layer, tensor) for (s, layer), tensor in self.tensors.items() if s == site)
+        if not found:
+            raise LookupError(f"{site.value} was not captured; add Site.{site.name} to the sites")
+        return [tensor for _, tensor in found]
+
+    def stacked(self, site: Site) -> Tensor:
+        """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""
+        layers = self.layers(site)
+        shapes = {tuple(tensor.shape) for tensor in layers}
+        if len(shapes) > 1:
+            raise Unavailable(f"{site.value} has different shapes in different layers {sorted(shapes)}; use layers()")
+        return torch.stack(layers)
+
+    @property
+    def value(self) -> Float[Tensor, "layer row kv_head head_dim"]:
+        return self.stacked(Site.VALUE)
+
+    @property
+    def key(self) -> Float[Tensor, "layer row kv_head head_dim"]:
+        return self.stacked(Site.KEY)
+
+    @property
+    def query(self) -> Float[Tensor, "layer row head head_dim"]:
+        return self.stacked(Site.QUERY)
+
+    @property
+    def attention(self) -> Float[Tensor, "layer row head key"]:
+        return self.stacked(Site.ATTENTION)
+
+    @property
+    def attention_entropy(self) -> Float[Tensor, "layer row head"]:
+        return self.stacked(Site.ATTENTION_ENTROPY)
+
+    @property
+    def attention_first(self) -> Float[Tensor, "layer row head"]:
+        return self.stacked(Site.ATTENTION_FIRST)
+
+    @property
+    def z(self) -> Float[Tensor, "layer row head head_dim"]:
+        return self.stacked(Site.Z)
+
+    @property
+    def attention_write(self) -> Float[Tensor, "layer row d_model"]:
+        return self.stacked(Site.ATTENTION_WRITE)
+
+    @property
+    def mlp_write(self) -> Float[Tensor, "layer row d_model"]:
+        return self.stacked(Site.MLP_WRITE)
+
+    @property
+    def residual(self) -> Float[Tensor, "depth row d_model"]:
+        return self.stacked(Site.RESIDUAL)
+
+    @property
+    def log_probs(self) -> Float[Tensor, "row vocabulary"]:
+        return self.layers(Site.LOG_PROBS)[0]
+
+    @property
+    def entropy(self) -> Float[Tensor, " row"]:
+        """Next-token entropy, nats."""
+        return self.layers(Site.ENTROPY)[0]

@@ -1,0 +1,36 @@
+"""Entropy and divergences of log-probabilities: nats inside, bits outside, converted here and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from jaxtyping import Float
+    from torch import Tensor
+
+Number = TypeVar("Number")
+
+
+def bits(nats: Number) -> Number:
+    """Nats to bits, for a number or an array: divide by ln 2."""
+    return nats / math.log(2)
+
+
+def entropy(log_p: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
+    """Shannon entropy in nats, H(p) = -sum_x p(x) log p(x); outcomes of probability 0 add nothing."""
+    return -(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1)
+
+
+def kl(log_p: Float[Tensor, "*batch outcome"], log_q: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
+    """KL(p || q) in nats, sum_x p(x) (log p(x) - log q(x)).
+
+    The exact posterior goes first: it has true zeros, which add nothing as p and would make KL infinite as q.
+    """
+    p = log_p.exp()
+    return (p * (log_p.clamp_min(-1e30) - log_q)).masked_fill(p == 0, 0).sum(-1)
+
+
+def tv(log_p: Float[Tensor, "*batch outcome"], log_q: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
+    """Total variation distance, half the L1 distance of the probabilities (0 to 1)."""
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2

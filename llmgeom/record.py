@@ -1,0 +1,156 @@
+"""A record: what was measured, what was not and why, on which prompts, and where it all came from (numpy only)."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmgeom.errors import Refused
+from llmgeom.result import Figure, Headline, Measured, Quantity
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Record:
+    """One scan of one subject on one batch.
+
+    results      probe name -> Measured.
+    unmeasured   probe name -> why not, in one sentence.
+    prompts      column name -> one value a prompt; always "text", "template", "domain", "tags", "entropy" (bits),
+                 "tokens" (count).
+    subject      model, revision, weight hash, dtype, device, family, layers, heads, attention path, parity check ...
+    source       the spec of the prompts, seed included.
+    facts        other provenance: versions, claims hash, the command, the seed, warnings about the run as a whole.
+    run          what varies between equal runs (time, host, paths, durations); never reaches arrays or page.
+    """
+
+    results: Mapping[str, Measured]
+    unmeasured: Mapping[str, str]
+    prompts: Mapping[str, tuple]
+    subject: Mapping[str, Any]
+    source: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    warnings: tuple[str, ...] = ()
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        return f"{self.subject['name']} on {self.source.get('name', 'prompts')}"
+
+    def save(self, folder: str | os.PathLike) -> None:
+        """Write record.json, arrays.safetensors and prompts.jsonl; each appears whole or not at all.
+
+        record.json is written last and names the hashes of the other two, so a folder with a record is complete.
+        """
+        from safetensors.numpy import save
+
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = {
+            f"{probe}.{name}": np.ascontiguousarray(array)
+            for probe, measured in self.results.items()
+            for name, array in measured.arrays.items()
+        }
+        blobs = {"arrays.safetensors": save(arrays), "prompts.jsonl": self._prompt_lines().encode()}
+        for name, blob in blobs.items():
+            write_whole(folder / name, blob)
+        body = {
+            "schema": SCHEMA,
+            "results": {probe: _plain(measured) for probe, measured in self.results.items()},
+            "unmeasured": dict(self.unmeasured),
+            "subject": dict(self.subject),
+            "source": dict(self.source),
+            "facts": dict(self.facts),
+            "warnings": list(self.warnings),
+            "files": {name: hashlib.sha256(blob).hexdigest() for name, blob in blobs.items()},
+            "run": dict(self.run),
+        }
+        text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
+        write_whole(folder / "record.json", (text + "\n").encode())
+
+    def _prompt_lines(self) -> str:
+        names = sorted(self.prompts)
+        rows = zip(*(self.prompts[name] for name in names), strict=True)
+        return "".join(
+            json.dumps(dict(zip(names, row, strict=True)), sort_keys=True, ensure_ascii=False) + "\n" for row in rows
+        )
+
+    @classmethod
+    def load(cls, folder: str | os.PathLike) -> Record:
+        """Read a run folder back. Raises Refused where it is missing, unfinished, damaged or of another schema."""
+        from safetensors.numpy import load
+
+        folder = Path(folder)
+        try:
+            body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise Refused(f"{folder} holds no record.json: give the folder that `llmgeom scan` printed") from None
+        except (ValueError, OSError) as error:
+            raise Refused(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
+        if body.get("schema") != SCHEMA:
+            raise Refused(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
+        blobs = {}
+        for name, expected in body["files"].items():
+            try:
+                blobs[name] = (folder / name).read_bytes()
+            except OSError as error:
+                raise Refused(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
+            if hashlib.sha256(blobs[name]).hexdigest() != expected:
+                raise Refused(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
+        arrays = load(blobs["arrays.safetensors"])
+        rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
+        return cls(
+            results={probe: _measured(probe, plain, arrays) for probe, plain in body["results"].items()},
+            unmeasured=body["unmeasured"],
+            prompts={name: tuple(row[name] for row in rows) for name in (rows[0] if rows else ())},
+            subject=body["subject"],
+            source=body["source"],
+            facts=body["facts"],
+            warnings=tuple(body["warnings"]),
+            run=body["run"],
+        )
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that it is there whole or not at all: temporary name, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as handle:
+            handle.write(data)
+            handle.flush()
+            os.fsync(handle.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise Refused(f"{path} could not be written ({error.strerror}); choose another --out or free space") from error
+
+
+def _plain(measured: Measured) -> dict[str, Any]:
+    plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}))
+    del plain["arrays"]
+    return plain
+
+
+def _measured(probe: str, plain: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
+    quantities = {
+        name: Quantity(tuple(q["axes"]), q["unit"], q["meaning"], Figure(**q["figure"]) if q["figure"] else None)
+        for name, q in plain["quantities"].items()
+    }
+    return Measured(
+        **{
+            **plain,
+            "headlines": tuple(Headline(**h) for h in plain["headlines"]),
+            "quantities": quantities,
+            "warnings": tuple(plain["warnings"]),
+            "arrays": {name: arrays[f"{probe}.{name}"] for name in quantities},
+        }
+    )

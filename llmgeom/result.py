@@ -1,0 +1,148 @@
+"""A probe's answer: every number declared once with its axes, unit, meaning and figure (numpy only)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+FigureKind = Literal["curve", "scatter", "heatmap"]
+Verdict = Literal["above null", "not above null", "undecided", "below null", "no null"]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """How a quantity is drawn.
+
+    curve    axes "layer": a line over depth; `band` names a quantity with axes "layer bound" (its null, low and high).
+    scatter  axes "prompt component": the first two components, coloured by the prompt column `colour`.
+    heatmap  two axes, e.g. "layer head": a cell each.
+    """
+
+    kind: FigureKind
+    band: str = ""
+    colour: str = "entropy"
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """The declaration of one field: axis names, unit, meaning in one phrase, and its figure if it has one."""
+
+    axes: tuple[str, ...]
+    unit: str
+    meaning: str
+    figure: Figure | None = None
+
+
+def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -> Any:
+    """Declare a Result field: `quantity("layer head", "bits", "entropy of the final query's attention row")`."""
+    return field(metadata={"quantity": Quantity(tuple(axes.split()), unit, meaning, figure)})
+
+
+@dataclass(frozen=True)
+class Headline:
+    """One number people will quote, with what it takes to believe it.
+
+    value, unit      the number and its unit.
+    low, high        its interval; `method` says which (e.g. "jackknife over templates, 95 %").
+    null_low/high    95 % band of the null that decides; `null` says which null and how many draws.
+    p                p-value against that null with the +1 rule; NaN is refused.
+    n, units         how many prompts, and how many independent units (templates, documents).
+    verdict, why     the verdict in words and one sentence, e.g. "needs n >= 120 templates".
+    """
+
+    name: str
+    value: float
+    unit: str
+    low: float
+    high: float
+    method: str
+    null_low: float
+    null_high: float
+    null: str
+    p: float
+    n: int
+    units: int
+    verdict: Verdict
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("value", "low", "high", "null_low", "null_high", "p"):
+            if not math.isfinite(getattr(self, name)):
+                raise ValueError(f"headline {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A Result lowered to plain data: what a Record stores and a page draws without the probe that made it."""
+
+    title: str
+    meaning: str
+    computed: str
+    null: str
+    failure_modes: str
+    headlines: tuple[Headline, ...]
+    quantities: Mapping[str, Quantity]
+    arrays: Mapping[str, np.ndarray]
+    warnings: tuple[str, ...] = ()
+
+
+class Result:
+    """Base of every probe's answer: a frozen dataclass of `quantity` fields and headlines.
+
+    A subclass states in class variables what a reader of the page needs: TITLE; MEANING (two sentences: what it means);
+    COMPUTED (the estimator); NULL (what it is held against); FAILURE_MODES.
+    Raises ValueError where an array does not have the declared axes, two fields disagree on the length of an axis, or a
+    number is not finite: no NaN travels.
+    """
+
+    TITLE: ClassVar[str]
+    MEANING: ClassVar[str]
+    COMPUTED: ClassVar[str]
+    NULL: ClassVar[str]
+    FAILURE_MODES: ClassVar[str]
+
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        lengths: dict[str, tuple[str, int]] = {}
+        for name, declared in self.quantities().items():
+            array = np.asarray(getattr(self, name))
+            where = f"{type(self).__name__}.{name}"
+            if array.ndim != len(declared.axes):
+                raise ValueError(
+                    f"{where} has shape {array.shape} but axes {declared.axes}: "
+                    f"expected {len(declared.axes)} dimensions, got {array.ndim}"
+                )
+            for axis, length in zip(declared.axes, array.shape, strict=True):
+                other, expected = lengths.setdefault(axis, (name, length))
+                if expected != length:
+                    raise ValueError(f"{where} has {length} along {axis!r} but {other} has {expected}")
+            if not np.isfinite(array).all():
+                index = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
+                at = ", ".join(f"{axis} {i}" for axis, i in zip(declared.axes, index, strict=True)) or "its only entry"
+                raise ValueError(f"{where} is not finite at {at}; measure it, or say why it is not measured")
+
+    @classmethod
+    def quantities(cls) -> dict[str, Quantity]:
+        """The declared fields by name, in order."""
+        return {f.name: f.metadata["quantity"] for f in dataclasses.fields(cls) if "quantity" in f.metadata}
+
+    def lowered(self) -> Measured:
+        """This result as plain data."""
+        return Measured(
+            title=self.TITLE,
+            meaning=self.MEANING,
+            computed=self.COMPUTED,
+            null=self.NULL,
+            failure_modes=self.FAILURE_MODES,
+            headlines=tuple(self.headlines),
+            quantities=self.quantities(),
+            arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},
+            warnings=tuple(self.warnings),
+        )

@@ -1,0 +1,469 @@
+"""A subject: a causal language model, its tokenizer and its facts, read through one method, `capture`."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from llmgeom import hub
+from llmgeom.attention import Recorder, attached, interface_kind, recording
+from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.blocks import Block, blocks
+from llmgeom.capture import OUTPUTS, Capture, Key, Site
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.information import bits, entropy
+from llmgeom.plan import BATCH_TOKENS, plan
+from llmgeom.store import Store, digest
+
+Progress = Callable[[int, int], None]
+Positions = Literal["query", "all"]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A causal LM under examination. Make one with `Subject.load` or, from objects in memory, `Subject.of`.
+
+    facts    plain data for the record: model type, layers, heads, kv heads, head width, window, dtype, device ...
+    blocks   the layers and the modules that write to the residual stream.
+    edits    made in every capture (see `edited`).
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    facts: Mapping[str, Any]
+    blocks: tuple[Block, ...]
+    edits: tuple[Edit, ...] = field(default=())
+
+    # ---- one way in -------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any = None, name: str = "model", **facts: Any) -> Subject:
+        """A subject from a transformers causal LM in memory; it is put in eval mode.
+
+        Raises UnsupportedModel where its attention cannot be read.
+        """
+        model = getattr(model, "_orig_mod", model).eval()
+        kind = interface_kind(model, name)
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        found = {
+            "name": name,
+            "model_type": config.model_type,
+            "layers": config.num_hidden_layers,
+            "heads": heads,
+            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "d_model": config.hidden_size,
+            "vocabulary": config.vocab_size,
+            "positions": getattr(config, "max_position_embeddings", None),
+            "window": getattr(config, "sliding_window", None),
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+            "device": str(next(model.parameters()).device),
+            "attention": f"{model.config._attn_implementation} through {kind}",
+            **facts,
+        }
+        subject = cls(model, tokenizer, name, found, blocks(model, name))
+        if len(subject.blocks) != found["layers"]:
+            raise UnsupportedModel(
+                f"{name}: {len(subject.blocks)} of {found['layers']} layers have attention that can be read; "
+                "hybrid and attention-free models are not supported"
+            )
+        return subject
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        revision: str | None = None,
+        *,
+        dtype: str | None = None,
+        device: str | None = None,
+        device_map: str | None = None,
+        offline: bool = False,
+        trust_remote_code: bool = False,
+    ) -> Subject:
+        """Load `pocket:NAME`, a local folder or a hub id, check it, and say what it is.
+
+        dtype     float32 by default on a CPU and below 2e9 parameters on a GPU, else bfloat16.
+        device    "cpu", "cuda", "cuda:1" ...; the first GPU by default where there is one.
+        Raises Refused with the remedy; a model that is not there is refused before weights are read.
+        """
+        located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
+        if dtype is not None and dtype not in DTYPES:
+            raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+        shared = {
+            "revision": located.revision,
+            "local_files_only": located.local_only,
+            "trust_remote_code": trust_remote_code,
+        }
+        try:
+            config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+                located.path,
+                config=config,
+                dtype=_dtype(dtype, device, config),
+                use_safetensors=True,
+                **({"device_map": device_map} if device_map else {}),
+                **shared,
+            )
+            if not device_map:
+                loaded = loaded.to(device)
+        except Refused:
+            raise
+        except Exception as error:
+            raise hub.explain(error, located) from error
+        subject = cls.of(loaded, tokenizer, located.name, revision=located.revision)
+        if located.step0:
+            subject = subject.twin(_init_seed(located.path))
+        subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
+        return replace(subject, facts={**subject.facts, "weights": subject.weight_hash, "parity": subject.check()})
+
+    def twin(self, seed: int) -> Subject:
+        """The same model re-initialised by its own config from `seed`, whatever ran before; same tokenizer."""
+        config = copy.deepcopy(self.model.config)
+        parameter = next(self.model.parameters())
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = transformers.AutoModelForCausalLM.from_config(config)
+        return Subject.of(
+            model.to(device=parameter.device, dtype=parameter.dtype), self.tokenizer, f"{self.name} re-initialised"
+        )
+
+    @contextmanager
+    def edited(self, *edits: Edit):
+        """`with subject.edited(edit) as changed: changed.capture(...)`: a subject whose every pass is edited."""
+        yield replace(self, edits=self.edits + edits)
+
+    @cached_property
+    def weight_hash(self) -> str:
+        """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
+        state = self.model.state_dict()
+        if any(tensor.is_meta for tensor in state.values()):
+            return "not hashed: offloaded"
+        total = hashlib.sha256()
+        for name in sorted(state):
+            total.update(name.encode())
+            total.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return total.hexdigest()
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def tokens(self, batch: Batch) -> Tokens:
+        """The batch as token ids, right-padded; special tokens as the tokenizer itself adds them.
+
+        Raises Refused for a prompt without tokens, one longer than the model's positions, and rows of real numbers.
+        """
+        if isinstance(batch.inputs, Rows):
+            raise Refused(f"{self.name} reads tokens; this batch holds rows of real numbers")
+        if isinstance(batch.inputs, Tokens):
+            tokens = batch.inputs
+            lengths = tokens.lengths.tolist()
+        else:
+            if self.tokenizer is None:
+                raise Refused(f"{self.name} has no tokenizer, so it cannot read text; pass one to Subject.of")
+            ids = self.tokenizer(list(batch.text), add_special_tokens=True)["input_ids"]
+            lengths = [len(row) for row in ids]
+            padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
+            for row, sequence in zip(padded, ids, strict=True):
+                row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+            tokens = Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
+        limit = self.facts["positions"]
+        for i, length in enumerate(lengths):
+            if length == 0:
+                raise Refused(f"prompt {i + 1} has no tokens after tokenizing; remove it")
+            if limit is not None and length > limit:
+                raise Refused(f"prompt {i + 1} has {length} tokens; {self.name} reads at most {limit}: shorten it")
+        return tokens
+
+    # ---- the pass ---------------------------------------------------------------------------------------------------
+
+    def capture(
+        self,
+        batch: Batch,
+        sites: Iterable[Site],
+        edits: Sequence[Edit] = (),
+        *,
+        positions: Positions = "query",
+        batch_tokens: int = BATCH_TOKENS,
+        store: str | None = None,
+        progress: Progress | None = None,
+    ) -> Capture:
+        """Run the batch and keep what is asked for, at the queried positions or at all real ones.
+
+        store      a folder; finished batches are kept there and a second call with the same arguments reuses them.
+        progress   called as progress(prompts done, prompts in all).
+        Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
+        """
+        sites, edits = frozenset(sites), self.edits + tuple(edits)
+        tokens = self.tokens(batch)
+        where = _queried(batch, tokens, positions)
+        batches = plan(tokens.lengths.tolist(), batch_tokens)
+        shards = self._store(store, batch, tokens, where, batches, sites, edits) if store else None
+        parts: list[dict[Key, Tensor]] = []
+        events: list[str] = []
+        done = 0
+        with attached(self.model, self.name):
+            for index, members in enumerate(batches):
+                part = shards.read(index) if shards else None
+                kept = None if part is None else {_key(name): tensor for name, tensor in part.items()}
+                if kept is None:
+                    kept = self._halving(tokens, where, list(members), sites, edits, batch, events)
+                    if shards:
+                        shards.write(index, {_name(key): t for key, t in kept.items()}, {"prompts": list(members)})
+                parts.append(kept)
+                done += len(members)
+                if progress:
+                    progress(done, len(batch))
+        return _assemble(batch, tokens, where, batches, parts, tuple(events))
+
+    def entropy(self, batch: Batch, **options: Any) -> np.ndarray:
+        """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""
+        nats = self.capture(batch, {Site.ENTROPY}, **options).entropy
+        return bits(nats.double().numpy())
+
+    def _halving(self, tokens, where, members, sites, edits, batch, events) -> dict[Key, Tensor]:
+        """One planned batch; on out-of-memory in halves, and the halving is told."""
+        try:
+            return self._pass(tokens, where, members, sites, edits, batch)
+        except torch.OutOfMemoryError:
+            if len(members) == 1:
+                length = int(tokens.lengths[members[0]])
+                raise Refused(
+                    f"prompt {members[0] + 1} of {length} tokens alone does not fit in memory on "
+                    f"{self.facts['device']}; use --dtype bfloat16, --device-map auto or shorter prompts"
+                ) from None
+            half = len(members) // 2
+            events.append(f"out of memory: a batch of {len(members)} prompts was run in halves")
+        first = self._halving(tokens, where, members[:half], sites, edits, batch, events)
+        second = self._halving(tokens, where, members[half:], sites, edits, batch, events)
+        return {key: _cat([first[key], second[key]]) for key in first}
+
+    @torch.no_grad()
+    def _pass(self, tokens, where, members, sites, edits, batch) -> dict[Key, Tensor]:
+        width = int(tokens.lengths[members].max())
+        ids, mask = tokens.ids[members, :width], where[members, :width]
+        prompt, position = mask.nonzero(as_tuple=True)
+        recorder = Recorder(self.blocks, (prompt, position), sites, edits, (torch.tensor(members), mask))
+        with recording(recorder, self.blocks, self.model.get_output_embeddings()):
+            logits = self._logits(ids)
+        if recorder.seen != list(range(len(self.blocks))):
+            raise UnsupportedModel(
+                f"{self.name}: attention ran in layers {recorder.seen} instead of each of 0 to {len(self.blocks) - 1} "
+                "once; this architecture cannot be captured"
+            )
+        for edit in edits:
+            if id(edit) not in recorder.touched:
+                raise Refused(f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited")
+        if not torch.isfinite(logits).all():
+            row = int((~torch.isfinite(logits).all(-1)).nonzero()[0, 0])
+            raise Refused(self._blame(tokens, members[int(prompt[row])], edits, batch))
+        kept = {key: tensor.cpu() for key, tensor in recorder.kept.items()}
+        if sites & OUTPUTS:
+            log_probs = logits.float().log_softmax(-1)
+            if Site.ENTROPY in sites:
+                kept[Site.ENTROPY, -1] = entropy(log_probs).cpu()
+            if Site.LOG_PROBS in sites:
+                kept[Site.LOG_PROBS, -1] = log_probs.cpu()
+        return kept
+
+    def _logits(self, ids: Tensor) -> Tensor:
+        """Logits of the rows the recorder asks for, [row vocabulary]; no mask: a causal token never sees right pads."""
+        device = self.model.get_input_embeddings().weight.device
+        ids = ids.to(device)
+        position_ids = torch.arange(ids.shape[1], device=device).expand_as(ids)
+        out = self.model(input_ids=ids, position_ids=position_ids, use_cache=False)
+        return out.logits[:, 0]
+
+    def _blame(self, tokens, prompt: int, edits, batch) -> str:
+        """Which prompt and which layer first gave numbers that are not finite."""
+        length = int(tokens.lengths[prompt])
+        rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
+        where = (torch.tensor([prompt]), torch.ones(1, length, dtype=torch.bool))
+        recorder = Recorder(self.blocks, rows, frozenset({Site.RESIDUAL}), edits, where)
+        with recording(recorder, self.blocks, None):
+            self._logits(tokens.ids[[prompt], :length])
+        bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
+        place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
+        text = batch.text[prompt][:60] if not isinstance(batch.inputs, Tokens | Rows) else ""
+        return (
+            f"{self.name} gives logits that are not finite on prompt {prompt + 1} ({text!r}); the first numbers that "
+            f"are not finite come from {place}: try --dtype float32, or check the weights"
+        )
+
+    def _store(self, root, batch, tokens, where, batches, sites, edits) -> Store:
+        spec = {
+            "weights": self.weight_hash,
+            "facts": {k: self.facts[k] for k in ("model_type", "dtype", "device", "attention")},
+            "tokens": hashlib.sha256(tokens.ids.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
+            "positions": hashlib.sha256(where.numpy().tobytes()).hexdigest(),
+            "plan": batches,
+            "sites": sorted(sites),
+            "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, **e.spec} for e in edits],
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+            "threads": torch.get_num_threads(),
+        }
+        if any(not edit.spec for edit in edits):
+            raise Refused(
+                "an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store"
+            )
+        return Store(root, spec)
+
+    # ---- parity -----------------------------------------------------------------------------------------------------
+
+    def check(self) -> dict[str, Any]:
+        """Does what is captured agree with the model itself? Run at every load; the record carries the answer.
+
+        On two random sequences: each layer is entered once (else UnsupportedModel); largest |difference| of the logits
+        with and without capture; of each captured row times the values against the model's own attention output
+        (relative to its rms); and of residual in + writes against residual out (relative to its rms). Where the last
+        fails, the writes are marked unavailable, as in post-norm families.
+        """
+        generator = torch.Generator().manual_seed(0)
+        length = min(24, self.facts["positions"] or 24)
+        if self.facts["window"] and self.facts["window"] < 64:
+            length = min(2 * self.facts["window"], self.facts["positions"] or 128)
+        ids = torch.randint(self.facts["vocabulary"], (2, length), generator=generator)
+        tokens = Tokens(ids, torch.tensor([length, length - 3 if length > 4 else length]))
+        batch = Batch(tokens, ("a", "b"), {"kind": "parity"})
+        sites = {Site.ATTENTION, Site.VALUE, Site.Z, Site.RESIDUAL, Site.LOG_PROBS}
+        writes = {Site.ATTENTION_WRITE, Site.MLP_WRITE} if self._writers_known() else set()
+        plain = self._plain_log_probs(tokens)
+        whole = replace(batch, query=None)
+        seen = self.capture(whole, sites | writes, positions="all", batch_tokens=2 * length)
+        final = self.capture(whole, {Site.LOG_PROBS}, batch_tokens=2 * length)
+        report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
+        report["rows"] = max(
+            _relative(_mix(row, value, seen.prompt, seen.position), z)
+            for row, value, z in zip(
+                seen.layers(Site.ATTENTION), seen.layers(Site.VALUE), seen.layers(Site.Z), strict=True
+            )
+        )
+        tolerance = 1e-4 if self.facts["dtype"] == "float32" else 5e-2
+        if report["rows"] > tolerance or report["logits"] > tolerance:
+            raise UnsupportedModel(
+                f"{self.name} ({self.facts['model_type']}) fails the parity check {report}: what would be captured is "
+                "not what the model computes; try --backend tl"
+            )
+        if writes:
+            stream = seen.layers(Site.RESIDUAL)
+            report["residual"] = max(
+                _relative(stream[i] + a + m, stream[i + 1])
+                for i, (a, m) in enumerate(
+                    zip(seen.layers(Site.ATTENTION_WRITE), seen.layers(Site.MLP_WRITE), strict=True)
+                )
+            )
+            if report["residual"] > tolerance:
+                report["writes"] = "unavailable: residual in + writes is not residual out"
+        else:
+            report["writes"] = "unavailable: the modules that write to the residual stream are not known"
+        return report
+
+    def _writers_known(self) -> bool:
+        return all(block.attention_writer is not None and block.mlp_writer is not None for block in self.blocks)
+
+    @torch.no_grad()
+    def _plain_log_probs(self, tokens: Tokens) -> Tensor:
+        """Log-probabilities at the final tokens with our function out of the way and the same logits kept."""
+        rows = (torch.arange(len(tokens)), tokens.lengths - 1)
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
+        try:
+            return self._logits(tokens.ids).float().log_softmax(-1).cpu()
+        finally:
+            hook.remove()
+
+
+def _dtype(asked: str | None, device: str, config) -> torch.dtype:
+    if asked is not None:
+        return DTYPES[asked]
+    if device == "cpu":
+        return torch.float32
+    text = config.get_text_config()
+    size = 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size
+    return torch.float32 if size < 2e9 else torch.bfloat16
+
+
+def _init_seed(folder: str) -> int:
+    import json
+    from pathlib import Path
+
+    return int(json.loads((Path(folder) / "card.json").read_text())["seed"])
+
+
+def _queried(batch: Batch, tokens: Tokens, positions: Positions) -> Tensor:
+    """[batch seq] bool: the rows to keep."""
+    real = torch.arange(tokens.ids.shape[1]) < tokens.lengths[:, None]
+    if positions == "all":
+        return real
+    if positions != "query":
+        raise Refused(f"positions {positions!r}: expected 'query' or 'all'")
+    if batch.query is not None:
+        return batch.query & real
+    return torch.arange(tokens.ids.shape[1]) == tokens.lengths[:, None] - 1
+
+
+def _assemble(batch, tokens, where, batches, parts, events) -> Capture:
+    """Rows in the order of the batch, whatever the plan was."""
+    prompt, position = where.nonzero(as_tuple=True)
+    planned = torch.cat([torch.full((int(where[i].sum()),), i) for members in batches for i in members])
+    order = torch.argsort(planned, stable=True)
+    tensors = {key: _cat([part[key] for part in parts])[order] for key in parts[0]} if parts else {}
+    return Capture(batch, prompt, position, tokens.lengths, tensors, events)
+
+
+def _cat(tensors: list[Tensor]) -> Tensor:
+    """Along rows; attention rows of narrower batches are padded with zeros (weight on positions that are not there)."""
+    width = max(t.shape[-1] for t in tensors) if tensors[0].dim() > 1 else 0
+    if width:
+        tensors = [torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
+    return torch.cat(tensors)
+
+
+def _mix(row: Tensor, value: Tensor, prompt: Tensor, position: Tensor) -> Tensor:
+    """Each row's weights times the values of its own prompt: [row head head_dim] float32."""
+    out = []
+    group = row.shape[1] // value.shape[1]
+    for i in range(len(row)):
+        mine = value[prompt == prompt[i]].float().repeat_interleave(group, dim=1)
+        out.append(torch.einsum("hk,khd->hd", row[i, :, : len(mine)], mine))
+    return torch.stack(out)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max())
+
+
+def _relative(x: Tensor, y: Tensor) -> float:
+    """Largest |x - y| over the rms of y."""
+    return float((x.float() - y.float()).abs().max() / y.float().square().mean().sqrt())
+
+
+def _name(key: Key) -> str:
+    return f"{key[0].value}.{key[1]:03d}"
+
+
+def _key(name: str) -> Key:
+    site, layer = name.rsplit(".", 1)
+    return Site(site), int(layer)
+
+
+def spec_hash(spec: Mapping[str, Any]) -> str:
+    """First 12 hex digits of the hash of plain data: how prompts and claims are named in a record."""
+    return digest(spec)[:12]
