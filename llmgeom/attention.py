@@ -21,7 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from llmgeom.blocks import Block
-from llmgeom.capture import BLOCKS, HEADS, Key, Site
+from llmgeom.capture import ROWS, Key, Site
 from llmgeom.edits import Edit, Point, Where
 from llmgeom.errors import Refused, UnsupportedModel
 
@@ -103,7 +103,7 @@ class Recorder:
         if ("value", layer) in self.edits:
             value = self.edit("value", layer, value.transpose(1, 2)).transpose(1, 2)
         self.keep(Site.VALUE, layer, value.transpose(1, 2))
-        if self.sites & {Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST}:
+        if self.sites & ROWS:
             self._keep_rows(layer, query, key, mask, **kwargs)
         z = _delegate(kind, module, query, key, value, mask, **kwargs)
         z = self.edit("z", layer, z)
@@ -113,12 +113,21 @@ class Recorder:
     def _keep_rows(self, layer: int, query: Tensor, key: Tensor, mask: Tensor | None, **kwargs) -> None:
         prompt, position, *_ = self.on(query.device)
         weights = attention_rows(query, key, mask, prompt, position, one_each=self.one_each, **kwargs)
-        if Site.ATTENTION in self.sites:
-            self.kept[Site.ATTENTION, layer] = weights
-        if Site.ATTENTION_ENTROPY in self.sites:
-            self.kept[Site.ATTENTION_ENTROPY, layer] = torch.special.entr(weights).sum(-1)
-        if Site.ATTENTION_FIRST in self.sites:
-            self.kept[Site.ATTENTION_FIRST, layer] = weights[..., 0].clone()
+        for site in self.sites & ROWS:
+            self.kept[site, layer] = row_statistic(site, weights)
+
+
+def row_statistic(site: Site, weights: Tensor) -> Tensor:
+    """What a site of `ROWS` keeps of attention weights [row head key]; see Site."""
+    if site is Site.ATTENTION:
+        return weights
+    if site is Site.ATTENTION_ENTROPY:
+        return torch.special.entr(weights).sum(-1)
+    if site is Site.ATTENTION_FIRST:
+        return weights[..., 0].clone()
+    rest = weights[..., 1:]
+    rest = rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+    return torch.special.entr(rest).sum(-1)
 
 
 def attention_rows(
@@ -134,11 +143,12 @@ def attention_rows(
     s_aux: Tensor | None = None,
     **_,
 ) -> Tensor:
-    """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only.
+    """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq].
 
-    query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq] (True = attend) or None (causal);
-    returns [row head seq]. Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt. softcap c: c tanh(s / c) (Gemma-2).
-    s_aux [head]: a learned sink logit that takes part in the softmax and is then dropped (gpt-oss).
+    query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq], True = attend, or None, causal.
+    Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt.
+    softcap c: scores become c tanh(s / c) (Gemma-2). s_aux [head]: a learned sink logit that takes part in the softmax
+    and is then dropped (gpt-oss).
     """
     heads, width, dim = query.shape[1], key.shape[2], query.shape[3]
     kv_heads = key.shape[1]
@@ -146,7 +156,7 @@ def attention_rows(
     columns = torch.arange(width, device=query.device)
     # Each prompt's keys are gathered once a row: bound the copy when a prompt has many rows.
     step = len(prompt) if one_each else max(1, 2**24 // (kv_heads * width * dim))
-    parts = []
+    parts = [query.new_zeros(0, heads, width, dtype=torch.float32)]  # a batch may have no queried position at all
     for at in range(0, len(prompt), step):
         b, t = prompt[at : at + step], position[at : at + step]
         k = (key if one_each else key[b]).float()
@@ -165,7 +175,7 @@ def attention_rows(
         else:
             scores = scores.softmax(-1)
         parts.append(scores)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return parts[1] if len(parts) == 2 else torch.cat(parts)
 
 
 def _delegate(kind: str, module: nn.Module, query, key, value, mask, **kwargs) -> Tensor:
@@ -309,6 +319,3 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
                 yield module.register_forward_hook(write(index, site, point))
     if output is not None:
         yield output.register_forward_pre_hook(last)
-
-
-__all__ = ["BLOCKS", "HEADS", "Recorder", "attached", "attention_rows", "interface_kind", "recording"]

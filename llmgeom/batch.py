@@ -57,7 +57,7 @@ class Batch:
                with inputs of another; permutations, intervals and n go by unit.
     query      [batch seq] bool, the positions examined; None means the final real token of each input (prompts).
     target     [batch seq] int64, the outcome that was drawn at each queried position; None for prompts.
-    columns    facts about each input by name (domain, tags ...), each of length batch: what a figure can be coloured by.
+    columns    facts about each input by name (domain, tags ...), each of length batch; figures are coloured by them.
     posterior  the exact answer; None in the wild. Its absence is the difference between a tunnel and the wild.
     source     the spec that made this batch, as plain data: it is stored and hashed.
     """

@@ -23,6 +23,7 @@ class Site(StrEnum):
                         position. Rows of models with attention sinks sum to less than 1 (the rest is the sink).
     ATTENTION_ENTROPY   [row head] float32, nats: -sum_j a_j log a_j of that row.
     ATTENTION_FIRST     [row head] float32: the weight on position 0 (the usual sink).
+    ATTENTION_REST      [row head] float32, nats: entropy of the row without position 0, renormalised (0 at position 0).
     Z                   [row head head_dim]: each head's output before W_O, after edits.
     ATTENTION_WRITE     [row d_model]: what attention adds to the residual stream (after any post-norm).
     MLP_WRITE           [row d_model]: what the MLP adds.
@@ -37,6 +38,7 @@ class Site(StrEnum):
     ATTENTION = "attention"
     ATTENTION_ENTROPY = "attention_entropy"
     ATTENTION_FIRST = "attention_first"
+    ATTENTION_REST = "attention_rest"
     Z = "z"
     ATTENTION_WRITE = "attention_write"
     MLP_WRITE = "mlp_write"
@@ -45,18 +47,7 @@ class Site(StrEnum):
     ENTROPY = "entropy"
 
 
-HEADS = frozenset(
-    {
-        Site.VALUE,
-        Site.KEY,
-        Site.QUERY,
-        Site.ATTENTION,
-        Site.ATTENTION_ENTROPY,
-        Site.ATTENTION_FIRST,
-        Site.Z,
-    }
-)
-BLOCKS = frozenset({Site.ATTENTION_WRITE, Site.MLP_WRITE, Site.RESIDUAL})
+ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
 
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
@@ -117,6 +108,10 @@ class Capture:
     @property
     def attention_first(self) -> Float[Tensor, "layer row head"]:
         return self.stacked(Site.ATTENTION_FIRST)
+
+    @property
+    def attention_rest(self) -> Float[Tensor, "layer row head"]:
+        return self.stacked(Site.ATTENTION_REST)
 
     @property
     def z(self) -> Float[Tensor, "layer row head head_dim"]:

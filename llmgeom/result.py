@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 FigureKind = Literal["curve", "scatter", "heatmap"]
-Verdict = Literal["above null", "not above null", "undecided", "below null", "no null"]
+Verdict = Literal["above null", "not above null", "below null", "not below null", "undecided", "no null"]
 
 
 @dataclass(frozen=True)

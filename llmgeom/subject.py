@@ -24,7 +24,7 @@ from llmgeom.edits import Edit
 from llmgeom.errors import Refused, UnsupportedModel
 from llmgeom.information import bits, entropy
 from llmgeom.plan import BATCH_TOKENS, plan
-from llmgeom.store import Store, digest
+from llmgeom.store import Store
 
 Progress = Callable[[int, int], None]
 Positions = Literal["query", "all"]
@@ -192,6 +192,14 @@ class Subject:
             if limit is not None and length > limit:
                 raise Refused(f"prompt {i + 1} has {length} tokens; {self.name} reads at most {limit}: shorten it")
         return tokens
+
+    def special_prefix(self) -> int:
+        """How many special tokens the tokenizer puts before a text (1 for a BOS, else usually 0)."""
+        if self.tokenizer is None:
+            return 0
+        plain = self.tokenizer("a", add_special_tokens=False)["input_ids"]
+        whole = self.tokenizer("a", add_special_tokens=True)["input_ids"]
+        return next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
 
     # ---- the pass ---------------------------------------------------------------------------------------------------
 
@@ -462,8 +470,3 @@ def _name(key: Key) -> str:
 def _key(name: str) -> Key:
     site, layer = name.rsplit(".", 1)
     return Site(site), int(layer)
-
-
-def spec_hash(spec: Mapping[str, Any]) -> str:
-    """First 12 hex digits of the hash of plain data: how prompts and claims are named in a record."""
-    return digest(spec)[:12]

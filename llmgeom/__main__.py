@@ -1,0 +1,5 @@
+"""`python -m llmgeom` is `llmgeom`."""
+
+from llmgeom.cli import main
+
+main()

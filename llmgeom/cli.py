@@ -1,0 +1,249 @@
+"""The door: `llmgeom VERB`. Each command parses, calls one public function, saves, and says where."""
+
+from __future__ import annotations
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+
+from llmgeom import __version__, hub
+from llmgeom.errors import Refused
+
+
+class Door(click.Group):
+    """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **kwargs)
+        try:
+            code = super().main(*args, standalone_mode=False, **kwargs)
+        except click.exceptions.Abort:
+            again = " ".join(["llmgeom", *(args[0] if args and args[0] else sys.argv[1:])])
+            _fail(f"interrupted; nothing is lost. Continue with: {again}", 130)
+        except click.ClickException as error:
+            error.show()
+            sys.exit(error.exit_code)
+        except Refused as refusal:
+            _fail(str(refusal), 1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def resolve_command(self, ctx, args):
+        import difflib
+
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
+            raise click.UsageError(error.message + (f" Did you mean {near[0]!r}?" if near else ""), ctx) from None
+
+
+def _fail(sentence: str, code: int) -> None:
+    click.echo(f"llmgeom: {sentence}", err=True)
+    sys.exit(code)
+
+
+@click.group(
+    cls=Door,
+    context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "LLMGEOM", "max_content_width": 110},
+    epilog="Example:  llmgeom scan --model EleutherAI/pythia-410m --domain math",
+)
+@click.version_option(__version__, prog_name="llmgeom")
+def main() -> None:
+    """How does a language model hold its uncertainty? Every number with n, an interval and a null."""
+
+
+def _model_options(command):
+    for option in reversed(
+        [
+            click.option(
+                "--model", default="pocket:pythia", show_default=True, help="pocket:NAME, a folder or a hub id."
+            ),
+            click.option("--revision", help="Branch, tag or commit of a hub model, e.g. step1000."),
+            click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision."),
+            click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]"),
+            click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto."),
+            click.option(
+                "--backend",
+                type=click.Choice(["transformers", "tl"]),
+                default="transformers",
+                show_default=True,
+                help="tl reads through TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon; a second opinion).",
+            ),
+            click.option("--offline", is_flag=True, help="Never touch the network."),
+            click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@main.command(epilog="Example:  llmgeom scan --model EleutherAI/pythia-410m --domain math --n 75 --out runs/410m-math")
+@_model_options
+@click.option("--domain", "domains", multiple=True, help="Prompt domain; repeat for several. [default: mixed and math]")
+@click.option("--prompts", "prompts_file", help="Your own prompts: .jsonl, .txt or - for standard input.")
+@click.option("--prompts-from", help="Reuse the prompts of an earlier run folder.")
+@click.option("--n", default=75, show_default=True, help="Prompts a domain, spread evenly over next-token entropy.")
+@click.option("--limit", type=int, help="Use only the first LIMIT prompts of a file, or a pool of at most LIMIT.")
+@click.option("--probes", help="Comma-separated probe names. [default: all; see `llmgeom list probes`]")
+@click.option(
+    "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
+)
+@click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
+@click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and permutations.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-DOMAINS-HASH]")
+@click.option(
+    "--fail-on", multiple=True, type=click.Choice(["not above null", "undecided", "unmeasured"]), help="Exit 3."
+)
+@click.option("--dry-run", is_flag=True, help="Print the plan (prompts, passes, bytes, minutes); read no weights.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@click.option("--verbose", "-v", is_flag=True, help="Say more: the plan and the parity check.")
+def scan(**options: Any) -> int:
+    """Scan a model: how the geometry of its last tokens relates to its uncertainty, and a page to look at."""
+    from llmgeom.experiments.scanning import Request, estimate, perform, prepare
+
+    say = {name: options.pop(name) for name in ("fail_on", "dry_run", "as_json", "quiet", "verbose")}
+    chosen = options.pop("probes")
+    names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
+    plan = prepare(Request(probes=names, **options))
+    if say["dry_run"]:
+        _show_estimate(estimate(plan), say["as_json"])
+        return 0
+    with _progress(say["quiet"] or say["as_json"]) as progress:
+        done = list(perform(plan, "llmgeom " + " ".join(sys.argv[1:]), progress))
+    return _show(plan.out, [record for _, record in done], say)
+
+
+@main.command(name="list", epilog="Example:  llmgeom list probes")
+@click.argument("what", type=click.Choice(["models", "domains", "probes"]))
+def list_(what: str) -> None:
+    """What there is: pocket models, prompt domains, probes."""
+    if what == "probes":
+        from llmgeom.probes import known
+
+        for name, module in known().items():
+            click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}")
+    elif what == "domains":
+        from llmgeom.prompts.domains import Domain, known
+
+        for name in known():
+            click.echo(f"{name:12} {Domain(name).size()} prompts")
+    else:
+        for name in hub.pockets():
+            click.echo(f"pocket:{name}  (untrained: pocket:{name}@step0)")
+        click.echo("or a folder written by save_pretrained, or any hub id, e.g. EleutherAI/pythia-410m")
+
+
+@main.command(epilog="Example:  llmgeom report runs/410m-math runs/1b-math --out both.html")
+@click.argument("runs", nargs=-1, required=True, type=click.Path())
+@click.option("--out", type=click.Path(), help="The page. [default: report.html in the first run folder]")
+def report(runs: tuple[str, ...], out: str | None) -> None:
+    """Draw the page of one run, or of several side by side; no model is loaded."""
+    from llmgeom.record import Record, write_whole
+    from llmgeom.reports import page
+
+    path = Path(out) if out else Path(runs[0]) / "report.html"
+    write_whole(path, page([Record.load(run) for run in runs]).encode())
+    click.echo(path)
+
+
+@main.command(epilog="Example:  llmgeom doctor")
+def doctor() -> int:
+    """Is this machine ready? Versions, devices, cache, hub, pocket models."""
+    from llmgeom.experiments.doctor import findings
+
+    worst = 0
+    for mark, sentence in findings():
+        click.echo(f"{mark:4} {sentence}")
+        worst = max(worst, mark == "BAD")
+    return int(worst)
+
+
+def _show(out: Path, records: list, say: dict[str, Any]) -> int:
+    """The verdicts to standard output; 3 where one of them is named by --fail-on."""
+    from llmgeom.reports import table
+
+    words = {h.verdict for record in records for m in record.results.values() for h in m.headlines}
+    words |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
+    failed = sorted(words & set(say["fail_on"]))
+    if say["as_json"]:
+        body = {
+            "schema_version": 1,
+            "status": "failed" if failed else "ok",
+            "run_dir": str(out),
+            "report": str(out / "report.html"),
+            "verdicts": table(records),
+            "warnings": [warning for record in records for warning in record.warnings],
+        }
+        click.echo(json.dumps(body, sort_keys=True, ensure_ascii=False))
+    else:
+        _show_table(table(records), records, say["verbose"])
+        click.echo(f"page: {out / 'report.html'}")
+    if failed:
+        click.echo(f"llmgeom: --fail-on: there are verdicts {', '.join(failed)}", err=True)
+    return 3 if failed else 0
+
+
+def _show_table(rows: list[dict[str, str]], records: list, verbose: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console()
+    grid = Table(box=None, header_style="bold", padding=(0, 1), title_justify="left")
+    for column in rows[0] if rows else ():
+        grid.add_column(column, overflow="fold")
+    for row in rows:
+        grid.add_row(*(Text(cell) for cell in row.values()))
+    console.print(grid)
+    for record in records:
+        for warning in record.warnings:
+            console.print(Text(f"warning ({record.source.get('name', 'prompts')}): {warning}"))
+    if verbose:
+        console.print(Text(f"parity: {records[0].subject.get('parity')}"))
+
+
+def _show_estimate(cost: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps(cost, sort_keys=True))
+        return
+    click.echo(f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights")
+    for name, row in cost["sources"].items():
+        click.echo(
+            f"{name}: {row['prompts']} of {row['pool']} prompts, {row['passes']} passes, {row['tokens']} tokens, "
+            f"longest {row['longest']}, captures {row['capture_bytes'] / 2**20:.1f} MiB"
+        )
+    click.echo(f"about {cost['minutes_on_this_cpu']} minutes of matrix products on this CPU; out: {cost['out']}")
+
+
+@contextmanager
+def _progress(silent: bool):
+    """A progress bar on standard error, one line a stage; None where silent."""
+    if silent:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=console, transient=True) as bar:
+        tasks: dict[str, Any] = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    bar.update(task, visible=False)
+                tasks[stage] = bar.add_task(stage, total=total)
+            bar.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+if __name__ == "__main__":
+    main()

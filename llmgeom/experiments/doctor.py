@@ -1,0 +1,52 @@
+"""Is this machine ready: versions, devices, cache, hub, pocket models."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Iterator
+
+from llmgeom import hub
+from llmgeom.errors import Refused
+from llmgeom.store import cache_folder
+
+NEEDED = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 6), "plotly": (6, 5), "scikit-learn": (1, 6)}
+
+
+def findings() -> Iterator[tuple[str, str]]:
+    """("ok" | "note" | "BAD", sentence) one after another."""
+    yield ("ok" if sys.version_info >= (3, 11) else "BAD"), f"Python {sys.version.split()[0]} (needs 3.11 or later)"
+    for name, least in NEEDED.items():
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            yield "BAD", f"{name} is not installed; pip install {name}"
+            continue
+        good = (
+            tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in found.split("+")[0].split(".")[:2])
+            >= least
+        )
+        yield ("ok" if good else "BAD"), f"{name} {found} (needs {least[0]}.{least[1]} or later)"
+    import torch
+
+    if torch.cuda.is_available():
+        yield "ok", f"GPU: {torch.cuda.get_device_name(0)}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+    else:
+        yield "note", f"no GPU; {torch.get_num_threads()} CPU threads"
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield ("ok" if os.access(folder, os.W_OK) else "BAD"), f"cache {folder} (set LLMGEOM_CACHE to move it)"
+    except OSError as error:
+        yield (
+            "BAD",
+            f"cache {folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written",
+        )
+    names = hub.pockets()
+    yield ("ok" if names else "BAD"), f"pocket models: {', '.join(names) or 'none shipped with this installation'}"
+    try:
+        hub.locate("EleutherAI/pythia-14m")
+        yield "ok", "the model hub answers"
+    except Refused as refusal:
+        yield "note", f"hub models: {refusal}"

@@ -1,0 +1,272 @@
+"""The whole of `llmgeom scan`: from a request to records and a page, checked as far as can be before weights load."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmgeom import hub, probes, prompts
+from llmgeom.batch import Batch
+from llmgeom.errors import Refused
+from llmgeom.record import Record, write_whole
+from llmgeom.store import cache_folder, digest
+
+if TYPE_CHECKING:
+    from llmgeom.subject import Subject
+
+POOL = 1000
+FEWEST = 10
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for; its fields are the flags of `llmgeom scan`."""
+
+    model: str = "pocket:pythia"
+    revision: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    backend: str = "transformers"
+    offline: bool = False
+    trust_remote_code: bool = False
+    domains: tuple[str, ...] = ()
+    prompts_file: str | None = None
+    prompts_from: str | None = None
+    n: int = 75
+    limit: int | None = None
+    probes: tuple[str, ...] | None = None
+    nulls: int = 20
+    batch_tokens: int = 4096
+    seed: int = 0
+    out: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request that was found possible: where the model is, what is run on which prompts, and where it goes.
+
+    pools    name -> candidates; stratified by entropy where `stratify` is true, else taken as they are.
+    """
+
+    request: Request
+    located: hub.Located
+    probes: tuple[str, ...]
+    pools: dict[str, Batch]
+    stratify: bool
+    out: Path
+
+    def folder(self, name: str) -> Path:
+        return self.out / name if len(self.pools) > 1 else self.out
+
+    def spec(self, name: str) -> dict[str, Any]:
+        """What decides the bytes of one record, as plain data."""
+        asked = self.request
+        return {
+            "model": asked.model,
+            "revision": self.located.revision,
+            "dtype": asked.dtype,
+            "backend": asked.backend,
+            "prompts": digest({"text": self.pools[name].text, "unit": self.pools[name].unit}),
+            "n": asked.n if self.stratify else len(self.pools[name]),
+            "probes": self.probes,
+            "nulls": asked.nulls,
+            "batch_tokens": asked.batch_tokens,
+            "seed": asked.seed,
+        }
+
+
+def prepare(asked: Request) -> Plan:
+    """Check everything that can be checked before torch is imported. Raises Refused."""
+    if sum((bool(asked.domains), asked.prompts_file is not None, asked.prompts_from is not None)) > 1:
+        raise Refused("--domain, --prompts and --prompts-from exclude each other; give one")
+    if asked.n < FEWEST:
+        raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
+    for flag, value, least in (
+        ("--nulls", asked.nulls, 1),
+        ("--batch-tokens", asked.batch_tokens, 1),
+        ("--seed", asked.seed, 0),
+        ("--limit", asked.limit, FEWEST),
+    ):
+        if value is not None and value < least:
+            raise Refused(f"{flag} {value}: expected at least {least}")
+    chosen = probes.names() if asked.probes is None else probes.check(asked.probes)
+    pools = _pools(asked)
+    located = hub.locate(asked.model, asked.revision, offline=asked.offline, trust_remote_code=asked.trust_remote_code)
+    stratify = asked.prompts_file is None and asked.prompts_from is None
+    plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
+    if asked.out is None:
+        specs = digest({name: plan.spec(name) for name in pools})[:8]
+        safe = "".join(c if c.isalnum() or c in "._" else "-" for c in asked.model)
+        plan = Plan(asked, located, chosen, pools, stratify, Path("runs") / f"{safe}-{'+'.join(pools)}-{specs}")
+    for name in pools:
+        _check_folder(plan.folder(name), digest(plan.spec(name)))
+    return plan
+
+
+def _pools(asked: Request) -> dict[str, Batch]:
+    from llmgeom.prompts import domains, files
+
+    if asked.prompts_file is not None or asked.prompts_from is not None:
+        if asked.prompts_from is not None:
+            Record.load(asked.prompts_from)  # refuses what is no whole run
+            name, path = "prompts", str(Path(asked.prompts_from) / "prompts.jsonl")
+        else:
+            path = str(asked.prompts_file)
+            name = "stdin" if path == "-" else Path(path).stem
+        batch = files.read(path)
+        batch = batch.take(range(min(len(batch), asked.limit or len(batch))))
+        if len(batch) < FEWEST:
+            raise Refused(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
+        return {name: batch}
+    pools = {}
+    for name in dict.fromkeys(asked.domains or ("mixed", "math")):
+        domain = domains.Domain(name)
+        size = min(POOL, asked.limit or POOL, domain.size())
+        if asked.n > size:
+            raise Refused(f"--n {asked.n}: {name} gives a pool of {size} prompts; ask for at most that")
+        pools[name] = domain.sample(size, asked.seed)
+    return pools
+
+
+def _check_folder(folder: Path, spec: str) -> None:
+    """The run folder can be written and holds no other run."""
+    existing = folder / "record.json"
+    if existing.exists():
+        try:
+            other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
+        except (ValueError, OSError):
+            other = "unreadable"
+        if other != spec:
+            raise Refused(f"{folder} holds another run; choose another --out, or remove it first")
+    elif (folder / "report.html").exists():
+        raise Refused(f"{folder} holds a report.html that is not this run's; choose another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Refused(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
+
+
+def perform(plan: Plan, command: str, progress: Progress | None = None) -> Iterator[tuple[Path, Record]]:
+    """Load the model, scan each pool, save each record, and at the end write the page. Yields (folder, record)."""
+    subject = load(plan)
+    modules = probes.known(plan.probes)
+    store = str(cache_folder() / "captures")
+    records = []
+    for name, pool in plan.pools.items():
+        batch, unstratified = _sample(plan, subject, name, pool, store, progress)
+        from llmgeom.scan import scan
+
+        record = scan(
+            subject,
+            batch,
+            modules,
+            seed=plan.request.seed,
+            nulls=plan.request.nulls,
+            unstratified=unstratified,
+            batch_tokens=plan.request.batch_tokens,
+            store=store,
+            progress=(lambda stage, done, total, name=name: progress(f"{name}: {stage}", done, total))
+            if progress
+            else None,
+            facts={"spec": digest(plan.spec(name)), "command": command},
+        )
+        record.save(plan.folder(name))
+        records.append(record)
+        yield plan.folder(name), record
+    from llmgeom.reports import page
+
+    write_whole(plan.out / "report.html", page(records).encode())
+
+
+def load(plan: Plan) -> Subject:
+    """The subject of a plan."""
+    from llmgeom.subject import Subject
+
+    asked = plan.request
+    return Subject.load(
+        asked.model,
+        asked.revision,
+        dtype=asked.dtype,
+        device=asked.device,
+        device_map=asked.device_map,
+        backend=asked.backend,
+        offline=asked.offline,
+        trust_remote_code=asked.trust_remote_code,
+    )
+
+
+def _sample(plan: Plan, subject: Subject, name: str, pool: Batch, store: str, progress: Progress | None):
+    """The prompts to scan: a pool is spread over entropy, and a plain sample of it stands beside."""
+    if not plan.stratify:
+        return pool, None
+    from llmgeom.prompts.pool import plain, stratify
+
+    entropy = subject.entropy(
+        pool,
+        batch_tokens=plan.request.batch_tokens,
+        store=store,
+        progress=(lambda done, total: progress(f"{name}: entropy of the pool", done, total)) if progress else None,
+    )
+    asked = plan.request
+    return stratify(pool, entropy, asked.n, seed=asked.seed), plain(pool, asked.n, seed=asked.seed)
+
+
+def estimate(plan: Plan) -> dict[str, Any]:
+    """What the scan would cost, from the tokenizer and config alone; the rate is measured on this machine's CPU.
+
+    passes counts forwards over the sample; flops = 2 x parameters x tokens (derived here: one multiply and one add a
+    weight and token; attention's own T^2 term is left out, small at prompt lengths).
+    """
+    import torch
+    from transformers import AutoConfig, AutoTokenizer
+
+    located = plan.located
+    shared = {"revision": located.revision, "local_files_only": located.local_only}
+    tokenizer = AutoTokenizer.from_pretrained(located.path, **shared)
+    config = AutoConfig.from_pretrained(located.path, **shared).get_text_config()
+    layers, width = config.num_hidden_layers, config.hidden_size
+    parameters = 12 * layers * width**2 + 2 * config.vocab_size * width
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    rows = {}
+    for name, pool in plan.pools.items():
+        lengths = [len(ids) for ids in tokenizer(list(pool.text))["input_ids"]]
+        n = plan.request.n if plan.stratify else len(pool)
+        passes = 2 * plan.request.nulls + (2 if plan.stratify else 1)
+        mean = sum(lengths) / len(lengths)
+        tokens = int(passes * n * mean) + (sum(lengths) if plan.stratify else 0)
+        rows[name] = {
+            "pool": len(pool),
+            "prompts": n,
+            "passes": passes,
+            "tokens": tokens,
+            "longest": max(lengths),
+            "capture_bytes": passes * n * layers * (kv_heads * head + 2 * config.num_attention_heads) * 4,
+        }
+    a = torch.randn(512, 512)
+    a @ a
+    start = time.perf_counter()
+    for _ in range(10):
+        a @ a
+    rate = 10 * 2 * 512**3 / (time.perf_counter() - start)
+    total = sum(row["tokens"] for row in rows.values())
+    return {
+        "parameters": parameters,
+        "weight_bytes": parameters * (2 if plan.request.dtype in ("bfloat16", "float16") else 4),
+        "sources": rows,
+        "out": str(plan.out),
+        "minutes_on_this_cpu": round(2 * parameters * total / rate / 60, 2),
+    }
+
+
+__all__ = ["Plan", "Request", "estimate", "load", "perform", "prepare", "prompts"]

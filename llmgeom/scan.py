@@ -1,0 +1,225 @@
+"""A scan: one subject, one batch, some probes, and the nulls they are held against, in one record."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmgeom import __version__
+from llmgeom.batch import Batch, Text, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused
+from llmgeom.information import bits
+from llmgeom.plan import BATCH_TOKENS
+from llmgeom.record import Record
+from llmgeom.store import digest
+from llmgeom.subject import Subject
+
+NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a probe reads: sites at the queried positions, and which nulls it is held against."""
+
+    sites: frozenset[Site]
+    twins: bool = True
+    shuffled: bool = True
+
+
+@dataclass(frozen=True)
+class View:
+    """What a probe is given.
+
+    capture       the subject on the batch.
+    entropy       [row] float64, bits: the trained model's next-token entropy at each queried position.
+    twins         the same batch through re-initialised models, one capture an init.
+    shuffled      the subject on the prompts with all tokens but the final one in random order, one capture a draw.
+    unstratified  a capture of prompts drawn without regard to entropy, with its entropy (bits); None where the batch
+                  itself was not stratified.
+    seed          for every draw the probe makes itself.
+    """
+
+    capture: Capture
+    entropy: np.ndarray
+    twins: tuple[Capture, ...]
+    shuffled: tuple[Capture, ...]
+    unstratified: tuple[Capture, np.ndarray] | None
+    seed: int
+
+    @property
+    def units(self) -> np.ndarray:
+        """[row] str: the cluster (template, document, sequence) of each row."""
+        return np.asarray(self.capture.batch.unit)[self.capture.prompt.numpy()]
+
+
+def shuffle(tokens: Tokens, keep: int, seed: int) -> Tokens:
+    """Every sequence with its tokens in random order, the first `keep` (special) and the final one left in place."""
+    generator = np.random.default_rng(seed)
+    ids = tokens.ids.clone()
+    for row, length in zip(ids, tokens.lengths.tolist(), strict=True):
+        if length - 1 > keep:
+            order = keep + generator.permutation(length - 1 - keep)
+            row[keep : length - 1] = row[torch.from_numpy(order)]
+    return Tokens(ids, tokens.lengths)
+
+
+def scan(
+    subject: Subject,
+    batch: Batch,
+    probes: Mapping[str, ModuleType],
+    *,
+    seed: int = 0,
+    nulls: int = NULLS,
+    unstratified: Batch | None = None,
+    batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None,
+    progress: Progress | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Record:
+    """Measure `probes` (name -> module with NEEDS and measure) on `subject` and `batch`.
+
+    nulls   draws of each null: re-initialised twins and shuffled prompts. Fewer than 20 can decide nothing at .05.
+    A probe that refuses becomes a row "not measured, because"; any other exception is a bug and ends the scan.
+    """
+    started = time.time()
+    tokens = subject.tokens(batch)
+    bare = replace(batch, inputs=tokens)
+    needs = [probe.NEEDS for probe in probes.values()]
+    sites = frozenset().union(*(need.sites for need in needs))
+    draws = {
+        "twins": nulls if any(need.twins for need in needs) else 0,
+        "shuffled prompts": nulls if any(need.shuffled for need in needs) else 0,
+    }
+
+    def passes(stage: str, n: int, run: Callable[[int], Capture]) -> tuple[Capture, ...]:
+        captures = []
+        for i in range(n):
+            captures.append(run(i))
+            if progress:
+                progress(stage, i + 1, n)
+        return tuple(captures)
+
+    def pass_of(who: Subject, what: Batch, wanted: frozenset[Site] = sites) -> Capture:
+        return who.capture(what, wanted, batch_tokens=batch_tokens, store=store)
+
+    full = sites | {Site.ENTROPY}
+    (main,) = passes("prompts", 1, lambda _: pass_of(subject, bare, full))
+    special = subject.special_prefix()
+    view = View(
+        capture=main,
+        entropy=_bits(main),
+        twins=passes("re-initialised twins", draws["twins"], lambda i: pass_of(subject.twin(seed + 1 + i), bare)),
+        shuffled=passes(
+            "shuffled prompts",
+            draws["shuffled prompts"],
+            lambda i: pass_of(subject, replace(bare, inputs=shuffle(tokens, special, seed + 1 + i))),
+        ),
+        unstratified=None,
+        seed=seed,
+    )
+    if unstratified is not None:
+        (plain,) = passes("unstratified prompts", 1, lambda _: pass_of(subject, unstratified, full))
+        view = replace(view, unstratified=(plain, _bits(plain)))
+    results, unmeasured = {}, {}
+    for done, (name, probe) in enumerate(probes.items()):
+        if progress:
+            progress(f"measuring {name}", done, len(probes))
+        try:
+            results[name] = probe.measure(view).lowered()
+        except Refused as refusal:
+            unmeasured[name] = str(refusal)
+    return Record(
+        results=results,
+        unmeasured=unmeasured,
+        prompts=_columns(subject, batch, tokens, view),
+        subject={k: v for k, v in subject.facts.items() if v is not None},
+        source=dict(batch.source),
+        facts={
+            "llmgeom": __version__,
+            "seed": seed,
+            "nulls": nulls,
+            "batch_tokens": batch_tokens,
+            "prompts_hash": prompts_hash(tokens),
+            "prompts": len(batch),
+            "units": len(set(batch.unit)),
+            "bos_added": special > 0,
+            **_versions(),
+            **(facts or {}),
+        },
+        warnings=(*_warnings(subject, batch, tokens, view, nulls), *main.events),
+        run={
+            "seconds": round(time.time() - started, 3),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+    )
+
+
+def prompts_hash(tokens: Tokens) -> str:
+    """sha256 of the token ids and lengths: two runs on the same prompts have the same hash."""
+    return hashlib.sha256(tokens.ids.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest()
+
+
+def spec_hash(spec: Mapping[str, Any]) -> str:
+    """First 12 hex digits of the hash of what a run was asked to do."""
+    return digest(spec)[:12]
+
+
+def _bits(capture: Capture) -> np.ndarray:
+    return bits(capture.entropy.double().numpy())
+
+
+def _columns(subject: Subject, batch: Batch, tokens: Tokens, view: View) -> dict[str, tuple]:
+    """The prompt table. With several queried positions a prompt, entropy is the mean over them."""
+    n = len(batch)
+    prompt = view.capture.prompt.numpy()
+    entropy = np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
+    if isinstance(batch.inputs, Text):
+        text = batch.text
+    elif subject.tokenizer is not None:
+        text = tuple(
+            subject.tokenizer.decode(ids[:length])
+            for ids, length in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)
+        )
+    else:
+        text = tuple(" ".join(map(str, ids[:n])) for ids, n in zip(tokens.ids.tolist(), tokens.lengths, strict=True))
+    return {
+        "tags": ("",) * n,
+        "domain": (str(batch.source.get("name", "")),) * n,
+        "template": batch.unit,
+        **{name: tuple(map(str, column)) for name, column in batch.columns.items()},
+        "text": text,
+        "entropy": tuple(round(float(h), 6) for h in entropy),
+        "tokens": tuple(tokens.lengths.tolist()),
+    }
+
+
+def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls: int) -> list[str]:
+    """What could overturn a verdict."""
+    found = []
+    window, longest = subject.facts.get("window"), int(tokens.lengths.max())
+    if window and longest <= window:
+        found.append(f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}")
+    spread = float(view.entropy.max() - view.entropy.min())
+    if spread < 1:
+        found.append(f"next-token entropy spans only {spread:.2f} bits: correlations with it mean little")
+    if nulls < NULLS:
+        found.append(f"only {nulls} draws of each null: at least {NULLS} are needed to decide at p < .05")
+    most = max(batch.unit.count(unit) for unit in set(batch.unit))
+    if most > 2:
+        found.append(f"up to {most} prompts share one template; n counts templates, not prompts")
+    return found
+
+
+def _versions() -> dict[str, str]:
+    import transformers
+
+    return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

@@ -1,0 +1,1 @@
+"""Exact sources: tasks whose Bayesian posterior is known in closed form."""
