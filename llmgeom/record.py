@@ -56,7 +56,7 @@ class Record:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         arrays = {
-            f"{probe}.{name}": np.ascontiguousarray(array)
+            f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
             for name, array in measured.arrays.items()
         }

@@ -1,0 +1,138 @@
+"""One declared quantity to one figure: what Plotly draws, a caption, and the same numbers as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmgeom.reports.prompts import ordered
+from llmgeom.reports.text import compact, numbers, plotly_text, titled
+from llmgeom.result import Measured, Quantity
+
+LINE, NULL = "#0072B2", "#6b6b6b"
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure ready for the page; `label` is what a screen reader says, `choices` the columns to colour by."""
+
+    id: str
+    caption: str
+    label: str
+    spec: Mapping[str, Any]
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    choices: tuple[str, ...] = ()
+    chosen: str = ""
+
+
+def draw(measured: Measured, name: str, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:
+    """The figure of one quantity. Raises ValueError where its axes do not fit the kind of figure it declares."""
+    declared, array = measured.quantities[name], np.asarray(measured.arrays[name], dtype=np.float64)
+    kind = declared.figure.kind
+    if array.ndim != (1 if kind == "curve" else 2) or not array.size:
+        raise ValueError(f"{name} has axes {declared.axes} and shape {array.shape}: that is no {kind}")
+    if kind == "curve":
+        return _curve(measured, name, declared, array, place)
+    if kind == "heatmap":
+        return _heatmap(declared, array, place)
+    return _scatter(declared, array, place, record, prompts)
+
+
+def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, place: str) -> Drawn:
+    axis, band = declared.axes[0], declared.figure.band
+    x, traces, columns, table = np.arange(len(y)), [], [axis, titled(name, declared.unit)], [y]
+    caption, label = sentence(declared), f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
+    if band:
+        bounds, means = np.asarray(measured.arrays[band], dtype=np.float64), measured.quantities[band].meaning
+        # One layer has no width to shade, so its band is drawn a little wide.
+        across, ends = (x, bounds) if len(y) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
+        edge = {"x": compact(across), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
+        hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
+        shade = {"fill": "tonexty", "fillpattern": hatch, "name": plotly_text(f"null: {means}", 90)}
+        traces = [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}]
+        columns, table = [*columns, "null low", "null high"], [y, bounds[:, 0], bounds[:, 1]]
+        caption, label = f"{caption} Hatched: {means}.", f"{label}; the null band from {span(bounds)}"
+    hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(x, y, strict=True)]
+    line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
+    traces.append(line | {"x": compact(x), "y": compact(y), "name": plotly_text(name), "hovertext": hover})
+    layout = {
+        "xaxis": indexed(axis, len(y)) | {"range": [-0.5, len(y) - 0.5]},
+        "yaxis": {"title": {"text": plotly_text(titled(declared.meaning, declared.unit), 42)}},
+        "showlegend": bool(band),
+        "margin": {"t": 48 if band else 16},
+    }
+    rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in enumerate(zip(*table, strict=True)))
+    return Drawn(place, caption, label, {"data": traces, "layout": layout}, tuple(columns), rows)
+
+
+def _heatmap(declared: Quantity, cells: np.ndarray, place: str) -> Drawn:
+    down, across = declared.axes
+    if across == "layer":
+        down, across, cells = across, down, cells.T
+    unit = declared.unit
+    trace = {
+        "type": "heatmap",
+        "z": [compact(row) for row in cells],
+        "colorbar": {"title": {"text": plotly_text(unit), "side": "top", "font": {"size": 14}}},
+        "hoverinfo": "text",
+        "hovertext": [
+            [plotly_text(f"{down} {i}, {across} {j}: {v:.4g} {unit}") for j, v in enumerate(row)]
+            for i, row in enumerate(cells)
+        ],
+    }
+    signed = cells.min() < 0 < cells.max()
+    trace |= {"colorscale": [[0, "#0072B2"], [0.5, "#ffffff"], [1, "#D55E00"]], "zmid": 0} if signed else {}
+    layout = {
+        "xaxis": indexed(across, cells.shape[1]),
+        "yaxis": indexed(down, cells.shape[0], " (0 at the top)") | {"autorange": "reversed"},
+    }
+    rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in enumerate(cells))
+    return Drawn(
+        place,
+        sentence(declared),
+        f"Heat map of {cells.shape[0]} {down}s by {cells.shape[1]} {across}s, from {span(cells)} {unit}".strip(),
+        {"data": [trace], "layout": layout},
+        (f"{down} \\ {across}", *map(str, range(cells.shape[1]))),
+        rows,
+    )
+
+
+def _scatter(declared: Quantity, points: np.ndarray, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:
+    x, y = points[:, 0], points[:, 1] if points.shape[1] > 1 else np.zeros(len(points))
+    (row, component), unit = declared.axes, declared.unit
+    across = titled(f"{component} 1", unit)
+    up = titled(f"{component} 2", unit) if points.shape[1] > 1 else "there is no second component"
+    # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
+    choices = tuple(c for c in ordered(prompts) if c != "text") if len(prompts.get("text", ())) == len(points) else ()
+    chosen = declared.figure.colour if declared.figure.colour in choices else choices[0] if choices else ""
+    layout = {
+        "xaxis": {"title": {"text": plotly_text(across)}},
+        "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x"},
+    }
+    return Drawn(
+        place,
+        f"{sentence(declared)} A point a {row}; the same scale on both axes.",
+        f"Scatter of {len(points)} {row}s: {across} from {span(x)}, {up} from {span(y)}",
+        {"x": compact(x), "y": compact(y), "record": record, "colour": chosen, "layout": layout},
+        (row, across, up),
+        tuple((str(i), f"{a:.4g}", f"{b:.4g}") for i, (a, b) in enumerate(zip(x, y, strict=True))),
+        choices,
+        chosen,
+    )
+
+
+def indexed(axis: str, length: int, note: str = "") -> dict[str, Any]:
+    """A Plotly axis that counts 0, 1, 2 ... and never shows half a layer."""
+    return {"title": {"text": plotly_text(axis + note)}, "tick0": 0, "dtick": max(1, -(-length // 16))}
+
+
+def sentence(declared: Quantity) -> str:
+    return titled(declared.meaning[:1].upper() + declared.meaning[1:], declared.unit) + "."
+
+
+def span(values: np.ndarray) -> str:
+    return " to ".join(numbers(float(values.min()), float(values.max())))

@@ -1,0 +1,156 @@
+"""Records to one self-contained HTML file: the verdicts first, then every probe and every prompt, with provenance."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from llmgeom.record import Record
+from llmgeom.reports.figures import draw
+from llmgeom.reports.prompts import UNITS, numeric, ordered, prompt_columns
+from llmgeom.reports.text import titled, visible, written
+from llmgeom.reports.verdicts import ICONS, labels, lines
+
+FIGURE_ORDER = ("curve", "scatter", "heatmap")
+RUN_LINE_WIDTH = 140
+
+
+def page(records: Sequence[Record]) -> str:
+    """The records as one HTML page that opens from disk without the network; several records make a comparison.
+
+    Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
+    Raises ValueError where there is no record, or a quantity's axes do not fit its figure.
+    """
+    if not records:
+        raise ValueError("page needs at least one record; got none")
+    named = labels(records)
+    parts = [_part(place, label, record) for place, (label, record) in enumerate(zip(named, records, strict=True))]
+    script, (plotly, plotly_hash) = _file("page.js"), _plotly()
+    data = {
+        "figures": [{"id": d.id, **d.spec} for part in parts for section in part["sections"] for d in section["drawn"]],
+        "records": [prompt_columns(record.prompts) for record in records],
+    }
+    # Only these two scripts may run: a prompt that found a way into the page would still be text.
+    allowed = Markup(f"'{_hash(script)}' '{plotly_hash}'")
+    template = _environment().get_template("page.html")
+    return template.render(
+        title=" | ".join(named),
+        parts=parts,
+        warnings=_warnings(named, records),
+        rows=lines(records),
+        icons=ICONS,
+        sections={(part["label"], s["probe"]): s["id"] for part in parts for s in part["sections"]},
+        allowed=allowed,
+        css=Markup(_file("page.css")),
+        script=Markup(script),
+        plotly=Markup(plotly),
+        data=Markup(_json(data)),
+    )
+
+
+def _part(place: int, label: str, record: Record) -> dict[str, Any]:
+    """Everything the template says about one record."""
+    columns = ordered(record.prompts)
+    return {
+        "id": f"record-{place}",
+        "label": label,
+        "run_line": _run_line(record),
+        "sections": [_section(place, i, probe, record) for i, probe in enumerate(sorted(record.results))],
+        "columns": [(titled(c, UNITS.get(c, "")), numeric(record.prompts[c])) for c in columns],
+        "prompts": [[written(v) for v in row] for row in zip(*(record.prompts[c] for c in columns), strict=True)],
+        "command": written(record.facts.get("command", "")),
+        "provenance": [
+            (name, [(key, written(values[key])) for key in sorted(values)])
+            for name, values in (("source", record.source), ("subject", record.subject), ("facts", record.facts))
+        ],
+    }
+
+
+def _section(place: int, number: int, probe: str, record: Record) -> dict[str, Any]:
+    measured = record.results[probe]
+    pictured = {name: q.figure for name, q in measured.quantities.items() if q.figure}
+    names = sorted(pictured, key=lambda name: (FIGURE_ORDER.index(pictured[name].kind), name))
+    scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
+    return {
+        "id": f"probe-{place}-{number}",
+        "probe": probe,
+        "measured": measured,
+        "drawn": [
+            draw(measured, name, f"figure-{place}-{number}-{i}", place, record.prompts) for i, name in enumerate(names)
+        ],
+        "scalars": [
+            (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)
+            for n in scalars
+        ],
+    }
+
+
+def _run_line(record: Record) -> list[tuple[str, str]]:
+    """What one must know before believing a number, shortened; the whole of it is under provenance."""
+    subject, prompts = dict(record.subject), record.prompts
+    name = subject.pop("name")
+    facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
+    facts += [(key, written(subject[key])) for key in sorted(subject)]
+    count, templates = len(prompts.get("text", ())), len(set(prompts.get("template", ())))
+    facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {templates} templates"))
+    seed = record.source.get("seed", record.facts.get("seed"))
+    facts += [("seed", str(seed))] if seed is not None else []
+    facts += [("versions", written(record.facts["versions"]))] if "versions" in record.facts else []
+    return [(k, v if len(v) <= RUN_LINE_WIDTH else v[:RUN_LINE_WIDTH] + " …") for k, v in facts]
+
+
+def _warnings(named: Sequence[str], records: Sequence[Record]) -> dict[str, list[str]]:
+    """Each warning once, with the places it came from."""
+    found: dict[str, list[str]] = {}
+    for label, record in zip(named, records, strict=True):
+        for text in (*record.warnings, *record.facts.get("warnings", ())):
+            found.setdefault(text, []).append(label if len(named) > 1 else "the run")
+        for probe in sorted(record.results):
+            for text in record.results[probe].warnings:
+                found.setdefault(text, []).append(f"{label}, {probe}" if len(named) > 1 else probe)
+    return found
+
+
+def _json(data: Any) -> str:
+    """JSON that cannot end the element it stands in; everything outside ASCII is escaped too."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+@cache
+def _plotly() -> tuple[str, str]:
+    """plotly.js as the installed plotly package carries it: compressed for the page, and the hash that lets it run."""
+    from plotly.offline import get_plotlyjs
+
+    source = get_plotlyjs()
+    return base64.b64encode(gzip.compress(source.encode(), 9, mtime=0)).decode(), _hash(source)
+
+
+def _hash(script: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def _file(name: str) -> str:
+    return (Path(__file__).parent / name).read_text(encoding="utf-8")
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(_file),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        # Whatever the template writes has its invisible characters spelt out, then is escaped.
+        finalize=lambda value: value if isinstance(value, Markup) else visible(str(value)),
+    )

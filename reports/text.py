@@ -1,0 +1,57 @@
+"""How strings and numbers are written where people read them: nothing invisible, no digit that means nothing."""
+
+from __future__ import annotations
+
+import html
+import math
+import textwrap
+import unicodedata
+from collections.abc import Mapping
+from typing import Any
+
+
+def visible(text: str) -> str:
+    """The text with every control, bidirectional, zero-width and unpaired character spelt out: \\n and \\u202e."""
+    # Not the control pictures of Unicode (␊, ␛): many systems have no font for them.
+    unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
+    return "".join(repr(c)[1:-1] if unicodedata.category(c) in unseen else c for c in text)
+
+
+def plotly_text(text: str, width: int = 60, longest: int = 300) -> str:
+    """The text for Plotly, which reads a few HTML tags in titles and hover labels: cut, wrapped, then escaped."""
+    text = visible(text)
+    if len(text) > longest:
+        text = text[:longest] + " …"
+    lines = textwrap.wrap(text, width, replace_whitespace=False)
+    return "<br>".join(html.escape(line, quote=False) for line in lines)
+
+
+def numbers(*values: float) -> list[str]:
+    """Numbers that are read together, with the decimals that give their range two significant digits."""
+    largest = max(abs(v) for v in values)
+    spread = (max(values) - min(values)) or largest / 10 or 1.0
+    decimals = 1 - math.floor(math.log10(spread))
+    if largest >= 1e6 or decimals > 6:
+        return [f"{v:.6g}" for v in values]
+    return [f"{round(v, max(decimals, 0)) + 0.0:.{max(decimals, 0)}f}" for v in values]
+
+
+def written(value: Any) -> str:
+    """Any value of a record's subject, source, facts or prompts in one line, whatever order its keys came in."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {written(value[key])}" for key in sorted(value))
+    if isinstance(value, list | tuple):
+        return ", ".join(map(written, value))
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def compact(values: Any) -> list[float]:
+    """Numbers at six significant digits: what a picture can show, at half the bytes."""
+    rounded = (float(f"{v:.6g}") + 0.0 for v in values)
+    return [int(v) if v.is_integer() else v for v in rounded]
+
+
+def titled(meaning: str, unit: str) -> str:
+    return f"{meaning} [{unit}]" if unit else meaning

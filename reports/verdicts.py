@@ -1,0 +1,75 @@
+"""The verdict table: every headline, and everything that was not measured, as rows of plain strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llmgeom.record import Record
+from llmgeom.reports.text import numbers, visible
+from llmgeom.result import Headline
+
+# A verdict is told by its word and its shape; colour only repeats it.
+ICONS = {
+    "above null": "▲",
+    "below null": "▼",
+    "not above null": "○",
+    "not below null": "○",
+    "undecided": "?",
+    "no null": "□",
+    "not measured": "–",
+}
+
+
+class Row(NamedTuple):
+    """One line of the table; an empty string where there is nothing to say. Safe to print to a terminal."""
+
+    record: str
+    name: str
+    value: str
+    interval: str
+    null: str
+    p: str
+    n: str
+    verdict: str
+    why: str
+    probe: str
+    method: str
+
+
+def labels(records: Sequence[Record]) -> list[str]:
+    """What to call each record: its title, with its place added where two share a title."""
+    titles = [record.title for record in records]
+    return [
+        visible(f"{title} (run {place})" if titles.count(title) > 1 else title) for place, title in enumerate(titles, 1)
+    ]
+
+
+def table(records: Sequence[Record]) -> list[dict[str, str]]:
+    """The rows as plain dictionaries for a terminal or JSON; all have the same keys, `record` only where it differs."""
+    hidden = {"probe", "method"} | ({"record"} if len(records) == 1 else set())
+    return [{key: text for key, text in row._asdict().items() if key not in hidden} for row in lines(records)]
+
+
+def lines(records: Sequence[Record]) -> list[Row]:
+    """Rows by probe, then headline, then record, so that equal headlines of several records stand side by side."""
+    rows, named = [], list(zip(labels(records), records, strict=True))
+    for probe in sorted({probe for record in records for probe in (*record.results, *record.unmeasured)}):
+        found = [(label, h) for label, r in named if probe in r.results for h in r.results[probe].headlines]
+        for name in dict.fromkeys(h.name for _, h in found):
+            rows += [_row(label, probe, h) for label, h in found if h.name == name]
+        for label, record in named:
+            if probe in record.unmeasured:
+                cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], probe, "")
+                rows.append(Row(*map(visible, cells)))
+    return rows
+
+
+def _row(label: str, probe: str, h: Headline) -> Row:
+    value, low, high = numbers(h.value, h.low, h.high)
+    null, p = "none", ""
+    if h.verdict != "no null":
+        null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
+        p = f"{h.p:.2g}"
+    cells = (f"{value} {h.unit}".strip(), f"{low} to {high}", null, p, f"{h.n} prompts, {h.units} units")
+    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, probe, h.method)))

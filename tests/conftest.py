@@ -1,0 +1,41 @@
+"""What every test shares: checked shapes, a cache of its own, one thread, and a table of seconds by file."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+
+import pytest
+from jaxtyping import install_import_hook
+
+# Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
+CHECKED = ("attention", "capture", "information", "stats", "weights")
+install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
+
+_seconds: dict[str, float] = defaultdict(float)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory):
+    os.environ["LLMGEOM_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    for name in [name for name in os.environ if name.startswith("LLMGEOM_") and name != "LLMGEOM_CACHE"]:
+        del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(request):
+    import sys
+
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_runtest_logreport(report):
+    _seconds[report.nodeid.split("::")[0]] += report.duration
+
+
+def pytest_terminal_summary(terminalreporter):
+    terminalreporter.section("seconds by file")
+    for name, seconds in sorted(_seconds.items(), key=lambda item: -item[1]):
+        terminalreporter.write_line(f"{seconds:8.1f}  {name}")
+    terminalreporter.write_line(f"{sum(_seconds.values()):8.1f}  in all")

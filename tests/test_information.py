@@ -1,0 +1,33 @@
+"""Entropy, KL and TV against numpy on distributions with true zeros."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from scipy import stats
+
+from llmgeom.information import bits, entropy, kl, tv
+
+P = np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]])
+Q = np.array([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])
+LOG_P, LOG_Q = torch.tensor(P).log(), torch.tensor(Q).log()
+
+
+def test_entropy_is_scipy_s_and_zeros_add_nothing():
+    np.testing.assert_allclose(entropy(LOG_P).numpy(), stats.entropy(P, axis=1), atol=1e-12)
+
+
+def test_kl_is_scipy_s_and_zeros_of_the_posterior_add_nothing():
+    np.testing.assert_allclose(kl(LOG_P, LOG_Q).numpy(), stats.entropy(P, Q, axis=1), atol=1e-12)
+    assert torch.isinf(kl(LOG_Q, LOG_P)[:2]).all()
+
+
+def test_tv_is_half_the_l1_distance():
+    np.testing.assert_allclose(tv(LOG_P, LOG_Q).numpy(), np.abs(P - Q).sum(1) / 2, atol=1e-12)
+
+
+def test_a_fair_coin_is_one_bit():
+    assert bits(math.log(2)) == 1.0
+    assert bits(entropy(torch.tensor([0.5, 0.5]).log())).item() == 1.0

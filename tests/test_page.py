@@ -1,0 +1,316 @@
+"""The page holds every number and every prompt, and nothing in a record can become part of the page."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+
+from llmgeom.record import Record
+from llmgeom.reports import page, table
+from llmgeom.reports.text import numbers, plotly_text, visible
+from llmgeom.result import Figure, Headline, Measured, Quantity
+
+HOSTILE = (
+    "</script><script>alert(1)</script>",
+    "<img src=x onerror=alert(2)>",
+    "{{7*7}} {% raw %} ${7*7} %{x}",
+    '" \' onmouseover="alert(3)" <b>bold</b> &lt;i&gt; &amp;',
+    "line\u2028para\u2029over\u202ereversed\u2066nul\x00esc\x1b[31m\ud800 two  spaces\nnew line",
+    "<!-- --> ]]> <style>*{display:none}</style>",
+)
+
+
+def headline(name, verdict="above null", value=0.412, spread=0.02, **other):
+    """A plausible headline."""
+    given = dict(
+        unit="fraction", low=value - spread, high=value + spread, method="jackknife over templates", null_low=0.11,
+        null_high=0.19, null="re-initialised twins, 20 draws", p=0.0476, n=75, units=38, verdict=verdict,
+    )  # fmt: skip
+    return Headline(name=name, value=value, **(given | other))
+
+
+def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia", source="mixed"):
+    """A record like a scan's: two probes with the three kinds of figure, one gap, prompts of three domains."""
+    rng = np.random.default_rng(seed)
+    entropy = np.sort(rng.gamma(3.0, 1.2, n))
+    subjects = ("The capital of France", "Seven plus five", "A glass of water", "My oldest friend")
+    text = [f"{subjects[i % 4]} is, as example {i} of {n} shows without much doubt," for i in range(n)]
+    text[: len(hostile)] = hostile[:n]
+    share = 0.15 + 0.3 * np.arange(layers) / max(layers - 1, 1) + rng.normal(0, 0.01, layers)
+    null = 0.15 + np.stack([-0.04 * np.ones(layers), 0.04 + rng.random(layers) * 0.02], 1)
+    scores = np.stack([entropy - entropy.mean(), 0.5 * np.sin(entropy) + rng.normal(0, 0.2, n), rng.random(n)], 1)
+    geometry = Measured(
+        title="Value manifold",
+        meaning="Values at the last position lie near a curve when one number orders them. The number may be entropy.",
+        computed="PCA of standardised values over prompts; share of the first component.",
+        null="The same model re-initialised, 20 times.",
+        failure_modes="One outlier token can carry the whole first component.",
+        headlines=(
+            headline("PC1 share, last layer"),
+            headline("PC1+PC2 share", "undecided", 0.31, 0.2, why="n >= 120"),
+        ),
+        quantities={
+            "share": Quantity(("layer",), "fraction", "share of variance of PC1", Figure("curve", band="share_null")),
+            "share_null": Quantity(("layer", "bound"), "fraction", "95 % of 20 re-initialised twins"),
+            "scores": Quantity(
+                ("prompt", "component"), "standard units", "last layer, principal components", Figure("scatter")
+            ),
+            "dropped": Quantity((), "count", "constant coordinates that were dropped"),
+        },
+        arrays={"share": share, "share_null": null, "scores": scores, "dropped": np.asarray(3)},
+        warnings=("the token 'is' has an outlier norm (9.1 times the median)", *hostile[:1]),
+    )
+    focus = Measured(
+        title="Attention focus",
+        meaning="Low entropy means that a head looks at few tokens.",
+        computed="Entropy of the final query's attention row.",
+        null="Uniform attention over the prompt.",
+        failure_modes="The first token is a sink.",
+        headlines=(
+            headline("mean focus", "below null", -1.25, 0.1, unit="bits", p=0.001),
+            headline("focus change with depth", "not above null", 0.003, 0.004, unit="bits", p=0.41),
+            headline("focus of the sink", "no null", 2.0, 0.0, unit="bits", p=1.0),
+        ),
+        quantities={
+            "entropy": Quantity(("layer", "head"), "bits", "attention entropy", Figure("heatmap")),
+            "change": Quantity(("head", "layer"), "bits", "minus uniform", Figure("heatmap")),
+        },
+        arrays={"entropy": rng.gamma(2.0, 1.0, (layers, heads)), "change": rng.normal(0, 1, (heads, layers))},
+    )
+    return Record(
+        results={"manifold": geometry, "focus": focus},
+        unmeasured={"sula": "the model has no tokenizer for digits", **({"odd": hostile[1]} if hostile else {})},
+        prompts={
+            "text": tuple(text),
+            "template": tuple(f"template {i % 38}" for i in range(n)),
+            "domain": tuple(("fact", "arithmetic", "story")[i % 3] for i in range(n)),
+            "tags": tuple(("short",) if i % 2 else ("long", "rare") for i in range(n)),
+            "entropy": tuple(float(v) for v in entropy),
+            "tokens": tuple(int(v) for v in rng.integers(5, 30, n)),
+        },
+        subject={
+            "name": name, "revision": "step143000", "weights": "sha256:9f2c41d07be1", "dtype": "float32",
+            "attention": "llmgeom_sdpa", "device": "cpu", "family": "gpt_neox", "layers": layers, "heads": heads,
+            "parity": {"rows": 2.4e-7, "logits": 0.0, "layers seen once": True},
+        },
+        source={"name": source, "seed": 0, "domains": ("fact", "arithmetic", "story")},
+        facts={
+            "command": f"llmgeom scan --model {name} --domain {source} --seed 0", "claims": "sha256:11aa",
+            "versions": {"llmgeom": "0.1.0", "torch": "2.11.0"},
+        },
+        warnings=("a pocket model checks the instrument; it is no evidence about architectures", *hostile),
+        run={"host": "secret-host", "seconds": 12.5},
+    )  # fmt: skip
+
+
+class Tree(HTMLParser):
+    """Every element with its attributes, and the text outside scripts and styles."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.elements, self.text, self.scripts, self._inside = [], "", {}, ""
+        self.feed(html)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag if tag in ("script", "style") else ""
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside:
+            key = dict(self.elements[-1][1]).get("id", self._inside)
+            self.scripts[key] = self.scripts.get(key, "") + data
+        else:
+            self.text += data
+
+    def handle_comment(self, data):
+        raise AssertionError(f"a comment came out of the record: {data!r}")
+
+
+def shape(html):
+    return [(tag, sorted(a), a.get("href"), a.get("src")) for tag, a in Tree(html).elements]
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    return synthetic(hostile=HOSTILE, name=HOSTILE[0] + HOSTILE[4])
+
+
+def test_hostile_strings_leave_no_element_and_no_attribute(hostile):
+    tame = [re.sub(r"[^a-z ]", "x", text) for text in HOSTILE]
+    assert shape(page([hostile])) == shape(page([synthetic(hostile=tame, name="x")]))
+
+
+def test_hostile_strings_can_be_read_as_they_were_written(hostile):
+    text = Tree(page([hostile])).text
+    for prompt in HOSTILE:
+        assert visible(prompt) in text
+
+
+def test_nothing_invisible_reaches_the_page(hostile):
+    html = page([hostile])
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff]", html)
+    html.encode()
+
+
+def test_data_block_holds_no_markup(hostile):
+    block = Tree(page([hostile])).scripts["data"]
+    assert not set("<>&") & set(block) and block.isascii()
+    hover = json.loads(block)["records"][0]["hover"]
+    assert hover[0].startswith("prompt 0<br>&lt;/script&gt;&lt;script&gt;alert(1)")
+    assert set(re.findall("<[^>]*>", "".join(hover))) == {"<br>", "<i>", "</i>"}
+
+
+def test_visible_spells_out_what_cannot_be_seen():
+    assert (
+        visible("a\x00\x1b\n\x7f\u202e\u200b\ud800\U000e0041é 漢")
+        == "a\\x00\\x1b\\n\\x7f\\u202e\\u200b\\ud800\\U000e0041é 漢"
+    )
+    assert visible(visible("\u202e")) == visible("\u202e")
+
+
+def test_plotly_text_cuts_before_it_escapes():
+    assert plotly_text("&" * 10, width=60, longest=3) == "&amp;&amp;&amp; …"
+    assert plotly_text("<b> x", width=3) == "&lt;b&gt;<br>x"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0.4123, 0.39, 0.43), ["0.412", "0.390", "0.430"]),
+        ((-0.0001, -0.5, 0.5), ["0.0", "-0.5", "0.5"]),
+        ((2.0, 2.0, 2.0), ["2.00", "2.00", "2.00"]),
+        ((0.0, 0.0), ["0.0", "0.0"]),
+        ((12.34, 10.1, 14.7), ["12.3", "10.1", "14.7"]),
+        ((1234.0, 900.0, 1600.0), ["1234", "900", "1600"]),
+        ((3e-9, 1e-9, 5e-9), ["3e-09", "1e-09", "5e-09"]),
+        ((2.5e7, 2e7, 3e7), ["2.5e+07", "2e+07", "3e+07"]),
+    ],
+)
+def test_numbers_show_two_digits_of_their_range(values, expected):
+    assert numbers(*values) == expected
+
+
+def test_table_says_each_headline_and_each_gap():
+    rows = {row["name"]: row for row in table([synthetic()])}
+    assert rows["PC1 share, last layer"] == {
+        "name": "PC1 share, last layer",
+        "value": "0.412 fraction",
+        "interval": "0.392 to 0.432",
+        "null": "0.110 to 0.190: re-initialised twins, 20 draws",
+        "p": "0.048",
+        "n": "75 prompts, 38 units",
+        "verdict": "above null",
+        "why": "",
+    }
+    assert rows["focus of the sink"]["null"] == "none" and rows["focus of the sink"]["p"] == ""
+    assert rows["sula"]["verdict"] == "not measured" and "digits" in rows["sula"]["why"]
+    assert {tuple(row) for row in rows.values()} == {tuple(rows["sula"])}
+
+
+def test_table_is_safe_to_print_to_a_terminal(hostile):
+    assert not re.search(
+        r"[\x00-\x1f\x7f-\x9f\u202a-\u202e]", "".join(c for r in table([hostile] * 2) for c in r.values())
+    )
+
+
+def test_table_holds_two_records_side_by_side():
+    rows = table([synthetic(), synthetic(source="math")])
+    pairs = [(row["name"], row["record"]) for row in rows]
+    assert pairs[0] == ("mean focus", "pocket:pythia on mixed") and pairs[1] == ("mean focus", "pocket:pythia on math")
+    assert {row["record"] for row in table([synthetic(), synthetic()])} == {
+        "pocket:pythia on mixed (run 1)",
+        "pocket:pythia on mixed (run 2)",
+    }
+
+
+def test_verdicts_are_plain_html_before_any_script():
+    head = page([synthetic()]).split("<script")[0]
+    for words in ("above null", "below null", "undecided", "not above null", "no null", "0.392 to 0.432"):
+        assert words in head
+    assert "not measured, because the model has no tokenizer for digits" in head
+    assert "pocket:pythia @ step143000" in head and "logits 0, rows 2.4e-07" in re.sub(
+        "layers seen once yes, ", "", head
+    )
+
+
+def test_page_reaches_for_nothing_outside_itself(hostile):
+    html = page([hostile])
+    assert not re.search(r"(?i)https?://|//cdn|@import|url\(", html)
+    tree = Tree(html)
+    assert not [tag for tag, a in tree.elements if tag in ("link", "iframe", "img", "object", "form", "base")]
+    assert all(a.get("href", "#").startswith("#") and "src" not in a for _, a in tree.elements)
+    policy = next(a["content"] for tag, a in tree.elements if a.get("http-equiv"))
+    assert "default-src 'none'" in policy and "unsafe-inline' script" not in policy and "unsafe-eval" not in policy
+    assert policy.split("script-src ")[1].split(";")[0].count("'sha256-") == 2
+
+
+def test_what_varies_between_equal_runs_stays_out():
+    record = synthetic()
+    html = page([record])
+    assert "secret-host" not in html
+    assert html == page([replace(record, run={})])
+
+
+def test_same_record_same_bytes_also_after_a_round_trip(tmp_path):
+    record = synthetic()
+    record.save(tmp_path)
+    html = page([record])
+    assert html == page([Record.load(tmp_path)]) == page([synthetic()])
+
+
+def test_a_thousand_prompts_stay_under_three_megabytes():
+    assert len(page([synthetic(n=1000, layers=24, heads=16)]).encode()) < 3e6
+
+
+def test_records_without_results_figures_or_prompts():
+    record = synthetic()
+    empty = {name: () for name in record.prompts}
+    for bare in (
+        replace(record, results={}),
+        replace(record, results={}, unmeasured={}, prompts=empty, warnings=()),
+        replace(record, prompts=empty),
+        replace(record, results={"a": replace(record.results["focus"], quantities={}, arrays={})}),
+    ):
+        assert "Methods and provenance" in page([bare])
+
+
+def test_no_record_is_refused():
+    with pytest.raises(ValueError, match="at least one record; got none"):
+        page([])
+
+
+def odd_scatter():
+    """A scatter that is not of the record's prompts, has one component, and names that look like markup."""
+    quantities = {"odd": Quantity(("<b>token", "<i>"), "<u>", "<img src=x>", Figure("scatter", colour="<b>"))}
+    arrays = {"odd": np.arange(10.0)[:, None]}
+    record = synthetic()
+    return replace(record, results={"a": replace(record.results["focus"], quantities=quantities, arrays=arrays)})
+
+
+def test_declared_names_are_escaped_for_plotly_too():
+    drawn = json.loads(Tree(page([odd_scatter()])).scripts["data"])["figures"][0]
+    assert drawn["layout"]["xaxis"]["title"]["text"] == "&lt;i&gt; 1 [&lt;u&gt;]"
+    assert drawn["layout"]["yaxis"]["title"]["text"] == "there is no second component"
+    assert drawn["colour"] == "" and len(drawn["x"]) == 10
+
+
+def test_a_quantity_that_does_not_fit_its_figure_is_named():
+    record = synthetic()
+    wrong = replace(record.results["focus"], arrays=dict(record.results["focus"].arrays, entropy=np.zeros(3)))
+    with pytest.raises(ValueError, match=r"entropy has axes .*'layer', 'head'.* and shape \(3,\): that is no heatmap"):
+        page([replace(record, results={"focus": wrong})])
+
+
+def test_a_page_needs_no_torch():
+    code = "import sys, llmgeom.reports; print([m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "[]"

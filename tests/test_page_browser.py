@@ -1,0 +1,147 @@
+"""The page in a real browser: it fetches nothing, runs nothing it was not given, and draws what the record holds."""
+
+import shutil
+from contextlib import contextmanager
+
+import pytest
+
+from llmgeom.reports import page
+from llmgeom.reports.text import visible
+from tests.test_page import HOSTILE, odd_scatter, synthetic
+
+playwright = pytest.importorskip("playwright.sync_api")
+CHROMIUM = shutil.which("chromium")
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")]
+QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def opened(chromium, path, records, width=1280):
+    """The drawn page and, under `.seen`, whatever it asked for or complained about."""
+    path.write_text(page(records), encoding="utf-8")
+    view = chromium.new_page(viewport={"width": width, "height": 900})
+    view.seen = {"requests": [], "messages": []}
+    view.on("request", lambda request: view.seen["requests"].append(request.url))
+    view.on("console", lambda message: view.seen["messages"].append(message.text))
+    view.on("pageerror", lambda error: view.seen["messages"].append(str(error)))
+    view.on("dialog", lambda dialog: (view.seen["messages"].append(dialog.message), dialog.dismiss()))
+    view.goto(path.as_uri())
+    view.wait_for_selector("html[data-ready=yes]", state="attached")
+    yield view
+    view.close()
+
+
+@pytest.fixture(scope="module")
+def view(chromium, tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "report.html"
+    with opened(chromium, path, [synthetic(hostile=HOSTILE), synthetic(source="math", layers=5)]) as view:
+        view.address = path.as_uri()
+        yield view
+        # Last, so that it also covers what the tests above clicked.
+        assert view.seen == {"requests": [view.address], "messages": []}
+
+
+def test_every_declared_figure_is_drawn(view):
+    declared = [q for r in (synthetic(), synthetic()) for m in r.results.values() for q in m.quantities.values()]
+    expected = sum(q.figure is not None for q in declared)
+    assert expected == 8
+    assert view.locator(".js-plotly-plot:has(svg.main-svg)").count() == view.locator(".plot").count() == expected
+
+
+def test_it_asks_for_nothing_and_complains_of_nothing(view):
+    assert view.seen == {"requests": [view.address], "messages": []}
+    assert view.locator("img, iframe, link, .modebar").count() == 0
+
+
+@pytest.mark.parametrize("prompt", range(4))
+def test_hover_shows_the_prompt_as_it_was_written(view, prompt):
+    figure = view.locator("figure:has(select)").first
+    figure.scroll_into_view_if_needed()
+    figure.locator("path.point").nth(prompt).hover(force=True)
+    label = view.locator(".hoverlayer .hovertext", has_text=f"prompt {prompt}")
+    label.wait_for()
+    assert HOSTILE[prompt] in label.text_content()
+
+
+def test_invisible_characters_can_be_seen_in_the_hover_text(view):
+    hover = view.evaluate("content.records[0].hover[4]").replace("<br>", "")
+    assert visible(HOSTILE[4]) in hover
+
+
+@pytest.mark.parametrize(("column", "traces"), [("domain", 3), ("template", 8), ("tokens", 1), ("entropy", 1)])
+def test_the_scatter_can_be_coloured_by_another_column(view, column, traces):
+    figure = view.locator("figure:has(select)").first
+    figure.locator("select").select_option(column)
+    assert figure.locator(".scatterlayer .trace").count() == traces
+    assert figure.locator("path.point").count() == 75
+
+
+def test_search_keeps_the_rows_that_match(view):
+    rows = view.locator("#record-0-prompts tbody tr")
+    view.locator("#record-0 input[type=search]").fill("CAPITAL of france")
+    shown = [i for i in range(75) if i % 4 == 0 and i >= len(HOSTILE)]
+    assert [i for i in range(75) if rows.nth(i).is_visible()] == shown
+    assert view.locator("#record-0 output").inner_text() == f"{len(shown)} of 75 prompts"
+    view.locator("#record-0 input[type=search]").fill("")
+    assert view.locator("#record-0 output").inner_text() == "75 of 75 prompts"
+
+
+def test_a_column_sorts_up_then_down_by_its_numbers(view):
+    head = view.locator("#record-1-prompts th", has_text="tokens")
+    index = head.evaluate("th => th.cellIndex")
+    cells = f"[...document.querySelectorAll('#record-1-prompts tbody tr')].map(r => +r.cells[{index}].textContent)"
+    tokens = sorted(synthetic(source="math", layers=5).prompts["tokens"])
+    head.locator("button").press("Enter")
+    assert view.evaluate(cells) == tokens and head.get_attribute("aria-sort") == "ascending"
+    head.locator("button").press("Enter")
+    assert view.evaluate(cells) == tokens[::-1] and head.get_attribute("aria-sort") == "descending"
+
+
+def test_a_figure_can_be_saved(view):
+    with view.expect_download() as download:
+        view.locator("button[data-save=svg]").first.click()
+    assert download.value.suggested_filename == "figure-0-0-0.svg"
+
+
+def test_printing_opens_every_table_and_closes_it_again(view):
+    view.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert view.locator("details:not([open])").count() == 0
+    view.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert view.locator("details[open]").count() == 0
+
+
+@pytest.mark.parametrize("width", [1280, 700, 400])
+def test_the_page_is_never_wider_than_the_window(chromium, tmp_path, width):
+    long = synthetic(layers=1, heads=1, name="organisation/" + "a-name-without-spaces" * 6)
+    with opened(chromium, tmp_path / "page.html", [long, synthetic(layers=32, heads=32)], width) as view:
+        assert view.evaluate("document.documentElement.scrollWidth") <= width
+        assert view.seen["messages"] == []
+
+
+def test_points_that_are_no_prompts_are_drawn_without_them(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [odd_scatter()]) as view:
+        assert view.locator("path.point").count() == 10 and view.locator("select").count() == 0
+        assert view.seen["messages"] == []
+
+
+def test_a_script_that_found_its_way_in_would_not_run(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [synthetic()]) as view:
+        view.evaluate(
+            """() => {
+            const script = document.createElement("script");
+            script.textContent = "window.intruder = 1";
+            document.body.append(script);
+            document.body.insertAdjacentHTML("beforeend", "<b onclick='window.intruder = 2' id=way-in>x</b>");
+            document.getElementById("way-in").click();
+        }"""
+        )
+        assert view.evaluate("window.intruder") is None
+        assert "Content Security Policy" in view.seen["messages"][0]

@@ -1,0 +1,89 @@
+"""A record is on disk whole or not at all, and comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import numpy as np
+import pytest
+
+from llmgeom.errors import Refused
+from llmgeom.record import Record, write_whole
+from tests.test_result import Toy, head
+
+
+def record(**changes) -> Record:
+    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3), np.float32), whole=2.5, headlines=(head(),), warnings=("look out",))
+    parts = {
+        "results": {"toy": toy.lowered()},
+        "unmeasured": {"other": "an LSTM has no keys"},
+        "prompts": {"text": ("a\nb", "c\u2028d"), "entropy": (1.5, 2.0), "template": ("t1", "t2")},
+        "subject": {"name": "m"},
+        "source": {"name": "math", "seed": 0},
+        "facts": {"seed": 0},
+        "warnings": ("w",),
+        "run": {"seconds": 1.0},
+    }
+    return Record(**{**parts, **changes})
+
+
+def test_a_record_comes_back_as_it_was(tmp_path):
+    record().save(tmp_path)
+    back = Record.load(tmp_path)
+    assert back.prompts == record().prompts
+    assert back.unmeasured == record().unmeasured and back.warnings == ("w",)
+    assert back.results["toy"].headlines == record().results["toy"].headlines
+    assert back.results["toy"].quantities == record().results["toy"].quantities
+    assert back.results["toy"].arrays["heat"].dtype == np.float32
+    assert back.results["toy"].arrays["whole"].shape == ()
+    assert back.results["toy"].arrays["whole"] == 2.5
+    np.testing.assert_array_equal(back.results["toy"].arrays["heat"], np.ones((2, 3)))
+
+
+def test_equal_runs_differ_only_under_run(tmp_path):
+    record(run={"seconds": 1.0}).save(tmp_path / "a")
+    record(run={"seconds": 2.0}).save(tmp_path / "b")
+    a, b = (json.loads((tmp_path / x / "record.json").read_text()) for x in "ab")
+    assert a.pop("run") != b.pop("run")
+    assert a == b
+    for name in ("arrays.safetensors", "prompts.jsonl"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "sentence"),
+    [
+        (lambda f: (f / "record.json").unlink(), "holds no record.json"),
+        (lambda f: (f / "record.json").write_text("{"), "cannot be read"),
+        (lambda f: (f / "arrays.safetensors").unlink(), "is missing"),
+        (lambda f: (f / "prompts.jsonl").write_text("{}\n"), "was changed after the run"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_the_reason(tmp_path, spoil, sentence):
+    record().save(tmp_path)
+    spoil(tmp_path)
+    with pytest.raises(Refused, match=sentence):
+        Record.load(tmp_path)
+
+
+def test_a_record_of_another_schema_is_refused(tmp_path):
+    record().save(tmp_path)
+    body = json.loads((tmp_path / "record.json").read_text())
+    (tmp_path / "record.json").write_text(json.dumps({**body, "schema": 99}))
+    with pytest.raises(Refused, match="schema 99; this version reads 1"):
+        Record.load(tmp_path)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_whole(path, b"old")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Refused, match="No space left on device"):
+        write_whole(path, b"new")
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

@@ -1,0 +1,58 @@
+"""A result says what it holds; what it says wrongly is refused at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from llmgeom.result import Headline, quantity
+from llmgeom.result import Result as Base
+
+
+@dataclass(frozen=True)
+class Toy(Base):
+    TITLE = MEANING = COMPUTED = NULL = FAILURE_MODES = "toy"
+    curve: np.ndarray = quantity("layer", "bits", "a curve")
+    heat: np.ndarray = quantity("layer head", "bits", "a map")
+    whole: float = quantity("", "bits", "a number")
+    headlines: tuple = ()
+    warnings: tuple = ()
+
+
+def head(**changes):
+    base = dict(name="x", value=1.0, unit="bits", low=0.5, high=1.5, method="m", null_low=0.0, null_high=0.2)
+    return Headline(**{**base, "null": "twin", "p": 0.01, "n": 10, "units": 5, "verdict": "above null", **changes})
+
+
+def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():
+    with pytest.raises(ValueError, match=r"Toy.curve has shape \(2, 2\) but axes \('layer',\): expected 1 dim.*got 2"):
+        Toy(curve=np.zeros((2, 2)), heat=np.zeros((2, 3)), whole=0.0)
+
+
+def test_two_fields_must_agree_on_the_length_of_an_axis():
+    with pytest.raises(ValueError, match=r"Toy.heat has 3 along 'layer' but curve has 2"):
+        Toy(curve=np.zeros(2), heat=np.zeros((3, 4)), whole=0.0)
+
+
+def test_no_nan_travels_in_an_array():
+    heat = np.zeros((2, 3))
+    heat[1, 2] = np.nan
+    with pytest.raises(ValueError, match=r"Toy.heat is not finite at layer 1, head 2"):
+        Toy(curve=np.zeros(2), heat=heat, whole=0.0)
+
+
+@pytest.mark.parametrize("name", ["value", "low", "high", "null_low", "null_high", "p"])
+def test_no_nan_travels_in_a_headline(name):
+    with pytest.raises(ValueError, match=f"{name} is nan"):
+        head(**{name: float("nan")})
+
+
+def test_lowering_keeps_every_declaration_and_array():
+    lowered = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.0, headlines=(head(),)).lowered()
+    assert list(lowered.quantities) == ["curve", "heat", "whole"]
+    assert lowered.quantities["heat"].axes == ("layer", "head")
+    assert lowered.quantities["heat"].unit == "bits"
+    np.testing.assert_array_equal(lowered.arrays["curve"], [0.0, 1.0])
+    assert lowered.headlines[0].value == 1.0
