@@ -211,6 +211,8 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls:
     spread = float(view.entropy.max() - view.entropy.min())
     if spread < 1:
         found.append(f"next-token entropy spans only {spread:.2f} bits: correlations with it mean little")
+    if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
+        found.append("synthetic prompts: written for llmgeom and filled in by its grammars, not found text")
     if nulls < NULLS:
         found.append(f"only {nulls} draws of each null: at least {NULLS} are needed to decide at p < .05")
     most = max(batch.unit.count(unit) for unit in set(batch.unit))

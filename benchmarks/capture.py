@@ -1,0 +1,232 @@
+"""What capturing costs: CPU time and peak memory of ours against the bare model, eager attention and TransformerLens.
+
+    python benchmarks/capture.py [--reps 5] [--lengths 64,256,1024] [--memory]
+
+Every arm keeps the same logits (those of each prompt's final token), runs in one process in shuffled, interleaved order,
+and is given as the ratio of its median CPU time to the bare model's; the machine's noise then hits all arms alike. The
+end-to-end ratio compares our call with the bare model making full-vocabulary logits, which is what a plain forward does.
+Memory is the peak resident size of a fresh process above the loaded model. Random weights: cost does not depend on them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import resource
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Site
+from llmgeom.subject import Subject
+
+SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION})
+B = 8
+
+
+def config(shape: str):
+    """The 70M GPT-NeoX and 50M Llama (grouped queries 8:2) shapes, or a tiny model that is all overhead."""
+    if shape == "neox":
+        return GPTNeoXConfig(
+            hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=50304
+        )
+    if shape == "llama":
+        return LlamaConfig(
+            hidden_size=512,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=2,
+            intermediate_size=1536,
+            vocab_size=50304,
+            tie_word_embeddings=True,
+        )
+    return LlamaConfig(
+        hidden_size=32,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=64,
+        vocab_size=128,
+    )
+
+
+def model(shape: str, attention: str = "sdpa"):
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config(shape), attn_implementation=attention).eval()
+
+
+def prompts(shape: str, length: int) -> Batch:
+    """Eight prompts of 50 to 100 per cent of `length`, right-padded."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(length // 2, length + 1, (B,), generator=generator)
+    lengths[0] = length
+    ids = torch.randint(config(shape).vocab_size, (B, length), generator=generator)
+    return Batch(Tokens(ids, lengths), tuple(map(str, range(B))), {"name": "benchmark"})
+
+
+class final_logits:
+    """Only the final token's logits, by the same pre-hook on the output embedding that we use ourselves."""
+
+    def __init__(self, model, batch: Batch) -> None:
+        self.model, self.rows = model, (torch.arange(B), batch.inputs.lengths - 1)
+
+    def __enter__(self):
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(
+            lambda _module, args: (args[0][self.rows][:, None],)
+        )
+        self.remove = hook.remove
+
+    def __exit__(self, *_):
+        self.remove()
+
+
+def arms(shape: str, batch: Batch, wanted: set[str]) -> dict:
+    """name -> a call that runs one forward."""
+    found = {}
+    ids = batch.inputs.ids
+    positions = torch.arange(ids.shape[1]).expand_as(ids)
+    plain = model(shape) if wanted & {"bare", "bare, full logits", "ours", "ours, values only"} else None
+
+    def run(m, **options):
+        with torch.no_grad():
+            return m(input_ids=ids, position_ids=positions, use_cache=False, **options)
+
+    def bare():
+        with final_logits(plain, batch):
+            run(plain)
+
+    if "bare" in wanted:
+        found["bare"] = bare
+    if "bare, full logits" in wanted:
+        found["bare, full logits"] = lambda: run(plain)
+    if wanted & {"ours", "ours, values only"}:
+        subject = Subject.of(plain)
+        options = {"batch_tokens": ids.numel() * 2}
+        if "ours" in wanted:
+            found["ours"] = lambda: subject.capture(batch, SITES, **options)
+        if "ours, values only" in wanted:
+            found["ours, values only"] = lambda: subject.capture(batch, {Site.VALUE}, **options)
+    if "eager" in wanted:
+        eager = model(shape, "eager")
+
+        def with_attentions():
+            with final_logits(eager, batch):
+                run(eager, output_attentions=True)
+
+        found["eager"] = with_attentions
+    if "transformer_lens" in wanted:
+        found["transformer_lens"] = _bridge(shape, batch)
+    return {name: found[name] for name in wanted if name in found}
+
+
+def _bridge(shape: str, batch: Batch):
+    """TransformerBridge.run_with_cache of values, queries, keys and pattern. Its own output embedding is cut to the
+    same rows. Where rotated keys have no hook (GPT-NeoX) it keeps the unrotated ones."""
+    warnings.simplefilter("ignore")
+    import tempfile
+
+    from transformer_lens import TransformerBridge
+    from transformers import PreTrainedTokenizerFast
+
+    from llmgeom.tl import bridge_of
+
+    del tempfile, TransformerBridge, PreTrainedTokenizerFast
+    bridge = bridge_of(model(shape))
+    keep = ("hook_v", "hook_pattern", "hook_rot_q", "hook_rot_k")
+    rows = (torch.arange(B), batch.inputs.lengths - 1)
+
+    def go():
+        hook = bridge.unembed.register_forward_pre_hook(lambda _module, args: (args[0][rows][:, None],))
+        try:
+            with torch.no_grad():
+                bridge.run_with_cache(batch.inputs.ids, names_filter=lambda name: name.endswith(keep))
+        finally:
+            hook.remove()
+
+    return go
+
+
+ARMS = ("bare", "ours", "ours, values only", "eager", "transformer_lens", "bare, full logits")
+
+
+def timing(shape: str, length: int, reps: int) -> dict[str, float]:
+    """Median CPU seconds of each arm, interleaved in shuffled order."""
+    calls = arms(shape, prompts(shape, length), set(ARMS))
+    for call in calls.values():
+        call()
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    order = random.Random(0)
+    for _ in range(reps):
+        for name in order.sample(sorted(calls), len(calls)):
+            start = time.process_time()
+            calls[name]()
+            seconds[name].append(time.process_time() - start)
+    return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def memory(shape: str, length: int, arm: str) -> float:
+    """MiB of peak resident size above the loaded model, in a fresh process."""
+    code = (
+        "import sys; sys.path.insert(0, 'benchmarks'); import capture; "
+        f"print(capture.peak({shape!r}, {length}, {arm!r}))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(out.stdout.split()[-1])
+
+
+def peak(shape: str, length: int, arm: str) -> float:
+    torch.set_num_threads(1)
+    call = arms(shape, prompts(shape, length), {arm})[arm]
+    before = _resident()
+    call()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before
+
+
+def _resident() -> float:
+    with open("/proc/self/statm") as handle:
+        return int(handle.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reps", type=int, default=5)
+    parser.add_argument("--lengths", default="64,256,1024")
+    parser.add_argument("--memory", action="store_true", help="peak memory as well (a fresh process an arm)")
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    lengths = [int(x) for x in asked.lengths.split(",")]
+    rows = []
+    for shape in ("neox", "llama"):
+        for length in lengths:
+            found = timing(shape, length, asked.reps)
+            ratios = {name: round(s / found["bare"], 3) for name, s in found.items()}
+            ratios["end to end: ours / bare with full logits"] = round(found["ours"] / found["bare, full logits"], 3)
+            rows.append({"shape": shape, "T": length, "bare CPU s": round(found["bare"], 3), **ratios})
+            print(json.dumps(rows[-1]), flush=True)
+    tiny = timing("tiny", 16, 200)
+    print(
+        json.dumps(
+            {
+                "shape": "tiny, 6 layers, T=16",
+                "microseconds a layer, all sites": round((tiny["ours"] - tiny["bare"]) / 6 * 1e6, 1),
+                "microseconds a layer, values only": round((tiny["ours, values only"] - tiny["bare"]) / 6 * 1e6, 1),
+            }
+        )
+    )
+    if asked.memory:
+        for shape in ("neox", "llama"):
+            for length in lengths:
+                found = {arm: round(memory(shape, length, arm), 1) for arm in ("bare", "ours", "eager")}
+                ratio = round(found["ours"] / found["bare"], 3)
+                print(json.dumps({"shape": shape, "T": length, "peak MiB": found, "ours / bare": ratio}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

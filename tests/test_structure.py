@@ -1,0 +1,96 @@
+"""The house rules that can be read off the code: imports point down, help is light, README's lists are true."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PLUGINS = ("probes", "prompts", "wind_tunnels", "reports")
+
+
+def imported(path: Path) -> set[str]:
+    """Every llmgeom module a file imports, at the top or inside a function."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import; imports are absolute"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {str(node.module)}
+    return {name for name in found if name.split(".")[0] == "llmgeom"}
+
+
+def files(folder: str) -> list[Path]:
+    return [path for path in sorted((ROOT / folder).glob("*.py"))]
+
+
+def under(name: str, *folders: str) -> bool:
+    return any(name == f"llmgeom.{folder}" or name.startswith(f"llmgeom.{folder}.") for folder in folders)
+
+
+@pytest.mark.parametrize("path", [p for p in files("llmgeom") if p.name not in ("cli.py", "__main__.py")], ids=lambda p: p.name)
+def test_the_instrument_imports_no_plug_in(path):
+    assert not {name for name in imported(path) if under(name, *PLUGINS, "experiments", "cli")}, path
+
+
+@pytest.mark.parametrize("folder", PLUGINS)
+def test_plug_ins_do_not_import_each_other(folder):
+    others = [other for other in (*PLUGINS, "experiments", "cli") if other != folder]
+    for path in files(folder):
+        assert not {name for name in imported(path) if under(name, *others)}, path
+
+
+def test_reports_read_only_the_numpy_layer():
+    light = {"result", "record", "errors", "reports"}
+    for path in files("reports"):
+        assert {name.split(".")[1] for name in imported(path) if "." in name} <= light, path
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import llmgeom",
+        "import llmgeom.record, llmgeom.reports",
+        "import llmgeom.cli; llmgeom.cli.main(['--help'], standalone_mode=False)",
+        "import llmgeom.cli; llmgeom.cli.main(['scan', '--help'], standalone_mode=False)",
+        "import llmgeom.cli; llmgeom.cli.main(['list', 'domains'], standalone_mode=False)",
+    ],
+)
+def test_what_must_be_light_loads_neither_torch_nor_transformers(code):
+    heavy = "torch transformers plotly sklearn transformer_lens datasets".split()
+    tail = f"\nimport sys; print('HEAVY', [m for m in {heavy} if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, check=True).stdout
+    assert out.strip().splitlines()[-1] == "HEAVY []"
+
+
+def test_every_module_says_in_one_sentence_what_it_is():
+    for folder in ("llmgeom", "llmgeom/experiments", *PLUGINS):
+        for path in files(folder):
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+            assert doc and doc.splitlines()[0].rstrip().endswith((".", "?", ":", ",")), path
+
+
+def test_readme_names_every_command_domain_and_probe():
+    from llmgeom.cli import main
+    from llmgeom.probes import names
+    from llmgeom.prompts.domains import known
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name in (*main.commands, *names(), *known()):
+        assert re.search(rf"`{name}`|llmgeom {name}", readme), f"README.md does not name {name!r}"
+
+
+def test_every_command_s_help_ends_in_a_real_example():
+    from click.testing import CliRunner
+
+    from llmgeom.cli import main
+
+    for name in main.commands:
+        shown = CliRunner().invoke(main, [name, "--help"], standalone_mode=False).output
+        assert f"Example:  llmgeom {name}" in shown
