@@ -130,15 +130,9 @@ def _bridge(shape: str, batch: Batch):
     """TransformerBridge.run_with_cache of values, queries, keys and pattern. Its own output embedding is cut to the
     same rows. Where rotated keys have no hook (GPT-NeoX) it keeps the unrotated ones."""
     warnings.simplefilter("ignore")
-    import tempfile
+    from llmgeom.tl import BridgeSubject
 
-    from transformer_lens import TransformerBridge
-    from transformers import PreTrainedTokenizerFast
-
-    from llmgeom.tl import bridge_of
-
-    del tempfile, TransformerBridge, PreTrainedTokenizerFast
-    bridge = bridge_of(model(shape))
+    bridge = BridgeSubject.of(model(shape)).bridge
     keep = ("hook_v", "hook_pattern", "hook_rot_q", "hook_rot_k")
     rows = (torch.arange(B), batch.inputs.lengths - 1)
 

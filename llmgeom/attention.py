@@ -145,7 +145,7 @@ def attention_rows(
 ) -> Tensor:
     """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq].
 
-    query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq], True = attend, or None, causal.
+    query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq], True = attend, or None.
     Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt.
     softcap c: scores become c tanh(s / c) (Gemma-2). s_aux [head]: a learned sink logit that takes part in the softmax
     and is then dropped (gpt-oss).
@@ -171,7 +171,7 @@ def attention_rows(
         scores = scores.masked_fill_(~allowed, float("-inf"))
         if s_aux is not None:
             sink = s_aux.float().view(1, -1, 1).expand(len(b), -1, 1)
-            scores = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1]
+            scores = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1].contiguous()
         else:
             scores = scores.softmax(-1)
         parts.append(scores)
@@ -229,20 +229,22 @@ def interface_kind(model: PreTrainedModel, name: str) -> str:
             f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "
             "interface, so it cannot be captured; try --backend tl"
         )
-    return PLAIN if model.config._attn_implementation == "eager" else FUSED
+    return PLAIN if model.config.get_text_config()._attn_implementation == "eager" else FUSED
 
 
 @contextmanager
 def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Switch the model to our attention function; the config is restored when the last user leaves.
+    """Switch the text decoder to our attention function; its config is restored when the last user leaves.
 
-    Counted by config object, since two models, or two threads, may share one.
+    Counted by config object, since two models, or two threads, may share one. The config is set directly:
+    set_attn_implementation walks all modules to end in the same assignment, which a small model feels.
     """
-    key = id(model.config)
+    config = model.config.get_text_config()
+    key = id(config)
     with _lock:
-        users, before = _attached.get(key, (0, model.config._attn_implementation))
+        users, before = _attached.get(key, (0, config._attn_implementation))
         if users == 0:
-            model.set_attn_implementation(interface_kind(model, name))
+            config._attn_implementation = interface_kind(model, name)
         _attached[key] = (users + 1, before)
     try:
         yield
@@ -252,7 +254,7 @@ def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
             if users > 1:
                 _attached[key] = (users - 1, before)
             else:
-                model.set_attn_implementation(before)
+                config._attn_implementation = before
 
 
 @contextmanager
@@ -276,7 +278,8 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
     shape = recorder.where[1].shape
 
     def enter(index):
-        def hook(_module, args, kwargs):
+        # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
+        def hook(_module, args, kwargs=None):
             if _active.get() is recorder:
                 recorder.keep(Site.RESIDUAL, index, args[0] if args else kwargs["hidden_states"])
 
@@ -291,9 +294,10 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
             if _active.get() is not recorder:
                 return None
             first = out[0] if isinstance(out, tuple) else out
-            x = recorder.edit(point, index, first.view(*shape, first.shape[-1]))
+            # OPT flattens batch and position before its MLP; an edit may return any strides.
+            x = recorder.edit(point, index, first.reshape(*shape, first.shape[-1]))
             recorder.keep(site, index, x)
-            x = x.view(first.shape)
+            x = x.reshape(first.shape)
             return (x, *out[1:]) if isinstance(out, tuple) else x
 
         return hook

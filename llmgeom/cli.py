@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,8 +24,8 @@ class Door(click.Group):
         try:
             code = super().main(*args, standalone_mode=False, **kwargs)
         except click.exceptions.Abort:
-            again = " ".join(["llmgeom", *(args[0] if args and args[0] else sys.argv[1:])])
-            _fail(f"interrupted; nothing is lost. Continue with: {again}", 130)
+            given = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+            _fail(f"interrupted; finished batches are kept. Continue with: {shlex.join(['llmgeom', *given])}", 130)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)
@@ -115,7 +116,7 @@ def scan(**options: Any) -> int:
         _show_estimate(estimate(plan), say["as_json"])
         return 0
     with _progress(say["quiet"] or say["as_json"]) as progress:
-        done = list(perform(plan, "llmgeom " + " ".join(sys.argv[1:]), progress))
+        done = list(perform(plan, progress))
     return _show(plan.out, [record for _, record in done], say)
 
 

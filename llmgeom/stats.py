@@ -258,10 +258,11 @@ def max_statistic(
     """A Test for each layer, and its p corrected for having looked at all layers (against the null's largest |rho|).
 
     Permutations move whole units and are the same for every layer. Scores whose sign is a convention (a principal
-    component) are unsigned. With covariates this is Freedman and Lane's scheme (1983) on ranks: the ranked target is fit
-    on the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
+    component) are unsigned. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit on
+    the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
-    |M e*|^2 = |e|^2 - |C' e*|^2.
+    |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
+    confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).
     Raises Refused as `spearman` and `permute_units` do.
     """
     n, count = len(target), len(_groups(units, len(target)))
@@ -296,7 +297,7 @@ def permute_units(rng: np.random.Generator, units: Units, n_permutations: int) -
         exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)
         raise Refused(
             f"{exchangeable} of {len(groups)} units can change places with one of equal size, in {arrangements} ways; "
-            f"a permutation test needs {LEAST_UNITS} units of one size or 100 ways: add templates or even out their sizes"
+            f"a permutation test needs {LEAST_UNITS} units of one size or 100 ways: add templates or even out sizes"
         )
     order = np.tile(np.arange(len(units)), (n_permutations, 1))
     for alike in sizes.values():
@@ -364,11 +365,11 @@ def band(null_values: Draws, level: float = 0.95, side: Side = "both") -> tuple[
 
     Order statistics: a new draw is as likely to fall in each of the m + 1 gaps between draws (derived here), so
     (m + 1)(1 - level) / 2 gaps, rounded down, are left out at each end; for "upper" or "lower" twice that at this end.
-    Fewer than 39 draws cannot carry a two-sided 95 %: the band is then their whole range, which holds (m - 1) / (m + 1).
+    Fewer than 39 draws cannot carry a two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
     Raises Refused for no draws or a draw that is not finite.
     """
-    low, high = _ends(_draws(null_values), level, side)
-    return float(low), float(high)
+    low, high = _ends(_draws(null_values)[:, None], level, side)
+    return float(low[0]), float(high[0])
 
 
 def larger_band(
@@ -402,24 +403,24 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
 def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
     """Units at which `verdict` calls a rank correlation of the declared size "above null" with this power.
 
-    n = 3 + 1.06 ((2 z_a + z_b) / atanh(effect))^2, z_a and z_b the normal quantiles of (1 + level) / 2 and of power.
-    1.06 / (n - 3) is the variance of Spearman's rho on Fisher's scale (Fieller, Hartley and Pearson, 1957). z_a enters
-    twice because the interval's lower end must clear the null's upper end (derived here): about 2.6 times the textbook
-    n, which asks only p < .05.
+    n = 3 + ((z_a (1 + s) + z_b s) / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2
+    and of power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). z_a
+    counts once for the null's upper end and s times for the interval's lower end, which must clear it (derived here):
+    about 2.6 times the n that asks only p < .05. The last term is Guenther's (1981), for a variance that is estimated.
     """
     from scipy.stats import norm
 
     if not 0 < abs(effect) < 1:
         raise ValueError(f"declared effect {effect}: give a correlation between 0 and 1, either sign, not an end")
-    z = 2 * norm.ppf((1 + level) / 2) + norm.ppf(power)
-    return math.ceil(3 + 1.06 * (z / math.atanh(abs(effect))) ** 2)
+    a, b, s = norm.ppf((1 + level) / 2), norm.ppf(power), math.sqrt(1 + effect**2 / 2)
+    return math.ceil(3 + ((a * (1 + s) + b * s) / math.atanh(abs(effect))) ** 2 + a**2 / 2)
 
 
 def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0.95) -> int:
     """Units at which the interval of a mean that lies `effect` beyond the null's end clears that end with this power.
 
-    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between units in the unit of effect; the last term is Guenther's
-    (1981), for an sd that is estimated. For a jackknifed statistic sd is its standard error times sqrt(units).
+    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between units in the unit of effect; the last term as in
+    `needed_n_correlation`. For a jackknifed statistic sd is its standard error times sqrt(units).
     """
     from scipy.stats import norm
 
@@ -457,7 +458,7 @@ def _ends(null: np.ndarray, level: float, side: Side) -> tuple[np.ndarray, np.nd
     return ordered[0 if side == "upper" else out], ordered[-1 if side == "lower" else m - 1 - out]
 
 
-def _plus_one(as_extreme: np.ndarray) -> np.ndarray:
+def _plus_one(as_extreme: np.ndarray) -> np.ndarray | np.float64:
     return (1 + as_extreme.sum(0)) / (1 + len(as_extreme))
 
 

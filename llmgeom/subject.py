@@ -28,6 +28,7 @@ from llmgeom.store import Store
 
 Progress = Callable[[int, int], None]
 Positions = Literal["query", "all"]
+Backend = Literal["transformers", "tl"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -46,6 +47,7 @@ class Subject:
     facts: Mapping[str, Any]
     blocks: tuple[Block, ...]
     edits: tuple[Edit, ...] = field(default=())
+    remedy = "try --backend tl"
 
     # ---- one way in -------------------------------------------------------------------------------------------------
 
@@ -57,32 +59,18 @@ class Subject:
         """
         model = getattr(model, "_orig_mod", model).eval()
         kind = interface_kind(model, name)
-        config = model.config.get_text_config()
-        heads = config.num_attention_heads
+        layers = blocks(model, name)  # before the facts: the config of an attention-free model has no heads to tell of
         found = {
-            "name": name,
-            "model_type": config.model_type,
-            "layers": config.num_hidden_layers,
-            "heads": heads,
-            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-            "d_model": config.hidden_size,
-            "vocabulary": config.vocab_size,
-            "positions": getattr(config, "max_position_embeddings", None),
-            "window": getattr(config, "sliding_window", None),
-            "parameters": sum(p.numel() for p in model.parameters()),
-            "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
-            "device": str(next(model.parameters()).device),
+            **describe(model, name),
             "attention": f"{model.config._attn_implementation} through {kind}",
             **facts,
         }
-        subject = cls(model, tokenizer, name, found, blocks(model, name))
-        if len(subject.blocks) != found["layers"]:
+        if len(layers) != found["layers"]:
             raise UnsupportedModel(
-                f"{name}: {len(subject.blocks)} of {found['layers']} layers have attention that can be read; "
+                f"{name}: {len(layers)} of {found['layers']} layers have attention that can be read; "
                 "hybrid and attention-free models are not supported"
             )
-        return subject
+        return cls(model, tokenizer, name, found, layers)
 
     @classmethod
     def load(
@@ -95,13 +83,25 @@ class Subject:
         device_map: str | None = None,
         offline: bool = False,
         trust_remote_code: bool = False,
+        backend: Backend = "transformers",
     ) -> Subject:
         """Load `pocket:NAME`, a local folder or a hub id, check it, and say what it is.
 
         dtype     float32 by default on a CPU and below 2e9 parameters on a GPU, else bfloat16.
         device    "cpu", "cuda", "cuda:1" ...; the first GPU by default where there is one.
+        backend   "transformers", or "tl" to read it through TransformerLens (llmgeom/tl.py).
         Raises Refused with the remedy; a model that is not there is refused before weights are read.
         """
+        if backend not in ("transformers", "tl"):
+            raise Refused(f"--backend {backend}: expected transformers or tl")
+        if backend == "tl":
+            if device_map is not None:
+                raise Refused("--backend tl holds a model on one device; leave out --device-map")
+            from llmgeom.tl import BridgeSubject
+
+            cls = BridgeSubject
+        if offline:
+            hub.go_offline()
         located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
         if dtype is not None and dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
@@ -143,7 +143,7 @@ class Subject:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
-        return Subject.of(
+        return type(self).of(
             model.to(device=parameter.device, dtype=parameter.dtype), self.tokenizer, f"{self.name} re-initialised"
         )
 
@@ -228,7 +228,7 @@ class Subject:
         parts: list[dict[Key, Tensor]] = []
         events: list[str] = []
         done = 0
-        with attached(self.model, self.name):
+        with self._attached():
             for index, members in enumerate(batches):
                 part = shards.read(index) if shards else None
                 kept = None if part is None else {_key(name): tensor for name, tensor in part.items()}
@@ -270,8 +270,7 @@ class Subject:
         ids, mask = tokens.ids[members, :width], where[members, :width]
         prompt, position = mask.nonzero(as_tuple=True)
         recorder = Recorder(self.blocks, (prompt, position), sites, edits, (torch.tensor(members), mask))
-        with recording(recorder, self.blocks, self.model.get_output_embeddings()):
-            logits = self._logits(ids)
+        logits = self._run(recorder, ids)
         if recorder.seen != list(range(len(self.blocks))):
             raise UnsupportedModel(
                 f"{self.name}: attention ran in layers {recorder.seen} instead of each of 0 to {len(self.blocks) - 1} "
@@ -292,6 +291,15 @@ class Subject:
                 kept[Site.LOG_PROBS, -1] = log_probs.cpu()
         return kept
 
+    def _attached(self):
+        """What must hold while passes run."""
+        return attached(self.model, self.name)
+
+    def _run(self, recorder: Recorder, ids: Tensor) -> Tensor:
+        """One forward that `recorder` sees; the logits of its rows, [row vocabulary]."""
+        with recording(recorder, self.blocks, self.model.get_output_embeddings()):
+            return self._logits(ids)
+
     def _logits(self, ids: Tensor) -> Tensor:
         """Logits of the rows the recorder asks for, [row vocabulary]; no mask: a causal token never sees right pads."""
         device = self.model.get_input_embeddings().weight.device
@@ -306,8 +314,7 @@ class Subject:
         rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
         where = (torch.tensor([prompt]), torch.ones(1, length, dtype=torch.bool))
         recorder = Recorder(self.blocks, rows, frozenset({Site.RESIDUAL}), edits, where)
-        with recording(recorder, self.blocks, None):
-            self._logits(tokens.ids[[prompt], :length])
+        self._run(recorder, tokens.ids[[prompt], :length])
         bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
         place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
         text = batch.text[prompt][:60] if not isinstance(batch.inputs, Tokens | Rows) else ""
@@ -368,7 +375,7 @@ class Subject:
         if report["rows"] > tolerance or report["logits"] > tolerance:
             raise UnsupportedModel(
                 f"{self.name} ({self.facts['model_type']}) fails the parity check {report}: what would be captured is "
-                "not what the model computes; try --backend tl"
+                f"not what the model computes; {self.remedy}"
             )
         if writes:
             stream = seen.layers(Site.RESIDUAL)
@@ -396,6 +403,28 @@ class Subject:
             return self._logits(tokens.ids).float().log_softmax(-1).cpu()
         finally:
             hook.remove()
+
+
+def describe(model: Any, name: str) -> dict[str, Any]:
+    """The facts of a causal LM that its config and parameters tell."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    parameter = next(model.parameters())
+    return {
+        "name": name,
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "d_model": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "positions": getattr(config, "max_position_embeddings", None),
+        "window": getattr(config, "sliding_window", None),
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "device": str(parameter.device),
+    }
 
 
 def _dtype(asked: str | None, device: str, config) -> torch.dtype:
@@ -430,8 +459,8 @@ def _queried(batch: Batch, tokens: Tokens, positions: Positions) -> Tensor:
 def _assemble(batch, tokens, where, batches, parts, events) -> Capture:
     """Rows in the order of the batch, whatever the plan was."""
     prompt, position = where.nonzero(as_tuple=True)
-    planned = torch.cat([torch.full((int(where[i].sum()),), i) for members in batches for i in members])
-    order = torch.argsort(planned, stable=True)
+    members = torch.tensor([i for batch in batches for i in batch])
+    order = torch.argsort(members.repeat_interleave(where.sum(1)[members]), stable=True)
     tensors = {key: _cat([part[key] for part in parts])[order] for key in parts[0]} if parts else {}
     return Capture(batch, prompt, position, tokens.lengths, tensors, events)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,24 @@ class Request:
     batch_tokens: int = 4096
     seed: int = 0
     out: str | None = None
+
+    def command(self) -> str:
+        """The command that repeats this: what differs from the defaults, less where the output goes."""
+        flags = {"domains": "--domain", "prompts_file": "--prompts"}
+        words = ["llmgeom", "scan"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "out":
+                continue
+            flag = flags.get(field.name, "--" + field.name.replace("_", "-"))
+            if field.name == "probes":
+                words += [flag, ",".join(value)]
+            elif value is True:
+                words.append(flag)
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    words += [flag, str(one)]
+        return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -156,7 +175,7 @@ def _check_folder(folder: Path, spec: str) -> None:
         raise Refused(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
 
 
-def perform(plan: Plan, command: str, progress: Progress | None = None) -> Iterator[tuple[Path, Record]]:
+def perform(plan: Plan, progress: Progress | None = None) -> Iterator[tuple[Path, Record]]:
     """Load the model, scan each pool, save each record, and at the end write the page. Yields (folder, record)."""
     subject = load(plan)
     modules = probes.known(plan.probes)
@@ -178,7 +197,7 @@ def perform(plan: Plan, command: str, progress: Progress | None = None) -> Itera
             progress=(lambda stage, done, total, name=name: progress(f"{name}: {stage}", done, total))
             if progress
             else None,
-            facts={"spec": digest(plan.spec(name)), "command": command},
+            facts={"spec": digest(plan.spec(name)), "command": plan.request.command()},
         )
         record.save(plan.folder(name))
         records.append(record)

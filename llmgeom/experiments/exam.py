@@ -1,0 +1,106 @@
+"""What a small language model has learnt: its loss on held-out text beside its rivals', and its entropies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmgeom.capture import Site
+from llmgeom.experiments.trigram import KneserNey
+from llmgeom.information import bits
+from llmgeom.prompts.domains import Domain
+from llmgeom.subject import Subject
+
+QUANTILES = (0, 5, 25, 50, 75, 95, 100)
+Rows = Sequence[Mapping[str, str]]
+
+
+@torch.no_grad()
+def nats(subject: Subject, texts: Sequence[str], at_once: int = 32) -> list[np.ndarray]:
+    """-log P of each text's tokens from the second on, and of the separator after it, in nats, one array a text.
+
+    The first token is left out: like a prompt, a text is read without a separator before it.
+    """
+    ids = [torch.tensor(row) for row in subject.tokenizer(list(texts))["input_ids"]]
+    end = subject.tokenizer.eos_token_id
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    found: list[np.ndarray] = [np.empty(0)] * len(ids)
+    for members in (order[i : i + at_once] for i in range(0, len(order), at_once)):
+        padded = torch.nn.utils.rnn.pad_sequence([ids[i] for i in members], batch_first=True, padding_value=end)
+        log_p = subject.model(padded, use_cache=False).logits.float().log_softmax(-1)
+        for i, row in zip(members, log_p, strict=True):
+            target = torch.cat([ids[i][1:], torch.tensor([end])])
+            found[i] = -row[torch.arange(len(target)), target].double().numpy()
+    return found
+
+
+def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, float]]:
+    """For each "set" of the rows: the model's mean loss in nats a token, and its standard error by template."""
+    each = nats(subject, [row["text"] for row in rows])
+    return {which: _mean(rows, each, which, "model") for which in _sets(rows)}
+
+
+def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]]) -> dict[str, dict[str, float]]:
+    """What knows less, on the same tokens in nats: n-grams fitted to the `training` ids, and their unigram entropy.
+
+    unigram    entropy of the evaluated tokens' own frequencies: no context-free model can do better.
+    trigram    interpolated Kneser-Ney; `fivegram` the same with two more tokens of context.
+    """
+    ids = subject.tokenizer([row["text"] for row in rows])["input_ids"]
+    end, vocabulary = subject.tokenizer.eos_token_id, subject.facts["vocabulary"]
+    found: dict[str, dict[str, float]] = {which: {} for which in _sets(rows)}
+    for name, order in (("trigram", 3), ("fivegram", 5)):
+        flat = KneserNey.fit(training, vocabulary, end, order).nats(ids)
+        each = [part[1:] for part in np.split(flat, np.cumsum([len(row) + 1 for row in ids])[:-1])]
+        for which in found:
+            found[which] |= _mean(rows, each, which, name)
+    for which in found:
+        kept = [t for row, i in zip(rows, ids, strict=True) if row["set"] == which for t in (*i[1:], end)]
+        share = np.unique(kept, return_counts=True)[1] / len(kept)
+        found[which] |= {"unigram": float(-(share * np.log(share)).sum())}
+    return found
+
+
+def by_domain(subject: Subject, rows: Rows) -> dict[str, dict[str, float]]:
+    """The model's loss in each domain and set, in nats a token."""
+    each = nats(subject, [row["text"] for row in rows])
+    found: dict[str, dict[str, float]] = {}
+    for domain in sorted({row["domain"] for row in rows}):
+        mine = [i for i, row in enumerate(rows) if row["domain"] == domain]
+        part, parts = [rows[i] for i in mine], [each[i] for i in mine]
+        found[domain] = {which: _mean(part, parts, which, "model")["model"] for which in _sets(part)}
+    return found
+
+
+def entropies(subject: Subject, name: str, n: int = 300, seed: int = 0) -> dict[str, Any]:
+    """Entropy of the next token after prompts of a domain, in bits: quantiles, and span = largest minus least."""
+    domain = Domain(name)
+    batch = domain.sample(min(n, domain.size()), seed)
+    found = bits(subject.capture(batch, {Site.ENTROPY}).entropy.double().numpy())
+    quantiles = {f"{q}%": float(np.percentile(found, q)) for q in QUANTILES}
+    return {"prompts": len(batch), "seed": seed, "span": float(np.ptp(found)), "quantiles": quantiles}
+
+
+def _sets(rows: Rows) -> list[str]:
+    return sorted({row["set"] for row in rows})
+
+
+def _mean(rows: Rows, each: Sequence[np.ndarray], which: str, name: str) -> dict[str, float]:
+    """Mean over the tokens of one set. Its error counts templates, not tokens: sqrt(sum_t (S_t - m N_t)^2) / N."""
+    units: dict[str, int] = {}
+    for row in rows:
+        if row["set"] == which:
+            units.setdefault(row["template"], len(units))
+    total, tokens, texts = np.zeros(len(units)), np.zeros(len(units)), 0
+    for row, part in zip(rows, each, strict=True):
+        if row["set"] == which:
+            u, texts = units[row["template"]], texts + 1
+            total[u] += part.sum()
+            tokens[u] += len(part)
+    mean = total.sum() / tokens.sum()
+    error = np.sqrt(((total - mean * tokens) ** 2).sum()) / tokens.sum()
+    counts = {"templates": len(units), "texts": texts, "tokens": int(tokens.sum())}
+    return counts | {name: float(mean), f"{name}_se": float(error)}

@@ -1,0 +1,105 @@
+"""Domains of natural-language prompts: which there are, and a pool of distinct prompts spread over their templates."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from itertools import cycle
+from random import Random
+
+from llmgeom.batch import Batch, Text
+from llmgeom.errors import Refused
+from llmgeom.prompts.chance import shuffled
+from llmgeom.prompts.grammar import Template, cuts, fill, templates
+from llmgeom.prompts.lexicon import DATA
+from llmgeom.prompts.overlap import Distinct
+
+MIXED = "mixed"
+PER_TEMPLATE = 3
+_TRIES = 60
+
+
+def known() -> tuple[str, ...]:
+    """The names of the domains, in alphabetical order: one for each file in prompts/data, and `mixed`."""
+    return tuple(sorted([*(path.stem for path in DATA.glob("*.txt")), MIXED]))
+
+
+def members(name: str) -> tuple[str, ...]:
+    """The template files behind a domain: itself; for `mixed` every one but math, so that the two can be compared."""
+    return tuple(other for other in known() if other not in (MIXED, "math")) if name == MIXED else (name,)
+
+
+@dataclass(frozen=True)
+class Domain:
+    """A domain by name. Raises Refused for a name that is not known."""
+
+    name: str
+
+    def __post_init__(self) -> None:
+        if self.name not in known():
+            near = difflib.get_close_matches(str(self.name), known(), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise Refused(f"unknown domain {self.name!r}: {hint}known: {', '.join(known())}")
+
+    def size(self) -> int:
+        """How many prompts a pool may have: 3 a template.
+
+        A bound by promise, not by counting: the tests fill each template alone and see that it gives at least 3
+        prompts that share at most 60 % of their trigrams. Most give more, which makes up for a draw that falls short.
+        """
+        return PER_TEMPLATE * sum(len(templates(member)) for member in members(self.name))
+
+    def sample(self, n: int, seed: int) -> Batch:
+        """`n` prompts, no two sharing more than 60 % of their word trigrams; the same for a seed on every machine.
+
+        Domains take turns; within one, templates take turns in an order that the seed permutes, and within one of
+        these its cut marks. A prompt too near to an earlier one is drawn again; a template that fails
+        60 times gives no more. Raises Refused where n is not between 1 and size().
+        """
+        if n < 1:
+            raise Refused(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")
+        if n > self.size():
+            raise Refused(
+                f"{n} prompts of {self.name!r} were asked for, its pool has {self.size()}; ask for at most that"
+            )
+        rng = Random(f"llmgeom/{self.name}/{seed}")
+        turns = [_Turns(shuffled(rng, templates(member))) for member in shuffled(rng, members(self.name))]
+        distinct = Distinct()
+        drawn: list[tuple[str, Template]] = []
+        while len(drawn) < n:
+            for turn in turns:
+                if len(drawn) < n and (prompt := turn.next(rng, distinct)):
+                    drawn.append(prompt)
+            turns = [turn for turn in turns if turn.queue]
+            if not turns:
+                raise Refused(f"{self.name!r} gave {len(drawn)} of {n} prompts with seed {seed}; ask for fewer")
+        return Batch(
+            inputs=Text(tuple(text for text, _ in drawn)),
+            unit=tuple(template.id for _, template in drawn),
+            source={"kind": "domain", "name": self.name, "n": n, "seed": seed},
+            columns={
+                "domain": tuple(template.domain for _, template in drawn),
+                "template": tuple(template.id for _, template in drawn),
+                "tags": tuple(" ".join(template.tags) for _, template in drawn),
+            },
+        )
+
+
+class _Turns:
+    """The templates of one domain, taking turns; one that can give no more leaves the queue."""
+
+    def __init__(self, queue: list[Template]) -> None:
+        self.queue = queue
+        self.marks: dict[str, cycle] = {}
+
+    def next(self, rng: Random, distinct: Distinct) -> tuple[str, Template] | None:
+        while self.queue:
+            template = self.queue.pop(0)
+            if template.id not in self.marks:
+                self.marks[template.id] = cycle(shuffled(rng, range(cuts(template))))
+            for _ in range(_TRIES):
+                prompt = fill(template, rng).prompt(next(self.marks[template.id]))
+                if distinct.add(prompt):
+                    self.queue.append(template)
+                    return prompt, template
+        return None

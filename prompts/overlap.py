@@ -1,0 +1,39 @@
+"""How much two prompts have in common: the share of word trigrams, and a set that admits only what differs enough."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+
+MOST = 0.6
+
+
+def trigrams(text: str) -> frozenset[tuple[str, ...]]:
+    """The runs of three words; a word is a run of letters, digits or underscores, without case. Of fewer: all of it."""
+    words = re.findall(r"\w+", text.lower())
+    return frozenset(tuple(words[i : i + 3]) for i in range(max(1, len(words) - 2)))
+
+
+def overlap(a: str, b: str) -> float:
+    """Trigrams in both / trigrams of the one with fewer (fraction, 0-1): 1 where one prompt begins the other."""
+    first, second = trigrams(a), trigrams(b)
+    return len(first & second) / min(len(first), len(second))
+
+
+class Distinct:
+    """Prompts of which no two overlap by more than `MOST`."""
+
+    def __init__(self) -> None:
+        self._sizes: list[int] = []
+        self._holders: dict[tuple[str, ...], list[int]] = defaultdict(list)
+
+    def add(self, text: str) -> bool:
+        """Admit `text` and say True, or say False and keep nothing of it."""
+        own = trigrams(text)
+        shared = Counter(i for trigram in own for i in self._holders.get(trigram, ()))
+        if any(n > MOST * min(len(own), self._sizes[i]) for i, n in shared.items()):
+            return False
+        for trigram in own:
+            self._holders[trigram].append(len(self._sizes))
+        self._sizes.append(len(own))
+        return True

@@ -1,0 +1,298 @@
+"""A capture leaves no trace: not in the model, not in another thread, not in memory; and what cannot be read is refused."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+import transformers
+from tests.families import FAMILIES, VOCAB, apart, prompts, ragged
+
+from llmgeom import attention as attention_module
+from llmgeom.attention import FUSED, PLAIN, Recorder, attached, recording
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import ROWS, Site
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused, Unavailable, UnsupportedModel
+from llmgeom.subject import Subject
+
+torch.set_num_threads(1)
+
+
+def subject(name: str = "llama", seed: int = 0) -> Subject:
+    return Subject.of(FAMILIES[name].model(seed), name=name)
+
+
+def same(a, b) -> bool:
+    """Two captures agree in every byte."""
+    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(a.tensors[key], b.tensors[key]) for key in a.tensors)
+
+
+def hooks(model) -> int:
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
+# ---- the model leaves as it came --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "before"), [("llama", "sdpa"), ("gemma2", "eager"), ("gpt2", "sdpa")])
+def test_the_model_leaves_as_it_came(name, before):
+    mine = subject(name)
+    weights = mine.weight_hash
+    during = []
+    edit = Edit("value", lambda x, _: during.append(mine.model.config._attn_implementation) or x)
+    mine.capture(ragged(), Site, [edit])
+    assert set(during) == {PLAIN if before == "eager" else FUSED}
+    assert mine.model.config._attn_implementation == before
+    assert hooks(mine.model) == 0
+    assert Subject.of(mine.model).weight_hash == weights
+
+
+def test_the_model_leaves_as_it_came_when_the_pass_fails():
+    mine = subject()
+
+    def fail(x, where):
+        if where.layer == 1:
+            raise ZeroDivisionError("from inside layer 1")
+        return x
+
+    with pytest.raises(ZeroDivisionError, match="from inside layer 1"):
+        mine.capture(ragged(), Site, [Edit("value", fail)])
+    assert mine.model.config._attn_implementation == "sdpa"
+    assert hooks(mine.model) == 0
+    assert attention_module._active.get() is None
+    assert same(mine.capture(ragged(), Site), subject().capture(ragged(), Site))
+
+
+def test_two_models_of_one_config_object_do_not_disturb_each_other():
+    family = FAMILIES["llama"]
+    config = family.config()
+    one, two = transformers.LlamaForCausalLM(config), transformers.LlamaForCausalLM(config)
+    assert one.config is two.config
+    one.load_state_dict(family.model(0).state_dict())
+    two.load_state_dict(family.model(1).state_dict())
+    first, second = Subject.of(one), Subject.of(two)
+    inner = []
+
+    def other(x, where):
+        if not inner:
+            inner.append(second.capture(ragged(), Site))
+            assert config._attn_implementation == FUSED, "the inner capture leaves; the outer one is still running"
+        return x
+
+    outer = first.capture(ragged(), Site, [Edit("value", other)])
+    assert config._attn_implementation == "sdpa"
+    assert same(outer, subject("llama", 0).capture(ragged(), Site))
+    assert same(inner[0], subject("llama", 1).capture(ragged(), Site))
+
+
+def test_a_capture_inside_an_edit_of_the_same_model():
+    mine = subject()
+    inner = []
+
+    def again(x, where):
+        if len(inner) < 2:
+            inner.append(None)
+            inner[-1] = mine.capture(ragged(2), Site)
+        return x
+
+    outer = mine.capture(ragged(1), Site, [Edit("value", again), Edit("mlp_write", again)])
+    assert same(outer, mine.capture(ragged(1), Site))
+    assert all(same(capture, mine.capture(ragged(2), Site)) for capture in inner)
+
+
+def test_threads_on_one_model_give_the_bytes_they_give_alone():
+    mine = subject()
+    batches = [ragged(seed) for seed in range(4)]
+    changed = Edit("z", lambda x, where: 0 * x, layers=(0,))
+
+    def run(i: int):
+        # Threads differ in rows, sites and edits, so that any crosstalk has something to carry over.
+        torch.set_num_threads(1)
+        sites = frozenset(Site) if i != 2 else frozenset({Site.LOG_PROBS, Site.RESIDUAL})
+        edits = [changed] if i == 1 else []
+        return mine.capture(batches[i], sites, edits, positions="all" if i == 3 else "query", batch_tokens=40)
+
+    alone = [run(i) for i in range(4)]
+    wrong: list[object] = []
+
+    def work(i: int) -> None:
+        try:
+            wrong.extend(f"thread {i}, capture {n}" for n in range(5) if not same(run(i), alone[i]))
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert mine.model.config._attn_implementation == "sdpa"
+    assert hooks(mine.model) == 0
+
+
+def test_a_forward_that_is_not_ours_is_not_recorded():
+    """Attached but without a recorder, in this thread, the model runs as ever."""
+    mine = subject("gemma2")
+    ids = prompts(ragged())[0]
+    with torch.no_grad():
+        plain = mine.model(ids).logits
+        with attached(mine.model, "gemma2"):
+            assert torch.equal(mine.model(ids).logits, plain)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "gpt2", "gpt_oss"])
+def test_what_is_kept_during_a_pass_owns_its_storage(name):
+    """A view of one position would keep the whole layer alive until the end of the pass."""
+    mine = subject(name)
+    batch = ragged()
+    rows = (torch.arange(4), batch.inputs.lengths - 1)
+    query = torch.zeros(batch.inputs.ids.shape, dtype=torch.bool)
+    query[rows] = True
+    recorder = Recorder(mine.blocks, rows, frozenset(Site), (), (torch.arange(4), query))
+    embedding = mine.model.get_output_embeddings()
+    with torch.no_grad(), attached(mine.model, name), recording(recorder, mine.blocks, embedding):
+        logits = mine.model(batch.inputs.ids, use_cache=False).logits
+    assert logits.shape == (4, 1, VOCAB), "no logits are made for positions nobody asked about"
+    assert {site for site, _ in recorder.kept} == set(Site) - {Site.LOG_PROBS, Site.ENTROPY}
+    for key, tensor in recorder.kept.items():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, key
+    for key, tensor in mine.capture(batch, Site).tensors.items():
+        assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, key
+        assert not tensor.requires_grad
+
+
+def test_sites_nobody_asked_for_are_not_kept():
+    capture = subject().capture(ragged(), {Site.VALUE})
+    assert set(capture.tensors) == {(Site.VALUE, 0), (Site.VALUE, 1)}
+    with pytest.raises(LookupError, match=r"log_probs was not captured; add Site\.LOG_PROBS to the sites"):
+        _ = capture.log_probs
+
+
+def test_layers_of_different_shape_cannot_be_stacked():
+    capture = subject().capture(ragged(), {Site.VALUE})
+    capture.tensors[Site.VALUE, 1] = capture.tensors[Site.VALUE, 1][..., :4]
+    with pytest.raises(Unavailable, match=r"value has different shapes in different layers .* use layers\(\)"):
+        _ = capture.value
+    assert len(capture.layers(Site.VALUE)) == 2
+
+
+# ---- attention in low precision and in chunks -------------------------------------------------------------------------
+
+
+def test_rows_of_a_bfloat16_model_are_float32_and_sum_to_one():
+    capture = Subject.of(FAMILIES["llama"].model().to(torch.bfloat16)).capture(ragged(), {*ROWS, Site.VALUE})
+    assert capture.value.dtype == torch.bfloat16
+    assert capture.attention.dtype == torch.float32
+    assert (capture.attention.sum(-1) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("name", ["gemma2", "gpt_oss"])
+def test_eager_attention_in_chunks_of_queries_is_exact(name, monkeypatch):
+    whole = subject(name).capture(ragged(), Site, positions="all")
+    monkeypatch.setattr(attention_module, "CHUNK", 5)
+    chunked = subject(name).capture(ragged(), Site, positions="all")
+    for key, tensor in whole.tensors.items():
+        assert (chunked.tensors[key] - tensor).abs().max() < 1e-5, key
+
+
+# ---- another library --------------------------------------------------------------------------------------------------
+
+
+def cached_by_transformer_lens(model, ids, *names):
+    """TransformerLens' own reading of a deep copy: its bridge rewrites the model it is given."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        copied = copy.deepcopy(model)
+        copied.set_attn_implementation("eager")
+        bridge = build_bridge_from_module(
+            copied, type(model).__name__, hf_config=copied.config, model_name=model.config.model_type
+        )
+        with torch.no_grad():
+            _, cache = bridge.run_with_cache(ids, names_filter=lambda hook: hook.endswith(names))
+    return cache
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "llama", "phi", "mistral"])
+def test_transformer_lens_reads_the_same(name):
+    mine = subject(name)
+    ids = prompts(ragged())[0]
+    batch = Batch(Tokens(ids, torch.tensor([ids.shape[1]])), ("a",), {})
+    capture = mine.capture(batch, {Site.VALUE, Site.KEY, Site.ATTENTION}, positions="all")
+    keys = () if name == "gpt_neox" else ("attn.hook_rot_k",)  # the bridge has no such hook for GPT-NeoX
+    cache = cached_by_transformer_lens(mine.model, ids, "attn.hook_v", "attn.hook_pattern", *keys)
+    for layer in range(len(mine.blocks)):
+        at = f"blocks.{layer}.attn."
+        assert apart(capture.value[layer], cache[at + "hook_v"][0].view_as(capture.value[layer])) < 1e-5
+        assert (capture.attention[layer].transpose(0, 1) - cache[at + "hook_pattern"][0]).abs().max() < 1e-5
+        if keys:
+            assert apart(capture.key[layer], cache[at + "hook_rot_k"][0]) < 1e-5
+
+
+# ---- what cannot be read ----------------------------------------------------------------------------------------------
+
+BYPASS = {
+    "gptj": {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "gpt_neo": {"hidden_size": 32, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "falcon": {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "mamba": {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
+}
+
+
+@pytest.mark.parametrize("name", BYPASS)
+def test_a_family_that_bypasses_the_interface_is_refused_by_name(name):
+    config = transformers.AutoConfig.for_model(name, vocab_size=64, bos_token_id=0, eos_token_id=1, **BYPASS[name])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match=rf"tiny: model type '{name}' .*try --backend tl"):
+        Subject.of(model, name="tiny")
+
+
+def test_attention_that_could_replace_the_mask_is_refused(monkeypatch):
+    """Sparse attention hands the chosen positions over beside the mask; ignoring them is wrong in silence."""
+    mine = subject()
+    layer = mine.blocks[1].attention
+    plain = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda *a, **kw: plain(*a, **kw, indices=torch.zeros(1, dtype=torch.int64)))
+    with pytest.raises(UnsupportedModel, match=r"LlamaAttention passes indices to its attention.*not read"):
+        mine.capture(ragged(), {Site.VALUE})
+    assert mine.model.config._attn_implementation == "sdpa"
+
+
+def test_a_layer_that_is_entered_twice_is_refused():
+    mine = subject()
+    mine.model.model.layers.append(mine.model.model.layers[0])
+    mine.model.config.num_hidden_layers = 3
+    with pytest.raises(UnsupportedModel, match=r"attention ran in layers \[0, 1, 0\] instead of each of 0 to 1 once"):
+        mine.capture(ragged(), {Site.VALUE})
+
+
+def test_attention_outside_the_decoder_is_refused():
+    mine, other = subject(), subject(seed=1)
+    mine.model.model.layers[1].self_attn = other.blocks[1].attention
+    other.model.config = mine.model.config
+    other.blocks[1].attention.config = mine.model.config
+    with pytest.raises(UnsupportedModel, match="attention ran in LlamaAttention, which is not one of the model's decoder"):
+        mine.capture(ragged(), {Site.VALUE})
+
+
+def test_numbers_that_are_not_finite_are_traced_to_their_layer():
+    mine = subject()
+    with torch.no_grad():
+        mine.model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
+    with pytest.raises(Refused, match=r"not finite on prompt 1 .* come from layer 1"):
+        mine.capture(ragged(), {Site.ENTROPY})
+
+
+def test_positions_are_query_or_all():
+    with pytest.raises(Refused, match="positions 'last': expected 'query' or 'all'"):
+        subject().capture(ragged(), {Site.VALUE}, positions="last")

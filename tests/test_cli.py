@@ -1,0 +1,261 @@
+"""The door: what is asked wrongly is refused in one sentence with the remedy and the right exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmgeom.cli import main
+from llmgeom.record import Record
+
+
+def call(*args: str, text: str | None = None):
+    return CliRunner().invoke(main, list(args), input=text, prog_name="llmgeom")
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory) -> Path:
+    """One real, small scan of the shipped model."""
+    out = tmp_path_factory.mktemp("runs") / "math"
+    result = call("scan", "--domain", "math", "--n", "40", "--limit", "150", "--out", str(out), "--quiet")
+    assert result.exit_code == 0, result.output
+    return out
+
+
+def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
+    assert {p.name for p in run_folder.iterdir()} == {
+        "record.json",
+        "arrays.safetensors",
+        "prompts.jsonl",
+        "report.html",
+    }
+    record = Record.load(run_folder)
+    assert set(record.results) == {"value_manifold", "attention_focus"} and not record.unmeasured
+    assert len(record.prompts["text"]) == 40
+    assert record.subject["parity"]["logits"] == 0
+    assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150")
+    for measured in record.results.values():
+        assert measured.headlines
+
+
+def test_the_same_command_again_gives_the_same_bytes(run_folder, tmp_path):
+    def content(folder):
+        body = json.loads((folder / "record.json").read_text())
+        body.pop("run")
+        return body, *((folder / n).read_bytes() for n in ("arrays.safetensors", "prompts.jsonl", "report.html"))
+
+    before = content(run_folder)
+    args = ["scan", "--domain", "math", "--n", "40", "--limit", "150", "--quiet"]
+    assert call(*args, "--out", str(run_folder)).exit_code == 0
+    assert content(run_folder) == before
+    os.environ["LLMGEOM_CACHE"], kept = str(tmp_path / "empty"), os.environ["LLMGEOM_CACHE"]
+    try:
+        assert call(*args, "--out", str(tmp_path / "elsewhere")).exit_code == 0
+    finally:
+        os.environ["LLMGEOM_CACHE"] = kept
+    assert content(tmp_path / "elsewhere") == before
+
+
+def test_json_is_one_object_with_the_verdicts(run_folder):
+    result = call("scan", "--prompts-from", str(run_folder), "--nulls", "2", "--json", "--out", str(run_folder) + "-2")
+    body = json.loads(result.stdout)
+    assert body["schema_version"] == 1 and body["status"] == "ok"
+    assert {"name", "value", "interval", "null", "p", "n", "verdict"} <= set(body["verdicts"][0])
+    assert any("only 2 draws" in warning for warning in body["warnings"])
+
+
+def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder):
+    again = Record.load(str(run_folder) + "-2")
+    first = Record.load(run_folder)
+    assert again.prompts["text"] == first.prompts["text"]
+    assert again.prompts["template"] == first.prompts["template"]
+    assert again.facts["prompts_hash"] == first.facts["prompts_hash"]
+
+
+def test_fail_on_exits_3(run_folder, tmp_path):
+    result = call(
+        "scan",
+        *("--prompts-from", str(run_folder), "--nulls", "2", "--quiet", "--out", str(tmp_path / "x")),
+        *("--fail-on", "undecided", "--fail-on", "not above null"),
+    )
+    assert result.exit_code == 3
+    assert "--fail-on: there are verdicts" in result.stderr
+
+
+def test_report_draws_runs_without_loading_a_model(run_folder, tmp_path):
+    page = tmp_path / "both.html"
+    code = (
+        "import sys; from llmgeom.cli import main\n"
+        f"main(['report', {str(run_folder)!r}, {str(run_folder) + '-2'!r}, '--out', {str(page)!r}], "
+        "standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert page.read_text().startswith("<!")
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--domain", "mth"], "unknown domain 'mth': did you mean 'math'?"),
+        (["--probes", "value_manifolds"], "unknown probe 'value_manifolds': did you mean 'value_manifold'?"),
+        (["--n", "1"], "--n 1: a scan needs at least 10 prompts"),
+        (["--n", "100000"], "--n 100000: mixed gives a pool of"),
+        (["--model", "pocket:pithia"], "pocket:pythia"),
+        (["--model", "./nowhere"], "nowhere"),
+        (["--domain", "math", "--prompts", "x.txt"], "--domain, --prompts and --prompts-from exclude each other"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--prompts-from", "nowhere"], "holds no record.json"),
+        (["--batch-tokens", "0"], "--batch-tokens 0: expected at least 1"),
+        (["--nulls", "0"], "--nulls 0: expected at least 1"),
+        (["--dtype", "float32", "--device", "cuda"], "this machine has no CUDA device; use --device cpu"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_1(args, sentence, tmp_path):
+    import torch
+
+    if "cuda" in args and torch.cuda.is_available():
+        args, sentence = ["--n", "2"], "--n 2"
+    result = call("scan", *args, "--out", str(tmp_path / "x"), "--quiet")
+    assert result.exit_code == 1, result.output
+    assert result.stderr.startswith("llmgeom: ") and sentence in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "x" / "record.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (b"", "empty"),
+        (b"one prompt here\n\nanother one here\n" * 1, "line 2"),
+        (b"\n".join(b"prompt number %d is" % (i % 9) for i in range(12)), "line 10"),
+        (b"a good line\nan \xff odd one\n", "line 2"),
+        (b"a long one " * 12000, "line 1"),
+        (b"only two\nshort lines\n", "2 prompts; a scan needs at least 10"),
+    ],
+    ids=["empty", "blank", "duplicate", "not UTF-8", "over-long line", "too few"],
+)
+def test_bad_prompt_files_are_refused_with_the_line(data, sentence, tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_bytes(data)
+    result = call("scan", "--prompts", str(path), "--out", str(tmp_path / "x"), "--quiet")
+    assert result.exit_code == 1 and sentence in result.stderr, result.output
+
+
+def test_a_prompt_longer_than_the_model_reads_is_refused_with_both_numbers(tmp_path):
+    path = tmp_path / "mine.txt"
+    lines = [f"The number {i} is" for i in range(11)]
+    path.write_text("\n".join([*lines, "word " * 9000]) + "\n")
+    result = call("scan", "--prompts", str(path), "--out", str(tmp_path / "x"), "--quiet")
+    assert result.exit_code == 1
+    assert "prompt 12 has" in result.stderr and "reads at most" in result.stderr
+
+
+def test_prompts_come_from_standard_input(tmp_path):
+    text = "\n".join(f"The number {i} follows the number" for i in range(12))
+    result = call("scan", "--prompts", "-", "--nulls", "1", "--quiet", "--out", str(tmp_path / "x"), text=text)
+    assert result.exit_code == 0, result.output
+    assert len(Record.load(tmp_path / "x").prompts["text"]) == 12
+
+
+def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
+    folder = tmp_path / "kept"
+    shutil.copytree(run_folder, folder)
+    before = (folder / "record.json").read_bytes()
+    result = call("scan", "--domain", "math", "--n", "50", "--out", str(folder), "--quiet")
+    assert result.exit_code == 1 and "holds another run; choose another --out" in result.stderr
+    assert (folder / "record.json").read_bytes() == before
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_model_loads(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = call("scan", "--out", str(tmp_path / "file" / "run"), "--quiet")
+    assert result.exit_code == 1 and "cannot be written" in result.stderr
+
+
+def test_a_model_whose_logits_are_not_finite_is_refused_by_prompt_and_layer(tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from llmgeom import hub
+
+    source = hub.locate("pocket:pythia").path
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    with torch.no_grad():
+        model.gpt_neox.layers[2].mlp.dense_4h_to_h.weight[0, 0] = float("nan")
+    model.save_pretrained(tmp_path / "broken")
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "broken")
+    result = call("scan", "--model", str(tmp_path / "broken"), "--domain", "math", "--out", str(tmp_path / "x"), "-q")
+    assert result.exit_code == 1
+    assert "not finite on prompt" in result.stderr and "layer 2" in result.stderr
+
+
+def test_a_model_without_readable_attention_is_refused_by_name(tmp_path):
+    from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
+
+    from llmgeom import hub
+
+    MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64)).save_pretrained(tmp_path / "m")
+    AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(tmp_path / "m")
+    result = call("scan", "--model", str(tmp_path / "m"), "--out", str(tmp_path / "x"), "-q")
+    assert result.exit_code == 1 and "mamba" in result.stderr
+
+
+def test_usage_errors_exit_2_with_a_suggestion():
+    assert call("scan", "--nope").exit_code == 2
+    result = call("scna")
+    assert result.exit_code == 2 and "Did you mean 'scan'?" in result.stderr
+
+
+def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
+    result = call("scan", "--dry-run", "--json", "--out", str(tmp_path / "x"))
+    body = json.loads(result.stdout)
+    assert set(body["sources"]) == {"mixed", "math"}
+    math = body["sources"]["math"]
+    assert math["prompts"] == 75 and math["passes"] == 42 and math["tokens"] > math["pool"]
+    assert not (tmp_path / "x" / "record.json").exists()
+    human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout
+    assert "passes" in human and "minutes" in human
+
+
+def test_an_environment_variable_stands_in_for_a_flag(monkeypatch, tmp_path):
+    monkeypatch.setenv("LLMGEOM_SCAN_N", "1")
+    result = call("scan", "--out", str(tmp_path / "x"))
+    assert result.exit_code == 1 and "--n 1" in result.stderr
+
+
+def test_list_and_doctor():
+    assert "pocket:pythia" in call("list", "models").stdout
+    assert "value_manifold" in call("list", "probes").stdout
+    domains = call("list", "domains").stdout
+    assert "math" in domains and "mixed" in domains
+    shown = call("doctor")
+    assert shown.exit_code == 0, shown.output
+    assert "Python" in shown.stdout and "pocket models: pythia" in shown.stdout
+
+
+def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_path):
+    out = tmp_path / "run"
+    env = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
+    args = [sys.executable, "-m", "llmgeom", "scan", "--domain", "math", "--n", "40", "--limit", "150"]
+    process = subprocess.Popen([*args, "--out", str(out)], stderr=subprocess.PIPE, text=True, env=env)
+    captures = tmp_path / "cache" / "captures"
+    for _ in range(600):
+        if captures.exists() and len(list(captures.iterdir())) > 3:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert f"Continue with: llmgeom scan --domain math --n 40 --limit 150 --out {out}" in stderr
+    again = subprocess.run([*args, "--out", str(out)], capture_output=True, text=True, env=env)
+    assert again.returncode == 0, again.stderr
+    assert (out / "report.html").exists()

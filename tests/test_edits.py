@@ -1,0 +1,237 @@
+"""An edit is what its sentence says: the same logits as the family's own modules give under plain torch hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from llmgeom.attention import Recorder
+from llmgeom.capture import Site
+from llmgeom.edits import POINTS, Edit, Where
+from llmgeom.errors import Refused
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, LENGTHS, first, hooked, prompts, ragged
+
+torch.set_num_threads(1)
+LAYER = 1
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request):
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def subject(family) -> Subject:
+    return Subject.of(family.model(), name=family.name)
+
+
+# ---- what the edits do: the last axis is a head's or the stream's, the second is the position -------------------------
+
+
+def direction(width: int) -> Tensor:
+    u = torch.randn(width, generator=torch.Generator().manual_seed(7))
+    return u / u.norm()
+
+
+def project(x: Tensor, prompt: int) -> Tensor:
+    u = direction(x.shape[-1])
+    return x - (x @ u)[..., None] * u
+
+
+def scale(x: Tensor, prompt: int) -> Tensor:
+    # Not one factor for all: Gemma and OLMo-2 normalise what attention returns, and would not notice.
+    return x * torch.linspace(0.2, 1.5, x.shape[-1])
+
+
+def by_prompt(x: Tensor, prompt: int) -> Tensor:
+    """Another change in every prompt: what is added in the padded batch must follow the plan's order."""
+    return x + (prompt + 1) * direction(x.shape[-1])
+
+
+CHANGES: dict[str, Callable[[Tensor, int], Tensor]] = {"project": project, "scale": scale, "by_prompt": by_prompt}
+
+
+def as_edit(point, change: Callable[[Tensor, int], Tensor], positions="all") -> Edit:
+    def function(x: Tensor, where: Where) -> Tensor:
+        assert where.layer == LAYER
+        return torch.stack([change(row, int(prompt)) for row, prompt in zip(x, where.prompt, strict=True)])
+
+    return Edit(point, function, layers=(LAYER,), positions=positions)
+
+
+def by_hooks(family, model, point, change, positions="all") -> Tensor:
+    """Log-probabilities at the last token of each prompt, run alone, with the change made by hooks of the test's own."""
+    attention = family.part(model, LAYER, family.attention)
+
+    def changed(x: Tensor, prompt: int) -> Tensor:
+        if positions == "all":
+            return change(x, prompt)
+        return torch.cat([x[:-1], change(x[-1:], prompt)])
+
+    def run(prompt: int, ids: Tensor) -> Tensor:
+        def value(_module, _args, out):
+            out = out.clone()
+            view = family.values(out, attention)  # a view: writing to it writes into the fused projection
+            view[0] = changed(view[0].clone(), prompt)
+            return out
+
+        def z(_module, args):
+            heads = args[0][0].unflatten(-1, (model.config.num_attention_heads, -1))
+            return (changed(heads, prompt).flatten(1)[None],)
+
+        def write(_module, _args, out):
+            x = first(out)
+            x = changed(x.view(ids.shape[1], -1), prompt).view(x.shape)
+            return (x, *out[1:]) if isinstance(out, tuple) else x
+
+        if point == "value":
+            handle = family.part(model, LAYER, family.projection).register_forward_hook(value)
+        elif point == "z":
+            handle = family.part(model, LAYER, family.output).register_forward_pre_hook(z)
+        else:
+            handle = family.part(model, LAYER, getattr(family, point)).register_forward_hook(write)
+        with torch.no_grad(), hooked(handle):
+            return model(ids).logits[0, -1].log_softmax(-1)
+
+    return torch.stack([run(prompt, ids) for prompt, ids in enumerate(prompts(ragged()))])
+
+
+@pytest.mark.parametrize("positions", ["all", "query"])
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("point", POINTS)
+def test_an_edit_is_what_hooks_on_the_family_s_own_modules_do(family, subject, point, change, positions):
+    edit = as_edit(point, CHANGES[change], positions)
+    with subject.edited(edit) as changed:
+        edited = changed.capture(ragged(), {Site.LOG_PROBS}).log_probs
+    expected = by_hooks(family, subject.model, point, CHANGES[change], positions)
+    assert (edited - expected).abs().max() < 1e-5
+    assert (edited - subject.capture(ragged(), {Site.LOG_PROBS}).log_probs).abs().max() > 1e-3, "the edit does nothing"
+
+
+def test_an_edit_that_depends_on_the_prompt_survives_another_packing(subject):
+    for point in POINTS:
+        edit = as_edit(point, by_prompt)
+        whole = subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs
+        alone = subject.capture(ragged(), {Site.LOG_PROBS}, [edit], batch_tokens=1).log_probs
+        assert (whole - alone).abs().max() < 1e-5
+
+
+def test_a_capture_shows_what_was_edited_and_leaves_the_past_alone(subject):
+    before = subject.capture(ragged(), Site, positions="all")
+    for point in POINTS:
+        after = subject.capture(ragged(), Site, [Edit(point, lambda x, _: 0.5 * x, layers=(LAYER,))], positions="all")
+        site = Site(point)
+        for layer in range(LAYER):
+            assert torch.equal(after.layers(site)[layer], before.layers(site)[layer])
+        assert torch.equal(after.layers(site)[LAYER], 0.5 * before.layers(site)[LAYER])
+        assert torch.equal(after.layers(Site.RESIDUAL)[LAYER], before.layers(Site.RESIDUAL)[LAYER])
+
+
+def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
+    before = subject.capture(ragged(), {Site.Z}, positions="all")
+    batch = ragged()
+    query = torch.zeros(batch.inputs.ids.shape, dtype=torch.bool)
+    query[torch.arange(4), batch.inputs.lengths - 1] = True
+    seen = []
+    edit = Edit("z", lambda x, where: seen.append(where.query) or 0 * x, layers=(LAYER,), positions="query")
+    subject.capture(batch, {Site.Z}, [edit])
+    assert torch.equal(seen[0], query[[0, 2, 1, 3]]), "the plan runs the longest prompt first"
+    after = subject.capture(batch, {Site.Z}, [edit])
+    ends = before.position == before.lengths[before.prompt] - 1
+    assert (after.z[LAYER] == 0).all()
+    assert torch.equal(after.z[0], subject.capture(batch, {Site.Z}).z[0])
+    assert (before.z[LAYER][ends] != 0).all()
+
+
+def test_silencing_one_query_head_leaves_its_group_alone(subject):
+    """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach all of the group."""
+
+    def silence(x: Tensor, where: Where) -> Tensor:
+        keep = torch.ones(x.shape[2], 1)
+        keep[1] = 0
+        return x * keep
+
+    before = subject.capture(ragged(), {Site.Z, Site.VALUE})
+    after = subject.capture(ragged(), {Site.Z, Site.VALUE}, [Edit("z", silence, layers=(LAYER,))])
+    others = [head for head in range(before.z.shape[2]) if head != 1]
+    assert (after.z[LAYER][:, 1] == 0).all()
+    assert torch.equal(after.z[LAYER][:, others], before.z[LAYER][:, others])
+    assert torch.equal(after.value, before.value)
+
+
+def test_edits_of_one_point_are_made_in_order(subject):
+    add = Edit("value", lambda x, _: x + 1, layers=(LAYER,))
+    double = Edit("value", lambda x, _: 2 * x, layers=(LAYER,))
+    plain = subject.capture(ragged(), {Site.VALUE}).value[LAYER]
+    with subject.edited(add, double) as changed:
+        assert torch.equal(changed.capture(ragged(), {Site.VALUE}).value[LAYER], 2 * (plain + 1))
+    with subject.edited(double) as changed:
+        assert torch.equal(changed.capture(ragged(), {Site.VALUE}, [add]).value[LAYER], 2 * plain + 1)
+
+
+def test_shapes_an_edit_is_given(subject):
+    facts, shapes = subject.facts, {}
+    subject.capture(ragged(), {Site.Z}, [Edit(p, lambda x, _, p=p: shapes.__setitem__(p, x.shape) or x) for p in POINTS])
+    width = (len(LENGTHS), max(LENGTHS))
+    assert shapes == {
+        "value": (*width, facts["kv_heads"], facts["head_dim"]),
+        "z": (*width, facts["heads"], facts["head_dim"]),
+        "attention_write": (*width, facts["d_model"]),
+        "mlp_write": (*width, facts["d_model"]),
+    }
+
+
+def test_strides_of_what_an_edit_returns_do_not_matter(subject):
+    for point in POINTS:
+        strange = Edit(point, lambda x, _: (0.5 * x).transpose(0, -1).contiguous().transpose(0, -1))
+        plain = Edit(point, lambda x, _: 0.5 * x)
+        a, b = (subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs for edit in (strange, plain))
+        assert (a - b).abs().max() < 1e-5
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
+
+
+@pytest.mark.parametrize("layers", [(2,), (0, 99), (-1,)])
+def test_an_edit_of_a_layer_that_does_not_exist_is_refused(llama, layers):
+    with pytest.raises(Refused, match=rf"edit of layer {layers[-1]}: this model has layers 0 to 1; nothing was edited"):
+        llama.capture(ragged(), {Site.VALUE}, [Edit("value", lambda x, _: x, layers=layers)])
+
+
+def test_an_edit_of_no_layers_is_refused():
+    with pytest.raises(Refused, match="an edit of no layers would change nothing"):
+        Edit("value", lambda x, _: x, layers=())
+
+
+def test_an_edit_that_is_never_reached_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(Recorder, "edit", lambda self, point, layer, x: x)
+    with pytest.raises(Refused, match=r"the edit at z of layers \(1,\) touched no layer; nothing was edited"):
+        llama.capture(ragged(), {Site.VALUE}, [Edit("z", lambda x, _: x, layers=(1,))])
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_an_edit_that_changes_the_shape_is_refused(llama, point):
+    with pytest.raises(Refused, match=rf"the edit at {point} returned shape \(.*\) for \(4, 23, .*an edit keeps the shape"):
+        llama.capture(ragged(), {Site.VALUE}, [Edit(point, lambda x, _: x[..., :4])])
+    assert llama.model.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"point": "resid"}, "edit point 'resid' is unknown; an edit acts on one of value, z, attention_write, mlp_write"),
+        ({"point": "z", "positions": "last"}, "edit positions 'last': expected 'all' or 'query'"),
+    ],
+)
+def test_a_misspelt_edit_is_refused_when_it_is_made(wrong, message):
+    with pytest.raises(Refused, match=message):
+        Edit(function=lambda x, _: x, **wrong)

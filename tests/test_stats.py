@@ -1,0 +1,567 @@
+"""The statistics, judged by other libraries, closed forms, enumeration, explicit loops and simulation."""
+
+import itertools
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats as scipy_stats
+from sklearn.decomposition import PCA
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom import stats
+from llmgeom.errors import Refused
+from llmgeom.stats import Interval
+
+
+def draws(seed):
+    return np.random.default_rng(seed)
+
+
+def contains(successes, trials, rate):
+    """Whether the 95 % Clopper-Pearson interval of successes out of trials holds the rate."""
+    found = scipy_stats.binomtest(successes, trials).proportion_ci()
+    return found.low <= rate <= found.high
+
+
+# Spectra
+
+
+@pytest.mark.parametrize(("n", "d"), [(30, 80), (80, 30), (40, 40)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_shares_and_scores_are_those_of_scikit_learn(n, d, dtype):
+    rng = draws(0)
+    x = (rng.normal(size=(n, d)) @ rng.normal(size=(d, d)) + 3).astype(dtype)
+    found = stats.shares(x)
+    pca = PCA(svd_solver="full").fit(StandardScaler().fit_transform(x.astype(np.float64)))
+    expected = pca.transform(StandardScaler().fit_transform(x.astype(np.float64)))[:, :2]
+    kept = min(n - 1, d)
+    assert found.shares.shape == (kept,) and found.shares.dtype == np.float64
+    np.testing.assert_allclose(found.shares, pca.explained_variance_ratio_[:kept], atol=1e-12)
+    np.testing.assert_allclose(np.abs(found.scores), np.abs(expected), atol=1e-8)
+    assert found.pc1 == pytest.approx(pca.explained_variance_ratio_[0])
+    assert found.pc12 == pytest.approx(pca.explained_variance_ratio_[:2].sum())
+    assert (found.n, found.d, found.dropped) == (n, d, 0)
+
+
+@pytest.mark.parametrize(("n", "d"), [(25, 60), (60, 25)])
+def test_spectrum_is_that_of_the_correlation_matrix_whichever_matrix_was_decomposed(n, d):
+    x = draws(1).normal(size=(n, d)) * np.arange(1, d + 1)
+    found = stats.shares(x)
+    eigenvalues = np.sort(np.linalg.eigvalsh(np.corrcoef(x.T)))[::-1][: min(n - 1, d)]
+    np.testing.assert_allclose(found.shares, eigenvalues / d, atol=1e-12)
+    assert found.participation_ratio == pytest.approx(d**2 / np.square(np.corrcoef(x.T)).sum())
+    np.testing.assert_allclose(stats._share_summary(x), [found.pc1, found.pc12, found.participation_ratio])
+
+
+def test_participation_ratio_counts_every_eigenvalue():
+    # The published code kept ten eigenvalues, which caps the ratio at 10 (PAPERS.md D16).
+    found = stats.shares(draws(2).normal(size=(60, 400)))
+    capped = found.shares[:10].sum() ** 2 / np.square(found.shares[:10]).sum()
+    assert capped < 10 < 45 < found.participation_ratio < 59
+
+
+def test_scores_have_the_variance_of_their_component_and_a_stated_sign():
+    x = draws(3).normal(size=(20, 50))
+    found, turned = stats.shares(x), stats.shares(-x)
+    np.testing.assert_allclose(found.scores.var(0), found.shares[:2] * 50)
+    for column in found.scores.T:
+        assert column[np.abs(column).argmax()] > 0
+    np.testing.assert_allclose(turned.scores, found.scores, atol=1e-10)
+
+
+def test_shares_do_not_depend_on_the_scale_or_offset_of_a_coordinate():
+    rng = draws(4)
+    x = rng.normal(size=(30, 12))
+    moved = x * rng.uniform(0.01, 100, size=12) + rng.normal(size=12) * 1e3
+    np.testing.assert_allclose(stats.shares(moved).shares, stats.shares(x).shares, atol=1e-9)
+
+
+def test_constant_coordinates_are_dropped_and_counted():
+    x = draws(5).normal(size=(20, 6))
+    padded = np.hstack([x, np.full((20, 3), 0.1)]).astype(np.float32)
+    found = stats.shares(padded)
+    assert (found.d, found.dropped) == (6, 3)
+    np.testing.assert_allclose(found.shares, stats.shares(x.astype(np.float32)).shares)
+
+
+def test_one_coordinate_has_one_component():
+    found = stats.shares(draws(6).normal(size=(9, 1)))
+    assert found.pc1 == found.pc12 == found.participation_ratio == pytest.approx(1)
+    np.testing.assert_array_equal(found.scores[:, 1], 0)
+
+
+def test_shares_refuse_what_has_no_spectrum():
+    x = np.ones((5, 4))
+    with pytest.raises(Refused, match="all 4 coordinates are constant over 5 prompts"):
+        stats.shares(x)
+    with pytest.raises(Refused, match=r"at least 3 prompts, got shape \(2, 4\)"):
+        stats.shares(x[:2])
+    x[3, 2] = np.nan
+    with pytest.raises(Refused, match="nan at row 3, column 2"):
+        stats.shares(x)
+
+
+def test_gaussian_floor_is_what_gaussian_prompts_give():
+    rng = draws(7)
+    simulated = np.mean([stats._share_summary(rng.normal(size=(75, 1024)))[0] for _ in range(30)])
+    assert stats.gaussian_pc1(75, 1024) == pytest.approx(0.0218, abs=5e-5)
+    assert simulated == pytest.approx(0.021, abs=5e-4)
+    assert stats.gaussian_pc1(75, 1024) == pytest.approx(simulated, rel=0.04)
+
+
+def test_column_permutation_returns_correlated_coordinates_to_the_floor():
+    rng = draws(8)
+    x = rng.normal(size=(40, 1)) + 0.5 * rng.normal(size=(40, 200))
+    floor = stats.column_permutation_pc1(x, 20, seed=0)
+    assert stats.shares(x).pc1 > 0.7
+    assert floor.mean() == pytest.approx(stats.gaussian_pc1(40, 200), rel=0.1)
+    np.testing.assert_array_equal(floor, stats.column_permutation_pc1(x, 20, seed=0))
+
+
+# Intervals
+
+
+def test_jackknife_of_a_mean_is_the_t_interval():
+    x = draws(9).normal(size=(12, 1))
+    found = stats.jackknife(lambda rows: rows.mean(), x, np.arange(12))
+    expected = scipy_stats.t.interval(0.95, 11, loc=x.mean(), scale=scipy_stats.sem(x[:, 0]))
+    assert (found.low, found.high) == pytest.approx(expected)
+    assert (found.level, found.method) == (0.95, "jackknife over 12 units")
+
+
+def test_jackknife_of_pairs_is_the_t_interval_of_the_pairs():
+    pairs = draws(10).normal(size=(9, 2))
+    units = [f"template {i}" for i in range(9)] * 2
+    found = stats.jackknife(lambda rows: rows.mean(), pairs.T.ravel()[:, None], units, level=0.9)
+    means = pairs.mean(1)
+    expected = scipy_stats.t.interval(0.9, 8, loc=means.mean(), scale=scipy_stats.sem(means))
+    assert (found.low, found.high) == pytest.approx(expected)
+
+
+def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes():
+    rng = draws(11)
+    units = np.array([0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 8, 0])
+    x = rng.normal(size=(14, 1)) * rng.normal(size=30) + rng.normal(size=(14, 30))
+    x[:, 7] = 0.0
+    x[0, 7] = 5.0  # constant once unit 0 is gone
+    replicates = []
+    for unit in range(9):
+        ratios = PCA().fit(StandardScaler().fit_transform(x[units != unit])).explained_variance_ratio_
+        replicates.append([ratios[0], ratios[0] + ratios[1], 1 / np.square(ratios).sum()])
+    logs = np.log(replicates)
+    whole = stats.shares(x)
+    for i, value in enumerate([whole.pc1, whole.pc12, whole.participation_ratio]):
+        error = math.sqrt(8 / 9 * sum((one - logs[:, i].mean()) ** 2 for one in logs[:, i]))
+        half = scipy_stats.t.ppf(0.975, 8) * error
+        found = stats.share_intervals(x, units)[i]
+        ends = [value * math.exp(-half), value * math.exp(half)]
+        ends = [max(ends[0], 1), ends[1]] if i == 2 else [ends[0], min(ends[1], 1)]
+        assert [found.low, found.high] == pytest.approx(ends)
+        assert found.method == "jackknife over 9 units, log scale"
+
+
+def test_share_intervals_stay_where_a_share_can_be():
+    rng = draws(12)
+    x = rng.normal(size=(8, 1)) + np.r_[2.0, np.full(7, 0.01)][:, None] * rng.normal(size=(8, 20))
+    pc1, pc12, ratio = stats.share_intervals(x, np.arange(8))
+    assert pc1.high <= 1 and pc12.high <= 1 and ratio.low >= 1
+
+
+def test_jackknife_refuses_four_units():
+    with pytest.raises(Refused, match="an interval over 4 units needs at least 5"):
+        stats.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])
+
+
+D, UNITS = 128, 40
+LOADINGS = draws(99).normal(size=(2, D))
+
+
+def factor_model(rng, kind):
+    """Rows from one strong factor, two close ones, or a skewed one, with independent noise."""
+    if kind == "exponential":
+        factors, size = rng.exponential(size=(UNITS, 1)) - 1, [[1.2]]
+    elif kind == "strong":
+        factors, size = rng.normal(size=(UNITS, 1)), [[1.2]]
+    else:
+        factors, size = rng.normal(size=(UNITS, 2)), [[0.9], [0.8]]
+    return factors @ (LOADINGS[: len(size)] * size) + rng.normal(size=(UNITS, D))
+
+
+def coverage(kind, repetitions):
+    """How often each interval holds the expected value at this n and d, by simulation of the expectation."""
+    rng = draws(13)
+    truth = np.mean([stats._share_summary(factor_model(rng, kind)) for _ in range(3000)], axis=0)
+    hits = np.zeros(3)
+    for _ in range(repetitions):
+        found = stats.share_intervals(factor_model(rng, kind), np.arange(UNITS))
+        hits += [one.low <= expected <= one.high for one, expected in zip(found, truth, strict=True)]
+    return hits / repetitions
+
+
+@pytest.mark.parametrize("kind", ["strong", "close"])
+def test_share_intervals_cover_the_expected_share(kind):
+    # 500 repetitions: at 200 the simulation's own error (1.5 %) is as wide as what is tested.
+    found = coverage(kind, 500)
+    assert ((found >= 0.90) & (found <= 0.97)).all()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("kind", "low"), [("strong", 0.92), ("close", 0.92), ("exponential", 0.87)])
+def test_share_intervals_cover_over_a_thousand_repetitions(kind, low):
+    # A skewed factor at 40 units costs coverage, on any scale tried; the docstring says so.
+    found = coverage(kind, 1000)
+    assert ((found >= low) & (found <= 0.97)).all()
+
+
+# Rank correlations
+
+
+def test_spearman_is_that_of_scipy_with_ties():
+    rng = draws(14)
+    a, b = rng.integers(0, 5, size=60), rng.integers(0, 4, size=60).astype(float)
+    assert stats.spearman(a, b) == pytest.approx(scipy_stats.spearmanr(a, b).statistic)
+
+
+def test_partial_spearman_with_one_covariate_is_the_closed_form():
+    rng = draws(15)
+    c = rng.normal(size=50)
+    a, b = c + rng.normal(size=50), c + rng.normal(size=50)
+    ab, ac, bc = (scipy_stats.spearmanr(*pair).statistic for pair in ((a, b), (a, c), (b, c)))
+    expected = (ab - ac * bc) / math.sqrt((1 - ac**2) * (1 - bc**2))
+    assert stats.spearman(a, b, c[:, None]) == pytest.approx(expected)
+    assert stats.spearman(a, b, np.stack([c, -c, 2 * c, 0 * c], axis=1)) == pytest.approx(expected)
+
+
+def test_a_variable_that_does_not_vary_has_no_rank_correlation():
+    a, b = np.arange(9.0), np.ones(9)
+    with pytest.raises(Refused, match="the second variable is constant over 9 prompts"):
+        stats.spearman(a, b)
+    with pytest.raises(Refused, match="the first variable is constant over 9 prompts, or determined by the covariates"):
+        stats.spearman(a, a[::-1] % 4, np.exp(a)[:, None])
+    with pytest.raises(Refused, match="7 independent covariates leave 10 prompts fewer than 3 degrees of freedom"):
+        stats.spearman(np.arange(10.0), draws(0).normal(size=10), draws(1).normal(size=(10, 7)))
+    with pytest.raises(Refused, match="inf at prompt 2"):
+        stats.spearman(a, np.where(a == 2, np.inf, a))
+    with pytest.raises(ValueError, match="8 unit labels for 9 prompts"):
+        stats.correlation_test(a, a, np.arange(8))
+
+
+def block_permutations(blocks):
+    """Every arrangement of rows that exchanges whole blocks of one size, by enumeration."""
+    n = sum(len(block) for block in blocks)
+    for order in itertools.permutations(range(len(blocks))):
+        row = [0] * n
+        for place, source in enumerate(order):
+            for to, came in zip(blocks[place], blocks[source], strict=True):
+                row[to] = came
+        yield tuple(row)
+
+
+def test_permutations_are_every_arrangement_of_whole_units_equally_often():
+    units = ["a", "b", "a", "c", "d", "e", "b", "c", "d", "e", "alone"]
+    expected = [(*row, 10) for row in block_permutations([[0, 2], [1, 6], [3, 7], [4, 8], [5, 9]])]
+    found = stats.permute_units(draws(16), units, 12_000)
+    rows, counts = np.unique(found, axis=0, return_counts=True)
+    assert sorted(map(tuple, rows.tolist())) == sorted(expected) and len(expected) == 120
+    assert scipy_stats.chisquare(counts).pvalue > 0.01
+
+
+def test_a_permutation_keeps_units_together_and_in_order():
+    units = np.array([0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7, 7, 8])
+    for order in stats.permute_units(draws(17), units, 200):
+        assert sorted(order) == list(range(13))
+        for unit in range(9):
+            source = order[units == unit]
+            assert len(set(units[source])) == 1 and (np.diff(source) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("units", "found"),
+    [
+        ([0, 1, 2, 3], "4 of 4 units can change places with one of equal size, in 24 ways"),
+        ([0, 0, 1, 2, 2, 3, 3], "3 of 4 units .* in 6 ways"),
+        ([0, 0, 1, 1, 2, 2, 3, 4], "5 of 5 units .* in 12 ways; a permutation test needs 5 units of one size"),
+    ],
+)
+def test_too_few_exchangeable_units_are_refused(units, found):
+    with pytest.raises(Refused, match=found):
+        stats.permute_units(draws(0), units, 10)
+    assert stats.permute_units(draws(0), [0, 1, 2, 3, 4], 10).shape == (10, 5)
+
+
+def test_p_is_the_one_of_all_arrangements():
+    rng = draws(18)
+    units = np.repeat(np.arange(5), 2)
+    a, b = rng.integers(0, 4, size=10).astype(float), rng.normal(size=10)
+    observed = scipy_stats.spearmanr(a, b).statistic
+    blocks = [[2 * i, 2 * i + 1] for i in range(5)]
+    null = np.array([scipy_stats.spearmanr(a, b[list(row)]).statistic for row in block_permutations(blocks)])
+    exact = np.mean(np.abs(null) >= abs(observed) - 1e-9)
+    found = stats.correlation_test(a, b, units, n_permutations=40_000)
+    assert 0.05 < exact < 0.95
+    assert found.p == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / 40_000))
+    assert (found.value, found.n, found.units) == (pytest.approx(abs(observed)), 10, 5)
+
+
+def test_a_perfect_correlation_has_the_smallest_p_there_is():
+    a = np.arange(30.0)
+    found = stats.correlation_test(a, -a, a, n_permutations=999)
+    assert (found.value, found.p) == (pytest.approx(1), 1 / 1000)
+    assert stats.correlation_test(a, -a, a, n_permutations=999, signed=True).value == pytest.approx(-1)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_partial_test_is_freedman_and_lanes_written_out(signed):
+    rng = draws(19)
+    n, units = 24, np.repeat(np.arange(12), 2)
+    covariates = np.stack([rng.normal(size=n), rng.integers(0, 3, size=n), np.arange(n) % 5], axis=1).astype(float)
+    target, scores = covariates[:, 0] + rng.normal(size=n), covariates[:, 0] - 0.5 * rng.normal(size=n)
+    found = stats.correlation_test(scores, target, units, 300, 5, covariates, signed)
+
+    design = np.column_stack([np.ones(n), *(scipy_stats.rankdata(column) for column in covariates.T)])
+    s, t = scipy_stats.rankdata(scores), scipy_stats.rankdata(target)
+
+    def residual(y):
+        return y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+
+    def partial(y):
+        return np.corrcoef(residual(s), residual(y))[0, 1]
+
+    left = residual(t)
+    null = [partial(t - left + left[order]) for order in stats.permute_units(draws(5), units, 300)]
+    observed = partial(t)
+    assert found.value == pytest.approx(observed if signed else abs(observed))
+    assert found.p == (1 + sum(abs(one) >= abs(observed) for one in null)) / 301
+    # (300 + 1) gaps: 7 (2.5 % of them) left out at each end, or 15 (5 %) at the upper one.
+    ends = (sorted(null)[6], sorted(null)[-7]) if signed else (0, sorted(map(abs, null))[-15])
+    assert (found.null_low, found.null_high) == pytest.approx(ends)
+
+
+def test_the_best_layer_pays_for_having_been_chosen():
+    rng = draws(20)
+    scores, target, units = rng.normal(size=(24, 50)), rng.normal(size=50), np.arange(50)
+    tests, corrected = stats.max_statistic(scores, target, units, 2000, seed=3)
+    permuted = target[stats.permute_units(draws(3), units, 2000)]
+    null = np.abs([scipy_stats.spearmanr(np.column_stack([row, scores.T])).statistic[0, 1:] for row in permuted])
+    for layer, found in enumerate(tests):
+        alone = stats.correlation_test(scores[layer], target, units, 2000, seed=3)
+        assert (found.p, found.n, found.units) == (alone.p, 50, 50)
+        assert (found.value, found.null_high) == pytest.approx((alone.value, alone.null_high))
+        assert found.p == (1 + (null[:, layer] >= found.value - 1e-9).sum()) / 2001
+        assert corrected[layer] == (1 + (null.max(1) >= found.value - 1e-9).sum()) / 2001
+    assert min(found.p for found in tests) < 0.05 < corrected.min()
+
+
+def test_leaving_the_unsigned_band_and_p_below_five_per_cent_are_one_event():
+    rng = draws(21)
+    tests, _ = stats.max_statistic(rng.normal(size=(400, 40)), rng.normal(size=40), np.arange(40))
+    assert {found.p < 0.05 for found in tests} == {True, False}
+    assert all((found.value > found.null_high) == (found.p < 0.05) for found in tests)
+
+
+def test_the_seed_decides_whatever_ran_before():
+    a, b = draws(22).normal(size=(2, 20))
+    first = stats.correlation_test(a, b, np.arange(20), 500, seed=1)
+    np.random.seed(0)
+    np.random.normal(size=7)
+    assert stats.correlation_test(a, b, [f"t{i}" for i in range(20)], 500, seed=1) == first
+    assert stats.correlation_test(a, b, np.arange(20), 500, seed=2).p != first.p
+
+
+def clustered(rng, units=40, rows=2, within=0.2):
+    """A variable whose rows in one unit are nearly equal, and is independent of any other draw."""
+    return np.repeat(rng.normal(size=units), rows) + within * rng.normal(size=units * rows)
+
+
+def rejections(repetitions):
+    """p-values of two independent clustered variables, permuted by unit and, wrongly, by row."""
+    rng, units = draws(23), np.repeat(np.arange(40), 2)
+    by_unit, by_row = np.empty((2, repetitions))
+    for i in range(repetitions):
+        a, b = clustered(rng), clustered(rng)
+        by_unit[i] = stats.correlation_test(a, b, units, 499, seed=i).p
+        by_row[i] = stats.correlation_test(a, b, np.arange(80), 499, seed=i).p
+    return by_unit, by_row
+
+
+def test_unit_permutation_holds_five_per_cent_where_row_permutation_does_not():
+    by_unit, by_row = rejections(200)
+    assert contains((by_unit <= 0.05).sum(), 200, 0.05)
+    assert scipy_stats.kstest(by_unit, "uniform").pvalue > 0.01
+    assert scipy_stats.binomtest(int((by_row <= 0.05).sum()), 200).proportion_ci().low > 0.08
+
+
+@pytest.mark.soak
+def test_unit_permutation_holds_five_per_cent_over_a_thousand_repetitions():
+    by_unit, _ = rejections(1000)
+    assert contains((by_unit <= 0.05).sum(), 1000, 0.05)
+
+
+def test_partial_test_holds_five_per_cent_under_a_confounder():
+    rng, units = draws(24), np.repeat(np.arange(40), 2)
+    partial, plain = 0, 0
+    for i in range(200):
+        length = clustered(rng)
+        a, b = clustered(rng) + length, clustered(rng) + length
+        partial += stats.correlation_test(a, b, units, 499, i, length[:, None]).p <= 0.05
+        plain += stats.correlation_test(a, b, units, 499, i).p <= 0.05
+    assert contains(partial, 200, 0.05)
+    assert plain > 150
+
+
+def test_a_planted_correlation_is_found():
+    rng, units = draws(25), np.repeat(np.arange(40), 2)
+    found = 0
+    for i in range(100):
+        a = clustered(rng)
+        found += stats.correlation_test(a, 0.75 * a + clustered(rng), units, 499, i).p < 0.05
+    assert found >= 90  # rho about 0.6 at 40 units: Fisher's z gives 0.99
+
+
+def test_correlation_interval_is_the_jackknife_written_out():
+    rng = draws(26)
+    units = np.repeat(np.arange(10), 2)
+    a = rng.normal(size=20)
+    b = -2 * a + rng.normal(size=20)
+    z = [np.arctanh(scipy_stats.spearmanr(a[units != u], b[units != u]).statistic) for u in range(10)]
+    error = math.sqrt(9 / 10 * np.square(z - np.mean(z)).sum())
+    centre = np.arctanh(scipy_stats.spearmanr(a, b).statistic)
+    half = scipy_stats.t.ppf(0.975, 9) * error
+    signed = stats.correlation_interval(a, b, units, signed=True)
+    unsigned = stats.correlation_interval(a, b, units)
+    assert (signed.low, signed.high) == pytest.approx((np.tanh(centre - half), np.tanh(centre + half)))
+    assert (unsigned.low, unsigned.high) == pytest.approx((-signed.high, -signed.low))
+    assert signed.method == "jackknife over 10 units, fisher scale"
+    noise = stats.correlation_interval(a, rng.normal(size=20), units)
+    assert noise.low == 0 < noise.high
+    perfect = stats.correlation_interval(a, a, units)
+    assert perfect.low == pytest.approx(1) and perfect.high <= 1
+
+
+@pytest.mark.parametrize("partial", [False, True])
+def test_correlation_interval_covers_the_correlation(partial):
+    rng, units, hits = draws(27), np.repeat(np.arange(40), 2), 0
+
+    def sample(count):
+        length = clustered(rng, count)
+        a = clustered(rng, count) + length
+        return a, a + clustered(rng, count), length[:, None] if partial else None
+
+    truth = stats.spearman(*sample(100_000))
+    for _ in range(200):
+        a, b, covariates = sample(40)
+        found = stats.correlation_interval(a, b, units, covariates)
+        hits += found.low <= truth <= found.high
+    assert 0.90 <= hits / 200 <= 0.97
+
+
+# Nulls and verdicts
+
+
+@pytest.mark.parametrize(
+    ("m", "side", "expected"),
+    [
+        (20, "both", (1, 20)),
+        (39, "both", (1, 39)),
+        (199, "both", (5, 195)),
+        (19, "upper", (1, 19)),
+        (199, "upper", (1, 190)),
+        (199, "lower", (10, 199)),
+    ],
+)
+def test_band_by_hand(m, side, expected):
+    assert stats.band(draws(0).permutation(np.arange(1.0, m + 1)), side=side) == expected
+
+
+def test_a_new_draw_falls_in_the_band_as_often_as_it_says():
+    rng, hits = draws(28), 0
+    for _ in range(2000):
+        low, high = stats.band(rng.normal(size=39))
+        hits += low <= rng.normal() <= high
+    assert contains(hits, 2000, 0.95)
+
+
+def test_the_null_that_reaches_farther_decides():
+    twins, shuffled = np.linspace(0.1, 0.3, 20), np.linspace(0.0, 0.4, 200)
+    assert stats.larger_band({"twins": twins, "shuffled": shuffled})[0] == "shuffled"
+    assert stats.larger_band({"twins": twins, "low": twins - 0.2}) == ("twins", 0.1, 0.3)
+    assert stats.larger_band({"twins": twins, "low": twins - 0.2}, side="lower")[0] == "low"
+    with pytest.raises(Refused, match="no null was given"):
+        stats.larger_band({})
+
+
+def test_tail_p_by_hand():
+    null = np.arange(1.0, 21.0)
+    assert stats.tail_p(21.0, null) == 1 / 21
+    assert stats.tail_p(20.0, null) == 2 / 21
+    assert stats.tail_p(2.0, null, "lower") == 3 / 21
+    assert stats.tail_p(2.0, null, "both") == 6 / 21
+    assert stats.tail_p(10.5, null, "both") == 1
+    with pytest.raises(Refused, match="nan at draw 1"):
+        stats.tail_p(0.5, [0.1, math.nan])
+    with pytest.raises(Refused, match="at least one draw"):
+        stats.band([])
+
+
+def test_holm_by_hand():
+    # sorted .005 .01 .03 .04 times 4 3 2 1 = .02 .03 .06 .04, and .04 may not fall below .06
+    np.testing.assert_allclose(stats.holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02])
+    np.testing.assert_allclose(stats.holm([0.6, 0.7]), [1, 1])
+
+
+def test_needed_n_gives_a_correlation_its_power_under_the_verdict_itself():
+    rho = 0.7
+    n = stats.needed_n_correlation(rho)
+    pearson = 2 * math.sin(math.pi * rho / 6)  # the Pearson correlation of normals whose Spearman's rho this is
+    rng, above = draws(29), 0
+    for i in range(200):
+        a = rng.normal(size=n)
+        b = pearson * a + math.sqrt(1 - pearson**2) * rng.normal(size=n)
+        test, interval = stats.correlation_test(a, b, a, 499, i), stats.correlation_interval(a, b, a)
+        word, _ = stats.verdict(test.value, interval, (test.null_low, test.null_high), test.p, n, n)
+        above += word == "above null"
+    assert n == 47
+    assert 0.83 <= above / 200 <= 0.96
+
+
+def test_needed_n_gives_a_mean_its_power():
+    n = stats.needed_n_mean(0.6, 1.0)
+    x = draws(30).normal(0.6, 1.0, size=(4000, n))
+    low = x.mean(1) - scipy_stats.t.ppf(0.975, n - 1) * x.std(1, ddof=1) / math.sqrt(n)
+    assert contains((low > 0).sum(), 4000, 0.9)
+    assert stats.needed_n_mean(0.06, 0.1) == n
+
+
+def test_needed_n_refuses_an_effect_of_nothing():
+    with pytest.raises(ValueError, match="declared effect 0"):
+        stats.needed_n_correlation(0.0)
+    with pytest.raises(ValueError, match="the effect must not be 0"):
+        stats.needed_n_mean(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "p", "units", "word", "why"),
+    [
+        (0.31, 0.60, 0.01, 40, "above null", r"0.45 \[0.31, 0.6\] clears the null's 0.3, p = 0.01"),
+        (0.31, 0.60, 0.06, 40, "undecided", "needs n >= 98 units for the declared effect, has 40"),
+        (0.29, 0.60, 0.01, 40, "undecided", "needs n >= 98"),
+        (0.30, 0.60, 0.01, 40, "undecided", "needs n >= 98"),
+        (0.05, 0.29, 0.01, 40, "not above null", "ends below the null's 0.3"),
+        (-0.9, -0.5, 0.01, 40, "not above null", "ends below the null's 0.3"),
+        (0.05, 0.30, 0.60, 40, "undecided", "needs n >= 98"),
+        (0.05, 0.60, 0.60, 98, "undecided", "98 units suffice for the declared effect"),
+    ],
+)
+def test_verdict_words(low, high, p, units, word, why):
+    found, sentence = stats.verdict(0.45, Interval(low, high, 0.95, ""), (0.1, 0.3), p, units, needed=98)
+    assert found == word
+    assert re.search(why, sentence)
+
+
+def test_the_statistics_load_without_torch_or_scipy():
+    code = "import sys, llmgeom.stats; print([m for m in ('torch', 'scipy', 'sklearn') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
