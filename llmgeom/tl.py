@@ -55,7 +55,7 @@ class BridgeSubject(Subject):
     """
 
     bridge: Any = field(default=None, repr=False)
-    remedy = "TransformerLens does not read this model as transformers runs it"
+    remedy = "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
 
     @classmethod
     def of(cls, model: Any, tokenizer: Any = None, name: str = "model", **facts: Any) -> BridgeSubject:

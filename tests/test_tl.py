@@ -85,7 +85,7 @@ CASES = {
         _falcon | {"alibi": True, "multi_query": False, "parallel_attn": False},
         attention_write="self_attention",
         values=of_head,
-        **_fused,
+        **_fused | {"sharpen": 2.7},
     ),
 }
 KV_HEADS = {"falcon multi-query": 1, "falcon grouped": 2}
@@ -358,7 +358,9 @@ def test_both_backends_say_the_same(name):
 def test_a_bridge_that_reads_otherwise_is_refused(monkeypatch):
     """TransformerLens 4.3 takes Falcon-40B's fused rows for [all queries, all keys, all values]."""
     monkeypatch.setattr(tl, "_regroup", lambda bridge, model: None)
-    with pytest.raises(UnsupportedModel, match=r"fails the parity check .*TransformerLens does not read this model"):
+    with pytest.raises(
+        UnsupportedModel, match=r"fails the parity check .*TransformerLens does not compute what transformers does"
+    ):
         BridgeSubject.of(CASES["falcon grouped"].model(), name="falcon").check()
 
 
