@@ -9,15 +9,17 @@ from llmgeom.reports import page
 from llmgeom.reports.text import visible
 from tests.test_page import HOSTILE, odd_scatter, synthetic
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(CHROMIUM is None, reason="chromium is not on the PATH")]
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = pytest.mark.browser
 QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
 
 
 @pytest.fixture(scope="module")
 def chromium():
-    with playwright.sync_playwright() as driver:
+    from playwright.sync_api import sync_playwright
+
+    assert CHROMIUM, "these tests need Chromium: apt-get install chromium"
+    with sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         yield browser
         browser.close()
