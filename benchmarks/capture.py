@@ -2,10 +2,11 @@
 
     python benchmarks/capture.py [--reps 5] [--lengths 64,256,1024] [--memory]
 
-Every arm keeps the same logits (those of each prompt's final token), runs in one process in shuffled, interleaved order,
-and is given as the ratio of its median CPU time to the bare model's; the machine's noise then hits all arms alike. The
-end-to-end ratio compares our call with the bare model making full-vocabulary logits, which is what a plain forward does.
-Memory is the peak resident size of a fresh process above the loaded model. Random weights: cost does not depend on them.
+Every arm keeps the same logits (those of each prompt's final token), runs in one process in shuffled, interleaved
+order, and is given as the ratio of its median CPU time to the bare model's; the machine's noise then hits all arms
+alike. The end-to-end ratio compares our call with the bare model making full-vocabulary logits, which is what a plain
+forward does. Memory is the peak resident size of a fresh process above the loaded model. Random weights: cost does not
+depend on them.
 """
 
 from __future__ import annotations

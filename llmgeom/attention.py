@@ -104,7 +104,9 @@ class Recorder:
             value = self.edit("value", layer, value.transpose(1, 2)).transpose(1, 2)
         self.keep(Site.VALUE, layer, value.transpose(1, 2))
         if self.sites & ROWS:
-            self._keep_rows(layer, query, key, mask, **kwargs)
+            # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
+            dtype = query.dtype if kind == PLAIN else torch.float32
+            self._keep_rows(layer, query, key, mask, dtype=dtype, **kwargs)
         z = _delegate(kind, module, query, key, value, mask, **kwargs)
         z = self.edit("z", layer, z)
         self.keep(Site.Z, layer, z)
@@ -138,15 +140,17 @@ def attention_rows(
     position: Tensor,
     *,
     one_each: bool = False,
+    dtype: torch.dtype = torch.float32,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     **_,
 ) -> Tensor:
-    """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq].
+    """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq] float32.
 
     query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq], True = attend, or None.
-    Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt.
+    Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt. dtype: of the
+    scores before the softmax.
     softcap c: scores become c tanh(s / c) (Gemma-2). s_aux [head]: a learned sink logit that takes part in the softmax
     and is then dropped (gpt-oss).
     """
@@ -159,11 +163,12 @@ def attention_rows(
     parts = [query.new_zeros(0, heads, width, dtype=torch.float32)]  # a batch may have no queried position at all
     for at in range(0, len(prompt), step):
         b, t = prompt[at : at + step], position[at : at + step]
-        k = (key if one_each else key[b]).float()
-        q = query[b, :, t].float().view(len(b), kv_heads, heads // kv_heads, dim)
+        k = (key if one_each else key[b]).to(dtype)
+        q = query[b, :, t].to(dtype).view(len(b), kv_heads, heads // kv_heads, dim)
         scores = (q @ k.mT).mul_(scaling).view(len(b), heads, width)
         if softcap:
             scores = (scores / softcap).tanh_().mul_(softcap)
+        scores = scores.float()
         if mask is None:
             allowed = (columns <= t[:, None])[:, None]
         else:

@@ -108,10 +108,8 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
     try:
         names = os.listdir(folder)
         if "config.json" not in names:
-            adapter = (
-                "; an adapter alone has none: merge it into its model first" if "adapter_config.json" in names else ""
-            )
-            raise _Incomplete(f"{name}: no config.json in {folder}; write it with save_pretrained{adapter}")
+            adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
+            raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; write the folder with save_pretrained")
         config = _json(os.path.join(folder, "config.json"))
         own = config.get("auto_map")
         remote = isinstance(own, dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
@@ -120,7 +118,7 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
         shards = [_weights(names, name)]
         if shards[0].endswith(".json"):
             mapping = _json(index := os.path.join(folder, shards[0])).get("weight_map")
-            if not isinstance(mapping, dict) or not all(isinstance(shard, str) for shard in mapping.values()):
+            if not mapping or not isinstance(mapping, dict) or {type(shard) for shard in mapping.values()} != {str}:
                 raise _corrupt(index, "it has no weight_map")
             shards = sorted(set(mapping.values()))
             if absent := [shard for shard in shards if not os.path.isfile(os.path.join(folder, shard))]:

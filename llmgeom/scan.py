@@ -152,7 +152,7 @@ def scan(
             "prompts": len(batch),
             "units": len(set(batch.unit)),
             "bos_added": special > 0,
-            **_versions(),
+            "versions": _versions(),
             **(facts or {}),
         },
         warnings=(*_warnings(subject, batch, tokens, view, nulls), *main.events),
@@ -213,6 +213,8 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls:
         found.append(f"next-token entropy spans only {spread:.2f} bits: correlations with it mean little")
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         found.append("synthetic prompts: written for llmgeom and filled in by its grammars, not found text")
+    if subject.facts.get("note"):
+        found.append(subject.facts["note"])
     if nulls < NULLS:
         found.append(f"only {nulls} draws of each null: at least {NULLS} are needed to decide at p < .05")
     most = max(batch.unit.count(unit) for unit in set(batch.unit))

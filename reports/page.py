@@ -20,8 +20,9 @@ from llmgeom.reports.prompts import UNITS, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
-FIGURE_ORDER = ("curve", "scatter", "heatmap")
+FIGURE_ORDER = ("scatter", "curve", "heatmap")
 RUN_LINE_WIDTH = 140
+RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "parity")
 
 
 def page(records: Sequence[Record]) -> str:
@@ -99,7 +100,8 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     subject, prompts = dict(record.subject), record.prompts
     name = subject.pop("name")
     facts = [("model", f"{name} @ {subject.pop('revision')}" if subject.get("revision") else str(name))]
-    facts += [(key, written(subject[key])) for key in sorted(subject)]
+    subject["weights"] = str(subject.get("weights", ""))[:12]
+    facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
     count, templates = len(prompts.get("text", ())), len(set(prompts.get("template", ())))
     facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {templates} templates"))
     seed = record.source.get("seed", record.facts.get("seed"))

@@ -118,6 +118,7 @@ _gemma = {
     "sliding_window": 7,
     "layer_types": ["sliding_attention", "full_attention"],
 }
+_caps = {"attn_logit_softcapping": 12.0, "final_logit_softcapping": 4.0}
 _oss = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -125,9 +126,7 @@ _oss = {
     "sliding_window": 7,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-_normed = partial(
-    Family, attention_write="post_attention_layernorm", mlp_write="post_feedforward_layernorm"
-)
+_normed = partial(Family, attention_write="post_attention_layernorm", mlp_write="post_feedforward_layernorm")
 
 FAMILIES = {
     family.name: family
@@ -147,7 +146,7 @@ FAMILIES = {
         Family("mistral", USUAL | {"sliding_window": 7, "head_dim": 10}, window=7, sharpen=1.6),
         Family(
             "gpt2",
-            {"n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 64, "vocab_size": VOCAB, "bos_token_id": 1, "eos_token_id": 2},
+            WIDE | {"num_hidden_layers": 2, "num_attention_heads": 8},
             layers="transformer.h",
             attention="attn",
             attention_write="attn",
@@ -157,7 +156,7 @@ FAMILIES = {
             sharpen=3.6,
         ),
         Family("qwen3", USUAL | {"head_dim": 16, "tie_word_embeddings": True}, key_norm=True, sharpen=1.7),
-        _normed("gemma2", USUAL | _gemma | {"attn_logit_softcapping": 12.0, "final_logit_softcapping": 4.0}, window=7, sharpen=2.0),
+        _normed("gemma2", USUAL | _gemma | _caps, window=7, sharpen=2.0),
         Family(
             "opt",
             WIDE | {"num_hidden_layers": 2, "num_attention_heads": 8, "ffn_dim": 64, "word_embed_proj_dim": 64},
@@ -176,7 +175,7 @@ FAMILIES = {
 }  # fmt: skip
 
 
-# ---- what every test of a family needs --------------------------------------------------------------------------------
+# ---- what every test of a family needs -------------------------------------------------------------------------------
 
 LENGTHS = (23, 9, 17, 2)
 
@@ -218,10 +217,10 @@ def first(out: Any) -> Tensor:
 def outputs(model: Any, modules: list[nn.Module], ids: Tensor) -> list[Tensor]:
     """What each module returned in one plain forward pass of `ids` [1 seq]: [seq ...] each, on every family."""
     kept: dict[int, Tensor] = {}
-    hooks = [
-        module.register_forward_hook(lambda _m, _a, out, i=i: kept.__setitem__(i, first(out).clone().view(ids.shape[1], -1)))
-        for i, module in enumerate(modules)
-    ]
-    with hooked(*hooks):
+
+    def keep(i: int):
+        return lambda _module, _args, out: kept.__setitem__(i, first(out).clone().view(ids.shape[1], -1))
+
+    with hooked(*(module.register_forward_hook(keep(i)) for i, module in enumerate(modules))):
         model(ids)
     return [kept[i] for i in range(len(modules))]

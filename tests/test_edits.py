@@ -29,7 +29,7 @@ def subject(family) -> Subject:
     return Subject.of(family.model(), name=family.name)
 
 
-# ---- what the edits do: the last axis is a head's or the stream's, the second is the position -------------------------
+# ---- what the edits do: the last axis is a head's or the stream's, the second is the position ------------------------
 
 
 def direction(width: int) -> Tensor:
@@ -64,7 +64,7 @@ def as_edit(point, change: Callable[[Tensor, int], Tensor], positions="all") -> 
 
 
 def by_hooks(family, model, point, change, positions="all") -> Tensor:
-    """Log-probabilities at the last token of each prompt, run alone, with the change made by hooks of the test's own."""
+    """Log-probabilities at the last token of each prompt, run alone, with the change made by the test's own hooks."""
     attention = family.part(model, LAYER, family.attention)
 
     def changed(x: Tensor, prompt: int) -> Tensor:
@@ -148,7 +148,7 @@ def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
 
 
 def test_silencing_one_query_head_leaves_its_group_alone(subject):
-    """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach all of the group."""
+    """Grouped heads share a value: an edit at z reaches one query head, an edit at value would reach its group."""
 
     def silence(x: Tensor, where: Where) -> Tensor:
         keep = torch.ones(x.shape[2], 1)
@@ -175,7 +175,11 @@ def test_edits_of_one_point_are_made_in_order(subject):
 
 def test_shapes_an_edit_is_given(subject):
     facts, shapes = subject.facts, {}
-    subject.capture(ragged(), {Site.Z}, [Edit(p, lambda x, _, p=p: shapes.__setitem__(p, x.shape) or x) for p in POINTS])
+
+    def note(point):
+        return Edit(point, lambda x, _: shapes.__setitem__(point, x.shape) or x)
+
+    subject.capture(ragged(), {Site.Z}, [note(point) for point in POINTS])
     width = (len(LENGTHS), max(LENGTHS))
     assert shapes == {
         "value": (*width, facts["kv_heads"], facts["head_dim"]),
@@ -193,7 +197,7 @@ def test_strides_of_what_an_edit_returns_do_not_matter(subject):
         assert (a - b).abs().max() < 1e-5
 
 
-# ---- refusals ---------------------------------------------------------------------------------------------------------
+# ---- refusals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -220,7 +224,7 @@ def test_an_edit_that_is_never_reached_is_refused(llama, monkeypatch):
 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_edit_that_changes_the_shape_is_refused(llama, point):
-    with pytest.raises(Refused, match=rf"the edit at {point} returned shape \(.*\) for \(4, 23, .*an edit keeps the shape"):
+    with pytest.raises(Refused, match=rf"the edit at {point} returned shape \(.*4\) for \(4, 23, .* keeps the shape"):
         llama.capture(ragged(), {Site.VALUE}, [Edit(point, lambda x, _: x[..., :4])])
     assert llama.model.config._attn_implementation == "sdpa"
 
@@ -228,7 +232,7 @@ def test_an_edit_that_changes_the_shape_is_refused(llama, point):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"point": "resid"}, "edit point 'resid' is unknown; an edit acts on one of value, z, attention_write, mlp_write"),
+        ({"point": "resid"}, "edit point 'resid' is unknown; an edit acts on one of value, z, attention_write, mlp_"),
         ({"point": "z", "positions": "last"}, "edit positions 'last': expected 'all' or 'query'"),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_sharded_folder_needs_every_shard(tmp_path):
     assert f"{shards[1]} is corrupt" in refusal(path)
     (path / shards[1]).unlink()
     assert f"1 of 3 weight files are missing, first {shards[1]}" in refusal(path)
-    for damaged in ("{", "[1]", "{}", '{"weight_map": {"w": 3}}'):
+    for damaged in ("{", "[1]", "{}", '{"weight_map": {}}', '{"weight_map": {"w": 3}}'):
         index.write_text(damaged)
         assert "index.json is corrupt" in refusal(path)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +29,7 @@ def test_a_batch_keeps_to_the_budget_unless_a_prompt_alone_exceeds_it(lengths, b
 @given(lengths, st.integers(1, 200))
 def test_no_two_neighbours_could_have_run_together(lengths, budget):
     batches = plan(lengths, budget)
-    for one, two in zip(batches, batches[1:], strict=False):
+    for one, two in pairwise(batches):
         assert (len(one) + 1) * lengths[one[0]] > budget
         assert lengths[one[0]] >= lengths[two[0]]
 

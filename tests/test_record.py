@@ -14,7 +14,8 @@ from tests.test_result import Toy, head
 
 
 def record(**changes) -> Record:
-    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3), np.float32), whole=2.5, headlines=(head(),), warnings=("look out",))
+    heat = np.ones((2, 3), np.float32)
+    toy = Toy(curve=np.arange(2.0), heat=heat, whole=2.5, headlines=(head(),), warnings=("look out",))
     parts = {
         "results": {"toy": toy.lowered()},
         "unmeasured": {"other": "an LSTM has no keys"},

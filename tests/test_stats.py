@@ -344,15 +344,15 @@ def test_partial_test_is_freedman_and_lanes_written_out(signed):
 def test_the_best_layer_pays_for_having_been_chosen():
     rng = draws(20)
     scores, target, units = rng.normal(size=(24, 50)), rng.normal(size=50), np.arange(50)
-    tests, corrected = stats.max_statistic(scores, target, units, 2000, seed=3)
-    permuted = target[stats.permute_units(draws(3), units, 2000)]
+    tests, corrected = stats.max_statistic(scores, target, units, 600, seed=3)
+    permuted = target[stats.permute_units(draws(3), units, 600)]
     null = np.abs([scipy_stats.spearmanr(np.column_stack([row, scores.T])).statistic[0, 1:] for row in permuted])
     for layer, found in enumerate(tests):
-        alone = stats.correlation_test(scores[layer], target, units, 2000, seed=3)
+        alone = stats.correlation_test(scores[layer], target, units, 600, seed=3)
         assert (found.p, found.n, found.units) == (alone.p, 50, 50)
         assert (found.value, found.null_high) == pytest.approx((alone.value, alone.null_high))
-        assert found.p == (1 + (null[:, layer] >= found.value - 1e-9).sum()) / 2001
-        assert corrected[layer] == (1 + (null.max(1) >= found.value - 1e-9).sum()) / 2001
+        assert found.p == (1 + (null[:, layer] >= found.value - 1e-9).sum()) / 601
+        assert corrected[layer] == (1 + (null.max(1) >= found.value - 1e-9).sum()) / 601
     assert min(found.p for found in tests) < 0.05 < corrected.min()
 
 
@@ -451,12 +451,14 @@ def test_correlation_interval_covers_the_correlation(partial):
         a = clustered(rng, count) + length
         return a, a + clustered(rng, count), length[:, None] if partial else None
 
-    truth = stats.spearman(*sample(100_000))
-    for _ in range(200):
+    truth = stats.spearman(*sample(40_000))
+    for _ in range(300):
         a, b, covariates = sample(40)
         found = stats.correlation_interval(a, b, units, covariates)
         hits += found.low <= truth <= found.high
-    assert 0.90 <= hits / 200 <= 0.97
+    # Over 3,500 repetitions 96 %; a simulation of 300 is 1 % uncertain, so above 97 % must be beyond its own error.
+    assert hits / 300 >= 0.92
+    assert scipy_stats.binomtest(hits, 300).proportion_ci().low <= 0.97
 
 
 # Nulls and verdicts

@@ -94,5 +94,5 @@ def test_another_spec_is_another_folder(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="cannot be made .* set LLMGEOM_CACHE"):
+    with pytest.raises(Refused, match=r"cannot be made .* set LLMGEOM_CACHE"):
         Store(tmp_path / "file" / "cache", {})

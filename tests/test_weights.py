@@ -1,0 +1,157 @@
+"""The matrices of a head, judged by what the model computes with them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+from llmgeom import weights
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, apart, first, hooked, prompts, ragged
+
+torch.set_num_threads(1)
+TOLERANCE = 1e-5
+
+
+class Case:
+    """A subject, what attention was given and gave back in each layer (by hooks), and the capture of that prompt."""
+
+    def __init__(self, family) -> None:
+        self.family = family
+        self.subject = Subject.of(family.model(), name=family.name)
+        self.heads, self.kv_heads = self.subject.facts["heads"], self.subject.facts["kv_heads"]
+        batch = ragged(lengths=(23,))
+        self.capture: Capture = self.subject.capture(batch, {*Site}, positions="all")
+        self.given, self.returned = [], []
+
+        def hook(_module, args, kwargs, out):
+            self.given.append((args[0] if args else kwargs["hidden_states"])[0])
+            self.returned.append(first(out)[0])
+
+        model = self.subject.model
+        handles = [
+            family.part(model, layer, family.attention).register_forward_hook(hook, with_kwargs=True)
+            for layer in range(len(self.subject.blocks))
+        ]
+        with torch.no_grad(), hooked(*handles):
+            model(prompts(batch)[0])
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def case(request) -> Case:
+    return Case(FAMILIES[request.param])
+
+
+def test_x_times_w_v_is_the_captured_value(case):
+    for layer, x in enumerate(case.given):
+        for head in range(case.kv_heads):
+            w, b = weights.value_weight(case.subject, layer, head), weights.value_bias(case.subject, layer, head)
+            assert apart(x @ w + b, case.capture.value[layer][:, head]) < TOLERANCE
+
+
+def test_x_times_w_k_is_the_captured_key_where_the_rotary_angle_is_zero(case):
+    """At position 0 the rotary angle is 0; GPT-2 and OPT rotate nothing, and agree everywhere."""
+    positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
+    for layer, x in enumerate(case.given):
+        keys = torch.stack([x @ weights.key_weight(case.subject, layer, h) for h in range(case.kv_heads)], dim=1)
+        keys = keys + torch.stack([weights.key_bias(case.subject, layer, h) for h in range(case.kv_heads)])
+        difference = apart(keys[positions], case.capture.key[layer][positions])
+        assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
+
+
+def test_x_times_w_q_is_the_captured_query_where_the_rotary_angle_is_zero(case):
+    positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
+    for layer, x in enumerate(case.given):
+        queries = torch.stack([x @ weights.query_weight(case.subject, layer, h) for h in range(case.heads)], dim=1)
+        queries = queries + torch.stack([weights.query_bias(case.subject, layer, h) for h in range(case.heads)])
+        queries = queries * case.family.query_scale  # OPT's own
+        difference = apart(queries[positions], case.capture.query[layer][positions])
+        assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
+
+
+def test_z_times_w_o_summed_over_heads_is_what_attention_returns(case):
+    for layer, returned in enumerate(case.returned):
+        total = sum(
+            case.capture.z[layer][:, head] @ weights.output_weight(case.subject, layer, head)
+            for head in range(case.heads)
+        )
+        assert apart(total + weights.output_bias(case.subject, layer), returned) < TOLERANCE
+
+
+def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
+    d_model, dim = case.subject.facts["d_model"], case.subject.facts["head_dim"]
+    before = copy.deepcopy(case.subject.model.state_dict())
+    for read, shape in (
+        (weights.query_weight, (d_model, dim)),
+        (weights.key_weight, (d_model, dim)),
+        (weights.value_weight, (d_model, dim)),
+        (weights.output_weight, (dim, d_model)),
+        (weights.query_bias, (dim,)),
+        (weights.key_bias, (dim,)),
+        (weights.value_bias, (dim,)),
+    ):
+        w = read(case.subject, 1, 0)
+        assert w.shape == shape
+        assert not w.requires_grad
+        assert w.untyped_storage().nbytes() == w.numel() * w.itemsize
+        w.zero_()
+    weights.output_bias(case.subject, 1).zero_()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in case.subject.model.state_dict().items())
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def llama() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(), name="tiny")
+
+
+@pytest.mark.parametrize(
+    ("read", "layer", "head", "message"),
+    [
+        (weights.query_weight, 2, 0, "layer 2: tiny has layers 0 to 1"),
+        (weights.query_weight, 0, 8, "head 8: tiny has heads 0 to 7"),
+        (weights.output_weight, 0, -1, "head -1: tiny has heads 0 to 7"),
+        (weights.key_weight, 0, 2, "kv_head 2: tiny has kv_heads 0 to 1"),
+        (weights.value_weight, 0, 5, "kv_head 5: tiny has kv_heads 0 to 1"),
+    ],
+)
+def test_a_head_that_is_not_there_is_refused(read, layer, head, message):
+    with pytest.raises(Refused, match=message):
+        read(llama(), layer, head)
+
+
+def test_offloaded_weights_are_unavailable():
+    subject = llama()
+    attention = subject.blocks[1].attention
+    attention.v_proj, attention.o_proj = attention.v_proj.to("meta"), attention.o_proj.to("meta")
+    weights.value_weight(subject, 0, 0)
+    for read in (weights.value_weight, weights.output_weight):
+        with pytest.raises(Unavailable, match=r"layer 1 of tiny are offloaded .* load the model without --device-map"):
+            read(subject, 1, 0)
+
+
+def test_an_unknown_layout_is_unavailable():
+    """GPT-BigCode fuses one key and one value to many queries, in a module of GPT-2's name."""
+    config = transformers.GPTBigCodeConfig(
+        vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=1
+    )
+    subject = Subject.of(transformers.GPTBigCodeForCausalLM(config), name="tiny")
+    with pytest.raises(
+        Unavailable, match=r"tiny: how model type 'gpt_bigcode' lays out its value weights is not known"
+    ):
+        weights.value_weight(subject, 0, 0)
+
+
+def test_a_projection_of_another_width_is_not_taken_for_a_known_one():
+    """Gated attention (Qwen3-Next) makes queries and gates in one q_proj: cutting it as usual would mix the two."""
+    subject = llama()
+    attention = subject.blocks[0].attention
+    attention.q_proj = torch.nn.Linear(64, 2 * 64, bias=False)
+    with pytest.raises(Unavailable, match="model type 'llama' lays out its query weights is not known"):
+        weights.query_weight(subject, 0, 0)
