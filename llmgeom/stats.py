@@ -54,7 +54,7 @@ class Spectrum:
 
     @property
     def participation_ratio(self) -> float:
-        """(sum l)^2 / sum l^2 over all eigenvalues l: k when k components carry the same (PAPERS.md G4)."""
+        """(sum l)^2 / sum l^2 over all eigenvalues l: k when k components carry the same."""
         return float(_summary(self.shares)[2])
 
 
@@ -116,7 +116,7 @@ def _share_summary(x: np.ndarray) -> np.ndarray:
 def gaussian_pc1(n: int, d: int) -> float:
     """PC1 share of n prompts of d independent Gaussian coordinates, (1 + sqrt((n - 1) / d))^2 / (n - 1) (fraction).
 
-    The Marchenko-Pastur edge over its mean (PAPERS.md annex). A floor to print, never the null that decides: the
+    The Marchenko-Pastur edge over its mean. A floor to print, never the null that decides: the
     coordinates of an untrained network are not independent.
     """
     return (1 + math.sqrt((n - 1) / d)) ** 2 / (n - 1)
@@ -404,17 +404,16 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
 def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
     """Units at which `verdict` calls a rank correlation of the declared size "above null" with this power.
 
-    n = 3 + ((z_a (1 + s) + z_b s) / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2
-    and of power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000).
-    z_a counts once for the null's upper end and s times for the interval's lower end, which must clear it (derived
-    here): about 2.6 times the n that asks only p < .05. The last term is Guenther's (1981), for an estimated variance.
+    n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
+    power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last
+    term is Guenther's (1981), for an estimated variance.
     """
     from scipy.stats import norm
 
     if not 0 < abs(effect) < 1:
         raise ValueError(f"declared effect {effect}: give a correlation between 0 and 1, either sign, not an end")
     a, b, s = norm.ppf((1 + level) / 2), norm.ppf(power), math.sqrt(1 + effect**2 / 2)
-    return math.ceil(3 + ((a * (1 + s) + b * s) / math.atanh(abs(effect))) ** 2 + a**2 / 2)
+    return math.ceil(3 + ((a + b) * s / math.atanh(abs(effect))) ** 2 + a**2 / 2)
 
 
 def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0.95) -> int:
@@ -432,22 +431,35 @@ def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0
 
 
 def verdict(
-    value: float, interval: Interval, null: tuple[float, float], p: float, units: int, needed: int, alpha: float = 0.05
+    value: float,
+    interval: Interval,
+    margin: float,
+    p: float,
+    units: int,
+    *,
+    effect: float,
+    needed: int,
+    alpha: float = 0.05,
 ) -> tuple[Verdict, str]:
-    """What a value, its interval and its null band allow to be said, and why.
+    """What a value, its interval and its null allow to be said, and why.
 
-    above null       the interval's lower end clears the null's upper end, and p < alpha.
-    not above null   the interval's upper end is below the null's upper end.
+    margin           what the interval must clear: the upper end of a null that holds everything but the training (twins
+                     on the same prompts), or the value a null centres on where p itself carries the sampling noise (0
+                     for a permuted correlation): to ask both of one interval would count that noise twice.
+    effect           the smallest difference from the margin that is of interest, declared beforehand.
+
+    above null       the interval's lower end clears the margin, and p < alpha.
+    not above null   the interval's upper end is below margin + effect: an effect of interest is excluded.
     undecided        anything else; `needed` units, from the declared effect and never the observed one, would decide.
-    For a claim that a value lies below its null hand in value, interval and null with the sign turned.
+    For a claim that a value lies below its null hand in value, interval and margin with the sign turned.
     """
-    end, found = null[1], f"{value:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
-    if interval.low > end and p < alpha:
-        return "above null", f"the interval of {found} clears the null's {end:.3g}, p = {p:.2g}"
-    if interval.high < end:
-        return "not above null", f"the interval of {found} ends below the null's {end:.3g}"
+    found = f"{value:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
+    if interval.low > margin and p < alpha:
+        return "above null", f"the interval of {found} clears {margin:.3g}, p = {p:.2g}"
+    if interval.high < margin + effect:
+        return "not above null", f"the interval of {found} excludes {margin:.3g} + {effect:.3g}, the effect of interest"
     if units < needed:
-        return "undecided", f"needs n >= {needed} units for the declared effect, has {units}"
+        return "undecided", f"needs n >= {needed} units for the declared effect of {effect:.3g}, has {units}"
     return "undecided", f"{units} units suffice for the declared effect (n >= {needed}); a smaller one is not excluded"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -166,9 +166,11 @@ def _correlations(view: View, spectrum: Spectrum, twins: np.ndarray) -> list[Hea
 
 def _rho(name, scores, entropy, units, seed, twins, covariates=None) -> Headline:
     test = correlation_test(scores, entropy, units, PERMUTATIONS, seed, covariates)
-    nulls = [Null("permuted templates", test.null_low, test.null_high, test.p, PERMUTATIONS)]
+    nulls = [Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)]
     if twins is not None:
-        nulls.append(Null.of("re-initialised", test.value, twins))
+        # The twins' correlations carry the same prompts' sampling noise as ours: p is against all, the interval
+        # must clear their median.
+        nulls.append(replace(Null.of("re-initialised", test.value, twins), margin=float(np.median(twins))))
     return headline(
         name,
         test.value,

@@ -58,7 +58,7 @@ def test_spectrum_is_that_of_the_correlation_matrix_whichever_matrix_was_decompo
 
 
 def test_participation_ratio_counts_every_eigenvalue():
-    # The published code kept ten eigenvalues, which caps the ratio at 10 (PAPERS.md D16).
+    # The published code kept ten eigenvalues, which caps the ratio at 10.
     found = stats.shares(draws(2).normal(size=(60, 400)))
     capped = found.shares[:10].sum() ** 2 / np.square(found.shares[:10]).sum()
     assert capped < 10 < 45 < found.participation_ratio < 59
@@ -516,7 +516,7 @@ def test_holm_by_hand():
 
 
 def test_needed_n_gives_a_correlation_its_power_under_the_verdict_itself():
-    rho = 0.7
+    rho = 0.5
     n = stats.needed_n_correlation(rho)
     pearson = 2 * math.sin(math.pi * rho / 6)  # the Pearson correlation of normals whose Spearman's rho this is
     rng, above = draws(29), 0
@@ -524,9 +524,9 @@ def test_needed_n_gives_a_correlation_its_power_under_the_verdict_itself():
         a = rng.normal(size=n)
         b = pearson * a + math.sqrt(1 - pearson**2) * rng.normal(size=n)
         test, interval = stats.correlation_test(a, b, a, 499, i), stats.correlation_interval(a, b, a)
-        word, _ = stats.verdict(test.value, interval, (test.null_low, test.null_high), test.p, n, n)
+        word, _ = stats.verdict(test.value, interval, 0.0, test.p, n, effect=rho, needed=n)
         above += word == "above null"
-    assert n == 47
+    assert n == 45
     assert 0.83 <= above / 200 <= 0.96
 
 
@@ -548,18 +548,19 @@ def test_needed_n_refuses_an_effect_of_nothing():
 @pytest.mark.parametrize(
     ("low", "high", "p", "units", "word", "why"),
     [
-        (0.31, 0.60, 0.01, 40, "above null", r"0.45 \[0.31, 0.6\] clears the null's 0.3, p = 0.01"),
-        (0.31, 0.60, 0.06, 40, "undecided", "needs n >= 98 units for the declared effect, has 40"),
+        (0.31, 0.60, 0.01, 40, "above null", r"0.45 \[0.31, 0.6\] clears 0.3, p = 0.01"),
+        (0.31, 0.38, 0.01, 40, "above null", "clears 0.3"),
+        (0.31, 0.60, 0.06, 40, "undecided", "needs n >= 98 units for the declared effect of 0.1, has 40"),
         (0.29, 0.60, 0.01, 40, "undecided", "needs n >= 98"),
         (0.30, 0.60, 0.01, 40, "undecided", "needs n >= 98"),
-        (0.05, 0.29, 0.01, 40, "not above null", "ends below the null's 0.3"),
-        (-0.9, -0.5, 0.01, 40, "not above null", "ends below the null's 0.3"),
-        (0.05, 0.30, 0.60, 40, "undecided", "needs n >= 98"),
+        (0.05, 0.39, 0.01, 40, "not above null", "excludes 0.3 \\+ 0.1, the effect of interest"),
+        (-0.9, -0.5, 0.01, 40, "not above null", "excludes 0.3"),
+        (0.05, 0.40, 0.60, 40, "undecided", "needs n >= 98"),
         (0.05, 0.60, 0.60, 98, "undecided", "98 units suffice for the declared effect"),
     ],
 )
 def test_verdict_words(low, high, p, units, word, why):
-    found, sentence = stats.verdict(0.45, Interval(low, high, 0.95, ""), (0.1, 0.3), p, units, needed=98)
+    found, sentence = stats.verdict(0.45, Interval(low, high, 0.95, ""), 0.3, p, units, effect=0.1, needed=98)
     assert found == word
     assert re.search(why, sentence)
 
