@@ -183,28 +183,53 @@ def _show(out: Path, records: list, say: dict[str, Any]) -> int:
         }
         click.echo(json.dumps(body, sort_keys=True, ensure_ascii=False))
     else:
-        _show_table(table(records), records, say["verbose"])
+        _show_table(records, say["verbose"])
         click.echo(f"page: {out / 'report.html'}")
     if failed:
         click.echo(f"llmgeom: --fail-on: there are verdicts {', '.join(failed)}", err=True)
     return 3 if failed else 0
 
 
-def _show_table(rows: list[dict[str, str]], records: list, verbose: bool) -> None:
+COLUMNS = {
+    "name": "headline",
+    "value": "value",
+    "interval": "95 % interval",
+    "null": "95 % band of the null",
+    "p": "p",
+    "n": "n",
+    "verdict": "verdict",
+}
+
+
+def _show_table(records: list, verbose: bool) -> None:
+    """A table a record; on a narrow terminal cells wrap, into a file they do not."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console()
-    grid = Table(box=None, header_style="bold", padding=(0, 1), title_justify="left")
-    for column in rows[0] if rows else ():
-        grid.add_column(column, overflow="fold")
-    for row in rows:
-        grid.add_row(*(Text(cell) for cell in row.values()))
-    console.print(grid)
+    from llmgeom.reports import table
+
+    console = Console(width=None if sys.stdout.isatty() else 150)
     for record in records:
+        grid = Table(
+            box=None, header_style="bold", padding=(0, 2, 0, 0), title_justify="left", title=Text(record.title)
+        )
+        for title in COLUMNS.values():
+            grid.add_column(title, overflow="fold")
+        rows = table([record])
+        for row in rows:
+            cells = [row[key] for key in COLUMNS]
+            if row["verdict"] == "not measured":
+                cells[1] = f"not measured, because {row['why']}"
+                cells[-1] = ""
+            grid.add_row(*map(Text, cells))
+        console.print(grid)
+        for row in rows:
+            if verbose or row["verdict"] == "undecided":
+                console.print(Text(f"{row['name']}: {row['verdict']}, {row['why']}"))
         for warning in record.warnings:
-            console.print(Text(f"warning ({record.source.get('name', 'prompts')}): {warning}"))
+            console.print(Text(f"warning: {warning}"))
+        console.print()
     if verbose:
         console.print(Text(f"parity: {records[0].subject.get('parity')}"))
 

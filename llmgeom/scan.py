@@ -36,6 +36,15 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """A second batch beside the main one: its capture, its entropy (bits, [row]), and one capture a twin."""
+
+    capture: Capture
+    entropy: np.ndarray
+    twins: tuple[Capture, ...]
+
+
+@dataclass(frozen=True)
 class View:
     """What a probe is given.
 
@@ -43,8 +52,8 @@ class View:
     entropy       [row] float64, bits: the trained model's next-token entropy at each queried position.
     twins         the same batch through re-initialised models, one capture an init.
     shuffled      the subject on the prompts with all tokens but the final one in random order, one capture a draw.
-    unstratified  a capture of prompts drawn without regard to entropy, with its entropy (bits); None where the batch
-                  itself was not stratified.
+    unstratified  prompts drawn without regard to entropy, with their own twins; None where the batch itself was not
+                  stratified.
     seed          for every draw the probe makes itself.
     """
 
@@ -52,7 +61,7 @@ class View:
     entropy: np.ndarray
     twins: tuple[Capture, ...]
     shuffled: tuple[Capture, ...]
-    unstratified: tuple[Capture, np.ndarray] | None
+    unstratified: Sample | None
     seed: int
 
     @property
@@ -100,7 +109,7 @@ def scan(
         "shuffled prompts": nulls if any(need.shuffled for need in needs) else 0,
     }
 
-    def passes(stage: str, n: int, run: Callable[[int], Capture]) -> tuple[Capture, ...]:
+    def passes(stage: str, n: int, run: Callable[[int], Any]) -> tuple:
         captures = []
         for i in range(n):
             captures.append(run(i))
@@ -112,23 +121,27 @@ def scan(
         return who.capture(what, wanted, batch_tokens=batch_tokens, store=store)
 
     full = sites | {Site.ENTROPY}
-    (main,) = passes("prompts", 1, lambda _: pass_of(subject, bare, full))
+    batches = [bare] if unstratified is None else [bare, replace(unstratified, inputs=subject.tokens(unstratified))]
+    main, *plain = passes("prompts", len(batches), lambda i: pass_of(subject, batches[i], full))
+
+    def twin(i: int) -> list[Capture]:
+        other = subject.twin(seed + 1 + i)
+        return [pass_of(other, each) for each in batches]
+
+    twins = passes("re-initialised twins", draws["twins"], twin)
     special = subject.special_prefix()
     view = View(
         capture=main,
         entropy=_bits(main),
-        twins=passes("re-initialised twins", draws["twins"], lambda i: pass_of(subject.twin(seed + 1 + i), bare)),
+        twins=tuple(captures[0] for captures in twins),
         shuffled=passes(
             "shuffled prompts",
             draws["shuffled prompts"],
             lambda i: pass_of(subject, replace(bare, inputs=shuffle(tokens, special, seed + 1 + i))),
         ),
-        unstratified=None,
+        unstratified=Sample(plain[0], _bits(plain[0]), tuple(captures[1] for captures in twins)) if plain else None,
         seed=seed,
     )
-    if unstratified is not None:
-        (plain,) = passes("unstratified prompts", 1, lambda _: pass_of(subject, unstratified, full))
-        view = replace(view, unstratified=(plain, _bits(plain)))
     results, unmeasured = {}, {}
     for done, (name, probe) in enumerate(probes.items()):
         if progress:

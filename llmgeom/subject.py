@@ -21,7 +21,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks
 from llmgeom.capture import OUTPUTS, Capture, Key, Site
 from llmgeom.edits import Edit
-from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.errors import Refused, Unavailable, UnsupportedModel
 from llmgeom.information import bits, entropy
 from llmgeom.plan import BATCH_TOKENS, plan
 from llmgeom.store import Store
@@ -113,6 +113,8 @@ class Subject:
             "local_files_only": located.local_only,
             "trust_remote_code": trust_remote_code,
         }
+        bars = transformers.utils.logging.is_progress_bar_enabled()
+        transformers.utils.logging.disable_progress_bar()
         try:
             config = transformers.AutoConfig.from_pretrained(located.path, **shared)
             tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
@@ -138,6 +140,9 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
+        finally:
+            if bars:
+                transformers.utils.logging.enable_progress_bar()
         subject = cls.of(loaded, tokenizer, located.name, revision=located.revision)
         if located.step0:
             subject = subject.twin(_init_seed(located.path))
@@ -230,6 +235,8 @@ class Subject:
         Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
         sites, edits = frozenset(sites), self.edits + tuple(edits)
+        if sites & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and "writes" in self.facts.get("parity", {}):
+            raise Unavailable(f"{self.name}: writes to the residual stream are {self.facts['parity']['writes']}")
         tokens = self.tokens(batch)
         where = _queried(batch, tokens, positions)
         batches = plan(tokens.lengths.tolist(), batch_tokens)

@@ -81,9 +81,9 @@ def measure(view: View) -> Result:
         return layer_band({key: np.array([c[name].mean(1) for c in null]) for key, null in nulls.items()}, "lower")
 
     statistics = (
-        ("focusing, first to last layer", lambda c, rows: _focusing(c["all"], rows), FOCUSING),
+        ("focusing", lambda c, rows: _focusing(c["all"], rows), FOCUSING),
         ("focusing without the first token", lambda c, rows: _focusing(c["rest"], rows), FOCUSING),
-        ("weight on the first token, last layer", lambda c, rows: float(c["first"][-1, rows].mean()), SINK),
+        ("weight on the first token", lambda c, rows: float(c["first"][-1, rows].mean()), SINK),
     )
     every = np.arange(len(seen))
     headlines = []

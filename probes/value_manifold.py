@@ -41,13 +41,13 @@ class Result(Base):
         "Values per true key-value head at the final token, heads concatenated, each coordinate standardised over "
         "prompts, PCA. PC1 and PC1+PC2 are shares of the total variance; the participation ratio is (sum of "
         "eigenvalues)^2 / sum of squared eigenvalues over all of them. |rho| is Spearman's rank correlation of the PC1 "
-        "score with next-token entropy in bits; its sign is a convention and is dropped. The verdict layer is the last "
-        "one, fixed beforehand. Intervals are jackknifed over templates; the estimand is the expected value at this "
+        "score with next-token entropy in bits; its sign is a convention and is dropped. Verdicts are about the last "
+        "layer, fixed beforehand. Intervals are jackknifed over templates; the estimand is the expected value at this "
         "number of prompts and coordinates."
     )
     NULL = (
-        "Shares: the same model re-initialised, and the same prompts with all tokens but the last shuffled; the larger "
-        "band decides. Correlation: PC1 of the re-initialised models against the trained model's entropy (what a "
+        "Shares: the same model re-initialised, and the same prompts with all tokens but the last shuffled; both "
+        "must be beaten. Correlation: PC1 of the re-initialised models against the trained model's entropy (what a "
         "look-up of the same tokens already predicts), and permutations of whole templates; both must be beaten."
     )
     FAILURE_MODES = (
@@ -132,7 +132,7 @@ def _shares(view: View, last: np.ndarray, spectrum: Spectrum, nulls: dict[str, n
     )
     return [
         headline(
-            f"{name}, last layer",
+            name,
             value,
             unit,
             interval,
@@ -148,29 +148,33 @@ def _shares(view: View, last: np.ndarray, spectrum: Spectrum, nulls: dict[str, n
 
 def _correlations(view: View, spectrum: Spectrum, twins: np.ndarray) -> list[Headline]:
     """|rho| of PC1 with entropy: as it is, given prompt length, and in prompts drawn without regard to entropy."""
-    scores, name = spectrum.scores[:, 0], "|Spearman| of PC1 and entropy, last layer"
+    scores, name = spectrum.scores[:, 0], "|rho| of PC1 and entropy"
     found = [_rho(name, scores, view.entropy, view.units, view.seed, twins)]
     length = view.capture.position.numpy()[:, None].astype(float)
     if len(np.unique(length)) > 1:
-        partial = np.array(
-            [abs(spearman(shares(_values(twin)[-1]).scores[:, 0], view.entropy, length)) for twin in view.twins]
-        )
+        partial = _twins_rho(view.twins, view.entropy, length)
         found.append(_rho(f"{name}, given length", scores, view.entropy, view.units, view.seed, partial, length))
     if view.unstratified is not None:
-        capture, entropy = view.unstratified
-        units = np.asarray(capture.batch.unit)[capture.prompt.numpy()]
-        scores = shares(_values(capture)[-1]).scores[:, 0]
-        found.append(_rho(f"{name}, unstratified prompts", scores, entropy, units, view.seed, None))
+        plain = view.unstratified
+        units = np.asarray(plain.capture.batch.unit)[plain.capture.prompt.numpy()]
+        scores = shares(_values(plain.capture)[-1]).scores[:, 0]
+        null = _twins_rho(plain.twins, plain.entropy)
+        found.append(_rho(f"{name}, unstratified", scores, plain.entropy, units, view.seed, null))
     return found
+
+
+def _twins_rho(twins: tuple[Capture, ...], entropy: np.ndarray, covariates: np.ndarray | None = None) -> np.ndarray:
+    """[draw] |rho| of each untrained model's PC1, last layer, with the trained model's entropy."""
+    return np.array([abs(spearman(shares(_values(t)[-1]).scores[:, 0], entropy, covariates)) for t in twins])
 
 
 def _rho(name, scores, entropy, units, seed, twins, covariates=None) -> Headline:
     test = correlation_test(scores, entropy, units, PERMUTATIONS, seed, covariates)
-    nulls = [Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)]
-    if twins is not None:
-        # The twins' correlations carry the same prompts' sampling noise as ours: p is against all, the interval
-        # must clear their median.
-        nulls.append(replace(Null.of("re-initialised", test.value, twins), margin=float(np.median(twins))))
+    # The twins' correlations carry the same prompts' sampling noise as ours: p is against all of them, and the interval
+    # must clear their median.
+    untrained = replace(Null.of("re-initialised", test.value, twins), margin=float(np.median(twins)))
+    permuted = Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)
+    nulls = [untrained, permuted]
     return headline(
         name,
         test.value,

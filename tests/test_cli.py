@@ -136,7 +136,7 @@ def test_bad_input_is_one_sentence_and_exit_1(args, sentence, tmp_path):
     [
         (b"", "empty"),
         (b"one prompt here\n\nanother one here\n" * 1, "line 2"),
-        (b"\n".join(b"prompt number %d is" % (i % 9) for i in range(12)), "line 10"),
+        (b"\n".join(b"prompt number %d is" % (i % 9) for i in range(12)), "lines 1 and 10"),
         (b"a good line\nan \xff odd one\n", "line 2"),
         (b"a long one " * 12000, "line 1"),
         (b"only two\nshort lines\n", "2 prompts; a scan needs at least 10"),

@@ -72,9 +72,9 @@ def test_shares_are_scikit_learn_s_on_standardised_values():
 def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
     result = value_manifold.measure(manifold_view(1.5, 1))
     found = verdicts(result)
-    assert found["PC1 share, last layer"] == "above null"
-    assert found["participation ratio, last layer"] == "below null"
-    assert found["|Spearman| of PC1 and entropy, last layer"] == "above null"
+    assert found["PC1 share"] == "above null"
+    assert found["participation ratio"] == "below null"
+    assert found["|rho| of PC1 and entropy"] == "above null"
     assert result.pc1[-1] > result.pc1_null[-1, 1]
     assert (result.pc1[:-1] < result.pc1_null[:-1, 1] * 1.3).all()
 
@@ -86,8 +86,8 @@ def test_noise_is_not_called_a_manifold():
 
 def test_an_axis_that_an_untrained_model_has_too_is_not_above_its_null():
     result = value_manifold.measure(manifold_view(1.5, 2, twin_strength=1.5))
-    assert verdicts(result)["PC1 share, last layer"] != "above null"
-    assert verdicts(result)["|Spearman| of PC1 and entropy, last layer"] != "above null"
+    assert verdicts(result)["PC1 share"] != "above null"
+    assert verdicts(result)["|rho| of PC1 and entropy"] != "above null"
 
 
 def test_every_headline_has_n_units_interval_and_null():
@@ -152,9 +152,9 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
 
 def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():
     found = verdicts(attention_focus.measure(focus_view([0.5, 0.5, 0.5], 1, sink=0.9)))
-    assert found["focusing, first to last layer"] == "above null"
+    assert found["focusing"] == "above null"
     assert found["focusing without the first token"] != "above null"
-    assert found["weight on the first token, last layer"] == "above null"
+    assert found["weight on the first token"] == "above null"
 
 
 def test_uniform_attention_is_at_its_maximum_of_one():

@@ -37,41 +37,39 @@ def nats(subject: Subject, texts: Sequence[str], at_once: int = 32) -> list[np.n
     return found
 
 
-def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, float]]:
-    """For each "set" of the rows: the model's mean loss in nats a token, and its standard error by template."""
+def losses(subject: Subject, rows: Rows) -> dict[str, dict[str, Any]]:
+    """For each "set" of the rows: the model's mean loss in nats a token, its standard error, and each domain's loss."""
     each = nats(subject, [row["text"] for row in rows])
-    return {which: _mean(rows, each, which, "model") for which in _sets(rows)}
+    found: dict[str, dict[str, Any]] = {}
+    for which in _sets(rows):
+        domains = sorted({row["domain"] for row in rows if row["set"] == which})
+        inside = {domain: _mean(rows, each, "model", set=which, domain=domain)["model"] for domain in domains}
+        found[which] = _mean(rows, each, "model", set=which) | {"model_by_domain": inside}
+    return found
 
 
-def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]]) -> dict[str, dict[str, float]]:
+def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, dict[str, float]]:
     """What knows less, on the same tokens in nats: n-grams fitted to the `training` ids, and their unigram entropy.
 
-    unigram    entropy of the evaluated tokens' own frequencies: no context-free model can do better.
-    trigram    interpolated Kneser-Ney; `fivegram` the same with two more tokens of context.
+    unigram        entropy of the evaluated tokens' own frequencies: no model without context can do better.
+    trigram        interpolated Kneser-Ney on all of `training`, as much as the model read.
+    trigram_few    on the first `few` texts, fivegram_few likewise with two more tokens of context. Where each template
+                   was filled hundreds of times nothing in it looks rare, so the full fit leaves next to no mass for
+                   new text: it is the stronger rival on seen templates, and this one on those held out.
     """
     ids = subject.tokenizer([row["text"] for row in rows])["input_ids"]
     end, vocabulary = subject.tokenizer.eos_token_id, subject.facts["vocabulary"]
     found: dict[str, dict[str, float]] = {which: {} for which in _sets(rows)}
-    for name, order in (("trigram", 3), ("fivegram", 5)):
-        flat = KneserNey.fit(training, vocabulary, end, order).nats(ids)
+    cases = (("trigram", 3, training), ("trigram_few", 3, training[:few]), ("fivegram_few", 5, training[:few]))
+    for name, order, texts in cases:
+        flat = KneserNey.fit(texts, vocabulary, end, order).nats(ids)
         each = [part[1:] for part in np.split(flat, np.cumsum([len(row) + 1 for row in ids])[:-1])]
         for which in found:
-            found[which] |= _mean(rows, each, which, name)
+            found[which] |= _mean(rows, each, name, set=which)
     for which in found:
         kept = [t for row, i in zip(rows, ids, strict=True) if row["set"] == which for t in (*i[1:], end)]
         share = np.unique(kept, return_counts=True)[1] / len(kept)
         found[which] |= {"unigram": float(-(share * np.log(share)).sum())}
-    return found
-
-
-def by_domain(subject: Subject, rows: Rows) -> dict[str, dict[str, float]]:
-    """The model's loss in each domain and set, in nats a token."""
-    each = nats(subject, [row["text"] for row in rows])
-    found: dict[str, dict[str, float]] = {}
-    for domain in sorted({row["domain"] for row in rows}):
-        mine = [i for i, row in enumerate(rows) if row["domain"] == domain]
-        part, parts = [rows[i] for i in mine], [each[i] for i in mine]
-        found[domain] = {which: _mean(part, parts, which, "model")["model"] for which in _sets(part)}
     return found
 
 
@@ -88,19 +86,16 @@ def _sets(rows: Rows) -> list[str]:
     return sorted({row["set"] for row in rows})
 
 
-def _mean(rows: Rows, each: Sequence[np.ndarray], which: str, name: str) -> dict[str, float]:
-    """Mean over the tokens of one set. Its error counts templates, not tokens: sqrt(sum_t (S_t - m N_t)^2) / N."""
-    units: dict[str, int] = {}
-    for row in rows:
-        if row["set"] == which:
-            units.setdefault(row["template"], len(units))
-    total, tokens, texts = np.zeros(len(units)), np.zeros(len(units)), 0
+def _mean(rows: Rows, each: Sequence[np.ndarray], name: str, **only: str) -> dict[str, float]:
+    """Mean over the tokens of some rows. Its error counts templates, not tokens: sqrt(sum_t (S_t - m N_t)^2) / N."""
+    sums: dict[str, np.ndarray] = {}
+    texts = 0
     for row, part in zip(rows, each, strict=True):
-        if row["set"] == which:
-            u, texts = units[row["template"]], texts + 1
-            total[u] += part.sum()
-            tokens[u] += len(part)
+        if all(row[column] == value for column, value in only.items()):
+            sums[row["template"]] = sums.get(row["template"], 0) + np.array([part.sum(), len(part)])
+            texts += 1
+    total, tokens = np.stack(list(sums.values())).T
     mean = total.sum() / tokens.sum()
     error = np.sqrt(((total - mean * tokens) ** 2).sum()) / tokens.sum()
-    counts = {"templates": len(units), "texts": texts, "tokens": int(tokens.sum())}
+    counts = {"templates": len(sums), "texts": texts, "tokens": int(tokens.sum())}
     return counts | {name: float(mean), f"{name}_se": float(error)}

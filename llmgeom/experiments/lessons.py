@@ -19,7 +19,6 @@ from llmgeom.prompts.grammar import fill, templates
 
 END = "<|endoftext|>"
 SETS = ("held-out", "seen")
-_AT_ONCE = 20_000
 
 
 @dataclass(frozen=True)
@@ -37,14 +36,18 @@ def domains() -> tuple[str, ...]:
     return tuple(name for name in known() if name != MIXED)
 
 
-def lessons(n: int, context: int, vocabulary: int, seed: int) -> Lessons:
+def lessons(n: int, context: int, vocabulary: int, seed: int, at_once: int, split: float = 0.0) -> Lessons:
     """`n` windows of `context` tokens from the stream of all domains; held-out templates are in none.
+
+    The tokenizer is learnt on the first `at_once` texts; that many more are drawn whenever they run out. In the windows
+    a fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
 
     Each window starts with a whole text, as a prompt does, and runs on through separators; the text that does not fit
     is cut, and the next window starts with the one after it.
     """
     stream = corpus.texts(domains(), seed)
-    texts = list(islice(stream, _AT_ONCE))
+    rng = Random(f"llmgeom/split/{seed}")
+    texts = list(islice(stream, at_once))
     tokenizer = learn_tokenizer(texts, vocabulary, context)
     ids = tokenizer(texts)["input_ids"]
     windows = torch.zeros(n, context, dtype=torch.int16)
@@ -53,12 +56,26 @@ def lessons(n: int, context: int, vocabulary: int, seed: int) -> Lessons:
         column = 0
         while column < context:
             if used == len(texts):
-                more = list(islice(stream, _AT_ONCE))
+                more = list(islice(stream, at_once))
                 texts, ids = texts + more, ids + tokenizer(more)["input_ids"]
-            part = torch.tensor([*ids[used], tokenizer.eos_token_id][: context - column])
+            broken = pieces(texts[used], tokenizer, rng, split) if split else ids[used]
+            part = torch.tensor([*broken, tokenizer.eos_token_id][: context - column])
             window[column : column + len(part)] = part
             used, column = used + 1, column + len(part)
     return Lessons(tuple(texts[:used]), tuple(ids[:used]), tokenizer, windows)
+
+
+def pieces(text: str, tokenizer: PreTrainedTokenizerBase, rng: Random, split: float) -> list[int]:
+    """The text's ids with a fraction `split` of its words cut in two at random before they become tokens.
+
+    A word never met comes as short pieces, and a model that has seen only whole words knows nothing of those. It is
+    BPE dropout (Provilkov, Emelianenko & Voita 2020) in a coarser form: that of `tokenizers` cannot be seeded.
+    """
+    bpe, found = tokenizer.backend_tokenizer, []
+    for word, _ in bpe.pre_tokenizer.pre_tokenize_str(text):
+        cut = 1 + int(rng.random() * (len(word) - 1)) if rng.random() < split and len(word) > 1 else len(word)
+        found += [token.id for part in (word[:cut], word[cut:]) for token in bpe.model.tokenize(part)]
+    return found
 
 
 def learn_tokenizer(texts: Sequence[str], vocabulary: int, context: int) -> PreTrainedTokenizerBase:

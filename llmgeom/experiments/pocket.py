@@ -24,13 +24,15 @@ from torch import Tensor
 
 from llmgeom.errors import Refused
 from llmgeom.experiments import exam
-from llmgeom.experiments.lessons import SETS, domains, examination, lessons, sha256
+from llmgeom.experiments.lessons import SETS, Lessons, domains, examination, lessons, sha256
 from llmgeom.prompts import corpus
 from llmgeom.prompts.domains import MIXED
+from llmgeom.prompts.grammar import templates
 from llmgeom.record import write_whole
 from llmgeom.subject import Subject
 
 PROMPTS = ("math", MIXED)
+RIVALS = ("model", "trigram", "trigram_few", "fivegram_few", "unigram")
 Progress = Callable[[int, int, float], None]
 
 
@@ -40,6 +42,9 @@ class Pocket:
 
     ffn        496 and not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16.
     context    tokens a training window holds, and the positions the model accepts.
+    dropout    on what each block writes; noise, the fraction of input tokens replaced at random (never targets); split,
+               of words cut in two (`lessons.pieces`). Without them the few templates are learnt by heart, and the
+               loss on held-out ones rises from step 200 on.
     seed       of the initial weights, drawn exactly as `Subject.twin` draws them: `@step0` is where this model began.
     fillings   of each template in the examination; the held-out half has only templates never trained on.
     """
@@ -52,11 +57,15 @@ class Pocket:
     vocabulary: int = 1024
     context: int = 128
     batch: int = 24
-    steps: int = 2500
+    steps: int = 1000
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
+    dropout: float = 0.1
+    noise: float = 0.15
+    split: float = 0.1
     seed: int = 0
     text_seed: int = 0
+    tokenizer_texts: int = 20_000
     examination_seed: int = 1
     fillings: int = 4
 
@@ -70,6 +79,7 @@ class Pocket:
             intermediate_size=self.ffn,
             max_position_embeddings=self.context,
             rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+            hidden_dropout=self.dropout,
             tie_word_embeddings=False,
             bos_token_id=0,
             eos_token_id=0,
@@ -84,10 +94,13 @@ class Pocket:
 
 @dataclass(frozen=True)
 class Demands:
-    """What a model must reach on held-out templates to be shipped: losses as fractions, entropy span in bits."""
+    """What a model must reach to be shipped: loss on held-out templates as fractions, entropy span in bits.
+
+    of_trigram    of the better trigram's loss (see `exam.rivals`).
+    """
 
     of_unigram: float = 0.6
-    of_trigram: float = 0.9
+    of_trigram: float = 0.95
     span: float = 3.0
 
 
@@ -115,7 +128,14 @@ def build(
         raise Refused(f"{out} exists and is not a pocket model: give a new folder")
     began = time.process_time()
     with _one_thread():
-        read = lessons(spec.steps * spec.batch, spec.context, spec.vocabulary, spec.text_seed)
+        read = lessons(
+            spec.steps * spec.batch,
+            spec.context,
+            spec.vocabulary,
+            seed=spec.text_seed,
+            at_once=spec.tokenizer_texts,
+            split=spec.split,
+        )
         sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(read.texts))
         model = spec.start()
         start = Subject.of(model).weight_hash
@@ -128,8 +148,9 @@ def build(
             lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
             write_whole(temporary / "examination.jsonl", lines.encode())
             subject = stored(temporary)
-            measured = _measured(subject, sample, read.ids)
-            _judge(measured, demands)
+            measured = _measured(subject, sample, read)
+            if short := missed(measured, demands):
+                raise Refused(f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps is off")
             card = {
                 "name": name,
                 "seed": spec.seed,
@@ -138,16 +159,17 @@ def build(
                 "tokens": read.windows.numel(),
                 "texts": len(read.texts),
                 "corpus": {
-                    "domains": domains(),
+                    "domains": list(domains()),
                     "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
                     "rule": "a fixed tenth of each domain's templates is in no training text (prompts/corpus.py)",
                     "sha256_of_first_1000": sha256(read.texts[:1000]),
                 },
                 **measured,
                 "demands": dataclasses.asdict(demands),
+                "misses_of_the_usual_demands": missed(measured, DEMANDS),
                 "curve": curve,
                 "weights": {"start": start, "stored": subject.weight_hash},
-                "command": _command(name, changes),
+                "command": _command(name, demands, changes),
                 "cpu_minutes": (time.process_time() - began) / 60,
                 "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
             }
@@ -167,23 +189,27 @@ def train(model, windows: Tensor, spec: Pocket, progress: Progress | None = None
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=spec.weight_decay, fused=True
     )
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, spec.steps))
     curve, recent = [], []
     model.train()
-    for step, ids in enumerate(windows.long().split(spec.batch), start=1):
-        logits = model(ids, use_cache=False).logits[:, :-1]
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        recent.append(loss.item())
-        if progress:
-            progress(step, spec.steps, recent[-1])
-        if step % 100 == 0 or step == spec.steps:
-            curve.append({"step": step, "loss": float(np.mean(recent))})
-            recent = []
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(spec.seed)
+        for step, ids in enumerate(windows.long().split(spec.batch), start=1):
+            for group in optimizer.param_groups:
+                group["lr"] = spec.learning_rate * _rate(step - 1, spec.steps)
+            # The separator stays out of the noise: a text's start would be learnt where there is none.
+            noisy = torch.where(torch.rand(ids.shape) < spec.noise, torch.randint(1, spec.vocabulary, ids.shape), ids)
+            logits = model(torch.where(ids == 0, ids, noisy), use_cache=False).logits[:, :-1]
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            recent.append(loss.item())
+            if progress:
+                progress(step, spec.steps, recent[-1])
+            if step % 100 == 0 or step == spec.steps:
+                curve.append({"step": step, "loss": float(np.mean(recent))})
+                recent = []
     model.eval()
     return curve
 
@@ -202,35 +228,38 @@ def stored(folder: str | os.PathLike) -> Subject:
     return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
 
 
-def _measured(subject: Subject, sample: list[dict[str, str]], training: Sequence[list[int]]) -> dict[str, Any]:
-    model, others = exam.losses(subject, sample), exam.rivals(subject, sample, training)
+def _measured(subject: Subject, sample: list[dict[str, str]], read: Lessons) -> dict[str, Any]:
+    once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
+    model, others = exam.losses(subject, sample), exam.rivals(subject, sample, read.ids, few=once)
     return {
         "losses": {which: {**model[which], **others[which]} for which in model},
-        "losses_by_domain": exam.by_domain(subject, sample),
         "entropy_bits": {name: exam.entropies(subject, name) for name in PROMPTS},
     }
 
 
-def _command(name: str, changes: Mapping[str, Any]) -> str:
-    steps = f" --steps {changes['steps']}" if "steps" in changes else ""
-    return f"python -m llmgeom.experiments.pocket {name} --out llmgeom/pocket/{name}{steps}"
+def _command(name: str, demands: Demands, changes: Mapping[str, Any]) -> str:
+    out = f"llmgeom/pocket/{name}"
+    if demands == DEMANDS and changes.keys() <= {"steps"}:
+        steps = f" --steps {changes['steps']}" if changes else ""
+        return f"python -m llmgeom.experiments.pocket {name} --out {out}{steps}"
+    given = "".join(f", {key}={value!r}" for key, value in {"demands": demands, **changes}.items())
+    return f"python -c \"from llmgeom.experiments.pocket import *; build('{name}', '{out}'{given})\""
 
 
-def _judge(measured: Mapping[str, Any], demands: Demands) -> None:
-    """Raises Refused, naming every demand that is missed and by how much."""
+def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:
+    """Every demand that is missed, and by how much."""
     loss = measured["losses"]["held-out"]
-    missed = [
+    better = min("trigram", "trigram_few", key=lambda name: loss[name])
+    found = [
         f"{loss['model']:.3f} nats a token on held-out templates, at most {share} of {rival}'s {loss[rival]:.3f} asked"
-        for rival, share in (("unigram", demands.of_unigram), ("trigram", demands.of_trigram))
+        for rival, share in (("unigram", demands.of_unigram), (better, demands.of_trigram))
         if loss["model"] > share * loss[rival]
     ]
-    missed += [
+    return found + [
         f"next-token entropies on {name} span {found['span']:.2f} bits, at least {demands.span} asked"
         for name, found in measured["entropy_bits"].items()
         if found["span"] < demands.span
     ]
-    if missed:
-        raise Refused(f"not shipped: {'; '.join(missed)}; train longer (--steps), or look at the text it was given")
 
 
 def _place(temporary: Path, out: Path) -> None:
@@ -256,14 +285,13 @@ def _one_thread():
 def _page(card: Mapping[str, Any]) -> str:
     """The card for people."""
     held, seen = (card["losses"][which] for which in SETS)
-    rows = "".join(
-        f"| {who} | {held[who]:.3f} | {seen[who]:.3f} |\n" for who in ("model", "trigram", "fivegram", "unigram")
-    )
+    rows = "".join(f"| {who} | {held[who]:.3f} | {seen[who]:.3f} |\n" for who in RIVALS)
     spans = "".join(
         f"Next-token entropy over {e['prompts']} prompts of {name}: {e['quantiles']['0%']:.2f} to "
         f"{e['quantiles']['100%']:.2f} bits (5-95 %: {e['quantiles']['5%']:.2f} to {e['quantiles']['95%']:.2f}).\n"
         for name, e in card["entropy_bits"].items()
     )
+    misses = "".join(f"Misses what is usually asked: {miss}.\n" for miss in card["misses_of_the_usual_demands"])
     return f"""# pocket:{card["name"]}
 
 A causal language model of {card["parameters"]:,} parameters (GPT-NeoX, {card["spec"]["layers"]} layers, width
@@ -276,7 +304,7 @@ Loss in nats a token, measured on the stored weights (bfloat16 loaded to float32
 |---|---|---|
 {rows}
 Standard error of the model's loss by template: {held["model_se"]:.3f} and {seen["model_se"]:.3f}.
-{spans}
+{spans}{misses}
 All numbers, seeds and versions: `card.json`. Rebuild: `{card["command"]}`.
 """
 

@@ -122,7 +122,8 @@ def prepare(asked: Request) -> Plan:
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})[:8]
-        safe = "".join(c if c.isalnum() or c in "._" else "-" for c in asked.model)
+        called = Path(located.path).resolve().name if located.kind == "local" else asked.model
+        safe = "".join(c if c.isalnum() or c in "._" else "-" for c in called)
         plan = Plan(asked, located, chosen, pools, stratify, Path("runs") / f"{safe}-{'+'.join(pools)}-{specs}")
     for name in pools:
         _check_folder(plan.folder(name), digest(plan.spec(name)))
