@@ -38,7 +38,7 @@ class Result(Base):
         "layer. The second form drops the weight on the first token and renormalises (over log2 of one token fewer). "
         "Intervals are jackknifed over templates."
     )
-    NULL = "The same model re-initialised, and the same prompts with all tokens but the last shuffled; both must fall."
+    NULL = "The same model re-initialised, and the same prompts with all but the last token shuffled: beat both."
     FAILURE_MODES = (
         "A sink on the first token lowers entropy with no evidence gathered. Under a sliding window a query sees fewer "
         "tokens than the log2 assumes. Induction and previous-token heads are sharp at any depth, so the mean over "

@@ -52,13 +52,13 @@ def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, pla
         across, ends = (x, bounds) if len(y) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
         edge = {"x": compact(across), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
         hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
-        shade = {"fill": "tonexty", "fillpattern": hatch, "name": plotly_text(f"null: {means}", 90)}
+        shade = {"fill": "tonexty", "fillpattern": hatch, "name": "null band"}
         traces = [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}]
         columns, table = [*columns, "null low", "null high"], [y, bounds[:, 0], bounds[:, 1]]
         caption, label = f"{caption} Hatched: {means}.", f"{label}; the null band from {span(bounds)}"
     hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(x, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
-    traces.append(line | {"x": compact(x), "y": compact(y), "name": plotly_text(name), "hovertext": hover})
+    traces.append(line | {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover})
     layout = {
         "xaxis": indexed(axis, len(y)) | {"range": [-0.5, len(y) - 0.5]},
         "yaxis": {"title": {"text": plotly_text(titled(declared.meaning, declared.unit), 42)}},

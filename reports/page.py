@@ -44,7 +44,7 @@ def page(records: Sequence[Record]) -> str:
     allowed = Markup(f"'{_hash(script)}' '{plotly_hash}'")
     template = _environment().get_template("page.html")
     return template.render(
-        title=" | ".join(named),
+        title=_title(records),
         parts=parts,
         warnings=_warnings(named, records),
         rows=lines(records),
@@ -56,6 +56,13 @@ def page(records: Sequence[Record]) -> str:
         plotly=Markup(plotly),
         data=Markup(_json(data)),
     )
+
+
+def _title(records: Sequence[Record]) -> str:
+    """Every model and every source, each once."""
+    models = dict.fromkeys(str(record.subject["name"]) for record in records)
+    sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
+    return f"{', '.join(models)} on {' and '.join(sources)}"
 
 
 def _part(place: int, label: str, record: Record) -> dict[str, Any]:

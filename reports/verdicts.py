@@ -38,8 +38,16 @@ class Row(NamedTuple):
 
 
 def labels(records: Sequence[Record]) -> list[str]:
-    """What to call each record: its title, with its place added where two share a title."""
-    titles = [record.title for record in records]
+    """What to call each record: what tells it from the others (its prompts, its model, or both), with its place added
+    where that is not enough."""
+    models = [str(record.subject["name"]) for record in records]
+    sources = [str(record.source.get("name", "prompts")) for record in records]
+    if len(set(models)) == 1 < len(set(sources)):
+        titles = sources
+    elif len(set(sources)) == 1 < len(set(models)):
+        titles = models
+    else:
+        titles = [record.title for record in records]
     return [
         visible(f"{title} (run {place})" if titles.count(title) > 1 else title) for place, title in enumerate(titles, 1)
     ]

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from llmgeom.errors import Refused
 from llmgeom.experiments import exam, pocket
+from llmgeom.experiments.exam import DEMANDS, Demands, missed
 from llmgeom.experiments.lessons import domains, examination, lessons, pieces, sha256
-from llmgeom.experiments.pocket import Demands, build
+from llmgeom.experiments.pocket import build
 from llmgeom.experiments.trigram import KneserNey
 from llmgeom.prompts import corpus
 from llmgeom.subject import Subject
@@ -153,7 +154,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
     rows = [json.loads(line) for line in (folder / "examination.jsonl").read_text().splitlines()]
-    again = exam.losses(pocket.stored(folder), rows)
+    again = exam.losses(exam.stored(folder), rows)
     for which in ("held-out", "seen"):
         assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-6)
     assert {p.name for p in folder.parent.iterdir()} == {"pythia"}
@@ -161,7 +162,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
 
 def test_loss_is_that_of_transformers(tiny):
     folder, _, _ = tiny
-    subject = pocket.stored(folder)
+    subject = exam.stored(folder)
     texts = ["The owl is grey.", "Ada has 3 apples and 4 pears in a box."]
     for text, found in zip(texts, exam.nats(subject, texts), strict=True):
         ids = torch.tensor([[*subject.tokenizer(text)["input_ids"], 0]])
@@ -172,8 +173,8 @@ def test_loss_is_that_of_transformers(tiny):
 def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     folder, card, _ = tiny
     torch.manual_seed(99)
-    assert pocket.stored(folder).twin(card["seed"]).weight_hash == card["weights"]["start"]
-    assert pocket.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
+    assert exam.stored(folder).twin(card["seed"]).weight_hash == card["weights"]["start"]
+    assert exam.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
 
 
 def test_the_same_build_gives_the_same_weights(tiny, tmp_path):
@@ -202,8 +203,8 @@ def test_each_demand_is_named_when_it_is_missed(name, value, what):
     good = {"model": 3.0, "unigram": 6.0, "trigram": 5.0, "trigram_few": 4.0}
     spans = {"math": {"span": 4.0}, "mixed": {"span": value if name == "span" else 4.0}}
     measured = {"losses": {"held-out": good | {name: value}}, "entropy_bits": spans}
-    assert not pocket.missed({"losses": {"held-out": good}, "entropy_bits": {"math": {"span": 3.0}}}, pocket.DEMANDS)
-    (miss,) = [miss for miss in pocket.missed(measured, pocket.DEMANDS) if what in miss.replace("'s", "").split()]
+    assert not missed({"losses": {"held-out": good}, "entropy_bits": {"math": {"span": 3.0}}}, DEMANDS)
+    (miss,) = [miss for miss in missed(measured, DEMANDS) if what in miss.replace("'s", "").split()]
     assert "asked" in miss
 
 
@@ -227,15 +228,15 @@ def card():
 
 def test_the_shipped_losses_are_those_of_its_card(card):
     rows = [json.loads(line) for line in (SHIPPED / "examination.jsonl").read_text().splitlines()]
-    again = exam.losses(pocket.stored(SHIPPED), rows)
+    again = exam.losses(exam.stored(SHIPPED), rows)
     for which in ("held-out", "seen"):
         assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-3)
         assert again[which]["tokens"] == card["losses"][which]["tokens"]
 
 
 def test_the_shipped_model_has_no_unsaid_miss(card):
-    assert card["misses_of_the_usual_demands"] == pocket.missed(card, pocket.DEMANDS)
-    assert not pocket.missed(card, Demands(**card["demands"]))
+    assert card["misses_of_the_usual_demands"] == missed(card, DEMANDS)
+    assert not missed(card, Demands(**card["demands"]))
     for miss in card["misses_of_the_usual_demands"]:
         assert miss in (SHIPPED / "card.md").read_text()
 
@@ -250,8 +251,8 @@ def test_the_shipped_model_is_small_and_loads_from_its_folder():
 
 
 def test_step_0_of_the_shipped_model_is_where_its_training_began(card):
-    spec = pocket.Pocket(**card["spec"])
-    assert pocket.stored(SHIPPED).twin(card["seed"]).weight_hash == Subject.of(spec.start()).weight_hash
+    began = Subject.of(pocket.Pocket(**card["spec"]).start()).weight_hash
+    assert Subject.load("pocket:pythia@step0", device="cpu", offline=True).weight_hash == began
 
 
 def test_the_grammars_still_say_what_the_shipped_model_was_trained_on(card):
