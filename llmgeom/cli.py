@@ -88,7 +88,7 @@ def _model_options(command):
 @click.option("--domain", "domains", multiple=True, help="Prompt domain; repeat for several. [default: mixed and math]")
 @click.option("--prompts", "prompts_file", help="Your own prompts: .jsonl, .txt or - for standard input.")
 @click.option("--prompts-from", help="Reuse the prompts of an earlier run folder.")
-@click.option("--n", default=75, show_default=True, help="Prompts a domain, spread evenly over next-token entropy.")
+@click.option("--n", type=int, help="Prompts a domain, spread evenly over entropy. [default: 75; fewer in small ones]")
 @click.option("--limit", type=int, help="Use only the first LIMIT prompts of a file, or a pool of at most LIMIT.")
 @click.option("--probes", help="Comma-separated probe names. [default: all; see `llmgeom list probes`]")
 @click.option(

@@ -166,6 +166,18 @@ def test_prompts_come_from_standard_input(tmp_path):
     assert len(Record.load(tmp_path / "x").prompts["text"]) == 12
 
 
+def test_a_small_domain_is_scanned_with_what_it_can_give(tmp_path):
+    from llmgeom.prompts.domains import Domain, known
+
+    for name in known():
+        result = call("scan", "--domain", name, "--dry-run", "--json", "--out", str(tmp_path / name))
+        n = json.loads(result.stdout)["sources"][name]["prompts"]
+        templates = len(set(Domain(name).sample(Domain(name).size(), 0).unit))
+        assert n == 75 if templates >= 60 else 40 <= n <= 2 * templates
+    result = call("scan", "--domain", "code", "--nulls", "1", "--out", str(tmp_path / "code"), "-q")
+    assert result.exit_code == 0, result.output
+
+
 def test_a_folder_with_another_run_is_left_alone(run_folder, tmp_path):
     folder = tmp_path / "kept"
     shutil.copytree(run_folder, folder)
@@ -220,7 +232,7 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     body = json.loads(result.stdout)
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
-    assert math["prompts"] == 75 and math["passes"] == 42 and math["tokens"] > math["pool"]
+    assert math["prompts"] == 75 and math["passes"] == 62 and math["tokens"] > math["pool"]
     assert not (tmp_path / "x" / "record.json").exists()
     human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import transformers
 
 from llmgeom.capture import Site
 from llmgeom.experiments.trigram import KneserNey
 from llmgeom.information import bits
-from llmgeom.prompts.domains import Domain
+from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.subject import Subject
 
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 Rows = Sequence[Mapping[str, str]]
+
+
+@dataclass(frozen=True)
+class Demands:
+    """What a model must reach to be shipped: loss on held-out templates as fractions, entropy span in bits.
+
+    of_trigram    of the better trigram's loss (see `rivals`).
+    """
+
+    of_unigram: float = 0.6
+    of_trigram: float = 0.95
+    span: float = 3.0
+
+
+DEMANDS = Demands()
+
+
+def stored(folder: str | os.PathLike) -> Subject:
+    """The model in a folder as every command reads it: offline, bfloat16 loaded to float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
+
+
+def sit(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, Any]:
+    """The whole examination: losses of the model and its rivals in each set, entropies over prompts of two domains."""
+    model, others = losses(subject, rows), rivals(subject, rows, training, few)
+    return {
+        "losses": {which: {**model[which], **others[which]} for which in model},
+        "entropy_bits": {name: entropies(subject, name) for name in ("math", MIXED)},
+    }
 
 
 @torch.no_grad()
@@ -80,6 +115,22 @@ def entropies(subject: Subject, name: str, n: int = 300, seed: int = 0) -> dict[
     found = bits(subject.capture(batch, {Site.ENTROPY}).entropy.double().numpy())
     quantiles = {f"{q}%": float(np.percentile(found, q)) for q in QUANTILES}
     return {"prompts": len(batch), "seed": seed, "span": float(np.ptp(found)), "quantiles": quantiles}
+
+
+def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:
+    """Every demand that is missed, and by how much."""
+    loss = measured["losses"]["held-out"]
+    better = min("trigram", "trigram_few", key=lambda name: loss[name])
+    found = [
+        f"{loss['model']:.3f} nats a token on held-out templates, at most {share} of {rival}'s {loss[rival]:.3f} asked"
+        for rival, share in (("unigram", demands.of_unigram), (better, demands.of_trigram))
+        if loss["model"] > share * loss[rival]
+    ]
+    return found + [
+        f"next-token entropies on {name} span {found['span']:.2f} bits, at least {demands.span} asked"
+        for name, found in measured["entropy_bits"].items()
+        if found["span"] < demands.span
+    ]
 
 
 def _sets(rows: Rows) -> list[str]:

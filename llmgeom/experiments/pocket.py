@@ -24,14 +24,13 @@ from torch import Tensor
 
 from llmgeom.errors import Refused
 from llmgeom.experiments import exam
-from llmgeom.experiments.lessons import SETS, Lessons, domains, examination, lessons, sha256
+from llmgeom.experiments.exam import DEMANDS, Demands, missed, stored
+from llmgeom.experiments.lessons import SETS, domains, examination, lessons, sha256
 from llmgeom.prompts import corpus
-from llmgeom.prompts.domains import MIXED
 from llmgeom.prompts.grammar import templates
 from llmgeom.record import write_whole
 from llmgeom.subject import Subject
 
-PROMPTS = ("math", MIXED)
 RIVALS = ("model", "trigram", "trigram_few", "fivegram_few", "unigram")
 Progress = Callable[[int, int, float], None]
 
@@ -92,20 +91,7 @@ class Pocket:
             return transformers.AutoModelForCausalLM.from_config(self.config())
 
 
-@dataclass(frozen=True)
-class Demands:
-    """What a model must reach to be shipped: loss on held-out templates as fractions, entropy span in bits.
-
-    of_trigram    of the better trigram's loss (see `exam.rivals`).
-    """
-
-    of_unigram: float = 0.6
-    of_trigram: float = 0.95
-    span: float = 3.0
-
-
 POCKETS = {"pythia": Pocket()}
-DEMANDS = Demands()
 
 
 def build(
@@ -144,11 +130,13 @@ def build(
         try:
             temporary.mkdir(parents=True)
             model.to(torch.bfloat16).save_pretrained(temporary)
+            (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
             read.tokenizer.save_pretrained(temporary)
             lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
             write_whole(temporary / "examination.jsonl", lines.encode())
             subject = stored(temporary)
-            measured = _measured(subject, sample, read)
+            once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
+            measured = exam.sit(subject, sample, read.ids, few=once)
             if short := missed(measured, demands):
                 raise Refused(f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps is off")
             card = {
@@ -218,23 +206,7 @@ def _rate(step: int, steps: int) -> float:
     return min((step + 1) / 100, 0.05 + 0.95 * (1 + math.cos(math.pi * step / steps)) / 2)
 
 
-# ---- what was stored ------------------------------------------------------------------------------------------------
-
-
-def stored(folder: str | os.PathLike) -> Subject:
-    """The model in a folder as every command reads it: offline, bfloat16 loaded to float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
-
-
-def _measured(subject: Subject, sample: list[dict[str, str]], read: Lessons) -> dict[str, Any]:
-    once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-    model, others = exam.losses(subject, sample), exam.rivals(subject, sample, read.ids, few=once)
-    return {
-        "losses": {which: {**model[which], **others[which]} for which in model},
-        "entropy_bits": {name: exam.entropies(subject, name) for name in PROMPTS},
-    }
+# ---- the card -------------------------------------------------------------------------------------------------------
 
 
 def _command(name: str, demands: Demands, changes: Mapping[str, Any]) -> str:
@@ -244,22 +216,6 @@ def _command(name: str, demands: Demands, changes: Mapping[str, Any]) -> str:
         return f"python -m llmgeom.experiments.pocket {name} --out {out}{steps}"
     given = "".join(f", {key}={value!r}" for key, value in {"demands": demands, **changes}.items())
     return f"python -c \"from llmgeom.experiments.pocket import *; build('{name}', '{out}'{given})\""
-
-
-def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:
-    """Every demand that is missed, and by how much."""
-    loss = measured["losses"]["held-out"]
-    better = min("trigram", "trigram_few", key=lambda name: loss[name])
-    found = [
-        f"{loss['model']:.3f} nats a token on held-out templates, at most {share} of {rival}'s {loss[rival]:.3f} asked"
-        for rival, share in (("unigram", demands.of_unigram), (better, demands.of_trigram))
-        if loss["model"] > share * loss[rival]
-    ]
-    return found + [
-        f"next-token entropies on {name} span {found['span']:.2f} bits, at least {demands.span} asked"
-        for name, found in measured["entropy_bits"].items()
-        if found["span"] < demands.span
-    ]
 
 
 def _place(temporary: Path, out: Path) -> None:
