@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from llmgeom import hub
+from llmgeom import hub, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks
@@ -314,9 +314,9 @@ class Subject:
     def _run(self, recorder: Recorder, ids: Tensor) -> Tensor:
         """One forward that `recorder` sees; the logits of its rows, [row vocabulary]."""
         with recording(recorder, self.blocks, self.model.get_output_embeddings()):
-            return self._logits(ids)
+            return self.logits(ids)
 
-    def _logits(self, ids: Tensor) -> Tensor:
+    def logits(self, ids: Tensor) -> Tensor:
         """Logits of the rows the recorder asks for, [row vocabulary]; no mask: a causal token never sees right pads."""
         device = self.model.get_input_embeddings().weight.device
         ids = ids.to(device)
@@ -357,69 +357,9 @@ class Subject:
             )
         return Store(root, spec)
 
-    # ---- parity -----------------------------------------------------------------------------------------------------
-
     def check(self) -> dict[str, Any]:
-        """Does what is captured agree with the model itself? Run at every load; the record carries the answer.
-
-        On two random sequences: each layer is entered once (else UnsupportedModel); largest |difference| of the logits
-        with and without capture; of each captured row times the values against the model's own attention output
-        (relative to its rms); and of residual in + writes against residual out (relative to its rms). Where the last
-        fails, the writes are marked unavailable, as in post-norm families.
-        """
-        generator = torch.Generator().manual_seed(0)
-        length = min(24, self.facts["positions"] or 24)
-        if self.facts["window"] and self.facts["window"] < 64:
-            length = min(2 * self.facts["window"], self.facts["positions"] or 128)
-        ids = torch.randint(self.facts["vocabulary"], (2, length), generator=generator)
-        tokens = Tokens(ids, torch.tensor([length, length - 3 if length > 4 else length]))
-        batch = Batch(tokens, ("a", "b"), {"kind": "parity"})
-        sites = {Site.ATTENTION, Site.VALUE, Site.Z, Site.RESIDUAL, Site.LOG_PROBS}
-        writes = {Site.ATTENTION_WRITE, Site.MLP_WRITE} if self._writers_known() else set()
-        plain = self._plain_log_probs(tokens)
-        whole = replace(batch, query=None)
-        seen = self.capture(whole, sites | writes, positions="all", batch_tokens=2 * length)
-        final = self.capture(whole, {Site.LOG_PROBS}, batch_tokens=2 * length)
-        report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
-        report["rows"] = max(
-            _relative(_mix(row, value, seen.prompt, seen.position), z)
-            for row, value, z in zip(
-                seen.layers(Site.ATTENTION), seen.layers(Site.VALUE), seen.layers(Site.Z), strict=True
-            )
-        )
-        tolerance = 1e-4 if self.facts["dtype"] == "float32" else 5e-2
-        if report["rows"] > tolerance or report["logits"] > tolerance:
-            raise UnsupportedModel(
-                f"{self.name} ({self.facts['model_type']}) fails the parity check {report}: what would be captured is "
-                f"not what the model computes; {self.remedy}"
-            )
-        if writes:
-            stream = seen.layers(Site.RESIDUAL)
-            # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
-            report["residual"] = max(
-                min(_relative(stream[i] + a + m, stream[i + 1]), _relative(a + m + stream[i], stream[i + 1]))
-                for i, (a, m) in enumerate(
-                    zip(seen.layers(Site.ATTENTION_WRITE), seen.layers(Site.MLP_WRITE), strict=True)
-                )
-            )
-            if report["residual"] > tolerance:
-                report["writes"] = "unavailable: residual in + writes is not residual out"
-        else:
-            report["writes"] = "unavailable: the modules that write to the residual stream are not known"
-        return report
-
-    def _writers_known(self) -> bool:
-        return all(block.attention_writer is not None and block.mlp_writer is not None for block in self.blocks)
-
-    @torch.no_grad()
-    def _plain_log_probs(self, tokens: Tokens) -> Tensor:
-        """Log-probabilities at the final tokens with our function out of the way and the same logits kept."""
-        rows = (torch.arange(len(tokens)), tokens.lengths - 1)
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
-        try:
-            return self._logits(tokens.ids).float().log_softmax(-1).cpu()
-        finally:
-            hook.remove()
+        """Does what is captured agree with the model itself? See `llmgeom.parity.check`."""
+        return parity.check(self)
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:
@@ -488,25 +428,6 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     if width:
         tensors = [torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
     return torch.cat(tensors)
-
-
-def _mix(row: Tensor, value: Tensor, prompt: Tensor, position: Tensor) -> Tensor:
-    """Each row's weights times the values of its own prompt: [row head head_dim] float32."""
-    out = []
-    group = row.shape[1] // value.shape[1]
-    for i in range(len(row)):
-        mine = value[prompt == prompt[i]].float().repeat_interleave(group, dim=1)
-        out.append(torch.einsum("hk,khd->hd", row[i, :, : len(mine)], mine))
-    return torch.stack(out)
-
-
-def _largest(x: Tensor) -> float:
-    return float(x.abs().max())
-
-
-def _relative(x: Tensor, y: Tensor) -> float:
-    """Largest |x - y| over the rms of y."""
-    return float((x.float() - y.float()).abs().max() / y.float().square().mean().sqrt())
 
 
 def _name(key: Key) -> str:

@@ -80,7 +80,7 @@ class BridgeSubject(Subject):
     def _attached(self):
         return nullcontext()
 
-    def _logits(self, ids: Tensor, model: Any = None) -> Tensor:
+    def logits(self, ids: Tensor, model: Any = None) -> Tensor:
         # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
         ids = ids.to(self.model.get_input_embeddings().weight.device)
         return (model or self.model)(input_ids=ids, use_cache=False).logits[:, 0]
@@ -106,7 +106,7 @@ class BridgeSubject(Subject):
         with _one_pass, self.bridge.hooks(fwd_hooks=[(name, hook_of(name, act)) for name, (_, act) in acts.items()]):
             handle = self.bridge.original_model.get_output_embeddings().register_forward_pre_hook(last)
             try:
-                logits = self._logits(ids, self.bridge.original_model)
+                logits = self.logits(ids, self.bridge.original_model)
             finally:
                 handle.remove()
         for name, (site, _) in acts.items():

@@ -56,12 +56,12 @@ class Pocket:
     vocabulary: int = 1024
     context: int = 128
     batch: int = 24
-    steps: int = 1000
+    steps: int = 700
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
-    dropout: float = 0.1
-    noise: float = 0.15
-    split: float = 0.1
+    dropout: float = 0.15
+    noise: float = 0.2
+    split: float = 0.35
     seed: int = 0
     text_seed: int = 0
     tokenizer_texts: int = 20_000
