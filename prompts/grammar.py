@@ -29,7 +29,7 @@ MARK = " | "
 _SLOT = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
 _WORD = re.compile(r"(an? )?([a-z_]+)(\d*)(?:\.(\w+))?", re.IGNORECASE)
 _HEADER = re.compile(r"@ (([a-z]+)-\d{3,})((?: [\w-]+)*)((?:; [^;]+)*)")
-_VOWEL = re.compile(r"(?!uni|uti)[aeiou]", re.IGNORECASE)
+_VOWEL = re.compile(r"(?!uni|uti|use)[aeiou]", re.IGNORECASE)
 _TRIES = 10_000
 
 

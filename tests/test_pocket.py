@@ -214,6 +214,8 @@ def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, ca
         build("pythia", tmp_path)
     with pytest.raises(Refused, match="known are pythia"):
         build("pithia", tmp_path / "new")
+    with pytest.raises(Refused, match="--steps 0: give at least 1"):
+        build("pythia", tmp_path / "new", steps=0)
     assert pocket.main(["pythia", "--out", str(tmp_path)]) == 1
     assert "not a pocket model" in capsys.readouterr().err
 
@@ -248,6 +250,10 @@ def test_the_shipped_model_is_small_and_loads_from_its_folder():
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)
     assert model.config.vocab_size == len(tokenizer) == 1024
     assert tokenizer("a")["input_ids"] == tokenizer("a", add_special_tokens=False)["input_ids"]
+
+
+def test_the_shipped_model_has_the_settings_a_rebuild_would_use(card):
+    assert pocket.Pocket(**card["spec"]) == pocket.POCKETS["pythia"]
 
 
 def test_step_0_of_the_shipped_model_is_where_its_training_began(card):

@@ -42,8 +42,8 @@ class Pocket:
     ffn        496 and not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16.
     context    tokens a training window holds, and the positions the model accepts.
     dropout    on what each block writes; noise, the fraction of input tokens replaced at random (never targets); split,
-               of words cut in two (`lessons.pieces`). Without them the few templates are learnt by heart, and the
-               loss on held-out ones rises from step 200 on.
+               of words cut in two (`lessons.pieces`). Without them the templates are learnt by heart and the loss
+               on held-out ones rises from step 200 on; with more of each, little else is learnt either.
     seed       of the initial weights, drawn exactly as `Subject.twin` draws them: `@step0` is where this model began.
     fillings   of each template in the examination; the held-out half has only templates never trained on.
     """
@@ -56,12 +56,12 @@ class Pocket:
     vocabulary: int = 1024
     context: int = 128
     batch: int = 24
-    steps: int = 700
+    steps: int = 1000
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
-    dropout: float = 0.15
-    noise: float = 0.2
-    split: float = 0.35
+    dropout: float = 0.1
+    noise: float = 0.15
+    split: float = 0.1
     seed: int = 0
     text_seed: int = 0
     tokenizer_texts: int = 20_000
@@ -110,6 +110,8 @@ def build(
     if name not in POCKETS:
         raise Refused(f"pocket model {name!r}: known are {', '.join(POCKETS)}")
     spec, out = replace(POCKETS[name], **changes), Path(out)
+    if spec.steps < 1:
+        raise Refused(f"--steps {spec.steps}: give at least 1; the model before its first step is pocket:{name}@step0")
     if out.exists() and not (out / "card.json").exists():
         raise Refused(f"{out} exists and is not a pocket model: give a new folder")
     began = time.process_time()
