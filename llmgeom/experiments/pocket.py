@@ -56,11 +56,11 @@ class Pocket:
     vocabulary: int = 1024
     context: int = 128
     batch: int = 24
-    steps: int = 1000
+    steps: int = 1500
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
-    dropout: float = 0.1
-    noise: float = 0.15
+    dropout: float = 0.05
+    noise: float = 0.08
     split: float = 0.1
     seed: int = 0
     text_seed: int = 0
