@@ -167,13 +167,13 @@ def timing(shape: str, length: int, reps: int) -> dict[str, float]:
 
 
 def memory(shape: str, length: int, arm: str) -> float:
-    """MiB of peak resident size above the loaded model, in a fresh process."""
+    """MiB of peak resident size above the loaded model, median of five fresh processes: one varies by a fifth."""
     code = (
         "import sys; sys.path.insert(0, 'benchmarks'); import capture; "
         f"print(capture.peak({shape!r}, {length}, {arm!r}))"
     )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return float(out.stdout.split()[-1])
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    return statistics.median(float(run.stdout.split()[-1]) for run in runs)
 
 
 def peak(shape: str, length: int, arm: str) -> float:

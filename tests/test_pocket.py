@@ -80,13 +80,13 @@ def test_a_trigram_learns_nothing_across_texts():
 
 
 def test_the_trigram_beats_the_unigram_on_grammar_text():
-    texts = list(islice(corpus.texts(domains(), 0), 3000))
+    texts = list(islice(corpus.texts(domains(), 0), 9000))
     vocabulary = {word: i for i, word in enumerate(sorted({w for t in texts for w in t.split()}), start=1)}
     ids = [[vocabulary[word] for word in text.split()] for text in texts]
-    model = KneserNey.fit(ids[:2700], len(vocabulary) + 1, 0)
-    tokens = [t for row in ids[2700:] for t in (*row, 0)]
+    model = KneserNey.fit(ids[:8700], len(vocabulary) + 1, 0)
+    tokens = [t for row in ids[8700:] for t in (*row, 0)]
     share = np.array(list(Counter(tokens).values())) / len(tokens)
-    assert model.nats(ids[2700:]).mean() < 0.5 * -(share * np.log(share)).sum()
+    assert model.nats(ids[8700:]).mean() < 0.5 * -(share * np.log(share)).sum()
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ def test_the_shipped_model_has_no_unsaid_miss(card):
 
 def test_the_shipped_model_is_small_and_loads_from_its_folder():
     assert (SHIPPED / "model.safetensors").stat().st_size <= 2.1e6
-    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 2.6e6
+    assert sum(path.stat().st_size for path in SHIPPED.iterdir()) <= 2.7e6
     model = AutoModelForCausalLM.from_pretrained(SHIPPED, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(SHIPPED, local_files_only=True)
     assert model.config.vocab_size == len(tokenizer) == 1024

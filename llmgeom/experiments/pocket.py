@@ -66,7 +66,7 @@ class Pocket:
     text_seed: int = 0
     tokenizer_texts: int = 20_000
     examination_seed: int = 1
-    fillings: int = 4
+    fillings: int = 2
 
     def config(self) -> transformers.PreTrainedConfig:
         return transformers.GPTNeoXConfig(
