@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +59,24 @@ def go_offline() -> None:
     """No request goes to the hub from this process from now on, whatever is imported already."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """No request goes to the hub inside this context; afterwards all is as it was.
+
+    local_files_only alone still lets one request out, which a silent server answers after seconds.
+    """
+    variable, constant = os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE
+    go_offline()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = constant
+        if variable is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = variable
 
 
 def locate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -101,8 +101,6 @@ class Subject:
 
             cls = BridgeSubject
         located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
-        if located.local_only:
-            hub.go_offline()  # local_files_only alone still lets one request out
         if dtype is not None and dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
         device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -113,20 +111,19 @@ class Subject:
             "local_files_only": located.local_only,
             "trust_remote_code": trust_remote_code,
         }
-        bars = transformers.utils.logging.is_progress_bar_enabled()
-        transformers.utils.logging.disable_progress_bar()
         try:
-            config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-            loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
-                located.path,
-                output_loading_info=True,
-                config=config,
-                dtype=_dtype(dtype, device, config),
-                use_safetensors=True,
-                **({"device_map": device_map} if device_map else {}),
-                **shared,
-            )
+            with _undisturbed(located.local_only):
+                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+                tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+                    located.path,
+                    output_loading_info=True,
+                    config=config,
+                    dtype=_dtype(dtype, device, config),
+                    use_safetensors=True,
+                    **({"device_map": device_map} if device_map else {}),
+                    **shared,
+                )
             if found["missing_keys"]:
                 # transformers would fill these at random and go on.
                 missing = sorted(found["missing_keys"])
@@ -140,9 +137,6 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        finally:
-            if bars:
-                transformers.utils.logging.enable_progress_bar()
         subject = cls.of(loaded, tokenizer, located.name, revision=located.revision)
         if located.step0:
             subject = subject.twin(_init_seed(located.path))
@@ -360,6 +354,19 @@ class Subject:
     def check(self) -> dict[str, Any]:
         """Does what is captured agree with the model itself? See `llmgeom.parity.check`."""
         return parity.check(self)
+
+
+@contextmanager
+def _undisturbed(silent: bool):
+    """transformers' own progress bars off; where `silent`, no request to the hub. Both are as before afterwards."""
+    bars = transformers.utils.logging.is_progress_bar_enabled()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with hub.silence() if silent else nullcontext():
+            yield
+    finally:
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:

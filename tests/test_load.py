@@ -1,0 +1,62 @@
+"""What `Subject.load` gives is the model that was asked for, whole, and the process is left as it was."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from llmgeom import hub
+from llmgeom.errors import Refused
+from llmgeom.subject import Subject
+
+
+def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    before = constants.HF_HUB_OFFLINE
+    with hub.silence():
+        assert constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    Subject.load("pocket:pythia")
+    assert before == constants.HF_HUB_OFFLINE and "HF_HUB_OFFLINE" not in os.environ
+
+
+def test_weights_that_lack_a_tensor_are_refused(tmp_path):
+    shutil.copytree(hub.locate("pocket:pythia").path, tmp_path / "cut")
+    weights = load_file(tmp_path / "cut" / "model.safetensors")
+    weights.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
+    save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(Refused, match=r"weights lack 1 tensors .* first gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
+        Subject.load(str(tmp_path / "cut"))
+
+
+def test_a_loaded_model_is_the_file_upcast_and_checked():
+    subject = Subject.load("pocket:pythia")
+    weights = load_file(hub.locate("pocket:pythia").path + "/model.safetensors")
+    for name, parameter in subject.model.named_parameters():
+        assert parameter.dtype == torch.float32
+        stored = weights[name if name in weights else "embed_out.weight"]  # the output embedding's name on disk
+        torch.testing.assert_close(parameter.data, stored.float(), rtol=0, atol=0)
+    assert subject.facts["parity"]["logits"] == 0 and subject.facts["parity"]["rows"] < 1e-5
+    assert subject.facts["weights"] == subject.weight_hash
+
+
+def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
+    untrained, trained = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
+    assert untrained.weight_hash == trained.twin(0).weight_hash != trained.weight_hash
+    assert untrained.name == "pocket:pythia@step0"
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"dtype": "int8"}, "--dtype int8: expected one of"),
+        ({"backend": "x"}, "--backend x: expected transformers or tl"),
+    ],
+)
+def test_unknown_settings_are_refused(given, sentence):
+    with pytest.raises(Refused, match=sentence):
+        Subject.load("pocket:pythia", **given)
