@@ -233,7 +233,7 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
     assert math["prompts"] == 75 and math["passes"] == 62 and math["tokens"] > math["pool"]
-    assert not (tmp_path / "x" / "record.json").exists()
+    assert not (tmp_path / "x").exists()
     human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human
 

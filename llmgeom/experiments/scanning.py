@@ -111,8 +111,9 @@ class Plan:
         }
 
 
-def prepare(asked: Request) -> Plan:
-    """Check everything that can be checked before torch is imported. Raises Refused."""
+def prepare(asked: Request, write: bool = True) -> Plan:
+    """Check everything that can be checked before torch is imported; with `write`, also that the run folders can be made
+    (they then are). Raises Refused."""
     if sum((bool(asked.domains), asked.prompts_file is not None, asked.prompts_from is not None)) > 1:
         raise Refused("--domain, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
@@ -135,7 +136,7 @@ def prepare(asked: Request) -> Plan:
         called = Path(located.path).resolve().name if located.kind == "local" else asked.model
         safe = "".join(c if c.isalnum() or c in "._" else "-" for c in called)
         plan = Plan(asked, located, chosen, pools, stratify, Path("runs") / f"{safe}-{'+'.join(pools)}-{specs}")
-    for name in pools:
+    for name in pools if write else ():
         _check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 
