@@ -112,8 +112,10 @@ class Plan:
 
 
 def prepare(asked: Request, write: bool = True) -> Plan:
-    """Check everything that can be checked before torch is imported; with `write`, also that the run folders can be made
-    (they then are). Raises Refused."""
+    """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
+
+    Raises Refused.
+    """
     if sum((bool(asked.domains), asked.prompts_file is not None, asked.prompts_from is not None)) > 1:
         raise Refused("--domain, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
