@@ -147,13 +147,14 @@ def _shares(view: View, last: np.ndarray, spectrum: Spectrum, nulls: dict[str, n
 
 
 def _correlations(view: View, spectrum: Spectrum, twins: np.ndarray) -> list[Headline]:
-    """|rho| of PC1 with entropy: as it is, given prompt length, and in prompts drawn without regard to entropy."""
+    """|rho| of PC1 with entropy: as it is, given length and final token, and in unstratified prompts."""
     scores, name = spectrum.scores[:, 0], "|rho| of PC1 and entropy"
     found = [_rho(name, scores, view.entropy, view.units, view.seed, twins)]
-    length = view.capture.position.numpy()[:, None].astype(float)
-    if len(np.unique(length)) > 1:
-        partial = _twins_rho(view.twins, view.entropy, length)
-        found.append(_rho(f"{name}, given length", scores, view.entropy, view.units, view.seed, partial, length))
+    given = _covariates(view.capture)
+    if given.shape[1]:
+        partial = _twins_rho(view.twins, view.entropy, given)
+        called = f"{name}, given length and final token"
+        found.append(_rho(called, scores, view.entropy, view.units, view.seed, partial, given))
     if view.unstratified is not None:
         plain = view.unstratified
         units = np.asarray(plain.capture.batch.unit)[plain.capture.prompt.numpy()]
@@ -161,6 +162,18 @@ def _correlations(view: View, spectrum: Spectrum, twins: np.ndarray) -> list[Hea
         null = _twins_rho(plain.twins, plain.entropy)
         found.append(_rho(f"{name}, unstratified", scores, plain.entropy, units, view.seed, null))
     return found
+
+
+def _covariates(capture: Capture) -> np.ndarray:
+    """[row column]: the row's position, and an indicator of each token that at least three rows end in.
+
+    Values at the last layer depend first of all on the token they stand at, and so does entropy. Tokens met once or
+    twice are left together, since an indicator of each would explain its row away.
+    """
+    position = capture.position.numpy()
+    token = capture.batch.inputs.ids.numpy()[capture.prompt.numpy(), position]
+    columns = [position] + [token == t for t, n in zip(*np.unique(token, return_counts=True), strict=True) if n >= 3]
+    return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
 
 
 def _twins_rho(twins: tuple[Capture, ...], entropy: np.ndarray, covariates: np.ndarray | None = None) -> np.ndarray:

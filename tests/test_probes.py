@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -88,6 +90,25 @@ def test_an_axis_that_an_untrained_model_has_too_is_not_above_its_null():
     result = value_manifold.measure(manifold_view(1.5, 2, twin_strength=1.5))
     assert verdicts(result)["PC1 share"] != "above null"
     assert verdicts(result)["|rho| of PC1 and entropy"] != "above null"
+
+
+def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_token():
+    """Values and entropy both depend on which of four tokens a prompt ends in, and on nothing else in common."""
+    rng = np.random.default_rng(5)
+    token = rng.integers(4, size=N)
+    factor = token - token.mean()
+    entropy = 2.0 * token + 0.1 * rng.standard_normal(N)
+    main = capture(values(rng, factor, 1.5))
+    ids = main.batch.inputs.ids.clone()
+    ids[:, 11] = torch.from_numpy(token)
+    main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
+    noise = tuple(capture(values(rng, None)) for _ in range(20))
+    view = View(main, entropy, noise, noise, None, 0)
+    found = {h.name: h for h in value_manifold.measure(view).headlines}
+    assert found["|rho| of PC1 and entropy"].value > 0.9
+    assert found["|rho| of PC1 and entropy"].verdict == "above null"
+    given = found["|rho| of PC1 and entropy, given length and final token"]
+    assert given.value < 0.3 and given.verdict != "above null"
 
 
 def test_every_headline_has_n_units_interval_and_null():
