@@ -174,8 +174,8 @@ def memory(shape: str, length: int, arm: str) -> float:
         "import sys; sys.path.insert(0, 'benchmarks'); import capture; "
         f"print(capture.peak({shape!r}, {length}, {arm!r}))"
     )
-    # glibc raises this threshold as it goes and then keeps large freed blocks on a heap that small kept tensors pin: that
-    # adds up to a third to every arm, and most to whoever keeps anything. Fixed, the peak is what was asked for.
+    # glibc raises this threshold as it goes and then keeps large freed blocks on a heap that small kept tensors pin:
+    # that adds a third and more to every arm. Fixed, the peak is what was asked for.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, "-c", code]
     runs = [subprocess.run(command, capture_output=True, text=True, check=True, env=env) for _ in range(5)]
