@@ -15,7 +15,6 @@ _WHERE = {
     "Record": "llmgeom.record",
     "Site": "llmgeom.capture",
     "Subject": "llmgeom.subject",
-    "scan": "llmgeom.scan",
 }
 __all__ = [*sorted(_WHERE), "__version__"]
 

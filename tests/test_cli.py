@@ -271,3 +271,15 @@ def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_pa
     again = subprocess.run([*args, "--out", str(out)], capture_output=True, text=True, env=env)
     assert again.returncode == 0, again.stderr
     assert (out / "report.html").exists()
+
+
+def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
+    import re
+
+    readme = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", readme, re.S)
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {}
+    exec(code, scope)
+    assert scope["html"].startswith("<!doctype html>")
+    assert set(Record.load("runs/mine").results) == {"value_manifold", "attention_focus"}
