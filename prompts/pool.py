@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 
@@ -59,6 +60,4 @@ def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
 
 
 def _with_source(batch: Batch, source: dict) -> Batch:
-    from dataclasses import replace
-
     return replace(batch, source=source)

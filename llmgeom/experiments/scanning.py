@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmgeom import hub, probes, prompts
+from llmgeom import hub, probes
 from llmgeom.batch import Batch
 from llmgeom.errors import Refused
 from llmgeom.record import Record, write_whole
@@ -301,6 +301,3 @@ def estimate(plan: Plan) -> dict[str, Any]:
         "out": str(plan.out),
         "minutes_on_this_cpu": round(2 * parameters * total / rate / 60, 2),
     }
-
-
-__all__ = ["Plan", "Request", "estimate", "load", "perform", "prepare", "prompts"]
