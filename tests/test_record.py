@@ -88,3 +88,14 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_file_appears_by_rename_so_that_no_reader_sees_half_of_it(tmp_path, monkeypatch):
+    path = tmp_path / "x.json"
+    write_whole(path, b"old")
+    seen = []
+    rename = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (seen.append((path.read_bytes(), a.read_bytes())), rename(a, b))[1])
+    write_whole(path, b"new")
+    assert seen == [(b"old", b"new")]
+    assert path.read_bytes() == b"new"
