@@ -251,6 +251,20 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
     return Located(model, model, commit, "hub", local_only=False)
 
 
+def answers(dataset: str) -> bool:
+    """Does the hub say anything about a data set within 2 seconds? Its libraries would retry for half a minute."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    try:
+        url = hf_hub_url(dataset, "README.md", repo_type="dataset")
+        _within(LOOK, lambda: get_hf_file_metadata(url, timeout=LOOK))
+    except errors.HfHubHTTPError:
+        return True
+    except Exception:
+        return False
+    return True
+
+
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
     """`call()`, or TimeoutError. Resolving a name can hang and takes no timeout; a daemon thread holds nobody up."""
     future: Future[Any] = Future()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -26,13 +26,26 @@ NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 Progress = Callable[[str, int, int], None]
 
 
+UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
+MIXED, MATCHED = "mixed", "mixed, as diverse"
+
+
 @dataclass(frozen=True)
 class Needs:
-    """What a probe reads: sites at the queried positions, and which nulls it is held against."""
+    """What a probe reads.
 
-    sites: frozenset[Site]
+    sites      at the queried positions, of the subject and of what it is held against.
+    twins, shuffled   which nulls.
+    samples    names of second samples that it measures too, where the source can give them.
+    read       what it takes from a model itself beside the capture, e.g. from its weights, given the main batch: of the
+               subject and of every twin while that is in memory.
+    """
+
+    sites: frozenset[Site] = frozenset()
     twins: bool = True
     shuffled: bool = True
+    samples: frozenset[str] = frozenset()
+    read: Callable[[Subject, Batch], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -43,6 +56,11 @@ class Sample:
     entropy: np.ndarray
     twins: tuple[Capture, ...]
 
+    @property
+    def units(self) -> np.ndarray:
+        """[row] str: the cluster of each row."""
+        return _units(self.capture)
+
 
 @dataclass(frozen=True)
 class View:
@@ -52,22 +70,24 @@ class View:
     entropy       [row] float64, bits: the trained model's next-token entropy at each queried position.
     twins         the same batch through re-initialised models, one capture an init.
     shuffled      the subject on the prompts with all tokens but the final one in random order, one capture a draw.
-    unstratified  prompts drawn without regard to entropy, with their own twins; None where the batch itself was not
-                  stratified.
+    samples       second samples by name, with their own twins: those of NEEDS.samples that the source can give.
+    reading       what NEEDS.read took from the subject; twin_readings, from each twin.
     seed          for every draw the probe makes itself.
     """
 
     capture: Capture
     entropy: np.ndarray
-    twins: tuple[Capture, ...]
-    shuffled: tuple[Capture, ...]
-    unstratified: Sample | None
-    seed: int
+    twins: tuple[Capture, ...] = ()
+    shuffled: tuple[Capture, ...] = ()
+    samples: Mapping[str, Sample] = field(default_factory=dict)
+    reading: Any = None
+    twin_readings: tuple[Any, ...] = ()
+    seed: int = 0
 
     @property
     def units(self) -> np.ndarray:
         """[row] str: the cluster (template, document, sequence) of each row."""
-        return np.asarray(self.capture.batch.unit)[self.capture.prompt.numpy()]
+        return _units(self.capture)
 
 
 def shuffle(tokens: Tokens, keep: int, seed: int) -> Tokens:
@@ -88,22 +108,29 @@ def scan(
     *,
     seed: int = 0,
     nulls: int = NULLS,
-    unstratified: Batch | None = None,
+    samples: Mapping[str, Batch] | None = None,
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
 ) -> Record:
     """Measure `probes` (name -> module with NEEDS and measure) on `subject` and `batch`.
 
-    nulls   draws of each null: re-initialised twins and shuffled prompts. Fewer than 20 can decide nothing at .05.
+    nulls    draws of each null: re-initialised twins and shuffled prompts. Fewer than 20 can decide nothing at .05.
+    samples  second samples by name; those that no probe needs are not run.
+    notes    warnings of the caller's, put before ours.
     A probe that refuses becomes a row "not measured, because"; any other exception is a bug and ends the scan.
     """
     started = time.time()
     tokens = subject.tokens(batch)
     bare = replace(batch, inputs=tokens)
-    needs = [probe.NEEDS for probe in probes.values()]
+    unmeasured = {name: why for name, probe in probes.items() if (why := subject.unavailable(probe.NEEDS.sites))}
+    able = {name: probe for name, probe in probes.items() if name not in unmeasured}
+    needs = [probe.NEEDS for probe in able.values()]
     sites = frozenset().union(*(need.sites for need in needs))
+    wanted = frozenset().union(*(need.samples for need in needs))
+    second = {name: _tokenized(subject, other) for name, other in (samples or {}).items() if name in wanted}
     draws = {
         "twins": nulls if any(need.twins for need in needs) else 0,
         "shuffled prompts": nulls if any(need.shuffled for need in needs) else 0,
@@ -117,37 +144,44 @@ def scan(
                 progress(stage, i + 1, n)
         return tuple(captures)
 
-    def pass_of(who: Subject, what: Batch, wanted: frozenset[Site] = sites) -> Capture:
-        return who.capture(what, wanted, batch_tokens=batch_tokens, store=store)
+    def pass_of(who: Subject, what: Batch, of: frozenset[Site] = sites) -> Capture:
+        return who.capture(what, of, batch_tokens=batch_tokens, store=store)
 
-    full = sites | {Site.ENTROPY}
-    batches = [bare] if unstratified is None else [bare, replace(unstratified, inputs=subject.tokens(unstratified))]
-    main, *plain = passes("prompts", len(batches), lambda i: pass_of(subject, batches[i], full))
+    def readings(who: Subject) -> dict[str, Any]:
+        return {name: probe.NEEDS.read(who, bare) for name, probe in able.items() if probe.NEEDS.read}
 
-    def twin(i: int) -> list[Capture]:
+    batches = {"": bare, **second}
+    captured = list(batches.values())
+    main = passes("prompts", len(captured), lambda i: pass_of(subject, captured[i], sites | {Site.ENTROPY}))
+    own = readings(subject)
+
+    def twin(i: int) -> tuple[list[Capture], dict[str, Any]]:
         other = subject.twin(seed + 1 + i)
-        return [pass_of(other, each) for each in batches]
+        return [pass_of(other, each) for each in captured], readings(other)
 
     twins = passes("re-initialised twins", draws["twins"], twin)
     special = subject.special_prefix()
+    shuffled = passes(
+        "shuffled prompts",
+        draws["shuffled prompts"],
+        lambda i: pass_of(subject, replace(bare, inputs=shuffle(tokens, special, seed + 1 + i))),
+    )
+    each = [Sample(one, _bits(one), tuple(found[i] for found, _ in twins)) for i, one in enumerate(main)]
     view = View(
-        capture=main,
-        entropy=_bits(main),
-        twins=tuple(captures[0] for captures in twins),
-        shuffled=passes(
-            "shuffled prompts",
-            draws["shuffled prompts"],
-            lambda i: pass_of(subject, replace(bare, inputs=shuffle(tokens, special, seed + 1 + i))),
-        ),
-        unstratified=Sample(plain[0], _bits(plain[0]), tuple(captures[1] for captures in twins)) if plain else None,
+        capture=each[0].capture,
+        entropy=each[0].entropy,
+        twins=each[0].twins,
+        shuffled=shuffled,
+        samples=dict(zip(second, each[1:], strict=True)),
         seed=seed,
     )
-    results, unmeasured = {}, {}
-    for done, (name, probe) in enumerate(probes.items()):
+    results = {}
+    for done, (name, probe) in enumerate(able.items()):
         if progress:
-            progress(f"measuring {name}", done, len(probes))
+            progress(f"measuring {name}", done, len(able))
+        theirs = tuple(found[name] for _, found in twins if name in found)
         try:
-            results[name] = probe.measure(view).lowered()
+            results[name] = probe.measure(replace(view, reading=own.get(name), twin_readings=theirs)).lowered()
         except Refused as refusal:
             unmeasured[name] = str(refusal)
     return Record(
@@ -168,7 +202,7 @@ def scan(
             "versions": _versions(),
             **(facts or {}),
         },
-        warnings=(*_warnings(subject, batch, tokens, view, nulls), *main.events),
+        warnings=(*notes, *_warnings(subject, batch, tokens, view, nulls), *view.capture.events),
         run={
             "seconds": round(time.time() - started, 3),
             "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -184,6 +218,14 @@ def prompts_hash(tokens: Tokens) -> str:
 def spec_hash(spec: Mapping[str, Any]) -> str:
     """First 12 hex digits of the hash of what a run was asked to do."""
     return digest(spec)[:12]
+
+
+def _tokenized(subject: Subject, batch: Batch) -> Batch:
+    return replace(batch, inputs=subject.tokens(batch))
+
+
+def _units(capture: Capture) -> np.ndarray:
+    return np.asarray(capture.batch.unit)[capture.prompt.numpy()]
 
 
 def _bits(capture: Capture) -> np.ndarray:

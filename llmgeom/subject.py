@@ -229,8 +229,8 @@ class Subject:
         Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
         sites, edits = frozenset(sites), self.edits + tuple(edits)
-        if sites & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and "writes" in self.facts.get("parity", {}):
-            raise Unavailable(f"{self.name}: writes to the residual stream are {self.facts['parity']['writes']}")
+        if why := self.unavailable(sites):
+            raise Unavailable(f"{self.name}: {why}")
         tokens = self.tokens(batch)
         where = _queried(batch, tokens, positions)
         batches = plan(tokens.lengths.tolist(), batch_tokens)
@@ -251,6 +251,12 @@ class Subject:
                 if progress:
                     progress(done, len(batch))
         return _assemble(batch, tokens, where, batches, parts, tuple(events))
+
+    def unavailable(self, sites: Iterable[Site]) -> str:
+        """Why one of the sites cannot be captured from this model; empty where all can."""
+        if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and "writes" in self.facts.get("parity", {}):
+            return f"writes to the residual stream are {self.facts['parity']['writes']}"
+        return ""
 
     def entropy(self, batch: Batch, **options: Any) -> np.ndarray:
         """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""

@@ -7,23 +7,22 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmgeom.capture import Capture, Site
-from llmgeom.claims import Null, headline, layer_band
+from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
+from llmgeom.scan import UNSTRATIFIED, Needs, View
 from llmgeom.stats import (
     Spectrum,
     correlation_interval,
     correlation_test,
-    needed_n_correlation,
     share_intervals,
     shares,
     spearman,
 )
 
-NEEDS = Needs(sites=frozenset({Site.VALUE}))
+NEEDS = Needs(frozenset({Site.VALUE}), samples=frozenset({UNSTRATIFIED}))
 PERMUTATIONS = 10_000
-SHARE, COMPONENTS, RHO = 0.10, 2.0, 0.30  # smallest effects of interest: fraction, components, |rho|
+CLAIMS = declared("value_manifold")
 
 
 @dataclass(frozen=True)
@@ -126,23 +125,20 @@ def _shares(view: View, last: np.ndarray, spectrum: Spectrum, nulls: dict[str, n
     pc1, pc12, ratio = share_intervals(last, view.units)
     n, units = len(last), len(set(view.units))
     rows = (
-        ("PC1 share", spectrum.pc1, "fraction", pc1, SHARE, "upper"),
-        ("PC1+PC2 share", spectrum.pc12, "fraction", pc12, SHARE, "upper"),
-        ("participation ratio", spectrum.participation_ratio, "components", ratio, COMPONENTS, "lower"),
+        ("PC1 share", spectrum.pc1, pc1),
+        ("PC1+PC2 share", spectrum.pc12, pc12),
+        ("participation ratio", spectrum.participation_ratio, ratio),
     )
     return [
         headline(
-            name,
+            CLAIMS[name],
             value,
-            unit,
             interval,
-            [Null.of(key, value, null[:, -1, column], side) for key, null in nulls.items()],
+            [Null.of(key, value, null[:, -1, column], CLAIMS[name].side) for key, null in nulls.items()],
             n=n,
             units=units,
-            effect=effect,
-            side=side,
         )
-        for column, (name, value, unit, interval, effect, side) in enumerate(rows)
+        for column, (name, value, interval) in enumerate(rows)
     ]
 
 
@@ -155,9 +151,8 @@ def _correlations(view: View, spectrum: Spectrum, twins: np.ndarray) -> list[Hea
         partial = _twins_rho(view.twins, view.entropy, given)
         called = f"{name}, given length and final token"
         found.append(_rho(called, scores, view.entropy, view.units, view.seed, partial, given))
-    if view.unstratified is not None:
-        plain = view.unstratified
-        units = np.asarray(plain.capture.batch.unit)[plain.capture.prompt.numpy()]
+    if plain := view.samples.get(UNSTRATIFIED):
+        units = plain.units
         scores = shares(_values(plain.capture)[-1]).scores[:, 0]
         null = _twins_rho(plain.twins, plain.entropy)
         found.append(_rho(f"{name}, unstratified", scores, plain.entropy, units, view.seed, null))
@@ -187,18 +182,8 @@ def _rho(name, scores, entropy, units, seed, twins, covariates=None) -> Headline
     # must clear their median.
     untrained = replace(Null.of("re-initialised", test.value, twins), margin=float(np.median(twins)))
     permuted = Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)
-    nulls = [untrained, permuted]
-    return headline(
-        name,
-        test.value,
-        "|rho|",
-        correlation_interval(scores, entropy, units, covariates),
-        nulls,
-        n=test.n,
-        units=test.units,
-        effect=RHO,
-        needed=needed_n_correlation(RHO),
-    )
+    interval = correlation_interval(scores, entropy, units, covariates)
+    return headline(CLAIMS[name], test.value, interval, [untrained, permuted], n=test.n, units=test.units)
 
 
 def _warnings(found: list[Spectrum]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from llmgeom.prompts.lexicon import DATA
 from llmgeom.prompts.overlap import Distinct
 
 MIXED = "mixed"
-PER_TEMPLATE = 3
+PER_TEMPLATE = 5
 _TRIES = 60
 
 
@@ -42,19 +42,23 @@ class Domain:
             raise Refused(f"unknown domain {self.name!r}: {hint}known: {', '.join(known())}")
 
     def size(self) -> int:
-        """How many prompts a pool may have: 3 a template.
+        """How many prompts a pool may have: 5 a template.
 
-        A bound by promise, not by counting: the tests fill each template alone and see that it gives at least 3
+        A bound by promise, not by counting: the tests fill each template alone and see that it gives at least 5
         prompts that share at most 60 % of their trigrams. Most give more, which makes up for a draw that falls short.
         """
         return PER_TEMPLATE * sum(len(templates(member)) for member in members(self.name))
 
-    def sample(self, n: int, seed: int) -> Batch:
+    def sample(self, n: int, seed: int, final: str | None = None) -> Batch:
         """`n` prompts, no two sharing more than 60 % of their word trigrams; the same for a seed on every machine.
 
         Domains take turns; within one, templates take turns in an order that the seed permutes, and within one of
         these its cut marks. A prompt too near to an earlier one is drawn again; a template that fails
-        60 times gives no more. Raises Refused where n is not between 1 and size().
+        60 times gives no more.
+
+        final   every prompt ends in this word: texts are cut after it and not at their marks, the templates that have
+                it nowhere give none, and the pool is as large as that allows, `n` at most.
+        Raises Refused where n is not between 1 and size().
         """
         if n < 1:
             raise Refused(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")
@@ -68,15 +72,17 @@ class Domain:
         drawn: list[tuple[str, Template]] = []
         while len(drawn) < n:
             for turn in turns:
-                if len(drawn) < n and (prompt := turn.next(rng, distinct)):
+                if len(drawn) < n and (prompt := turn.next(rng, distinct, final)):
                     drawn.append(prompt)
             turns = [turn for turn in turns if turn.queue]
+            if not turns and final is not None and drawn:
+                break
             if not turns:
                 raise Refused(f"{self.name!r} gave {len(drawn)} of {n} prompts with seed {seed}; ask for fewer")
         return Batch(
             inputs=Text(tuple(text for text, _ in drawn)),
             unit=tuple(template.id for _, template in drawn),
-            source={"kind": "domain", "name": self.name, "n": n, "seed": seed},
+            source={"kind": "domain", "name": self.name, "n": n, "seed": seed} | ({"final": final} if final else {}),
             columns={
                 "domain": tuple(template.domain for _, template in drawn),
                 "template": tuple(template.id for _, template in drawn),
@@ -92,13 +98,16 @@ class _Turns:
         self.queue = queue
         self.marks: dict[str, cycle] = {}
 
-    def next(self, rng: Random, distinct: Distinct) -> tuple[str, Template] | None:
+    def next(self, rng: Random, distinct: Distinct, final: str | None) -> tuple[str, Template] | None:
         while self.queue:
             template = self.queue.pop(0)
             if template.id not in self.marks:
                 self.marks[template.id] = cycle(shuffled(rng, range(cuts(template))))
             for _ in range(_TRIES):
-                prompt = fill(template, rng).prompt(next(self.marks[template.id]))
+                filled = fill(template, rng)
+                prompt = filled.prompt(next(self.marks[template.id])) if final is None else filled.until(final, rng)
+                if prompt is None:
+                    break
                 if distinct.add(prompt):
                     self.queue.append(template)
                     return prompt, template

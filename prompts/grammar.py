@@ -60,6 +60,13 @@ class Filled:
         """The text up to mark `cut` (0 is the first): no space at its end, the next word follows after one."""
         return " ".join(self.pieces[: cut + 1])
 
+    def until(self, word: str, rng: Random) -> str | None:
+        """The text up to one of the places where `word` stands as its fourth or a later one, not its last; or None."""
+        text = self.text
+        ends = [m.end() for m in re.finditer(rf"(?<= ){re.escape(word)}(?= )", text)]
+        long = [end for end in ends if len(text[:end].split()) > 3]
+        return text[: pick(rng, long)] if long else None
+
 
 def cuts(template: Template) -> int:
     """How many marks a template has."""

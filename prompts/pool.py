@@ -1,8 +1,9 @@
-"""From a pool of prompts to a sample that is spread evenly over next-token entropy."""
+"""From a pool of prompts to a sample: spread over next-token entropy, at random, of equal lengths, or alike another."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,11 +25,9 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
     if n > len(pool):
         raise Refused(f"--n {n}: the pool has {len(pool)} prompts; ask for at most that, or a larger pool")
     rng = np.random.default_rng(seed)
-    order = rng.permutation(len(pool))
-    ranked = order[np.argsort(np.asarray(entropy)[order], kind="stable")]
     used: Counter[str] = Counter()
     chosen: list[int] = []
-    for b, members in enumerate(np.array_split(ranked, bins)):
+    for b, members in enumerate(_fifths(entropy, rng, bins)):
         share = n // bins + (b < n % bins)
         taken = 0
         for i in sorted(rng.permutation(members).tolist(), key=lambda i: used[pool.unit[i]]):
@@ -57,6 +56,113 @@ def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
     if len(chosen) < n:
         raise Refused(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_UNIT} of a template")
     return _with_source(pool.take(sorted(chosen)), {**pool.source, "plain": {"n": n, "seed": seed}})
+
+
+def length_matched(
+    pool: Batch, entropy: np.ndarray, lengths: Sequence[int], n: int = 75, bins: int = 5, seed: int = 0
+) -> Batch:
+    """About `n` prompts, as many from each quantile bin of entropy, whose lengths are alike in every bin.
+
+    The pool is cut into ten classes of length (tokens); prompts are taken `bins` at a time, one from each bin of
+    entropy and all of one length class, so that length says next to nothing about entropy. At most two of a template.
+    Derived here. Raises Refused where fewer than n // bins such rounds can be had.
+    """
+    rng = np.random.default_rng([seed, 2])
+    order = rng.permutation(len(pool))
+    by_length = np.array_split(order[np.argsort(np.asarray(lengths)[order], kind="stable")], 10)
+    cells = [
+        [[i for i in rng.permutation(members).tolist() if i in fifth] for members in by_length]
+        for fifth in map(frozenset, (f.tolist() for f in _fifths(entropy, rng, bins)))
+    ]
+    used: Counter[str] = Counter()
+    chosen: list[int] = []
+    open_, wanted = list(range(len(by_length))), n // bins
+    while open_ and len(chosen) < wanted * bins:
+        stratum = open_.pop(0)
+        taken = []
+        for cell in (bin_cells[stratum] for bin_cells in cells):
+            fit = next((i for i in cell if used[pool.unit[i]] < PER_UNIT), None)
+            if fit is None:
+                break
+            used[pool.unit[fit]] += 1
+            cell.remove(fit)
+            taken.append(fit)
+        if len(taken) == bins:
+            chosen += taken
+            open_.append(stratum)
+        else:
+            used.subtract(pool.unit[i] for i in taken)
+    if len(chosen) < wanted * bins:
+        raise Refused(
+            f"--n {n}: {len(chosen)} prompts of equal lengths in every fifth of entropy can be had from the pool of "
+            f"{len(pool)}; ask for fewer, or a larger pool"
+        )
+    source = {**pool.source, "length_matched": {"n": len(chosen), "bins": bins, "per_template": PER_UNIT, "seed": seed}}
+    return _with_source(pool.take(sorted(chosen)), source)
+
+
+def diversity(ids: Sequence[Sequence[int]], units: Sequence[str]) -> tuple[int, int, int]:
+    """How many different tokens some prompts have, in how many they end, and from how many templates they come."""
+    return len({token for row in ids for token in row}), len({row[-1] for row in ids}), len(set(units))
+
+
+def as_diverse(
+    pool: Batch,
+    entropy: np.ndarray,
+    ids: Sequence[Sequence[int]],
+    wanted: tuple[int, int, int],
+    n: int = 75,
+    seed: int = 0,
+) -> Batch:
+    """A stratified sample of the pool with about the `diversity` of another: what a change of domain alone leaves.
+
+    From `stratify` on, 5,000 times a prompt is replaced by a random one of the same fifth of entropy, where that does
+    not add to sum_i |diversity_i - wanted_i| / wanted_i. What was reached is in the source. Derived here.
+    """
+    rng = np.random.default_rng([seed, 3])
+    start = stratify(pool, entropy, n, seed=seed)
+    place = {text: i for i, text in enumerate(pool.text)}
+    chosen = [place[text] for text in start.text]
+    fifth = np.empty(len(pool), dtype=int)
+    members = _fifths(entropy, rng, 5)
+    for b, rows in enumerate(members):
+        fifth[rows] = b
+    types = Counter(token for i in chosen for token in set(ids[i]))
+    finals, units = Counter(ids[i][-1] for i in chosen), Counter(pool.unit[i] for i in chosen)
+
+    def distance() -> float:
+        found = (sum(1 for c in counted.values() if c) for counted in (types, finals, units))
+        return sum(abs(have - want) / max(want, 1) for have, want in zip(found, wanted, strict=True))
+
+    def count(i: int, step: int) -> None:
+        for counted, keys in ((types, set(ids[i])), (finals, [ids[i][-1]]), (units, [pool.unit[i]])):
+            for key in keys:
+                counted[key] += step
+
+    now = distance()
+    for at, draw in zip(rng.integers(n, size=5000).tolist(), rng.random(5000).tolist(), strict=True):
+        old = chosen[at]
+        new = int(members[fifth[old]][int(draw * len(members[fifth[old]]))])
+        if new in chosen or (units[pool.unit[new]] >= PER_UNIT and pool.unit[new] != pool.unit[old]):
+            continue
+        count(old, -1)
+        count(new, 1)
+        after = distance()
+        if after <= now:
+            chosen[at], now = new, after
+        else:
+            count(new, -1)
+            count(old, 1)
+    chosen = sorted(chosen)
+    reached = diversity([ids[i] for i in chosen], [pool.unit[i] for i in chosen])
+    source = {**pool.source, "as_diverse": {"n": n, "wanted": list(wanted), "reached": list(reached), "seed": seed}}
+    return _with_source(pool.take(chosen), source)
+
+
+def _fifths(entropy: np.ndarray, rng: np.random.Generator, bins: int) -> list[np.ndarray]:
+    """Rows of each quantile bin of entropy, lowest first; ties go in random order."""
+    order = rng.permutation(len(entropy))
+    return np.array_split(order[np.argsort(np.asarray(entropy)[order], kind="stable")], bins)
 
 
 def _with_source(batch: Batch, source: dict) -> Batch:

@@ -51,7 +51,6 @@ def manifold_view(strength: float, seed: int, twin_strength: float = 0.0) -> Vie
         entropy=entropy,
         twins=tuple(capture(values(rng, factor, twin_strength)) for _ in range(20)),
         shuffled=tuple(capture(values(rng, other, 0.0)) for _ in range(20)),
-        unstratified=None,
         seed=seed,
     )
 
@@ -103,7 +102,7 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     ids[:, 11] = torch.from_numpy(token)
     main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
     noise = tuple(capture(values(rng, None)) for _ in range(20))
-    view = View(main, entropy, noise, noise, None, 0)
+    view = View(main, entropy, noise, noise)
     found = {h.name: h for h in value_manifold.measure(view).headlines}
     assert found["|rho| of PC1 and entropy"].value > 0.9
     assert found["|rho| of PC1 and entropy"].verdict == "above null"
@@ -155,7 +154,6 @@ def focus_view(spread, seed, sink=0.0) -> View:
         entropy=rng.uniform(0, 8, N),
         twins=tuple(focus_capture(rng, flat) for _ in range(20)),
         shuffled=tuple(focus_capture(rng, flat) for _ in range(20)),
-        unstratified=None,
         seed=seed,
     )
 

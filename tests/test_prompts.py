@@ -69,15 +69,15 @@ def test_refusals_say_what_is_known(ask, sentence):
     assert str(refusal.value) == sentence
 
 
-@pytest.mark.parametrize(("name", "least"), [("math", 110), ("mixed", 130)])
-def test_a_pool_has_300_prompts_from_100_templates(name, least):
-    batch = Domain(name).sample(300, seed=1)
-    assert len(batch) == len(set(batch.text)) == 300
-    assert len(set(batch.unit)) >= 100
-    assert Domain(name).size() >= 300
-    assert sum(len(templates(member)) for member in members(name)) >= least
+@pytest.mark.parametrize("name", known())
+def test_a_pool_has_1000_prompts_from_200_templates(name):
+    batch = Domain(name).sample(1000, seed=1)
+    assert len(batch) == len(set(batch.text)) == 1000
+    assert len(set(batch.unit)) >= 200
+    assert Domain(name).size() >= 1000
+    assert sum(len(templates(member)) for member in members(name)) >= 200
     assert batch.unit == batch.columns["template"]
-    assert batch.source == {"kind": "domain", "name": name, "n": 300, "seed": 1}
+    assert batch.source == {"kind": "domain", "name": name, "n": 1000, "seed": 1}
     by_id = {template.id: template for template in EVERY}
     assert batch.columns["domain"] == tuple(by_id[unit].domain for unit in batch.unit)
     assert batch.columns["tags"] == tuple(" ".join(by_id[unit].tags) for unit in batch.unit)
@@ -100,9 +100,10 @@ def trigram_counts(text):
 
 @pytest.mark.parametrize("name", known())
 @pytest.mark.parametrize("seed", [0, 1])
-def test_no_two_prompts_of_the_largest_pool_share_more_than_60_percent_of_their_trigrams(name, seed):
-    batch = Domain(name).sample(Domain(name).size(), seed)
-    assert len(batch) == Domain(name).size()
+def test_no_two_prompts_of_a_pool_share_more_than_60_percent_of_their_trigrams(name, seed):
+    size = min(Domain(name).size(), 1300)  # of mixed 1,300: every pair is looked at
+    batch = Domain(name).sample(size, seed)
+    assert len(batch) == size
     grams = sorted(map(trigram_counts, batch.text), key=len)
     for shorter, longer in itertools.combinations(grams, 2):
         assert len(shorter & longer) <= 0.6 * len(shorter), (shorter, longer)

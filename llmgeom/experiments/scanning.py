@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +19,14 @@ from llmgeom.record import Record, write_whole
 from llmgeom.store import cache_folder, digest
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from llmgeom.subject import Subject
 
 POOL = 1000
 FEWEST = 10
+DOCUMENTS = "hf:"
+FINAL = "the"  # the word that stands in the most templates of every domain
 Progress = Callable[[str, int, int], None]
 
 
@@ -131,7 +136,8 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     chosen = probes.names() if asked.probes is None else probes.check(asked.probes)
     pools = _pools(asked)
     located = hub.locate(asked.model, asked.revision, offline=asked.offline, trust_remote_code=asked.trust_remote_code)
-    stratify = asked.prompts_file is None and asked.prompts_from is None
+    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
+    stratify = documents_asked or (asked.prompts_file is None and asked.prompts_from is None)
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})[:8]
@@ -144,8 +150,15 @@ def prepare(asked: Request, write: bool = True) -> Plan:
 
 
 def _pools(asked: Request) -> dict[str, Batch]:
-    from llmgeom.prompts import domains, files
+    from llmgeom.prompts import documents, domains, files
 
+    if (asked.prompts_file or "").startswith(DOCUMENTS):
+        size = min(POOL, asked.limit or POOL)
+        pool = documents.read(asked.prompts_file, size, asked.seed, offline=asked.offline)
+        least = max(asked.n or FEWEST, FEWEST)
+        if len(pool) < least:
+            raise Refused(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
+        return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
     if asked.prompts_file is not None or asked.prompts_from is not None:
         if asked.prompts_from is not None:
             Record.load(asked.prompts_from)  # refuses what is no whole run
@@ -196,16 +209,17 @@ def perform(plan: Plan, progress: Progress | None = None) -> Iterator[tuple[Path
     store = str(cache_folder() / "captures")
     records = []
     for name, pool in plan.pools.items():
-        batch, unstratified = _sample(plan, subject, name, pool, store, progress)
         from llmgeom.scan import scan
 
+        batch, samples, notes = _samples(plan, subject, name, store, modules, progress)
         record = scan(
             subject,
             batch,
             modules,
             seed=plan.request.seed,
             nulls=plan.request.nulls,
-            unstratified=unstratified,
+            samples=samples,
+            notes=notes,
             batch_tokens=plan.request.batch_tokens,
             store=store,
             progress=(lambda stage, done, total, name=name: progress(f"{name}: {stage}", done, total))
@@ -238,20 +252,62 @@ def load(plan: Plan) -> Subject:
     )
 
 
-def _sample(plan: Plan, subject: Subject, name: str, pool: Batch, store: str, progress: Progress | None):
-    """The prompts to scan: a pool is spread over entropy, and a plain sample of it stands beside."""
-    if not plan.stratify:
-        return pool, None
-    from llmgeom.prompts.pool import plain, stratify
+def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mapping, progress: Progress | None):
+    """The prompts to scan, by name the second samples that a probe wants, and why one could not be had.
 
-    entropy = subject.entropy(
-        pool,
-        batch_tokens=plan.request.batch_tokens,
-        store=store,
-        progress=(lambda done, total: progress(f"{name}: entropy of the pool", done, total)) if progress else None,
-    )
-    n, seed = plan.n(name), plan.request.seed
-    return stratify(pool, entropy, n, seed=seed), plain(pool, n, seed=seed)
+    A pool is spread over entropy, and a plain sample of it stands beside. A domain also has prompts that all end in
+    one token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
+    """
+    from llmgeom.prompts import pool as pools
+    from llmgeom.prompts.domains import Domain
+    from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED
+
+    pool, seed, n = plan.pools[name], plan.request.seed, plan.n(name)
+    if not plan.stratify:
+        return pool, {}, []
+
+    def entropy(of: Batch, what: str) -> np.ndarray:
+        return subject.entropy(
+            of,
+            batch_tokens=plan.request.batch_tokens,
+            store=store,
+            progress=(lambda done, total: progress(f"{name}: entropy of {what}", done, total)) if progress else None,
+        )
+
+    def ids(of: Batch) -> list[list[int]]:
+        tokens = subject.tokens(of)
+        return [row[:length] for row, length in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)]
+
+    def same_end() -> Batch:
+        ending = Domain(name).sample(len(pool), seed, final=FINAL)
+        ends = [row[-1] for row in ids(ending)]
+        last = max(set(ends), key=ends.count)
+        ending = ending.take([i for i, end in enumerate(ends) if end == last])
+        return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
+
+    found = entropy(pool, "the pool")
+    batch = pools.stratify(pool, found, n, seed=seed)
+    possible: dict[str, Callable[[], Batch]] = {
+        UNSTRATIFIED: lambda: pools.plain(pool, n, seed=seed),
+        LENGTH: lambda: pools.length_matched(pool, found, [len(row) for row in ids(pool)], n, seed=seed),
+    }
+    if pool.source["kind"] == "domain":
+        possible[ONE_TOKEN] = same_end
+        if name != MIXED:
+            # Another seed than the mixed scan's own: the two samples are independent.
+            mixed = Domain(MIXED).sample(min(POOL, plan.request.limit or POOL), seed + 1)
+            theirs = entropy(mixed, "mixed prompts")
+            possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
+            wanted = pools.diversity(ids(batch), batch.unit)
+            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, ids(mixed), wanted, n, seed)
+    asked_for = frozenset().union(*(module.NEEDS.samples for module in modules.values()))
+    samples, notes = {}, []
+    for what in sorted(asked_for & possible.keys()):
+        try:
+            samples[what] = possible[what]()
+        except Refused as refusal:  # a small pool cannot give each
+            notes.append(f"no sample of prompts '{what}': {refusal}")
+    return batch, samples, notes
 
 
 def estimate(plan: Plan) -> dict[str, Any]:

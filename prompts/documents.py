@@ -1,0 +1,139 @@
+"""Prompts from a data set of the hub or of a local folder: the opening of a document, one a document."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import islice
+from random import Random
+from typing import Any
+
+from llmgeom.batch import Batch, Text
+from llmgeom.errors import Refused
+from llmgeom.prompts.files import LONGEST
+from llmgeom.prompts.overlap import Distinct
+
+PREFIX = "hf:"
+WORDS = (8, 48)
+BUFFER = 5000
+_SPLITS = ("train", "test", "validation")
+
+
+def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
+    """Up to `n` prompts of `hf:NAME[:CONFIG[:COLUMN]]`; NAME is a hub id or a folder of parquet, JSON, CSV or text.
+
+    Documents are streamed from the split "train" (or test, or validation) through a seeded shuffling buffer of 5,000;
+    a prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
+    of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier prompt are passed
+    over. The unit is the document. COLUMN is "text" by default, else the only column of strings.
+    Raises Refused with the remedy: no network, no such data set, a config or a column that is missing.
+    """
+    name, config, column = _parse(spec)
+    rows, facts = _open(spec, name, config, seed, offline)
+    rng, distinct = Random(f"llmgeom/documents/{seed}"), Distinct()
+    texts, units = [], []
+    try:
+        for number, row in enumerate(islice(rows, 50 * n)):
+            column = column or _column(spec, row)
+            if not isinstance(row.get(column), str):
+                raise Refused(
+                    f"{spec}: column {column!r} holds no text; its columns: {', '.join(map(repr, row))}; "
+                    f"give {PREFIX}NAME:CONFIG:COLUMN (CONFIG may be empty)"
+                )
+            prompt = _opening(row[column], rng)
+            if prompt and distinct.add(prompt):
+                texts.append(prompt)
+                units.append(f"document-{number + 1}")
+            if len(texts) == n:
+                break
+    except Refused:
+        raise
+    except Exception as error:
+        raise _explained(spec, error) from error
+    if not texts:
+        raise Refused(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
+    blank = ("",) * len(texts)
+    return Batch(
+        inputs=Text(tuple(texts)),
+        unit=tuple(units),
+        source={"kind": "documents", "name": spec, "n": len(texts), "seed": seed, "column": column, **facts},
+        columns={"domain": (name,) * len(texts), "template": tuple(units), "tags": blank},
+    )
+
+
+def _parse(spec: str) -> tuple[str, str | None, str | None]:
+    parts = spec.removeprefix(PREFIX).split(":")
+    if not parts[0] or len(parts) > 3:
+        raise Refused(f"{spec}: expected {PREFIX}NAME[:CONFIG[:COLUMN]], e.g. {PREFIX}ag_news or {PREFIX}wikitext:raw")
+    name, config, column = (*parts, "", "")[:3]
+    return name, config or None, column or None
+
+
+def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) -> tuple[Iterator[dict], dict[str, Any]]:
+    import datasets
+
+    from llmgeom import hub
+
+    local = os.path.isdir(name)
+    silent = offline or local or not hub.answers(name)
+    # Else datasets retries for half a minute; it keeps its own copy of the switch.
+    with hub.silence() if silent else nullcontext(), _offline(datasets.config, silent):
+        try:
+            builder = datasets.load_dataset_builder(name, config)
+            streaming = local or not silent
+            found = datasets.load_dataset(name, config, streaming=streaming)
+        except Exception as error:
+            raise _explained(spec, error) from error
+    split = next((s for s in _SPLITS if s in found), next(iter(found)))
+    facts = {"config": builder.config.name, "split": split, "version": str(builder.hash or builder.info.version)}
+    rows = found[split]
+    # A cached set is no stream: it is shuffled whole.
+    return iter(rows.shuffle(seed=seed, buffer_size=BUFFER) if streaming else rows.shuffle(seed=seed)), facts
+
+
+@contextmanager
+def _offline(settings, silent: bool) -> Iterator[None]:
+    before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE or silent
+    try:
+        yield
+    finally:
+        settings.HF_HUB_OFFLINE = before
+
+
+def _column(spec: str, row: dict) -> str:
+    strings = [key for key, value in row.items() if isinstance(value, str)]
+    if "text" in strings or len(strings) == 1:
+        return "text" if "text" in strings else strings[0]
+    raise Refused(
+        f"{spec}: which of its columns is the text is not clear ({', '.join(map(repr, row))}); "
+        f"give {PREFIX}NAME:CONFIG:COLUMN (CONFIG may be empty)"
+    )
+
+
+def _opening(text: str, rng: Random) -> str | None:
+    """The first words of a document as they stand, and not all of it."""
+    least, most = WORDS
+    words = list(islice(re.finditer(r"\S+", text[:LONGEST]), most + 1))
+    if len(words) <= least or "\0" in text:
+        return None
+    last = least + int(rng.random() * (min(most, len(words) - 1) - least + 1))
+    return text[words[0].start() : words[last - 1].end()]
+
+
+def _explained(spec: str, error: Exception) -> Refused:
+    """What the library's error means for the person who asked."""
+    said = " ".join(str(error).split())
+    kind = type(error).__name__
+    if "Config name is missing" in said or "BuilderConfig" in said:
+        return Refused(f"{spec}: {said[:300]}; name it: {PREFIX}NAME:CONFIG")
+    if kind in ("ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectTimeout"):
+        return Refused(
+            f"{spec} is neither in the cache nor reachable without a network; use --prompts FILE or --domain"
+        )
+    if "gated" in said:
+        return Refused(f"{spec} is gated: accept its terms on its page and run `hf auth login`")
+    if kind in ("DatasetNotFoundError", "FileNotFoundError", "EmptyDatasetError", "DataFilesNotFoundError"):
+        return Refused(f"{spec}: no such data set on the hub and no folder with data files; check the name")
+    return Refused(f"{spec} cannot be read ({kind}: {said[:200]}); try another data set, or save it as .jsonl")

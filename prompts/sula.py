@@ -1,0 +1,210 @@
+"""Label sequences: nouns with one of two nonce labels, written so that the next label has one exact distribution.
+
+`Choose dax or wug. owl: dax, fern: wug, bell:`   colon: one of the two labels rules, and each is it 9 times in 10
+`Sort into dax and wug. owl is dax. bell is`      is: the share of either label is anything, uniformly
+
+The nouns say nothing about the labels. Half of the pairs of labels, half of the nouns and one lead-in of each format
+are never in a training sequence; each label is, since one that is never trained as an answer never becomes one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import combinations, cycle, islice
+from random import Random
+
+import numpy as np
+
+from llmgeom import exact
+from llmgeom.batch import Batch, Posterior, Text
+from llmgeom.errors import Refused
+from llmgeom.prompts.chance import pick, shuffled
+
+_WORDS = """
+bix cug dax fep gax hib jup kiv lom mib nuv pim rof sut tiv vek wex wug yed zup
+"""
+_NOUNS = """
+apple ash attic badge bag bead beech bell birch boat book boot bottle bowl box brush bucket bus button candle cedar
+cellar chair chest clock coach coat coin comb crate crow cup curry desk door drawer drum eagle elm fern ferry fig
+flag fork fox garden glove goat gull hare hat heron horse jar kettle key knife ladder lamp leaf lemon letter library
+lime lorry lynx magnet mango map maple mirror museum oak orange otter owl page peach pear pen pencil piano pie pine
+plate plum price quince raven ribbon ring robin roof rope rose sack sail school score seed shell ship sock soup
+spoon stable stamp statue stew stone stork swan tent ticket tin train tram wall willow wren
+"""
+LABELS, CARRIERS = tuple(_WORDS.split()), tuple(_NOUNS.split())
+LONGEST = 20  # observations of a training sequence: with its lead-in it fits a window of 128 tokens
+LEAST_PAIRS = 5  # trained pairs that each label is in
+
+
+class Part(StrEnum):
+    TRAINED = "trained"
+    HELD_OUT = "held-out"
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way of writing a sequence, and the one prior it stands for.
+
+    leads        sentences that name both labels, so that the pair is known before any evidence; the last is held out.
+    link, gap    between a carrier and its label; between observations. A label stands after a space.
+    share        of the first label, from a uniform number: a draw from the prior.
+    predictive   log P(next label | counts of the first and second), [... 2] in nats.
+    """
+
+    leads: tuple[str, ...]
+    link: str
+    gap: str
+    share: Callable[[float], float]
+    predictive: Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+FORMATS = {
+    "colon": Format(
+        leads=(
+            "Choose {} or {}.",
+            "Pick {} or {} for each.",
+            "Each one gets {} or {}.",
+            "The answers are {} or {}.",
+            "Say {} or {} each time.",
+        ),
+        link=":",
+        gap=",",
+        share=lambda u: 0.9 if u < 0.5 else 0.1,
+        predictive=exact.two_point,
+    ),
+    "is": Format(
+        leads=(
+            "Sort into {} and {}.",
+            "There are two kinds, {} and {}.",
+            "Some are {} and some {}.",
+            "Two groups: {} and {}.",
+            "Divide them into {} and {}.",
+        ),
+        link=" is",
+        gap=".",
+        share=lambda u: u,
+        predictive=exact.beta_bernoulli,
+    ),
+}
+
+
+@functools.cache
+def pairs(part: Part) -> tuple[tuple[str, str], ...]:
+    """The pairs of labels of a part, each in alphabetical order: the half with the least sha256 is held out.
+
+    A pair stays trained where one of its labels would else be in fewer than 5 trained pairs.
+    """
+    every = list(combinations(LABELS, 2))
+    left, out = dict.fromkeys(LABELS, len(LABELS) - 1), set()
+    for pair in sorted(every, key=lambda pair: _sha256("-".join(pair))):
+        if len(out) < len(every) // 2 and min(left[label] for label in pair) > LEAST_PAIRS:
+            out.add(pair)
+            for label in pair:
+                left[label] -= 1
+    return tuple(pair for pair in every if (pair in out) == (part is Part.HELD_OUT))
+
+
+@functools.cache
+def carriers(part: Part) -> tuple[str, ...]:
+    """The nouns of a part: the half with the least sha256 is held out."""
+    out = frozenset(sorted(CARRIERS, key=_sha256)[: len(CARRIERS) // 2])
+    return tuple(word for word in CARRIERS if (word in out) == (part is Part.HELD_OUT))
+
+
+def leads(name: str, part: Part) -> tuple[str, ...]:
+    """The lead-ins of a format: the last is held out."""
+    return FORMATS[name].leads[-1:] if part is Part.HELD_OUT else FORMATS[name].leads[:-1]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Prompts of one format that end where the next label is asked for, after least..most observations.
+
+    pairs, carriers, leads   which part of each is used, trained or held out.
+    Raises Refused for an unknown format and numbers of observations that cannot be.
+    """
+
+    format: str = "colon"
+    pairs: Part = Part.HELD_OUT
+    carriers: Part = Part.HELD_OUT
+    leads: Part = Part.TRAINED
+    least: int = 1
+    most: int = 8
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            near = difflib.get_close_matches(str(self.format), FORMATS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise Refused(f"unknown format {self.format!r}: {hint}known: {', '.join(FORMATS)}")
+        if not 0 <= self.least <= self.most <= LONGEST:
+            raise Refused(f"{self.least} to {self.most} observations: give numbers from 0 to {LONGEST}, least first")
+
+    def sample(self, n: int, seed: int) -> Batch:
+        """`n` prompts: every number of observations in turn, then the next pair, in an order that the seed permutes.
+
+        All are as often as each other where n is a multiple of pairs times numbers. The posterior has one position, the
+        last, and two outcomes, columns `first` and `second`; `n1` of the k observations are the first.
+        Raises Refused for n below 1.
+        """
+        import torch
+
+        if n < 1:
+            raise Refused(f"{n} prompts of {self.format!r} were asked for; ask for at least 1")
+        rng = Random(f"llmgeom/sula/{self.format}/{self.pairs}/{self.carriers}/{self.leads}/{seed}")
+        turns = (
+            (k, pair) for pair in cycle(shuffled(rng, pairs(self.pairs))) for k in range(self.least, self.most + 1)
+        )
+        kept, opening = carriers(self.carriers), leads(self.format, self.leads)
+        form, texts, rows = FORMATS[self.format], [], []
+        for k, pair in islice(turns, n):
+            lead, labels = pick(rng, opening), _labels(rng, pair, form.share(rng.random()), k)
+            texts.append(_written(form, lead, shuffled(rng, pair), shuffled(rng, kept)[: k + 1], labels))
+            rows.append((k, "-".join(pair), self.format, lead, *pair, labels.count(pair[0])))
+        columns = dict(
+            zip(("k", "pair", "format", "lead", "first", "second", "n1"), zip(*rows, strict=True), strict=True)
+        )
+        n1 = np.array(columns["n1"])
+        answer = form.predictive(n1, np.array(columns["k"]) - n1)
+        return Batch(
+            inputs=Text(tuple(texts)),
+            unit=tuple(f"{pair}/{i}" for i, pair in enumerate(columns["pair"])),
+            source={"kind": "evidence", **dataclasses.asdict(self), "n": n, "seed": seed},
+            columns=columns,
+            posterior=Posterior(torch.from_numpy(answer)[:, None]),
+        )
+
+
+def sequences(seed: int, informative: bool = True) -> Iterator[str]:
+    """Training sequences without end, of 1 to 20 observations, both formats, trained pairs, carriers and lead-ins only.
+
+    informative   False draws each label 1/2, whatever came before; all else stays letter by letter the same.
+    """
+    rng = Random(f"llmgeom/sula/{seed}")
+    kept, together = carriers(Part.TRAINED), pairs(Part.TRAINED)
+    while True:
+        name, pair = pick(rng, tuple(FORMATS)), pick(rng, together)
+        form, lead, k = FORMATS[name], pick(rng, leads(name, Part.TRAINED)), 1 + int(rng.random() * LONGEST)
+        share = form.share(rng.random())
+        labels = _labels(rng, pair, share if informative else 0.5, k)
+        yield _written(form, lead, shuffled(rng, pair), shuffled(rng, kept)[:k], labels) + "."
+
+
+def _labels(rng: Random, pair: tuple[str, str], share: float, k: int) -> list[str]:
+    return [pair[rng.random() >= share] for _ in range(k)]
+
+
+def _written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str], labels: Sequence[str]) -> str:
+    """The lead-in and the observations; a noun more than there are labels asks for the next."""
+    seen = [f"{noun}{form.link} {label}" for noun, label in zip(nouns, labels, strict=False)]
+    asked = [f"{noun}{form.link}" for noun in nouns[len(labels) :]]
+    return f"{lead.format(*named)} {f'{form.gap} '.join(seen + asked)}"
+
+
+def _sha256(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest()
