@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmgeom import __version__
+from llmgeom import __version__, claims
 from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
@@ -185,7 +185,7 @@ def scan(
         except Refused as refusal:
             unmeasured[name] = str(refusal)
     return Record(
-        results=results,
+        results=claims.judge(results),
         unmeasured=unmeasured,
         prompts=_columns(subject, batch, tokens, view),
         subject={k: v for k, v in subject.facts.items() if v is not None},
@@ -196,6 +196,7 @@ def scan(
             "nulls": nulls,
             "batch_tokens": batch_tokens,
             "prompts_hash": prompts_hash(tokens),
+            "claims_hash": claims.digest(),
             "prompts": len(batch),
             "units": len(set(batch.unit)),
             "bos_added": special > 0,

@@ -258,7 +258,14 @@ def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_pa
     out = tmp_path / "run"
     env = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
     args = [sys.executable, "-m", "llmgeom", "scan", "--domain", "math", "--n", "40", "--limit", "150"]
-    process = subprocess.Popen([*args, "--out", str(out)], stderr=subprocess.PIPE, text=True, env=env)
+    process = subprocess.Popen(
+        [*args, "--out", str(out)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        # A suite that was started in the background inherits an ignored SIGINT, and hands it on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
     captures = tmp_path / "cache" / "captures"
     for _ in range(600):
         if captures.exists() and len(list(captures.iterdir())) > 3:

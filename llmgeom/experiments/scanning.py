@@ -208,7 +208,7 @@ def perform(plan: Plan, progress: Progress | None = None) -> Iterator[tuple[Path
     modules = probes.known(plan.probes)
     store = str(cache_folder() / "captures")
     records = []
-    for name, pool in plan.pools.items():
+    for name in plan.pools:
         from llmgeom.scan import scan
 
         batch, samples, notes = _samples(plan, subject, name, store, modules, progress)
