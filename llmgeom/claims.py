@@ -1,23 +1,166 @@
-"""From a value, its interval and its nulls to a headline with a verdict."""
+"""What a verdict means: the claims that were declared, and the way from a value, its interval and its nulls to a word.
+
+The declarations are data, in claims/*.toml: side, smallest effect of interest, scale, and for a claim its sentence.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import textwrap
+import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Literal, get_args, get_type_hints
 
 import numpy as np
 
-from llmgeom.result import Headline
-from llmgeom.stats import Interval, band, larger_band, needed_n_mean, tail_p, verdict
+from llmgeom.result import Headline, Measured
+from llmgeom.stats import (
+    Interval,
+    Scale,
+    band,
+    equivalence_p,
+    holm,
+    larger_band,
+    needed_n_correlation,
+    needed_n_mean,
+    prediction_p,
+    tail_p,
+    verdict,
+)
 
+FOLDER = Path(__file__).parent / "claims"
+ALPHA = 0.05
 Side = Literal["upper", "lower"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One entry of claims/*.toml: what decides the verdict of one headline of one probe.
+
+    unit         of the value, the effect and the margin.
+    side         "upper": the value is asked to lie above its nulls; "lower": below them.
+    effect       the smallest difference from the nulls that is of interest, declared before measuring.
+    needed       how the number of units that would decide is found: a mean's, or a rank correlation's.
+    scale        where draws of the statistic are closest to normal: see `stats.prediction_p`.
+    claim        what PASS says, in one sentence; empty for a headline that is a measurement and no claim.
+    null         what it is held against and what is replicated, in words; the probe makes it.
+    source       where the claim is printed; published: what was printed.
+    equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre.
+    """
+
+    probe: str
+    name: str
+    unit: str
+    side: Side
+    needed: Literal["mean", "correlation"]
+    effect: float = 0.0
+    scale: Scale = "identity"
+    claim: str = ""
+    null: str = ""
+    source: str = ""
+    published: str = ""
+    equivalence: bool = False
+    margin: float = 0.0
+
+    @property
+    def smallest(self) -> float:
+        """The smallest difference of interest: the effect, or an equivalence claim's margin."""
+        return self.margin if self.equivalence else self.effect
+
+    def lines(self) -> list[str]:
+        """The entry as a person reads it: the headline, then what it says, what decides it, and where it is from."""
+        if self.equivalence:
+            rule = f"PASS within {self.margin:g} {self.unit} of the centre of every null"
+        else:
+            way, sign = ("above", "+") if self.side == "upper" else ("below", "-")
+            rule = f"PASS {way} every null; FAIL where null {sign} {self.effect:g} {self.unit} is excluded"
+        parts = (self.claim, rule, f"null: {self.null}", f"source: {self.source}", f"published: {self.published}")
+        indent = dict(initial_indent="    ", subsequent_indent="    ")
+        wrapped = [line for part in parts for line in textwrap.wrap(part, 96, **indent)]
+        return [f"{self.probe}: {self.name}", *wrapped]
+
+
+def entries(folder: Path = FOLDER) -> tuple[Claim, ...]:
+    """Every entry of every file, in order. Raises ValueError that names file and entry for one that is malformed."""
+    found: dict[tuple[str, str], Claim] = {}
+    for path in _files(folder):
+        try:
+            body = tomllib.loads(path.read_text(encoding="utf-8"))
+        except tomllib.TOMLDecodeError as error:
+            raise ValueError(f"{path.name} is not TOML: {error}") from None
+        if set(body) != {"headline"}:
+            raise ValueError(f"{path.name} holds {', '.join(sorted(body))}; a claims file holds [[headline]] entries")
+        if not isinstance(body["headline"], list):
+            raise ValueError(f"{path.name}: [headline] holds one table; write [[headline]], which many entries may")
+        for place, entry in enumerate(body["headline"], 1):
+            where = f"{path.name}, entry {place} ({entry.get('probe')}: {entry.get('name')})"
+            made = _entry(entry, where)
+            if (made.probe, made.name) in found:
+                raise ValueError(f"{where} is declared twice; keep one")
+            found[made.probe, made.name] = made
+    return tuple(found.values())
+
+
+@cache
+def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
+    """The entries of one probe by headline name. Raises ValueError where there is none or one is malformed."""
+    every = entries(folder)
+    found = {entry.name: entry for entry in every if entry.probe == probe}
+    if not found:
+        known = ", ".join(sorted({entry.probe for entry in every}))
+        raise ValueError(f"{folder.name}/*.toml declares no headline of probe {probe!r}; it has {known}")
+    return found
+
+
+def digest(folder: Path = FOLDER) -> str:
+    """sha256 of the claims files, names and bytes: equal where two records were judged by the same rules."""
+    whole = hashlib.sha256()
+    for path in _files(folder):
+        data = path.read_bytes()
+        whole.update(f"{path.name} {len(data)}\n".encode() + data)
+    return whole.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.toml"))
+
+
+def _entry(entry: Mapping, where: str) -> Claim:
+    hints = get_type_hints(Claim)
+    for key, value in entry.items():
+        if key not in hints:
+            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(hints)}")
+        choices = get_args(hints[key])
+        if choices and value not in choices:
+            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
+        kind = float if hints[key] is float else bool if hints[key] is bool else str
+        if not (type(value) is kind or (kind is float and type(value) is int)):
+            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
+    missing = [f.name for f in fields(Claim) if f.default is MISSING and not entry.get(f.name)]
+    if "claim" in entry:
+        missing += [key for key in ("claim", "null", "source", "published", "scale") if not entry.get(key)]
+    if missing:
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    made = Claim(**entry)
+    amount, other = ("margin", "effect") if made.equivalence else ("effect", "margin")
+    if not getattr(made, amount) > 0 or other in entry or made.smallest == float("inf"):
+        raise ValueError(f"{where}: give {amount}, a number above 0, and no {other}")
+    if made.equivalence and not made.claim:
+        raise ValueError(f"{where}: equivalence is a claim; give its sentence")
+    return made
 
 
 @dataclass(frozen=True)
 class Null:
     """What a value is held against: a name, the 95 % band, the margin its interval must clear (see `verdict`), the
-    one-sided p-value with the +1 rule, and the number of draws."""
+    one-sided p-value with the +1 rule, and the number of draws.
+
+    sample  the draws themselves where they are of the same statistic through the same pipeline, with the side they were
+            compared on; empty for a permutation null, whose p is fine enough as it is.
+    """
 
     name: str
     low: float
@@ -25,72 +168,167 @@ class Null:
     margin: float
     p: float
     draws: int
+    sample: tuple[float, ...] = ()
+    side: Side = "upper"
 
     @classmethod
     def of(cls, name: str, value: float, draws: np.ndarray, side: Side = "upper") -> Null:
         """From draws of the same statistic through the same pipeline; the interval must clear the band's near end."""
         low, high = band(draws)
-        return cls(name, low, high, high if side == "upper" else low, tail_p(value, draws, side), len(draws))
+        margin = high if side == "upper" else low
+        return cls(name, low, high, margin, tail_p(value, draws, side), len(draws), tuple(map(float, draws)), side)
+
+    @property
+    def centre(self) -> float:
+        """The middle of the null: the median of its draws, or of its band."""
+        return float(np.median(self.sample)) if self.sample else (self.low + self.high) / 2
 
 
-def headline(
-    name: str,
-    value: float,
-    unit: str,
-    interval: Interval,
-    nulls: Sequence[Null],
-    *,
-    n: int,
-    units: int,
-    effect: float,
-    needed: int | None = None,
-    side: Side = "upper",
-) -> Headline:
+def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Null], *, n: int, units: int) -> Headline:
     """A Headline whose verdict comes from the null hardest to beat: each must be, so p is the largest of theirs.
 
-    effect   the smallest difference from the null that is of interest, declared by the probe, in `unit`; it alone
-             decides `needed`, how many units would settle an undecided case (given here where it is not a mean's).
-    side     "lower" where the claim is that the value is below its null (e.g. a participation ratio).
+    The words are those of a measurement ("above null" ...); `judge` turns a claim's into PASS, FAIL or INCONCLUSIVE.
+    p_claim is the p that Holm's correction can use: for a null made of draws `stats.prediction_p` on the claim's scale,
+    since m draws cannot give a rank p below 1 / (m + 1); for a permutation null its own p; the largest over the nulls.
+    Raises ValueError where a null's draws were compared on the other side.
     """
-    sign = 1 if side == "upper" else -1
-    decisive = max(nulls, key=lambda null: null.high if side == "upper" else -null.low)
-    margin = max(sign * null.margin for null in nulls)
-    p = max(null.p for null in nulls)
-    if needed is None:
-        sd = max((interval.high - interval.low) / (2 * 1.96) * units**0.5, 1e-12)
-        needed = needed_n_mean(effect, sd)
-    if side == "upper":
-        word, why = verdict(value, interval, margin, p, units, effect=effect, needed=needed)
-    else:
-        turned = Interval(-interval.high, -interval.low, interval.level, interval.method)
-        word, why = verdict(-value, turned, margin, p, units, effect=effect, needed=needed)
-        word, why = _turned(word, why, value, interval, -margin, effect, p)
-    return Headline(
-        name=name,
+    turned = [null.name for null in nulls if null.sample and null.side != claim.side]
+    if turned:
+        raise ValueError(f"{claim.name} is declared {claim.side!r}, but null {turned[0]!r} was made for the other side")
+    sign = 1 if claim.side == "upper" else -1
+    decisive = max(nulls, key=lambda null: null.high if claim.side == "upper" else -null.low)
+    common = Headline(
+        name=claim.name,
         value=float(value),
-        unit=unit,
+        unit=claim.unit,
         low=interval.low,
         high=interval.high,
         method=interval.method,
         null_low=decisive.low,
         null_high=decisive.high,
         null=f"{decisive.name} ({decisive.draws} draws)",
-        p=float(p),
+        p=float(max(null.p for null in nulls)),
         n=n,
         units=units,
-        verdict=word,
-        why=why,
+        verdict="undecided",
+        claim=claim.claim,
+        source=claim.source,
+        published=claim.published,
+        side=claim.side,
+        equivalence=claim.equivalence,
+        effect=claim.smallest,
+        needed=_needed(claim, interval, units),
     )
+    if claim.equivalence:
+        return _equivalent(common, interval, [null.centre for null in nulls])
+    made = replace(
+        common,
+        margin=float(sign * max(sign * null.margin for null in nulls)),
+        p_claim=max(
+            prediction_p(value, null.sample, claim.side, claim.scale) if null.sample else null.p for null in nulls
+        ),
+    )
+    word, why = _measured(made)
+    return replace(made, verdict=word, why=why)
 
 
-def _turned(word, why: str, value: float, interval: Interval, margin: float, effect: float, p: float):
-    """The words for a claim that a value lies below its null."""
-    found = f"{value:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
+def _needed(claim: Claim, interval: Interval, units: int) -> int:
+    """Units that would decide with 90 % power; an equivalence test has two sides to win, 95 % each."""
+    power = 0.95 if claim.equivalence else 0.9
+    if claim.needed == "correlation":
+        return needed_n_correlation(claim.smallest, power)
+    sd = max((interval.high - interval.low) / (2 * 1.96) * units**0.5, 1e-12)
+    return needed_n_mean(claim.smallest, sd, power)
+
+
+def _measured(h: Headline) -> tuple:
+    """Word and reason for a measurement that is no claim."""
+    interval = Interval(h.low, h.high, 0.95, h.method)
+    if h.side == "upper":
+        return verdict(h.value, interval, h.margin, h.p, h.units, effect=h.effect, needed=h.needed)
+    turned = Interval(-h.high, -h.low, 0.95, h.method)
+    word, why = verdict(-h.value, turned, -h.margin, h.p, h.units, effect=h.effect, needed=h.needed)
     if word == "above null":
-        return "below null", f"the interval of {found} stays under {margin:.3g}, p = {p:.2g}"
+        return "below null", f"the interval of {_found(h)} stays under {h.margin:.3g}, p = {h.p:.2g}"
     if word == "not above null":
-        return "not below null", f"the interval of {found} excludes {margin:.3g} - {effect:.3g}, the effect of interest"
+        return "not below null", f"the interval of {_found(h)} excludes {_mark(h)}, the effect of interest"
     return word, why
+
+
+def _equivalent(h: Headline, interval: Interval, centres: list[float]) -> Headline:
+    """Two one-sided tests: within the margin of every null's centre, hence within the overlap of those ranges."""
+    near, far = max(centres) - h.effect, min(centres) + h.effect
+    h = replace(h, margin_low=near, margin=far, p_claim=equivalence_p(h.value, interval, near, far, h.units))
+    if near < h.low and h.high < far:
+        return replace(h, verdict="not above null", why=f"the interval of {_found(h)} stays within {_mark(h)}")
+    if h.low > far or h.high < near:
+        word = "above null" if h.low > far else "below null"
+        return replace(h, verdict=word, why=f"the interval of {_found(h)} lies outside {_mark(h)}")
+    return replace(h, why=f"the interval of {_found(h)} reaches over the edge of {_mark(h)}; {_wanted(h)}")
+
+
+def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
+    """The results with each claim's verdict: PASS, FAIL or INCONCLUSIVE. Headlines without a claim keep their words.
+
+    PASS           the interval clears the margin, every null's rank p < .05, and so is the claim's p adjusted by Holm
+                   over all claims measured in these results.
+    FAIL           the declared effect is excluded: the interval lies wholly below margin + effect (above margin -
+                   effect for a claim that the value is low). Never for lack of power.
+    INCONCLUSIVE   anything else, with the number of units that the declared effect needs.
+    A claim that there is no effect passes when its interval lies within the margin of every null's centre (two
+    one-sided tests, adjusted alike), and fails when it lies wholly outside.
+    Judged again, results stay as they are.
+    """
+    claims = [(probe, h.name) for probe, measured in results.items() for h in measured.headlines if h.claim]
+    p = [h.p_claim for measured in results.values() for h in measured.headlines if h.claim]
+    adjusted = dict(zip(claims, holm(p).tolist(), strict=True))
+    return {
+        probe: replace(
+            measured,
+            headlines=tuple(
+                _judged(replace(h, adjusted=adjusted[probe, h.name]), len(claims)) if h.claim else h
+                for h in measured.headlines
+            ),
+        )
+        for probe, measured in results.items()
+    }
+
+
+def _judged(h: Headline, claims: int) -> Headline:
+    tested = f"p = {h.adjusted:.2g} by Holm over {claims} claim{'s' * (claims > 1)}"
+    if h.equivalence:
+        clears, excluded = h.margin_low < h.low and h.high < h.margin, h.low > h.margin or h.high < h.margin_low
+        yes, no = f"stays within {_mark(h)}", f"lies outside {_mark(h)}"
+    else:
+        clears = h.low > h.margin if h.side == "upper" else h.high < h.margin
+        excluded = h.high < h.margin + h.effect if h.side == "upper" else h.low > h.margin - h.effect
+        yes, no = f"clears {h.margin:.3g}", f"excludes {_mark(h)}, the effect of interest"
+    ranked = h.equivalence or h.p < ALPHA
+    if clears and ranked and h.adjusted < ALPHA:
+        return replace(h, verdict="PASS", why=f"the interval of {_found(h)} {yes}, {tested}")
+    if excluded:
+        return replace(h, verdict="FAIL", why=f"the interval of {_found(h)} {no}, {tested}")
+    lacking = "" if clears else f"the interval of {_found(h)} does not clear {h.margin:.3g}, "
+    if h.equivalence:
+        lacking = "" if clears else f"the interval of {_found(h)} reaches over the edge of {_mark(h)}, "
+    return replace(h, verdict="INCONCLUSIVE", why=f"{lacking}{tested}; {_wanted(h)}")
+
+
+def _found(h: Headline) -> str:
+    return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
+
+
+def _mark(h: Headline) -> str:
+    """What the interval is held against, effect included."""
+    if h.equivalence:
+        return f"{h.margin_low:.3g} to {h.margin:.3g}"
+    return f"{h.margin:.3g} {'+' if h.side == 'upper' else '-'} {h.effect:.3g}"
+
+
+def _wanted(h: Headline) -> str:
+    if h.units < h.needed:
+        return f"needs n >= {h.needed} units for the declared effect of {h.effect:.3g}, has {h.units}"
+    return f"{h.units} units suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray:

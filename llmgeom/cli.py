@@ -98,7 +98,10 @@ def _model_options(command):
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and permutations.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-DOMAINS-HASH]")
 @click.option(
-    "--fail-on", multiple=True, type=click.Choice(["not above null", "undecided", "unmeasured"]), help="Exit 3."
+    "--fail-on",
+    multiple=True,
+    type=click.Choice(["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]),
+    help="Exit 3 where a verdict is this; repeat for several.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan (prompts, passes, bytes, minutes); read no weights.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
@@ -121,14 +124,20 @@ def scan(**options: Any) -> int:
 
 
 @main.command(name="list", epilog="Example:  llmgeom list probes")
-@click.argument("what", type=click.Choice(["models", "domains", "probes"]))
+@click.argument("what", type=click.Choice(["models", "domains", "probes", "claims"]))
 def list_(what: str) -> None:
-    """What there is: pocket models, prompt domains, probes."""
+    """What there is: pocket models, prompt domains, probes, and the claims that a scan can pass or fail."""
     if what == "probes":
         from llmgeom.probes import known
 
         for name, module in known().items():
             click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}")
+    elif what == "claims":
+        from llmgeom.claims import entries
+
+        for entry in entries():
+            if entry.claim:
+                click.echo("\n".join(entry.lines()) + "\n")
     elif what == "domains":
         from llmgeom.prompts.domains import Domain, known
 

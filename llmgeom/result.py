@@ -11,7 +11,17 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 FigureKind = Literal["curve", "scatter", "heatmap"]
-Verdict = Literal["above null", "not above null", "below null", "not below null", "undecided", "no null"]
+Verdict = Literal[
+    "above null",
+    "not above null",
+    "below null",
+    "not below null",
+    "undecided",
+    "no null",
+    "PASS",
+    "FAIL",
+    "INCONCLUSIVE",
+]
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,15 @@ class Headline:
     p                p-value against that null with the +1 rule; NaN is refused.
     n, units         how many prompts, and how many independent units (templates, documents).
     verdict, why     the verdict in words and one sentence, e.g. "needs n >= 120 templates".
+
+    What the verdict rests on; the defaults are those of a headline of which nothing was declared:
+    claim            what PASS says, one sentence; empty for a measurement that is no claim. source, published: where it
+                     is printed, and what was printed.
+    side             whether the value is asked to lie above ("upper") or below ("lower") its nulls.
+    margin           what the interval must clear. effect: the smallest difference from it that is of interest.
+    equivalence      the claim is that there is no effect: the interval must lie between margin_low and margin.
+    needed           how many units would decide for the declared effect.
+    p_claim          the p that is corrected for the number of claims; adjusted: that p after Holm, 1 before.
     """
 
     name: str
@@ -69,9 +88,20 @@ class Headline:
     units: int
     verdict: Verdict
     why: str = ""
+    claim: str = ""
+    source: str = ""
+    published: str = ""
+    side: Literal["upper", "lower"] = "upper"
+    margin: float = 0.0
+    margin_low: float = 0.0
+    effect: float = 0.0
+    equivalence: bool = False
+    needed: int = 0
+    p_claim: float = 1.0
+    adjusted: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("value", "low", "high", "null_low", "null_high", "p"):
+        for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"headline {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
 

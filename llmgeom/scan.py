@@ -153,7 +153,13 @@ def scan(
     batches = {"": bare, **second}
     captured = list(batches.values())
     main = passes("prompts", len(captured), lambda i: pass_of(subject, captured[i], sites | {Site.ENTROPY}))
-    own = readings(subject)
+    own: dict[str, Any] = {}
+    for name in [name for name, probe in able.items() if probe.NEEDS.read]:
+        try:
+            own[name] = able[name].NEEDS.read(subject, bare)
+        except Refused as refusal:
+            unmeasured[name] = str(refusal)
+            del able[name]
 
     def twin(i: int) -> tuple[list[Capture], dict[str, Any]]:
         other = subject.twin(seed + 1 + i)

@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.stats import rankdata
 
+from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
-from llmgeom.claims import Null, headline, layer_band
+from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
 from llmgeom.stats import jackknife
+from llmgeom.subject import Subject
 
-NEEDS = Needs(sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}))
 LEAST_TOKENS = 3  # below, the row without its first token has nothing to spread over
-FOCUSING, SINK = 0.30, 0.10  # smallest effects of interest, fractions
+LEAST_LAYERS = 3  # between two layers a curve can only rise or fall
+CLAIMS = declared("attention_focus")
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What attention can be of at each layer, read from the weights on the longest prompt.
+
+    tokens  how many tokens its final query gives weight to, whatever the config calls the mask: a sliding window's
+            width, or all of them.
+    weight  the sum of those weights (fraction), smallest head: less than 1 where a head has a learned sink beside them.
+    """
+
+    tokens: tuple[int, ...]
+    weight: tuple[float, ...]
+
+
+def reach(subject: Subject, batch: Batch) -> Reach:
+    """One more pass, of the longest prompt alone."""
+    longest = int(subject.tokens(batch).lengths.argmax())
+    one = subject.capture(batch.take([longest]), {Site.ATTENTION})
+    seen, rows = int(one.position[-1]) + 1, [layer[-1] for layer in one.layers(Site.ATTENTION)]
+    first = [int(row.amax(0).nonzero()[0]) for row in rows]
+    return Reach(tuple(seen - at for at in first), tuple(float(row.sum(-1).min()) for row in rows))
+
+
+NEEDS = Needs(sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}), read=reach)
 
 
 @dataclass(frozen=True)
@@ -29,26 +58,34 @@ class Result(Base):
         "Focusing is the share of attention entropy lost between the first and the last layer: 0 means no "
         "narrowing, 1 means that the last layer looks at a single token, negative values mean that attention spreads. "
         "Above both nulls, the narrowing was learnt and depends on what the prompt says; without the first token, it "
-        "is "
-        "not the work of an attention sink."
+        "is not the work of an attention sink. Monotonicity says whether it is gradual: -1 where entropy falls at each "
+        "layer, 0 where there is no direction, 1 where it rises at each."
     )
     COMPUTED = (
         "For each head, the entropy in bits of the softmax weights of the final query, over log2 of the number of "
-        "tokens it can see, averaged over heads afterwards and then over prompts. Focusing = 1 - last layer / first "
-        "layer. The second form drops the weight on the first token and renormalises (over log2 of one token fewer). "
-        "Intervals are jackknifed over templates."
+        "tokens it can see (the prompt's, or the sliding window's where that is fewer), averaged over heads afterwards "
+        "and then over prompts. Focusing = 1 - last layer / first layer. The second form drops the weight on the first "
+        "token and renormalises (over log2 of one token fewer). Monotonicity is Spearman's correlation of layer number "
+        "and entropy over log2 in one prompt, averaged over prompts. Intervals are jackknifed over templates."
     )
     NULL = "The same model re-initialised, and the same prompts with all but the last token shuffled: beat both."
     FAILURE_MODES = (
-        "A sink on the first token lowers entropy with no evidence gathered. Under a sliding window a query sees fewer "
-        "tokens than the log2 assumes. Induction and previous-token heads are sharp at any depth, so the mean over "
-        "heads "
-        "can hide both; see the heat map. First and last layer only: read the curve."
+        "A sink on the first token lowers entropy with no evidence gathered. Induction and previous-token heads are "
+        "sharp at any depth, so the mean over heads can hide both; see the heat map. Focusing compares the first and "
+        "the last layer only: read the curve. Monotonicity sees order and not size, so that many small steps down "
+        "weigh as much as large ones."
     )
 
     entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
+    mean_entropy: np.ndarray = quantity(
+        "layer", "bits", "attention entropy, mean over heads", Figure("curve", band="mean_entropy_null")
+    )
+    mean_entropy_null: np.ndarray = quantity("layer bound", "bits", "null band of the attention entropy")
     normalised: np.ndarray = quantity(
-        "layer", "fraction of log2 T", "attention entropy, mean over heads", Figure("curve", band="normalised_null")
+        "layer",
+        "fraction of log2 T",
+        "attention entropy over log2 of tokens seen",
+        Figure("curve", band="normalised_null"),
     )
     normalised_null: np.ndarray = quantity("layer bound", "fraction of log2 T", "null band of the attention entropy")
     rest: np.ndarray = quantity(
@@ -61,70 +98,112 @@ class Result(Base):
 
 
 def measure(view: View) -> Result:
-    """Entropy maps, curves and focusing with nulls. Raises Refused where too few prompts are long enough."""
+    """Entropy maps, curves, focusing and monotonicity with nulls. Raises Refused where too few prompts are long enough,
+    or a layer sees a single token."""
     seen = view.capture.position.numpy() + 1
     long = seen >= LEAST_TOKENS
     if long.sum() < 5:
         raise Refused(f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; attention focus needs at least 5")
     units, seen = view.units[long], seen[long]
-    warnings = ()
-    if not long.all():
-        warnings = (f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out",)
-    main = _curves(view.capture, long, seen)
+    layers = len(view.capture.layers(Site.ATTENTION_ENTROPY))
+    limits = np.array(view.reading.tokens if view.reading else [seen.max()] * layers)
+    if limits.min() < 2:
+        raise Refused(f"layer {limits.argmin()} sees a single token: its attention has no entropy to compare with")
+    main = _curves(view.capture, long, seen, limits)
     nulls = {
-        "re-initialised": [_curves(twin, long, seen) for twin in view.twins],
-        "shuffled prompts": [_curves(other, long, seen) for other in view.shuffled],
+        "re-initialised": [_curves(twin, long, seen, limits) for twin in view.twins],
+        "shuffled prompts": [_curves(other, long, seen, limits) for other in view.shuffled],
     }
 
     def band(name: str) -> np.ndarray:
         # A narrowing layer has less entropy than its null: the lower end decides.
         return layer_band({key: np.array([c[name].mean(1) for c in null]) for key, null in nulls.items()}, "lower")
 
-    statistics = (
-        ("focusing", lambda c, rows: _focusing(c["all"], rows), FOCUSING),
-        ("focusing without the first token", lambda c, rows: _focusing(c["rest"], rows), FOCUSING),
-        ("weight on the first token", lambda c, rows: float(c["first"][-1, rows].mean()), SINK),
-    )
+    statistics = {
+        "focusing": lambda c, rows: _focusing(c["all"], rows),
+        "focusing without the first token": lambda c, rows: _focusing(c["rest"], rows),
+        "weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean()),
+    }
+    if layers >= LEAST_LAYERS:
+        statistics["monotonicity"] = lambda c, rows: float(c["order"][rows].mean())
     every = np.arange(len(seen))
     headlines = []
-    for name, statistic, effect in statistics:
+    for name, statistic in statistics.items():
         value = statistic(main, every)
         draws = {key: np.array([statistic(c, every) for c in null]) for key, null in nulls.items()}
         headlines.append(
             headline(
-                name,
+                CLAIMS[name],
                 value,
-                "fraction",
                 jackknife(lambda rows, f=statistic: f(main, rows), every, units),
-                [Null.of(key, value, null) for key, null in draws.items()],
+                [Null.of(key, value, null, CLAIMS[name].side) for key, null in draws.items()],
                 n=len(every),
                 units=len(set(units)),
-                effect=effect,
             )
         )
     return Result(
         entropy=bits(_mean(view.capture, Site.ATTENTION_ENTROPY, long)),
+        mean_entropy=main["bits"].mean(1),
+        mean_entropy_null=band("bits"),
         normalised=main["all"].mean(1),
         normalised_null=band("all"),
         rest=main["rest"].mean(1),
         rest_null=band("rest"),
         first=_mean(view.capture, Site.ATTENTION_FIRST, long),
         headlines=tuple(headlines),
-        warnings=warnings,
+        warnings=tuple(_warnings(view.reading, long, seen, layers)),
     )
 
 
-def _curves(capture: Capture, long: np.ndarray, seen: np.ndarray) -> dict[str, np.ndarray]:
-    """[layer row]: entropy over log2 T and over log2 (T - 1) without the first token, and the first token's weight."""
+def _curves(capture: Capture, long: np.ndarray, seen: np.ndarray, limits: np.ndarray) -> dict[str, np.ndarray]:
+    """[layer row], means over heads: entropy in bits; over log2 min(T, w); without the first token over log2
+    min(T - 1, w); the first token's weight; and, [row], the order along the layers. T tokens, w a layer's limit."""
 
     def over_heads(site: Site) -> np.ndarray:
         return np.stack([layer.double().numpy()[long].mean(1) for layer in capture.layers(site)])
 
+    entropy = bits(over_heads(Site.ATTENTION_ENTROPY))
+    whole = entropy / np.log2(np.minimum(seen, limits[:, None]))
     return {
-        "all": bits(over_heads(Site.ATTENTION_ENTROPY)) / np.log2(seen),
-        "rest": bits(over_heads(Site.ATTENTION_REST)) / np.log2(seen - 1),
+        "bits": entropy,
+        "all": whole,
+        "rest": bits(over_heads(Site.ATTENTION_REST)) / np.log2(np.minimum(seen - 1, limits[:, None])),
         "first": over_heads(Site.ATTENTION_FIRST),
+        "order": _order(whole),
     }
+
+
+def _order(curve: np.ndarray) -> np.ndarray:
+    """[row]: Spearman's rho of layer number and a row's curve [layer row]; 0 for a curve that does not move.
+
+    Derived here (the papers say "monotone" and give no formula). A row at a time: the order of the mean curve takes few
+    values, and leaving a template out would rarely change it, so that it would have no interval.
+    """
+    ranks = rankdata(curve, axis=0) - (len(curve) + 1) / 2
+    depth = np.arange(len(curve)) - (len(curve) - 1) / 2
+    size = np.sqrt(np.square(depth).sum() * np.square(ranks).sum(0))
+    return np.divide(depth @ ranks, size, out=np.zeros(curve.shape[1]), where=size > 0)
+
+
+def _warnings(found: Reach | None, long: np.ndarray, seen: np.ndarray, layers: int) -> Iterator[str]:
+    if not long.all():
+        yield f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"
+    if layers < LEAST_LAYERS:
+        yield f"{layers} layers: monotonicity needs at least {LEAST_LAYERS} and is left out"
+    if found is None:
+        return
+    short = [(layer, tokens) for layer, tokens in enumerate(found.tokens) if tokens < seen.max()]
+    if short:
+        where = ", ".join(str(layer) for layer, _ in short)
+        yield (
+            f"the final query sees at most {max(tokens for _, tokens in short)} tokens in layers {where}: entropy "
+            "there is over log2 of that; its bits still fall with the window"
+        )
+    if min(found.weight) < 0.99:
+        yield (
+            f"heads have a learned sink: weights on tokens sum to as little as {min(found.weight):.2f}, and entropy "
+            "falls with them; the form without the first token is renormalised"
+        )
 
 
 def _focusing(curve: np.ndarray, rows: np.ndarray) -> float:

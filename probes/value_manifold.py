@@ -7,185 +7,179 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmgeom.capture import Capture, Site
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.result import Figure, Headline, quantity
-from llmgeom.result import Result as Base
-from llmgeom.scan import UNSTRATIFIED, Needs, View
-from llmgeom.stats import (
-    Spectrum,
-    correlation_interval,
-    correlation_test,
-    share_intervals,
-    shares,
-    spearman,
+from llmgeom.claims import Null, declared, headline
+from llmgeom.cloud import (
+    PERMUTATIONS,
+    RHO,
+    CloudResult,
+    Portrait,
+    correlation,
+    describe,
+    final_tokens,
+    untrained,
+    vectors,
 )
+from llmgeom.errors import Refused
+from llmgeom.manifold import Dimension, intrinsic_dimension, standardised, unroll
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.scan import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, Sample, View
+from llmgeom.stats import correlation_test, spearman
 
-NEEDS = Needs(frozenset({Site.VALUE}), samples=frozenset({UNSTRATIFIED}))
-PERMUTATIONS = 10_000
+SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
+NEEDS = Needs(frozenset({Site.VALUE}), samples=frozenset(SECOND))
 CLAIMS = declared("value_manifold")
+DIMENSION, ORDER = "intrinsic dimension (TwoNN) over Gaussian", "order along the curve"
+GAUSSIANS, GAUSSIANS_OF_TWINS = 199, 39
+FAR, SHOWN = 6.0, 5  # robust standard deviations; rows that a warning lists
 
 
-@dataclass(frozen=True)
-class Result(Base):
-    """Shares of variance of the value vectors at the queried positions, and PC1 against next-token entropy."""
+@dataclass(frozen=True, kw_only=True)
+class Result(CloudResult):
+    """Shares of variance of the value vectors at the queried positions, how they hold entropy, and their shape."""
 
     TITLE = "Value manifold"
     MEANING = (
         "If a model keeps its uncertainty on a value manifold, the value vectors of the last token vary along few "
         "directions and the first of them follows the entropy of the next-token distribution. A share above both nulls "
-        "says that training made the values more one-dimensional than an untrained model or scrambled text would; a "
-        "correlation above its null says that the order along PC1 is not a mere look-up of the same tokens."
+        "says that training made the values lower-dimensional than an untrained model or scrambled text would; a "
+        "correlation above its null says that the order along PC1 is not a mere look-up of the same tokens. A curved "
+        "manifold can hide from PC1: entropy decodability asks for any direction, order along the curve for a bent "
+        "one, and an intrinsic dimension below that of a Gaussian with the same spectrum says that there is a bend or "
+        "that there are clusters."
     )
     COMPUTED = (
         "Values per true key-value head at the final token, heads concatenated, each coordinate standardised over "
         "prompts, PCA. PC1 and PC1+PC2 are shares of the total variance; the participation ratio is (sum of "
         "eigenvalues)^2 / sum of squared eigenvalues over all of them. |rho| is Spearman's rank correlation of the PC1 "
-        "score with next-token entropy in bits; its sign is a convention and is dropped. Verdicts are about the last "
-        "layer, fixed beforehand. Intervals are jackknifed over templates; the estimand is the expected value at this "
-        "number of prompts and coordinates."
+        "score with next-token entropy in bits; its sign is a convention and is dropped. Held-out R2 is the share of "
+        "the variance of entropy that ridge regression predicts for templates it was not fitted on (5 folds, penalty "
+        "chosen inside the others): 1 is exact, 0 is no better than the mean, below 0 is worse. The intrinsic "
+        "dimension is TwoNN, from the ratio of distances to the second and the first neighbour, over one prompt a "
+        "template; the headline divides it by its median in Gaussian clouds with the same spectrum. Order along the "
+        "curve is |Spearman| of entropy with the first coordinate of Isomap (graph of 5 neighbours). Verdicts are "
+        "about the last layer, fixed beforehand. Intervals are jackknifed over templates, the dimension's comes from "
+        "its likelihood; the estimand is the expected value at this number of prompts and coordinates."
     )
     NULL = (
         "Shares: the same model re-initialised, and the same prompts with all tokens but the last shuffled; both "
-        "must be beaten. Correlation: PC1 of the re-initialised models against the trained model's entropy (what a "
-        "look-up of the same tokens already predicts), and permutations of whole templates; both must be beaten."
+        "must be beaten. Correlation, decodability and order: the re-initialised models' values against the trained "
+        "model's entropy (what a look-up of the same tokens already predicts), and permutations of whole templates; "
+        "both must be beaten. Dimension: Gaussian clouds with exactly the same spectrum, and the re-initialised "
+        "models, each over its own Gaussian clouds (untrained values cluster by token too); both must be beaten."
     )
     FAILURE_MODES = (
         "PC1 misses curved or oblique manifolds. Value coordinates depend on the basis inside each head, which "
-        "training "
-        "does not fix. Stratifying prompts by entropy widens its range and with it the correlation: see the "
-        "unstratified "
-        "row. Length and the identity of the final token can carry the correlation: see the partial row. Shares at "
-        "another number of prompts or another width are not comparable."
+        "training does not fix; what attention writes does not depend on it (probe attention_write). Stratifying "
+        "prompts by entropy widens its range and with it the correlation: see the unstratified row. Length and the "
+        "identity of the final token can carry the correlation: see the rows that hold them fixed. At 75 prompts the "
+        "order along a curve that turns more than once is lost to short cuts between its turns, so a low value there "
+        "excludes nothing. Noise thicker than the gaps between prompts counts as dimensions, and clusters read as a "
+        "low one: a ratio below 1 does not yet mean a curve. Decodability says that entropy can be read, not that the "
+        "model reads it. Shares, dimensions and R2 at another number of prompts or another width are not comparable."
     )
 
-    pc1: np.ndarray = quantity("layer", "fraction", "share of variance on PC1", Figure("curve", band="pc1_null"))
-    pc1_null: np.ndarray = quantity("layer bound", "fraction", "null band of the PC1 share")
-    pc12: np.ndarray = quantity(
-        "layer", "fraction", "share of variance on PC1 and PC2", Figure("curve", band="pc12_null")
+    unrolled: np.ndarray = quantity(
+        "prompt component",
+        "distance along the graph",
+        "neighbour embedding (Isomap), last layer: component 1 is the order along the curve",
+        Figure("scatter"),
     )
-    pc12_null: np.ndarray = quantity("layer bound", "fraction", "null band of the PC1+PC2 share")
-    participation: np.ndarray = quantity(
-        "layer", "components", "participation ratio", Figure("curve", band="participation_null")
+    dimension: np.ndarray = quantity("", "dimensions", "intrinsic dimension, TwoNN, last layer (0: too few points)")
+    dimension_gaussian: np.ndarray = quantity("", "dimensions", "its median in Gaussian clouds with the same spectrum")
+    dimension_mle: np.ndarray = quantity(
+        "", "dimensions", "intrinsic dimension, Levina and Bickel's over 10 neighbours, last layer (0: too few points)"
     )
-    participation_null: np.ndarray = quantity("layer bound", "components", "null band of the participation ratio")
-    rho: np.ndarray = quantity("layer", "|rho|", "|Spearman| of PC1 and entropy", Figure("curve", band="rho_null"))
-    rho_null: np.ndarray = quantity("layer bound", "|rho|", "|Spearman| of a re-initialised model's PC1 and entropy")
-    scores: np.ndarray = quantity(
-        "prompt component", "standardised units", "position on PC1 and PC2, last layer", Figure("scatter")
+    dimension_mle_gaussian: np.ndarray = quantity(
+        "", "dimensions", "its median in Gaussian clouds with the same spectrum"
     )
-    constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
-    headlines: tuple[Headline, ...]
-    warnings: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
-    """Shares, participation ratio and |rho| at every layer, with nulls; headlines at the last. Raises Refused."""
-    values = _values(view.capture)
-    found = [shares(layer) for layer in values]
-    nulls = {
-        "re-initialised": np.array([_numbers(twin) for twin in view.twins]),
-        "shuffled prompts": np.array([_numbers(other) for other in view.shuffled]),
-    }
-    rho = np.array([abs(spearman(spectrum.scores[:, 0], view.entropy)) for spectrum in found])
-    rho_null = np.array(
-        [[abs(spearman(shares(layer).scores[:, 0], view.entropy)) for layer in _values(twin)] for twin in view.twins]
-    )
-
-    def of(column: int) -> dict[str, np.ndarray]:
-        return {name: null[:, :, column] for name, null in nulls.items()}
-
+    """Shares, |rho| and held-out R2 at every layer, with nulls; shape and headlines at the last. Raises Refused."""
+    common = describe(view, Site.VALUE, CLAIMS)
+    last, theirs = _last(view.capture), [_last(twin) for twin in view.twins]
+    dimension, shape, notes = _shape(view, last, theirs)
+    unrolled = unroll(standardised(last))
+    second, missing = _second(view)
+    *plain, decoded = common.headlines
     return Result(
-        pc1=np.array([s.pc1 for s in found]),
-        pc1_null=layer_band(of(0)),
-        pc12=np.array([s.pc12 for s in found]),
-        pc12_null=layer_band(of(1)),
-        participation=np.array([s.participation_ratio for s in found]),
-        participation_null=layer_band(of(2), "lower"),
-        rho=rho,
-        rho_null=layer_band({"re-initialised": rho_null}),
-        scores=found[-1].scores,
-        constant=np.array([s.dropped for s in found]),
-        headlines=(*_shares(view, values[-1], found[-1], nulls), *_correlations(view, found[-1], rho_null[:, -1])),
-        warnings=_warnings(found),
+        **common.fields,
+        unrolled=unrolled,
+        **dimension,
+        headlines=(*plain, *second, decoded, *shape, _order(view, unrolled, theirs)),
+        warnings=(*common.warnings, *missing, *notes, *_far(view.capture, last)),
     )
 
 
-def _values(capture: Capture) -> list[np.ndarray]:
-    """[row coordinate] float64 for each layer, true kv heads concatenated."""
-    return [layer.flatten(1).double().numpy() for layer in capture.layers(Site.VALUE)]
+def _last(capture: Capture) -> np.ndarray:
+    return vectors(capture, Site.VALUE)[-1]
 
 
-def _numbers(capture: Capture) -> list[tuple[float, float, float]]:
-    """PC1, PC1+PC2, participation ratio of each layer."""
-    spectra = [shares(layer) for layer in _values(capture)]
-    return [(s.pc1, s.pc12, s.participation_ratio) for s in spectra]
+def _second(view: View) -> tuple[list[Headline], list[str]]:
+    """|rho| in every second sample that there is; a sentence where it cannot be had."""
+    found, missing = [], []
+    for name in SECOND:
+        if name in view.samples:
+            try:
+                found.append(_sample_rho(name, view.samples[name], view.seed))
+            except Refused as refusal:
+                missing.append(f"{RHO}, {name}: not measured, because {refusal}")
+    return found, missing
 
 
-def _shares(view: View, last: np.ndarray, spectrum: Spectrum, nulls: dict[str, np.ndarray]) -> list[Headline]:
-    pc1, pc12, ratio = share_intervals(last, view.units)
-    n, units = len(last), len(set(view.units))
-    rows = (
-        ("PC1 share", spectrum.pc1, pc1),
-        ("PC1+PC2 share", spectrum.pc12, pc12),
-        ("participation ratio", spectrum.participation_ratio, ratio),
-    )
-    return [
-        headline(
-            CLAIMS[name],
-            value,
-            interval,
-            [Null.of(key, value, null[:, -1, column], CLAIMS[name].side) for key, null in nulls.items()],
-            n=n,
-            units=units,
-        )
-        for column, (name, value, interval) in enumerate(rows)
-    ]
+def _sample_rho(name: str, sample: Sample, seed: int) -> Headline:
+    scores = Portrait.of(_last(sample.capture)).scores[:, 0]
+    test = correlation_test(scores, sample.entropy, sample.units, PERMUTATIONS, seed)
+    twins = np.array([Portrait.of(_last(twin)).rho(sample.entropy) for twin in sample.twins])
+    return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.units, test, twins)
 
 
-def _correlations(view: View, spectrum: Spectrum, twins: np.ndarray) -> list[Headline]:
-    """|rho| of PC1 with entropy: as it is, given length and final token, and in unstratified prompts."""
-    scores, name = spectrum.scores[:, 0], "|rho| of PC1 and entropy"
-    found = [_rho(name, scores, view.entropy, view.units, view.seed, twins)]
-    given = _covariates(view.capture)
-    if given.shape[1]:
-        partial = _twins_rho(view.twins, view.entropy, given)
-        called = f"{name}, given length and final token"
-        found.append(_rho(called, scores, view.entropy, view.units, view.seed, partial, given))
-    if plain := view.samples.get(UNSTRATIFIED):
-        units = plain.units
-        scores = shares(_values(plain.capture)[-1]).scores[:, 0]
-        null = _twins_rho(plain.twins, plain.entropy)
-        found.append(_rho(f"{name}, unstratified", scores, plain.entropy, units, view.seed, null))
-    return found
+def _order(view: View, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Headline:
+    """|Spearman| of entropy and the place along the curve."""
+    place = unrolled[:, 0]
+    test = correlation_test(place, view.entropy, view.units, PERMUTATIONS, view.seed)
+    twins = np.array([abs(spearman(unroll(standardised(x))[:, 0], view.entropy)) for x in theirs])
+    return correlation(CLAIMS[ORDER], place, view.entropy, view.units, test, twins)
 
 
-def _covariates(capture: Capture) -> np.ndarray:
-    """[row column]: the row's position, and an indicator of each token that at least three rows end in.
+def _shape(view: View, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict, list[Headline], list[str]]:
+    """Intrinsic dimension: the single numbers, the headline, and what a reader should know of the points.
 
-    Values at the last layer depend first of all on the token they stand at, and so does entropy. Tokens met once or
-    twice are left together, since an indicator of each would explain its row away.
+    The spectrum-matched Gaussian is an exact test of "a Gaussian", but what is not Gaussian need not be learnt: tokens
+    are discrete, and an untrained model's values cluster by them as well. So twins decide too, on the same scale.
     """
-    position = capture.position.numpy()
-    token = capture.batch.inputs.ids.numpy()[capture.prompt.numpy(), position]
-    columns = [position] + [token == t for t, n in zip(*np.unique(token, return_counts=True), strict=True) if n >= 3]
-    return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
+    names = ("dimension", "dimension_gaussian", "dimension_mle", "dimension_mle_gaussian")
+    try:
+        own = intrinsic_dimension(last, view.units, GAUSSIANS, view.seed)
+        twins = np.array([intrinsic_dimension(x, view.units, GAUSSIANS_OF_TWINS, view.seed).ratio for x in theirs])
+    except Refused as refusal:
+        return dict.fromkeys(names, np.float64(0)), [], [f"{DIMENSION}: not measured, because {refusal}"]
+    notes = []
+    if own.coinciding:
+        notes.append(f"{own.coinciding} prompts have the values of another and were left out of the dimension")
+    numbers = (own.twonn, np.median(own.gaussian), own.mle, np.median(own.gaussian_mle))
+    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(view, own, twins)], notes
 
 
-def _twins_rho(twins: tuple[Capture, ...], entropy: np.ndarray, covariates: np.ndarray | None = None) -> np.ndarray:
-    """[draw] |rho| of each untrained model's PC1, last layer, with the trained model's entropy."""
-    return np.array([abs(spearman(shares(_values(t)[-1]).scores[:, 0], entropy, covariates)) for t in twins])
+def _dimension(view: View, own: Dimension, twins: np.ndarray) -> Headline:
+    drawn = own.gaussian / np.median(own.gaussian)
+    # Gaussian clouds and twins carry the sampling noise of neighbours as we do: p is against all of them, and the
+    # interval must clear their median.
+    gaussian = replace(Null.of("Gaussian of the same spectrum", own.ratio, drawn, "lower"), margin=1.0)
+    learnt = untrained(own.ratio, twins, "lower")
+    interval = own.ratio_interval()
+    return headline(CLAIMS[DIMENSION], own.ratio, interval, [gaussian, learnt], n=own.points, units=own.points)
 
 
-def _rho(name, scores, entropy, units, seed, twins, covariates=None) -> Headline:
-    test = correlation_test(scores, entropy, units, PERMUTATIONS, seed, covariates)
-    # The twins' correlations carry the same prompts' sampling noise as ours: p is against all of them, and the interval
-    # must clear their median.
-    untrained = replace(Null.of("re-initialised", test.value, twins), margin=float(np.median(twins)))
-    permuted = Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)
-    interval = correlation_interval(scores, entropy, units, covariates)
-    return headline(CLAIMS[name], test.value, interval, [untrained, permuted], n=test.n, units=test.units)
-
-
-def _warnings(found: list[Spectrum]) -> tuple[str, ...]:
-    dropped = [(layer, s.dropped) for layer, s in enumerate(found) if s.dropped]
-    return tuple(f"layer {layer}: {count} value coordinates do not vary and were left out" for layer, count in dropped)
+def _far(capture: Capture, last: np.ndarray) -> list[str]:
+    """A warning that lists rows whose vector is unusually long or short: they can make a component of their own."""
+    norm = np.linalg.norm(last, axis=1)
+    away = np.abs(norm - np.median(norm))
+    robust = 1.4826 * float(np.median(away))  # the sd of a normal variable whose median deviation this is
+    rows = np.flatnonzero(away > FAR * robust) if robust > 0 else np.flatnonzero(away > 0)
+    if not len(rows):
+        return []
+    rows, tokens = rows[np.argsort(-away[rows], kind="stable")], final_tokens(capture)
+    listed = ", ".join(f"prompt {capture.prompt[row]} (token {tokens[row]})" for row in rows[:SHOWN])
+    more = f" and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+    return [f"value norms at the last layer lie more than {FAR:g} robust sd off the median for {listed}{more}"]

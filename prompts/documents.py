@@ -26,8 +26,8 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
 
     Documents are streamed from the split "train" (or test, or validation) through a seeded shuffling buffer of 5,000;
     a prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
-    of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier prompt are passed
-    over. The unit is the document. COLUMN is "text" by default, else the only column of strings.
+    without text, of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier
+    prompt are passed over. The unit is the document. COLUMN is "text" by default, else the only column of strings.
     Raises Refused with the remedy: no network, no such data set, a config or a column that is missing.
     """
     name, config, column = _parse(spec)
@@ -37,6 +37,8 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     try:
         for number, row in enumerate(islice(rows, 50 * n)):
             column = column or _column(spec, row)
+            if column in row and row[column] is None:
+                continue
             if not isinstance(row.get(column), str):
                 raise Refused(
                     f"{spec}: column {column!r} holds no text; its columns: {', '.join(map(repr, row))}; "
@@ -103,7 +105,8 @@ def _offline(settings, silent: bool) -> Iterator[None]:
 
 
 def _column(spec: str, row: dict) -> str:
-    strings = [key for key, value in row.items() if isinstance(value, str)]
+    # A missing value may be a string in the next row.
+    strings = [key for key, value in row.items() if value is None or isinstance(value, str)]
     if "text" in strings or len(strings) == 1:
         return "text" if "text" in strings else strings[0]
     raise Refused(
@@ -126,8 +129,9 @@ def _explained(spec: str, error: Exception) -> Refused:
     """What the library's error means for the person who asked."""
     said = " ".join(str(error).split())
     kind = type(error).__name__
-    if "Config name is missing" in said or "BuilderConfig" in said:
-        return Refused(f"{spec}: {said[:300]}; name it: {PREFIX}NAME:CONFIG")
+    if configs := re.search(r"(?:available configs|Available): \[(.*?)\]", said):
+        what = "has several configs" if "missing" in said else "has no such config"
+        return Refused(f"{spec} {what} (it has {configs[1]}); give {PREFIX}NAME:CONFIG")
     if kind in ("ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectTimeout"):
         return Refused(
             f"{spec} is neither in the cache nor reachable without a network; use --prompts FILE or --domain"

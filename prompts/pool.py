@@ -117,12 +117,14 @@ def as_diverse(
     """A stratified sample of the pool with about the `diversity` of another: what a change of domain alone leaves.
 
     From `stratify` on, 5,000 times a prompt is replaced by a random one of the same fifth of entropy, where that does
-    not add to sum_i |diversity_i - wanted_i| / wanted_i. What was reached is in the source. Derived here.
+    not add to sum_i |diversity_i - wanted_i| / wanted_i. The source holds what it started from and what was reached.
+    Derived here.
     """
     rng = np.random.default_rng([seed, 3])
     start = stratify(pool, entropy, n, seed=seed)
     place = {text: i for i, text in enumerate(pool.text)}
     chosen = [place[text] for text in start.text]
+    before = diversity([ids[i] for i in chosen], start.unit)
     fifth = np.empty(len(pool), dtype=int)
     members = _fifths(entropy, rng, 5)
     for b, rows in enumerate(members):
@@ -155,8 +157,8 @@ def as_diverse(
             count(old, 1)
     chosen = sorted(chosen)
     reached = diversity([ids[i] for i in chosen], [pool.unit[i] for i in chosen])
-    source = {**pool.source, "as_diverse": {"n": n, "wanted": list(wanted), "reached": list(reached), "seed": seed}}
-    return _with_source(pool.take(chosen), source)
+    counts = {"wanted": list(wanted), "start": list(before), "reached": list(reached)}
+    return _with_source(pool.take(chosen), {**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
 
 
 def _fifths(entropy: np.ndarray, rng: np.random.Generator, bins: int) -> list[np.ndarray]:

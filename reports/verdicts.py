@@ -11,6 +11,9 @@ from llmgeom.result import Headline
 
 # A verdict is told by its word and its shape; colour only repeats it.
 ICONS = {
+    "PASS": "✔",
+    "FAIL": "✘",
+    "INCONCLUSIVE": "?",
     "above null": "▲",
     "below null": "▼",
     "not above null": "○",
@@ -33,6 +36,7 @@ class Row(NamedTuple):
     n: str
     verdict: str
     why: str
+    claim: str
     probe: str
     method: str
 
@@ -54,9 +58,12 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:
-    """The rows as plain dictionaries for a terminal or JSON; all have the same keys, `record` only where it differs."""
+    """The rows as plain dictionaries for a terminal or JSON; all have the same keys, `record` only where it differs and
+    `claim` only where a headline is one."""
+    rows = lines(records)
     hidden = {"probe", "method"} | ({"record"} if len(records) == 1 else set())
-    return [{key: text for key, text in row._asdict().items() if key not in hidden} for row in lines(records)]
+    hidden |= set() if any(row.claim for row in rows) else {"claim"}
+    return [{key: text for key, text in row._asdict().items() if key not in hidden} for row in rows]
 
 
 def lines(records: Sequence[Record]) -> list[Row]:
@@ -68,7 +75,7 @@ def lines(records: Sequence[Record]) -> list[Row]:
             rows += [_row(label, probe, h) for label, h in found if h.name == name]
         for label, record in named:
             if probe in record.unmeasured:
-                cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], probe, "")
+                cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], "", probe, "")
                 rows.append(Row(*map(visible, cells)))
     return rows
 
@@ -80,4 +87,4 @@ def _row(label: str, probe: str, h: Headline) -> Row:
         null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
         p = f"{h.p:.2g}"
     cells = (f"{value} {h.unit}".strip(), f"{low} to {high}", null, p, f"{h.n} prompts, {h.units} units")
-    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, probe, h.method)))
+    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method)))

@@ -6,10 +6,11 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from scipy.stats import spearmanr
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import Refused
-from llmgeom.prompts.pool import plain, stratify
+from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
 # Skewed: without strata most of a sample would come from the low end.
@@ -55,3 +56,119 @@ def test_too_large_a_sample_is_refused_with_what_the_bin_gives():
         stratify(few, ENTROPY[:30], 30)
     with pytest.raises(Refused, match="--n 25: the pool has 20 prompts with at most 2 of a template"):
         plain(few, 25)
+
+
+# ---- equal lengths ---------------------------------------------------------------------------------------------------
+
+LARGE = Batch(Text(tuple(f"prompt {i}" for i in range(1000))), tuple(f"t{i // 4}" for i in range(1000)), {"name": "l"})
+BITS = np.random.default_rng(1).normal(4, 1, 1000)
+TOKENS = np.round(20 + 4 * (BITS - 4) + 4 * np.random.default_rng(2).normal(size=1000)).clip(3).astype(int).tolist()
+
+
+def matched(seed: int = 0, n: int = 75, lengths=TOKENS) -> Batch:
+    return length_matched(LARGE, BITS, lengths, n, seed=seed)
+
+
+def rho(batch: Batch) -> float:
+    rows = number(batch)
+    return float(spearmanr(np.array(TOKENS)[rows], BITS[rows]).statistic)
+
+
+def test_length_says_next_to_nothing_about_entropy_where_it_said_much():
+    assert spearmanr(TOKENS, BITS).statistic > 0.65
+    found = [rho(matched(seed)) for seed in range(10)]
+    plainly = [rho(stratify(LARGE, BITS, 75, seed=seed)) for seed in range(10)]
+    assert min(plainly) > 0.6
+    assert abs(np.mean(found)) < 0.12 and max(map(abs, found)) < 0.25
+
+
+def test_a_length_matched_sample_has_each_fifth_of_entropy_alike_and_at_most_two_of_a_template():
+    edges = np.quantile(BITS, [0.2, 0.4, 0.6, 0.8])
+    for seed in range(5):
+        batch = matched(seed, n=72)
+        rows = number(batch)
+        assert len(set(rows)) == len(batch) == 70, "fifths are equal: 72 prompts are 14 each"
+        assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [14] * 5
+        assert max(Counter(batch.unit).values()) <= 2
+        assert batch.source["length_matched"] == {"n": 70, "bins": 5, "per_template": 2, "seed": seed}
+
+
+def test_a_length_matched_sample_is_its_seed_s():
+    np.random.seed(3)
+    one = matched(1)
+    np.random.seed(4)
+    assert matched(1).text == one.text != matched(2).text
+
+
+def test_lengths_that_cannot_be_matched_are_refused():
+    """Length is the order of entropy itself: no class of lengths holds prompts of two fifths."""
+    with pytest.raises(Refused) as refusal:
+        matched(lengths=BITS.argsort().argsort().tolist())
+    assert str(refusal.value) == (
+        "--n 75: 0 prompts of equal lengths in every fifth of entropy can be had from the pool of 1000; "
+        "ask for fewer, or a larger pool"
+    )
+
+
+# ---- as diverse as another sample ------------------------------------------------------------------------------------
+
+
+def test_diversity_counts_tokens_endings_and_templates():
+    assert diversity([[1, 2], [2, 3], [4], [5, 3]], ["a", "a", "b", "c"]) == (5, 3, 3)
+
+
+def token_ids() -> list[list[int]]:
+    """Every other prompt has a small vocabulary and few endings; the rest are about as varied as can be."""
+    rng = np.random.default_rng(5)
+    rows = []
+    for i in range(len(LARGE)):
+        words = 60 if i % 2 else 3000
+        rows.append([*rng.integers(words, size=int(rng.integers(5, 12))).tolist(), int(rng.integers(words // 6))])
+    return rows
+
+
+IDS = token_ids()
+
+
+def counted(batch: Batch) -> tuple[int, int, int]:
+    rows = number(batch)
+    return (
+        len(set().union(*(IDS[i] for i in rows))),
+        len({IDS[i][-1] for i in rows}),
+        len({LARGE.unit[i] for i in rows}),
+    )
+
+
+def alike(wanted: tuple[int, int, int], seed: int = 0) -> Batch:
+    return as_diverse(LARGE, BITS, IDS, wanted, 75, seed)
+
+
+@pytest.mark.parametrize("wanted", [(250, 25, 50), (450, 60, 75), (330, 40, 60)])
+def test_a_diversity_that_can_be_had_is_reached(wanted):
+    """From any one seed a draw of both kinds of prompts starts far from it."""
+    batch = alike(wanted)
+    start = counted(stratify(LARGE, BITS, 75))
+    assert max(abs(have - want) / want for have, want in zip(start, wanted, strict=True)) > 0.1
+    assert counted(batch) == pytest.approx(wanted, rel=0.03)
+    assert batch.source["as_diverse"] == {
+        "n": 75, "wanted": list(wanted), "start": list(start), "reached": list(counted(batch)), "seed": 0,
+    }  # fmt: skip
+
+
+def test_one_that_cannot_be_had_is_come_near_and_said():
+    batch = alike((10, 1, 75))
+    reached = batch.source["as_diverse"]["reached"]
+    assert reached == list(counted(batch))
+    assert 10 < reached[0] < counted(stratify(LARGE, BITS, 75))[0]
+
+
+def test_a_sample_as_diverse_keeps_fifths_templates_and_its_seed():
+    edges = np.quantile(BITS, [0.2, 0.4, 0.6, 0.8])
+    for seed in range(2):
+        np.random.seed(seed)
+        batch = alike((250, 25, 50), seed)
+        rows = number(batch)
+        assert len(set(rows)) == 75
+        assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [15] * 5
+        assert max(Counter(batch.unit).values()) <= 2
+    assert alike((250, 25, 50), 1).text == batch.text != alike((250, 25, 50), 0).text

@@ -12,6 +12,23 @@ from llmgeom.errors import Refused
 from llmgeom.record import Record, write_whole
 from tests.test_result import Toy, head
 
+# What a headline had before claims were declared.
+OLDER = (
+    "name",
+    "value",
+    "unit",
+    "low",
+    "high",
+    "method",
+    "null_low",
+    "null_high",
+    "null",
+    "p",
+    "n",
+    "units",
+    "verdict",
+)
+
 
 def record(**changes) -> Record:
     heat = np.ones((2, 3), np.float32)
@@ -40,6 +57,18 @@ def test_a_record_comes_back_as_it_was(tmp_path):
     assert back.results["toy"].arrays["whole"].shape == ()
     assert back.results["toy"].arrays["whole"] == 2.5
     np.testing.assert_array_equal(back.results["toy"].arrays["heat"], np.ones((2, 3)))
+
+
+def test_a_claim_comes_back_and_a_record_older_than_claims_can_still_be_read(tmp_path):
+    claim = head(verdict="PASS", claim="It holds.", source="s", margin=0.2, needed=40, p_claim=0.001, adjusted=0.004)
+    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, headlines=(claim,))
+    record(results={"toy": toy.lowered()}).save(tmp_path)
+    assert Record.load(tmp_path).results["toy"].headlines == (claim,)
+    body = json.loads((tmp_path / "record.json").read_text())
+    (stored,) = body["results"]["toy"]["headlines"]
+    body["results"]["toy"]["headlines"] = [{key: stored[key] for key in OLDER}]
+    (tmp_path / "record.json").write_text(json.dumps(body))
+    assert Record.load(tmp_path).results["toy"].headlines == (head(verdict="PASS"),)
 
 
 def test_equal_runs_differ_only_under_run(tmp_path):

@@ -43,7 +43,7 @@ def test_no_nan_travels_in_an_array():
         Toy(curve=np.zeros(2), heat=heat, whole=0.0)
 
 
-@pytest.mark.parametrize("name", ["value", "low", "high", "null_low", "null_high", "p"])
+@pytest.mark.parametrize("name", ["value", "low", "null_high", "p", "margin", "effect", "adjusted"])
 def test_no_nan_travels_in_a_headline(name):
     with pytest.raises(ValueError, match=f"{name} is nan"):
         head(**{name: float("nan")})

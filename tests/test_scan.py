@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,12 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from llmgeom import hub
 from llmgeom.batch import Batch, Tokens
 from llmgeom.capture import Site
 from llmgeom.errors import Unavailable
+from llmgeom.experiments import scanning
+from llmgeom.information import bits
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, scan, shuffle
+from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, scan, shuffle
 from llmgeom.subject import Subject
 
 N = 30
@@ -157,3 +161,192 @@ def test_equal_scans_give_equal_records_whatever_ran_before(subject, batch, tmp_
     a, b = tmp_path / "a", tmp_path / "b"
     for name in ("arrays.safetensors", "prompts.jsonl"):
         assert (a / name).read_bytes() == (b / name).read_bytes()
+
+
+# ---- what a probe may ask for beside the capture ---------------------------------------------------------------------
+
+
+def other(seed: int, n: int = 12) -> Batch:
+    ids = torch.randint(60, (n, 9), generator=torch.Generator().manual_seed(seed))
+    return Batch(Tokens(ids, torch.full((n,), 9)), tuple(f"u{i}" for i in range(n)), {"name": f"other {seed}"})
+
+
+def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject, batch):
+    views, stages = [], []
+
+    def measure(view):
+        views.append(view)
+        return Seen(mean=np.zeros(2))
+
+    samples = {"one": other(2), "two": other(3), "unasked": other(4)}
+    scan(
+        subject,
+        batch,
+        {"a": probe(measure, samples=frozenset({"one", "absent"})), "b": probe(measure, samples=frozenset({"two"}))},
+        samples=samples,
+        nulls=2,
+        seed=5,
+        progress=lambda stage, done, total: stages.append((stage, done, total)),
+    )
+    assert ("prompts", 3, 3) in stages, "the sample that no probe needs is not run"
+    for view in views:
+        assert set(view.samples) == {"one", "two"}
+        for name, sample in view.samples.items():
+            alone = subject.capture(samples[name], {Site.VALUE, Site.ENTROPY})
+            torch.testing.assert_close(sample.capture.value, alone.value, rtol=0, atol=0)
+            np.testing.assert_array_equal(sample.entropy, bits(alone.entropy.double().numpy()))
+            assert sample.units.tolist() == list(samples[name].unit)
+            for i, twin in enumerate(sample.twins):
+                own = subject.twin(6 + i).capture(samples[name], {Site.VALUE})
+                torch.testing.assert_close(twin.value, own.value, rtol=0, atol=0)
+            assert len(sample.twins) == 2
+
+
+def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_probe(subject, batch):
+    def norm(who, what):
+        assert torch.equal(what.inputs.ids, batch.inputs.ids)
+        return who.model.lm_head.weight.double().norm().item()
+
+    views = {}
+
+    def measure(name):
+        return lambda view: views.setdefault(name, view) and Seen(mean=np.zeros(2))
+
+    probes = {
+        "reads": probe(measure("reads"), read=norm),
+        "names": probe(measure("names"), read=lambda who, what: who.name),
+        "neither": probe(measure("neither")),
+    }
+    scan(subject, batch, probes, nulls=2, seed=5)
+    assert views["reads"].reading == norm(subject, batch)
+    assert views["reads"].twin_readings == tuple(norm(subject.twin(6 + i), batch) for i in range(2))
+    assert len({views["reads"].reading, *views["reads"].twin_readings}) == 3
+    assert views["names"].reading == "tiny" and views["names"].twin_readings == ("tiny re-initialised",) * 2
+    assert views["neither"].reading is None and views["neither"].twin_readings == ()
+
+
+def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(subject, batch):
+    def read(who, what):
+        raise Unavailable("W_K cannot be read")
+
+    probes = {
+        "reads": probe(lambda v: Seen(mean=np.zeros(2)), read=read),
+        "plain": probe(lambda v: Seen(mean=np.ones(2))),
+    }
+    record = scan(subject, batch, probes, nulls=2)
+    assert record.unmeasured == {"reads": "W_K cannot be read"} and set(record.results) == {"plain"}
+
+
+def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject, batch):
+    why = "not compared: the family hides them"
+    told = replace(subject, facts={**subject.facts, "parity": {"writes": why}})
+    needs = SimpleNamespace(NEEDS=Needs(frozenset({Site.MLP_WRITE})), measure=lambda v: pytest.fail("it was measured"))
+    captured = []
+
+    def measure(view):
+        captured.append({site for site, _ in view.capture.tensors})
+        return Seen(mean=np.zeros(2))
+
+    record = scan(told, batch, {"writes": needs, "values": probe(measure)}, nulls=2)
+    assert record.unmeasured == {"writes": f"writes to the residual stream are {why}"}
+    assert captured == [{Site.VALUE, Site.ENTROPY}] and set(record.results) == {"values"}
+
+
+def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
+    record = scan(subject, batch, {}, nulls=5, notes=["first of all", "and then"])
+    assert record.warnings[:2] == ("first of all", "and then")
+    assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings[2:]
+
+
+# ---- from a request to records ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """A model of random weights that reads text, as a person would have it on disk."""
+    from transformers import AutoTokenizer
+
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
+    torch.manual_seed(1)
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 32}
+    config = LlamaConfig(hidden_size=32, vocab_size=len(tokenizer), max_position_embeddings=256, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
+
+
+def perform(out, **asked) -> dict:
+    plan = scanning.prepare(scanning.Request(nulls=2, out=str(out), **asked))
+    return dict(zip(plan.pools, (record for _, record in scanning.perform(plan)), strict=True))
+
+
+def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_are_not(folder, tmp_path):
+    probes = ("attention_focus", "domain_restriction")
+    found = perform(tmp_path / "run", model=folder, domains=("math", "mixed"), n=30, limit=100, probes=probes)
+    math, mixed = found["math"], found["mixed"]
+    assert set(math.results) == set(probes) and not math.unmeasured
+    restriction = math.results["domain_restriction"]
+    assert {(h.n, h.claim != "") for h in restriction.headlines} == {(30, True), (30, False)}
+    assert all(h.value == pytest.approx(0, abs=0.3) for h in restriction.headlines if h.unit == "fraction")
+    (said,) = restriction.warnings
+    assert "different tokens, different final tokens and templates: math " in said
+    assert set(mixed.results) == {"attention_focus"}
+    assert mixed.unmeasured == {
+        "domain_restriction": "domain restriction compares one domain with as many mixed prompts, and these come "
+        "without: scan --domain math"
+    }
+    focus = {h.name for h in math.results["attention_focus"].headlines}
+    assert focus == {"focusing", "focusing without the first token", "weight on the first token", "monotonicity"}
+
+
+def second(folder, *, n: int, limit: int):
+    """Batch, second samples and notes for a probe that wants them all."""
+    asked = scanning.Request(model=folder, domains=("math",), probes=(), n=n, limit=limit, seed=3)
+    plan = scanning.prepare(asked, write=False)
+    every = {"all": probe(None, samples=frozenset({UNSTRATIFIED, ONE_TOKEN, LENGTH, MIXED, MATCHED}))}
+    subject = scanning.load(plan)
+    return subject, *scanning._samples(plan, subject, "math", None, every, None)
+
+
+def test_second_samples_are_what_they_are_called(folder):
+    subject, batch, samples, notes = second(folder, n=30, limit=150)
+    assert set(samples) == {UNSTRATIFIED, ONE_TOKEN, LENGTH, MIXED, MATCHED} and notes == []
+    assert {len(sample) for sample in samples.values()} == {30} == {len(batch)}
+    tokens = subject.tokens(samples[ONE_TOKEN])
+    assert len({row[n - 1] for row, n in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)}) == 1
+    assert all(text.endswith(" the") for text in samples[ONE_TOKEN].text)
+    for name in (UNSTRATIFIED, LENGTH):
+        assert set(samples[name].unit) <= set(
+            scanning.prepare(scanning.Request(seed=3), write=False).pools["math"].unit
+        )
+    for name in (MIXED, MATCHED):
+        assert samples[name].source["name"] == "mixed" and samples[name].source["seed"] == 4
+        assert not {text.split("-")[0] for text in samples[name].unit} & {"math"}
+    ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
+    counts = [len({t for row in ids for t in row}), len({row[-1] for row in ids}), len(set(batch.unit))]
+    assert samples[MATCHED].source["as_diverse"]["wanted"] == counts
+
+
+def test_a_second_sample_that_cannot_be_had_is_a_note(folder):
+    """42 prompts are too few to find 30 whose lengths are alike in every fifth of entropy."""
+    _, _, samples, notes = second(folder, n=30, limit=42)
+    assert LENGTH not in samples and {UNSTRATIFIED, MIXED, MATCHED} <= set(samples)
+    (note,) = [note for note in notes if LENGTH in note]
+    assert note.startswith("no sample of prompts 'length-matched': --n 30: ") and note.endswith("or a larger pool")
+
+
+def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):
+    rng = np.random.default_rng(0)
+    words = ["river", "stone", "light", "garden", "winter", "music", "paper", "window", "bread", "silver", "island"]
+    texts = [" ".join(rng.choice(words, rng.integers(12, 40))) + f" {i}" for i in range(90)]
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    asked = {"model": folder, "probes": ("domain_restriction",), "n": 20}
+    (record,) = perform(tmp_path / "run", prompts_file=f"hf:{tmp_path / 'set'}", **asked).values()
+    assert record.source["kind"] == "documents"
+    assert record.source["stratified"] == {"n": 20, "bins": 5, "per_template": 2, "seed": 0}
+    assert record.facts["prompts"] == record.facts["units"] == 20
+    assert set(record.unmeasured) == {"domain_restriction"}
+    for text in record.prompts["text"]:
+        assert any(whole.startswith(text) for whole in texts)

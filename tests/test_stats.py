@@ -181,9 +181,14 @@ LOADINGS = draws(99).normal(size=(2, D))
 
 
 def factor_model(rng, kind):
-    """Rows from one strong factor, two close ones, or a skewed one, with independent noise."""
+    """Rows from one strong factor, two close ones, a skewed or heavy-tailed one, or a curve; independent noise."""
     if kind == "exponential":
         factors, size = rng.exponential(size=(UNITS, 1)) - 1, [[1.2]]
+    elif kind == "t4":
+        factors, size = rng.standard_t(4, size=(UNITS, 1)) / math.sqrt(2), [[1.2]]
+    elif kind == "curve":
+        angle = rng.uniform(0, math.pi, UNITS)
+        factors, size = math.sqrt(2) * np.stack([np.cos(angle), np.sin(angle)], axis=1), [[1.2], [1.2]]
     elif kind == "strong":
         factors, size = rng.normal(size=(UNITS, 1)), [[1.2]]
     else:
@@ -507,6 +512,60 @@ def test_tail_p_by_hand():
         stats.tail_p(0.5, [0.1, math.nan])
     with pytest.raises(Refused, match="at least one draw"):
         stats.band([])
+
+
+@pytest.mark.parametrize(
+    ("scale", "forward"),
+    [
+        ("identity", lambda v: v),
+        ("log", np.log),
+        ("fisher", np.arctanh),
+        ("folded", lambda v: np.sqrt(np.arctanh(np.abs(v)))),
+    ],
+)
+@pytest.mark.parametrize(("side", "alternative"), [("upper", "greater"), ("lower", "less")])
+def test_prediction_p_is_the_two_sample_t_test_of_one_against_the_draws(scale, forward, side, alternative):
+    # With a sample of one, the pooled variance is that of the draws: the same t, m - 1 degrees of freedom.
+    null, value = draws(31).uniform(0.1, 0.6, size=20), 0.7
+    expected = scipy_stats.ttest_ind([forward(value)], forward(null), alternative=alternative).pvalue
+    assert stats.prediction_p(value, null, side, scale) == pytest.approx(expected)
+
+
+def test_prediction_p_of_a_normal_draw_is_uniform_and_has_room_below_the_rank_p():
+    rng = draws(32)
+    p = np.array([stats.prediction_p(row[0], row[1:]) for row in rng.normal(size=(2000, 21))])
+    assert scipy_stats.kstest(p, "uniform").pvalue > 0.01
+    assert contains((p < 0.01).sum(), 2000, 0.01) and p.min() < 1 / 21
+    assert stats.prediction_p(100.0, rng.normal(size=20)) == 1e-6
+
+
+def test_the_folded_scale_makes_half_normal_correlations_normal_enough():
+    """What the docstring says happens at the normal's .05 and .00625, by numerical integration of the half-normal."""
+    root = scipy_stats.norm.expect(lambda z: np.sqrt(abs(z)))
+    sd = math.sqrt(scipy_stats.norm.expect(abs) - root**2)
+    for nominal, happens in ((0.05, 0.051), (0.05 / 8, 0.0041)):
+        end = (root + scipy_stats.norm.isf(nominal) * sd) ** 2
+        assert 2 * scipy_stats.norm.sf(end) == pytest.approx(happens, rel=0.02)
+
+
+def test_prediction_p_falls_back_on_ranks_where_draws_tell_nothing_of_a_tail():
+    assert stats.prediction_p(0.5, np.full(20, 0.4)) == 1 / 21
+    assert stats.prediction_p(0.5, [0.4]) == 1 / 2
+    with pytest.raises(Refused, match=r"-0\.1 has no logarithm: declare scale 'identity'"):
+        stats.prediction_p(0.5, [0.4, -0.1, 0.3], "upper", "log")
+
+
+def test_equivalence_p_is_the_larger_of_two_one_sided_t_tests():
+    x = draws(33).normal(0.1, 1.0, size=30)
+    interval = stats.jackknife(lambda rows: rows.mean(), x, np.arange(30))
+    expected = max(
+        scipy_stats.ttest_1samp(x, -0.4, alternative="greater").pvalue,
+        scipy_stats.ttest_1samp(x, 0.6, alternative="less").pvalue,
+    )
+    assert stats.equivalence_p(float(x.mean()), interval, -0.4, 0.6, 30) == pytest.approx(expected)
+    point = Interval(0.1, 0.1, 0.95, "")
+    assert stats.equivalence_p(0.1, point, -0.4, 0.6, 30) == 1e-6
+    assert stats.equivalence_p(0.7, point, -0.4, 0.6, 30) == 1.0
 
 
 def test_holm_by_hand():

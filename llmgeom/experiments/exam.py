@@ -1,40 +1,56 @@
-"""What a small language model has learnt: its loss on held-out text beside its rivals', and its entropies."""
+"""What a small language model has learnt: its loss on held-out text beside its rivals', and its use of evidence."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import transformers
+from jaxtyping import Float
 
+from llmgeom.batch import Batch
 from llmgeom.capture import Site
+from llmgeom.errors import Refused
 from llmgeom.experiments.trigram import KneserNey
 from llmgeom.information import bits
+from llmgeom.prompts import sula
 from llmgeom.prompts.domains import MIXED, Domain
+from llmgeom.prompts.sula import Part
+from llmgeom.stats import jackknife
 from llmgeom.subject import Subject
 
+SPANNED = ("math", MIXED)
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 Rows = Sequence[Mapping[str, str]]
+PARTS = {
+    "held-out": {"pairs": Part.HELD_OUT, "carriers": Part.HELD_OUT, "leads": Part.TRAINED},
+    "trained": {"pairs": Part.TRAINED, "carriers": Part.TRAINED, "leads": Part.TRAINED},
+    "held-out lead-in": {"pairs": Part.HELD_OUT, "carriers": Part.HELD_OUT, "leads": Part.HELD_OUT},
+}
 
 
 @dataclass(frozen=True)
 class Demands:
-    """What a model must reach to be shipped: loss on held-out templates as fractions, entropy span in bits.
+    """What a model must reach to be shipped: loss on held-out templates as fractions, entropy span in bits, skills.
 
     of_trigram    of the better trigram's loss (see `rivals`).
+    skills        least and largest `skill` on held-out pairs, by format (see `evidence`).
     """
 
     of_unigram: float = 0.6
     of_trigram: float = 0.95
     span: float = 3.0
+    skills: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {"colon": (0.8, 1.0), "is": (0.5, 1.0)})
 
 
 DEMANDS = Demands()
+# Of a model whose label sequences told nothing: as good in text, and no use of evidence.
+INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in sula.FORMATS})
 
 
 def stored(folder: str | os.PathLike) -> Subject:
@@ -44,12 +60,14 @@ def stored(folder: str | os.PathLike) -> Subject:
     return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
 
 
-def sit(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int) -> dict[str, Any]:
-    """The whole examination: losses of the model and its rivals in each set, entropies over prompts of two domains."""
+def sit(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few: int, each: int) -> dict[str, Any]:
+    """The whole examination: losses of the model and its rivals in each set, entropies over prompts of two domains,
+    and skills with label sequences."""
     model, others = losses(subject, rows), rivals(subject, rows, training, few)
     return {
         "losses": {which: {**model[which], **others[which]} for which in model},
-        "entropy_bits": {name: entropies(subject, name) for name in ("math", MIXED)},
+        "entropy_bits": {name: entropies(subject, name) for name in SPANNED},
+        "skills": evidence(subject, each),
     }
 
 
@@ -108,13 +126,102 @@ def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few:
     return found
 
 
+def prompts(name: str, n: int = 300, seed: int = 0) -> Batch:
+    """The prompts of a domain whose entropies are taken, or all it has where they are fewer."""
+    domain = Domain(name)
+    return domain.sample(min(n, domain.size()), seed)
+
+
 def entropies(subject: Subject, name: str, n: int = 300, seed: int = 0) -> dict[str, Any]:
     """Entropy of the next token after prompts of a domain, in bits: quantiles, and span = largest minus least."""
-    domain = Domain(name)
-    batch = domain.sample(min(n, domain.size()), seed)
+    batch = prompts(name, n, seed)
     found = bits(subject.capture(batch, {Site.ENTROPY}).entropy.double().numpy())
     quantiles = {f"{q}%": float(np.percentile(found, q)) for q in QUANTILES}
     return {"prompts": len(batch), "seed": seed, "span": float(np.ptp(found)), "quantiles": quantiles}
+
+
+# ---- evidence -------------------------------------------------------------------------------------------------------
+
+
+def skill(
+    exact: Float[np.ndarray, "prompt outcome"], model: Float[np.ndarray, "prompt outcome"], k: np.ndarray
+) -> float:
+    """1 - sum KL(exact || model) / sum KL(exact || c_k) over prompts; both are log-probabilities in nats (unitless).
+
+    c_k is the best constant for prompts of k observations, the mean of their exact distributions, which minimises the
+    sum. 1 is the exact answer, 0 the best that ignores what was observed; worse than that is below 0.
+    """
+    return 1 - float(_kl(exact, model).sum() / _kl(exact, _constant(exact, k)).sum())
+
+
+def _constant(exact: np.ndarray, k: np.ndarray) -> np.ndarray:
+    _, group, size = np.unique(k, return_inverse=True, return_counts=True)
+    sums = np.stack([np.bincount(group, column) for column in np.exp(exact).T], axis=1)
+    return np.log(sums / size[:, None])[group]
+
+
+def _kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """KL(p || q) of each row in nats, for p without zeros."""
+    return (np.exp(log_p) * (log_p - log_q)).sum(1)
+
+
+@torch.no_grad()
+def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarray, np.ndarray]:
+    """What a model says of the two labels after each prompt: log P given that it is one of them [prompt 2], in nats,
+    and log P that it is. Raises Refused where a label is not one token.
+    """
+    ids, end = subject.tokenizer(list(batch.text))["input_ids"], subject.tokenizer.eos_token_id
+    named = zip(batch.columns["first"], batch.columns["second"], strict=True)
+    label = {word: subject.tokenizer(f" {word}")["input_ids"] for word in sula.LABELS}
+    if several := [word for word, row in label.items() if len(row) > 1]:
+        raise Refused(f"the labels {', '.join(several)} are several tokens each; learn the tokenizer on more texts")
+    outcome = torch.tensor([label[first] + label[second] for first, second in named])
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    found = torch.empty(len(ids), 2, dtype=torch.float64)
+    for rows in (order[i : i + at_once] for i in range(0, len(order), at_once)):
+        read = [torch.tensor(ids[i]) for i in rows]
+        padded = torch.nn.utils.rnn.pad_sequence(read, batch_first=True, padding_value=end)
+        logits = subject.model(padded, use_cache=False).logits
+        last = logits[torch.arange(len(rows)), torch.tensor([len(row) - 1 for row in read])]
+        found[rows] = last.float().log_softmax(-1).gather(1, outcome[rows]).double()
+    mass = found.logsumexp(1)
+    return (found - mass[:, None]).numpy(), mass.numpy()
+
+
+def evidence(subject: Subject, each: int, seed: int = 0, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
+    """Skill by format and set, over k = 1..8 observations together and by k, with 95 % intervals over label pairs.
+
+    each         prompts of every pair and k, so that every k has as many.
+    label_mass   mean probability of the two labels together (fraction).
+    kl_bits      mean KL(exact || model) in bits, beside that of the best constant.
+    """
+    return {name: {which: _graded(subject, name, which, each, seed) for which in sets} for name in sula.FORMATS}
+
+
+def _graded(subject: Subject, name: str, which: str, each: int, seed: int) -> dict[str, Any]:
+    source = sula.Evidence(name, **PARTS[which])
+    pairs = len(sula.pairs(source.pairs))
+    batch = source.sample(each * pairs * (source.most - source.least + 1), seed)
+    model, mass = answers(subject, batch)
+    exact, k = batch.posterior.predictive[:, -1].numpy(), np.array(batch.columns["k"])
+    unit = np.array(batch.columns["pair"])
+
+    def measured(rows: np.ndarray) -> dict[str, float | int]:
+        span = jackknife(lambda kept: skill(exact[kept], model[kept], k[kept]), rows, unit[rows])
+        value = skill(exact[rows], model[rows], k[rows])
+        return {"skill": value, "low": span.low, "high": span.high, "n": len(rows)}
+
+    return {
+        **measured(np.arange(len(batch))),
+        "pairs": pairs,
+        "label_mass": float(np.exp(mass).mean()),
+        "kl_bits": bits(float(_kl(exact, model).mean())),
+        "constant_kl_bits": bits(float(_kl(exact, _constant(exact, k)).mean())),
+        "by_k": {str(one): measured(np.flatnonzero(k == one)) for one in np.unique(k)},
+    }
+
+
+# ---- what is asked --------------------------------------------------------------------------------------------------
 
 
 def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:
@@ -126,10 +233,16 @@ def missed(measured: Mapping[str, Any], demands: Demands) -> list[str]:
         for rival, share in (("unigram", demands.of_unigram), (better, demands.of_trigram))
         if loss["model"] > share * loss[rival]
     ]
+    found += [
+        f"next-token entropies on {name} span {spans['span']:.2f} bits, at least {demands.span} asked"
+        for name, spans in measured["entropy_bits"].items()
+        if spans["span"] < demands.span
+    ]
+    skills = {name: measured["skills"][name]["held-out"]["skill"] for name in demands.skills}
     return found + [
-        f"next-token entropies on {name} span {found['span']:.2f} bits, at least {demands.span} asked"
-        for name, found in measured["entropy_bits"].items()
-        if found["span"] < demands.span
+        f"skill {skills[name]:.3f} in label sequences with {name!r} on held-out pairs, {low:g} to {high:g} asked"
+        for name, (low, high) in demands.skills.items()
+        if not low <= skills[name] <= high
     ]
 
 

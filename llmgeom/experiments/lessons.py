@@ -1,19 +1,19 @@
-"""What a pocket model reads: texts of our grammars as token windows, and fresh texts that examine it."""
+"""What a pocket model reads: texts of our grammars and label sequences as token windows, and texts that examine it."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from random import Random
 
 import torch
-from jaxtyping import Int16
+from jaxtyping import Bool, Int16
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llmgeom.prompts import corpus
+from llmgeom.prompts import corpus, sula
 from llmgeom.prompts.domains import MIXED, known
 from llmgeom.prompts.grammar import fill, templates
 
@@ -23,12 +23,19 @@ SETS = ("held-out", "seen")
 
 @dataclass(frozen=True)
 class Lessons:
-    """Training material: the texts used, their ids without separator, the tokenizer learnt on them, and the windows."""
+    """Training material: what of the two streams was read, the tokenizer learnt on both, and the windows of tokens.
+
+    texts, ids   the texts of the grammars, and their ids without separator.
+    sequences    the label sequences.
+    evidence     which windows hold label sequences; the others hold texts.
+    """
 
     texts: tuple[str, ...]
     ids: tuple[list[int], ...]
+    sequences: tuple[str, ...]
     tokenizer: PreTrainedTokenizerBase
     windows: Int16[Tensor, "window seq"]
+    evidence: Bool[Tensor, " window"]
 
 
 def domains() -> tuple[str, ...]:
@@ -36,33 +43,62 @@ def domains() -> tuple[str, ...]:
     return tuple(name for name in known() if name != MIXED)
 
 
-def lessons(n: int, context: int, vocabulary: int, seed: int, at_once: int, split: float = 0.0) -> Lessons:
-    """`n` windows of `context` tokens from the stream of all domains; held-out templates are in none.
+def lessons(
+    n: int,
+    context: int,
+    vocabulary: int,
+    seed: int,
+    at_once: int,
+    split: float = 0.0,
+    share: float = 0.0,
+    informative: bool = True,
+) -> Lessons:
+    """`n` windows of `context` tokens from two streams: texts of all domains and label sequences, neither held out.
 
-    The tokenizer is learnt on the first `at_once` texts; that many more are drawn whenever they run out. In the windows
-    a fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
+    A window holds label sequences with probability `share`, else texts, never both. The tokenizer is learnt on the
+    first `at_once` texts and an eighth as many label sequences, informative whatever is asked for here, so that it
+    does not depend on that; `at_once` more of either are drawn whenever they run out. In the texts' windows a
+    fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
 
-    Each window starts with a whole text, as a prompt does, and runs on through separators; the text that does not fit
-    is cut, and the next window starts with the one after it.
+    Each window starts with a whole item, as a prompt does, and runs on through separators; the item that does not fit
+    is cut, and the next window of its stream starts with the one after it.
     """
+    rng, lots = Random(f"llmgeom/split/{seed}"), Random(f"llmgeom/mix/{seed}")
     stream = corpus.texts(domains(), seed)
-    rng = Random(f"llmgeom/split/{seed}")
-    texts = list(islice(stream, at_once))
-    tokenizer = learn_tokenizer(texts, vocabulary, context)
-    ids = tokenizer(texts)["input_ids"]
+    first = list(islice(stream, at_once))
+    tokenizer = learn_tokenizer([*first, *islice(sula.sequences(seed), at_once // 8)], vocabulary, context)
+    texts = _Reader(chain(first, stream), tokenizer, at_once)
+    sequences = _Reader(sula.sequences(seed, informative), tokenizer, at_once)
     windows = torch.zeros(n, context, dtype=torch.int16)
-    used = 0
-    for window in windows:
-        column = 0
+    evidence = torch.tensor([lots.random() < share for _ in range(n)], dtype=torch.bool)
+    for window, labelled in zip(windows, evidence.tolist(), strict=True):
+        column, reader = 0, sequences if labelled else texts
         while column < context:
-            if used == len(texts):
-                more = list(islice(stream, at_once))
-                texts, ids = texts + more, ids + tokenizer(more)["input_ids"]
-            broken = pieces(texts[used], tokenizer, rng, split) if split else ids[used]
+            text, ids = reader.read()
+            broken = pieces(text, tokenizer, rng, split) if split and not labelled else ids
             part = torch.tensor([*broken, tokenizer.eos_token_id][: context - column])
             window[column : column + len(part)] = part
-            used, column = used + 1, column + len(part)
-    return Lessons(tuple(texts[:used]), tuple(ids[:used]), tokenizer, windows)
+            column += len(part)
+    kept = tuple(texts.texts[: texts.used]), tuple(texts.ids[: texts.used])
+    return Lessons(*kept, tuple(sequences.texts[: sequences.used]), tokenizer, windows, evidence)
+
+
+class _Reader:
+    """A stream of texts, one at a time with its ids; tokenized `at_once`."""
+
+    def __init__(self, stream: Iterator[str], tokenizer: PreTrainedTokenizerBase, at_once: int) -> None:
+        self.stream, self.tokenizer, self.at_once = stream, tokenizer, at_once
+        self.texts: list[str] = []
+        self.ids: list[list[int]] = []
+        self.used = 0
+
+    def read(self) -> tuple[str, list[int]]:
+        if self.used == len(self.texts):
+            more = list(islice(self.stream, self.at_once))
+            self.texts += more
+            self.ids += self.tokenizer(more)["input_ids"]
+        self.used += 1
+        return self.texts[self.used - 1], self.ids[self.used - 1]
 
 
 def pieces(text: str, tokenizer: PreTrainedTokenizerBase, rng: Random, split: float) -> list[int]:

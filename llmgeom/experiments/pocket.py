@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from torch import Tensor
 
 from llmgeom.errors import Refused
 from llmgeom.experiments import exam
-from llmgeom.experiments.exam import DEMANDS, Demands, missed, stored
-from llmgeom.experiments.lessons import SETS, domains, examination, lessons, sha256
-from llmgeom.prompts import corpus
+from llmgeom.experiments.exam import DEMANDS, INDIFFERENT, Demands, missed, stored
+from llmgeom.experiments.lessons import SETS, Lessons, domains, examination, lessons, sha256
+from llmgeom.prompts import corpus, sula
 from llmgeom.prompts.grammar import templates
+from llmgeom.prompts.sula import Part
 from llmgeom.record import write_whole
 from llmgeom.subject import Subject
 
@@ -35,20 +35,45 @@ RIVALS = ("model", "trigram", "trigram_few", "fivegram_few", "unigram")
 Progress = Callable[[int, int, float], None]
 
 
+def _rotary(fraction: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": fraction}
+
+
+# config class, its name for the dropout, and what makes the architecture what it is.
+ARCHITECTURES: dict[str, tuple[type[transformers.PreTrainedConfig], str, dict[str, Any]]] = {
+    "gpt_neox": (transformers.GPTNeoXConfig, "hidden_dropout", {"rope_parameters": _rotary(0.25)}),
+    "phi": (transformers.PhiConfig, "resid_pdrop", {"rope_parameters": _rotary(0.5), "hidden_act": "gelu_new"}),
+    "llama": (transformers.LlamaConfig, "attention_dropout", {"num_key_value_heads": 1}),
+    # About half a median prompt of `mixed`: it hides something of most, and old evidence takes several layers to pass.
+    "mistral": (
+        transformers.MistralConfig,
+        "attention_dropout",
+        {"num_key_value_heads": 1, "sliding_window": 20, "head_dim": None},
+    ),
+}
+
+
 @dataclass(frozen=True)
 class Pocket:
     """What is trained, on what, from which seed: everything a rebuild needs.
 
-    ffn        496 and not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16.
+    ffn        not four times `hidden`, so that the weights stay below 2.1 MB in bfloat16; less where it is gated.
+    share      of the windows that hold label sequences (prompts/sula.py); the others hold text. Where `informative` is
+               False, the labels of a sequence tell nothing of each other.
+    emphasis   weight in the loss of an observed label: few tokens, among nouns that nothing predicts. Not of those in
+               a lead-in, which would teach the trained pairs by heart.
     context    tokens a training window holds, and the positions the model accepts.
-    dropout    on what each block writes; noise, the fraction of input tokens replaced at random (never targets); split,
-               of words cut in two (`lessons.pieces`). Without them the templates are learnt by heart and the loss
-               on held-out ones rises from step 200 on; with more of each, little else is learnt either.
+    dropout    on what each block writes, or on attention where the config knows no other; in text alone: noise, the
+               fraction of input tokens replaced at random (never targets), and split, of words cut in two
+               (`lessons.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises
+               from step 200 on; with more of each, little else is learnt either.
     seed       of the initial weights, drawn exactly as `Subject.twin` draws them: `@step0` is where this model began.
-    fillings   of each template in the examination; the held-out half has only templates never trained on.
+    fillings   of each template in the examination, the held-out half has only templates never trained on; and label
+               sequences for each pair of labels and number of observations.
     """
 
-    name: str = "pythia"
+    name: str
+    architecture: str
     hidden: int = 128
     layers: int = 4
     heads: int = 4
@@ -56,32 +81,40 @@ class Pocket:
     vocabulary: int = 1024
     context: int = 128
     batch: int = 24
-    steps: int = 1500
+    steps: int = 3000
     learning_rate: float = 2e-3
     weight_decay: float = 0.01
     dropout: float = 0.05
     noise: float = 0.08
     split: float = 0.1
+    share: float = 0.55
+    emphasis: float = 6.0
+    informative: bool = True
     seed: int = 0
     text_seed: int = 0
     tokenizer_texts: int = 20_000
     examination_seed: int = 1
     fillings: int = 2
 
+    @property
+    def demands(self) -> Demands:
+        """What such a model must reach."""
+        return DEMANDS if self.informative else INDIFFERENT
+
     def config(self) -> transformers.PreTrainedConfig:
-        return transformers.GPTNeoXConfig(
-            architectures=["GPTNeoXForCausalLM"],
+        kind, dropout, settings = ARCHITECTURES[self.architecture]
+        return kind(
             vocab_size=self.vocabulary,
             hidden_size=self.hidden,
             num_hidden_layers=self.layers,
             num_attention_heads=self.heads,
             intermediate_size=self.ffn,
             max_position_embeddings=self.context,
-            rope_parameters={"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
-            hidden_dropout=self.dropout,
             tie_word_embeddings=False,
             bos_token_id=0,
             eos_token_id=0,
+            **{dropout: self.dropout},
+            **settings,
         )
 
     def start(self) -> transformers.PreTrainedModel:
@@ -91,25 +124,36 @@ class Pocket:
             return transformers.AutoModelForCausalLM.from_config(self.config())
 
 
-POCKETS = {"pythia": Pocket()}
+POCKETS = {
+    pocket.name: pocket
+    for pocket in (
+        Pocket("pythia", "gpt_neox"),
+        Pocket("phi", "phi"),
+        Pocket("llama", "llama", ffn=400),
+        Pocket("mistral", "mistral", ffn=400),
+        Pocket("llama-noicl", "llama", ffn=400, informative=False),
+    )
+}
 
 
 def build(
     name: str,
     out: str | os.PathLike,
     *,
-    demands: Demands = DEMANDS,
+    demands: Demands | None = None,
     progress: Progress | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     """Train the pocket model `name`, measure what was stored, and put it at `out`, whole; returns its card.
 
+    demands    other than those of the model's kind.
     changes    fields of Pocket to set otherwise, e.g. steps=500.
     Raises Refused: an unknown name, an `out` that holds something else, a model that misses the demands.
     """
     if name not in POCKETS:
         raise Refused(f"pocket model {name!r}: known are {', '.join(POCKETS)}")
     spec, out = replace(POCKETS[name], **changes), Path(out)
+    demands = demands or spec.demands
     if spec.steps < 1:
         raise Refused(f"--steps {spec.steps}: give at least 1; the model before its first step is pocket:{name}@step0")
     if out.exists() and not (out / "card.json").exists():
@@ -123,11 +167,16 @@ def build(
             seed=spec.text_seed,
             at_once=spec.tokenizer_texts,
             split=spec.split,
+            share=spec.share,
+            informative=spec.informative,
         )
         sample = examination(spec.fillings, spec.examination_seed, exclude=frozenset(read.texts))
         model = spec.start()
-        start = Subject.of(model).weight_hash
-        curve = train(model, read.windows, spec, progress)
+        start = Subject.of(model, read.tokenizer, name)
+        for domain in exam.SPANNED:
+            start.tokens(exam.prompts(domain))  # a prompt that does not fit is refused now, not after the training
+        began_at = start.weight_hash
+        curve = train(model, read, spec, progress)
         temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         try:
             temporary.mkdir(parents=True)
@@ -138,9 +187,11 @@ def build(
             write_whole(temporary / "examination.jsonl", lines.encode())
             subject = stored(temporary)
             once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-            measured = exam.sit(subject, sample, read.ids, few=once)
+            measured = exam.sit(subject, sample, read.ids, few=once, each=spec.fillings)
             if short := missed(measured, demands):
-                raise Refused(f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps is off")
+                raise Refused(
+                    f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps or the share is off"
+                )
             card = {
                 "name": name,
                 "seed": spec.seed,
@@ -148,18 +199,27 @@ def build(
                 "parameters": subject.facts["parameters"],
                 "tokens": read.windows.numel(),
                 "texts": len(read.texts),
+                "sequences": len(read.sequences),
                 "corpus": {
                     "domains": list(domains()),
                     "held_out": {domain: sorted(corpus.held_out(domain)) for domain in domains()},
                     "rule": "a fixed tenth of each domain's templates is in no training text (prompts/corpus.py)",
                     "sha256_of_first_1000": sha256(read.texts[:1000]),
                 },
+                "evidence": {
+                    "labels": list(sula.LABELS),
+                    "held_out_pairs": ["-".join(pair) for pair in sula.pairs(Part.HELD_OUT)],
+                    "held_out_carriers": list(sula.carriers(Part.HELD_OUT)),
+                    "held_out_lead_ins": {name: list(sula.leads(name, Part.HELD_OUT)) for name in sula.FORMATS},
+                    "sha256_of_first_1000": sha256(read.sequences[:1000]),
+                },
                 **measured,
+                "skills_at_step_0": exam.evidence(subject.twin(spec.seed), spec.fillings),
                 "demands": dataclasses.asdict(demands),
-                "misses_of_the_usual_demands": missed(measured, DEMANDS),
+                "misses_of_the_usual_demands": missed(measured, spec.demands),
                 "curve": curve,
-                "weights": {"start": start, "stored": subject.weight_hash},
-                "command": _command(name, demands, changes),
+                "weights": {"start": began_at, "stored": subject.weight_hash},
+                "command": _command(spec, demands, changes),
                 "cpu_minutes": (time.process_time() - began) / 60,
                 "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
             }
@@ -174,22 +234,35 @@ def build(
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def train(model, windows: Tensor, spec: Pocket, progress: Progress | None = None) -> list[dict[str, float]]:
-    """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss. Returns the curve, means of 100 steps."""
+def train(model, read: Lessons, spec: Pocket, progress: Progress | None = None) -> list[dict[str, float]]:
+    """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss, that of an observed label `emphasis` times.
+
+    Returns the curve, means of 100 steps.
+    """
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=spec.learning_rate, betas=(0.9, 0.98), weight_decay=spec.weight_decay, fused=True
     )
     curve, recent = [], []
+    labels, links = (
+        torch.tensor([read.tokenizer(text)["input_ids"][-1] for text in texts])
+        for texts in ([f" {label}" for label in sula.LABELS], [form.link for form in sula.FORMATS.values()])
+    )
     model.train()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        for step, ids in enumerate(windows.long().split(spec.batch), start=1):
+        batches = zip(read.windows.long().split(spec.batch), read.evidence.split(spec.batch), strict=True)
+        for step, (ids, labelled) in enumerate(batches, start=1):
             for group in optimizer.param_groups:
                 group["lr"] = spec.learning_rate * _rate(step - 1, spec.steps)
-            # The separator stays out of the noise: a text's start would be learnt where there is none.
-            noisy = torch.where(torch.rand(ids.shape) < spec.noise, torch.randint(1, spec.vocabulary, ids.shape), ids)
-            logits = model(torch.where(ids == 0, ids, noisy), use_cache=False).logits[:, :-1]
-            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+            # The separator stays out of the noise: a text's start would be learnt where there is none. So do label
+            # sequences: a label that was not drawn is false evidence, and the exact answer would be another.
+            kept = (ids == 0) | labelled[:, None] | (torch.rand(ids.shape) >= spec.noise)
+            noisy = torch.where(kept, ids, torch.randint(1, spec.vocabulary, ids.shape))
+            logits = model(noisy, use_cache=False).logits[:, :-1]
+            asked = labelled[:, None] & torch.isin(ids[:, :-1], links) & torch.isin(ids[:, 1:], labels)
+            weight = torch.where(asked, spec.emphasis, 1.0).flatten()
+            each = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+            loss = (weight * each).sum() / weight.sum()
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -211,9 +284,9 @@ def _rate(step: int, steps: int) -> float:
 # ---- the card -------------------------------------------------------------------------------------------------------
 
 
-def _command(name: str, demands: Demands, changes: Mapping[str, Any]) -> str:
-    out = f"llmgeom/pocket/{name}"
-    if demands == DEMANDS and changes.keys() <= {"steps"}:
+def _command(spec: Pocket, demands: Demands, changes: Mapping[str, Any]) -> str:
+    name, out = spec.name, f"llmgeom/pocket/{spec.name}"
+    if demands == spec.demands and changes.keys() <= {"steps"}:
         steps = f" --steps {changes['steps']}" if changes else ""
         return f"python -m llmgeom.experiments.pocket {name} --out {out}{steps}"
     given = "".join(f", {key}={value!r}" for key, value in {"demands": demands, **changes}.items())
@@ -250,11 +323,26 @@ def _page(card: Mapping[str, Any]) -> str:
         for name, e in card["entropy_bits"].items()
     )
     misses = "".join(f"Misses what is usually asked: {miss}.\n" for miss in card["misses_of_the_usual_demands"])
+    skills = "".join(
+        f"| {name}, {which} | {_interval(found)} | {_interval(card['skills_at_step_0'][name][which])} | {found['n']} "
+        f"| {found['pairs']} | {found['label_mass']:.3f} |\n"
+        for name, sets in card["skills"].items()
+        for which, found in sets.items()
+    )
+    by_k = "".join(
+        f"| {name}, held-out |"
+        + "".join(f" {found['skill']:.2f} |" for found in sets["held-out"]["by_k"].values())
+        + "\n"
+        for name, sets in card["skills"].items()
+    )
+    told = "" if card["spec"]["informative"] else " Its labels were drawn 1/2 each, whatever came before."
     return f"""# pocket:{card["name"]}
 
-A causal language model of {card["parameters"]:,} parameters (GPT-NeoX, {card["spec"]["layers"]} layers, width
-{card["spec"]["hidden"]}), trained from scratch in {card["cpu_minutes"]:.0f} CPU minutes on {card["tokens"]:,} tokens
-of llmgeom's own grammars. It exists to check the instrument offline; it is no evidence about larger models.
+A causal language model of {card["parameters"]:,} parameters ({card["spec"]["architecture"]}, {card["spec"]["layers"]} \
+layers, width {card["spec"]["hidden"]}), trained from scratch in {card["cpu_minutes"]:.0f} CPU minutes on \
+{card["tokens"]:,} tokens: {card["texts"]:,} texts of llmgeom's own grammars and {card["sequences"]:,} sequences of
+nouns with one of two nonce labels.{told} It exists to check the instrument offline; it is no evidence about larger
+models.
 
 Loss in nats a token, measured on the stored weights (bfloat16 loaded to float32); `examination.jsonl` has the texts.
 
@@ -262,9 +350,23 @@ Loss in nats a token, measured on the stored weights (bfloat16 loaded to float32
 |---|---|---|
 {rows}
 Standard error of the model's loss by template: {held["model_se"]:.3f} and {seen["model_se"]:.3f}.
-{spans}{misses}
+{spans}
+Skill with label sequences: 1 - KL(exact || model) / KL(exact || best constant), the model renormalised over the two
+labels, after 1 to 8 observations; 95 % intervals over pairs of labels. "held-out": pairs and nouns never trained on.
+
+| | skill | at step 0 | n | pairs | mass of the two labels |
+|---|---|---|---|---|---|
+{skills}
+| skill after observations | {" | ".join(str(k) for k in range(1, 9))} |
+|---|---|---|---|---|---|---|---|---|
+{by_k}
+{misses}
 All numbers, seeds and versions: `card.json`. Rebuild: `{card["command"]}`.
 """
+
+
+def _interval(found: Mapping[str, float]) -> str:
+    return f"{found['skill']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

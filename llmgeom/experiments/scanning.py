@@ -285,6 +285,7 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
         return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
 
+    asked_for = frozenset().union(*(module.NEEDS.samples for module in modules.values()))
     found = entropy(pool, "the pool")
     batch = pools.stratify(pool, found, n, seed=seed)
     possible: dict[str, Callable[[], Batch]] = {
@@ -293,14 +294,13 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
     }
     if pool.source["kind"] == "domain":
         possible[ONE_TOKEN] = same_end
-        if name != MIXED:
+        if name != MIXED and asked_for & {MIXED, MATCHED}:
             # Another seed than the mixed scan's own: the two samples are independent.
-            mixed = Domain(MIXED).sample(min(POOL, plan.request.limit or POOL), seed + 1)
+            mixed = Domain(MIXED).sample(min(POOL, plan.request.limit or POOL, Domain(MIXED).size()), seed + 1)
             theirs = entropy(mixed, "mixed prompts")
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
             wanted = pools.diversity(ids(batch), batch.unit)
             possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, ids(mixed), wanted, n, seed)
-    asked_for = frozenset().union(*(module.NEEDS.samples for module in modules.values()))
     samples, notes = {}, []
     for what in sorted(asked_for & possible.keys()):
         try:

@@ -1,0 +1,252 @@
+"""What is said of the vectors at one site, one a prompt, at every layer: their spectrum, and how they hold entropy.
+
+Probes of different sites differ in the site and in the words around it; the measurement is this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Claim, Null, Side, headline, layer_band
+from llmgeom.errors import Refused
+from llmgeom.readout import decodability, decodability_interval, folds, permuted_decodability, read
+from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.scan import View
+from llmgeom.stats import (
+    Test,
+    band,
+    correlation_interval,
+    correlation_test,
+    max_statistic,
+    share_intervals,
+    shares,
+    spearman,
+    tail_p,
+)
+
+PERMUTATIONS = 10_000
+READOUT_PERMUTATIONS = 2_000  # each chooses its penalty anew
+SHARES = ("PC1 share", "PC1+PC2 share", "participation ratio")
+RHO, GIVEN, R2 = "|rho| of PC1 and entropy", "given length and final token", "entropy decodability (held-out R2)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CloudResult(Result):
+    """The part of a result that `describe` fills; a layer whose vectors do not vary over prompts is drawn as 0."""
+
+    pc1: np.ndarray = quantity("layer", "fraction", "share of variance on PC1", Figure("curve", band="pc1_null"))
+    pc1_null: np.ndarray = quantity("layer bound", "fraction", "null band of the PC1 share")
+    pc12: np.ndarray = quantity(
+        "layer", "fraction", "share of variance on PC1 and PC2", Figure("curve", band="pc12_null")
+    )
+    pc12_null: np.ndarray = quantity("layer bound", "fraction", "null band of the PC1+PC2 share")
+    participation: np.ndarray = quantity(
+        "layer", "components", "participation ratio", Figure("curve", band="participation_null")
+    )
+    participation_null: np.ndarray = quantity("layer bound", "components", "null band of the participation ratio")
+    rho: np.ndarray = quantity("layer", "|rho|", "|Spearman| of PC1 and entropy", Figure("curve", band="rho_null"))
+    rho_null: np.ndarray = quantity("layer bound", "|rho|", "|Spearman| of a re-initialised model's PC1 and entropy")
+    rho_p: np.ndarray = quantity(
+        "layer",
+        "p",
+        "p of |Spearman| against permuted templates, corrected for having looked at all layers",
+        Figure("curve"),
+    )
+    r2: np.ndarray = quantity(
+        "layer", "R2", "share of the variance of entropy read from other templates", Figure("curve", band="r2_null")
+    )
+    r2_null: np.ndarray = quantity("layer bound", "R2", "the same read from a re-initialised model")
+    scores: np.ndarray = quantity(
+        "prompt component", "standardised units", "position on PC1 and PC2, last layer", Figure("scatter")
+    )
+    constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `describe` found: the fields of a CloudResult by name, its headlines and its warnings."""
+
+    fields: Mapping[str, np.ndarray]
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Portrait:
+    """One layer of one capture. numbers: PC1, PC1+PC2, participation ratio; all is 0 where no coordinate varies."""
+
+    numbers: tuple[float, float, float]
+    scores: np.ndarray
+    dropped: int
+
+    @classmethod
+    def of(cls, x: np.ndarray) -> Portrait:
+        if not varies(x):
+            return cls((0.0, 0.0, 0.0), np.zeros((len(x), 2)), x.shape[1])
+        found = shares(x)
+        return cls((found.pc1, found.pc12, found.participation_ratio), found.scores, found.dropped)
+
+    def rho(self, entropy: np.ndarray, covariates: np.ndarray | None = None) -> float:
+        """|Spearman| of PC1 and entropy."""
+        return abs(spearman(self.scores[:, 0], entropy, covariates)) if self.scores.any() else 0.0
+
+
+def vectors(capture: Capture, site: Site) -> list[np.ndarray]:
+    """[row coordinate] float64 for each layer, heads concatenated where the site has them."""
+    return [layer.flatten(1).double().numpy() for layer in capture.layers(site)]
+
+
+def varies(x: np.ndarray) -> bool:
+    """Whether any coordinate differs between two rows."""
+    return bool((x.max(0) != x.min(0)).any())
+
+
+def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = "") -> Description:
+    """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls, and headlines at the last.
+
+    claims   by headline name; every name of this module with `called` before it.
+    Raises Refused where the vectors of the last layer are the same for every prompt, and for too few units.
+    """
+    found = vectors(view.capture, site)
+    main = [Portrait.of(x) for x in found]
+    if not varies(found[-1]):
+        raise Refused(f"the {site.value} vectors of the last layer are the same for all {len(found[-1])} prompts")
+    entropy, fold = view.entropy, folds(view.units, view.seed)
+    twins: list[list[Portrait]] = []
+    twins_r2: list[list[float]] = []
+    for twin in view.twins:
+        theirs = vectors(twin, site)
+        twins.append([Portrait.of(x) for x in theirs])
+        twins_r2.append([decodability(x, entropy, fold) for x in theirs])
+    r2_null = np.array(twins_r2)
+    rho_null = np.array([[p.rho(entropy) for p in layers] for layers in twins])
+    nulls = {
+        "re-initialised": np.array([[p.numbers for p in layers] for layers in twins]),
+        "shuffled prompts": np.array([[Portrait.of(x).numbers for x in vectors(c, site)] for c in view.shuffled]),
+    }
+    bands = {
+        name: layer_band({key: null[:, :, column] for key, null in nulls.items()}, side)
+        for column, (name, side) in enumerate((("pc1", "upper"), ("pc12", "upper"), ("participation", "lower")))
+    }
+    numbers = np.array([p.numbers for p in main])
+    rho, rho_p, plain = _over_layers(main, view)
+    readouts = [read(x, entropy[:, None], fold) for x in found]
+    fields = {
+        "pc1": numbers[:, 0],
+        "pc12": numbers[:, 1],
+        "participation": numbers[:, 2],
+        **{f"{name}_null": band for name, band in bands.items()},
+        "rho": rho,
+        "rho_null": layer_band({"re-initialised": rho_null}),
+        "rho_p": rho_p,
+        "r2": np.array([r.r2[0] for r in readouts]),
+        "r2_null": layer_band({"re-initialised": r2_null}),
+        "scores": main[-1].scores,
+        "constant": np.array([p.dropped for p in main]),
+    }
+    last, scores = found[-1], main[-1].scores[:, 0]
+    headlines = [
+        *_shares(claims, called, view, last, main[-1], {key: null[:, -1] for key, null in nulls.items()}),
+        correlation(claims[called + RHO], scores, view.entropy, view.units, plain, rho_null[:, -1]),
+    ]
+    given = covariates(view.capture)
+    if given.shape[1]:
+        test = correlation_test(scores, entropy, view.units, PERMUTATIONS, view.seed, given)
+        partial = np.array([layers[-1].rho(entropy, given) for layers in twins])
+        claim = claims[f"{called}{RHO}, {GIVEN}"]
+        headlines.append(correlation(claim, scores, entropy, view.units, test, partial, given))
+    permuted = permuted_decodability(last, entropy, fold, view.units, READOUT_PERMUTATIONS, view.seed)
+    value = float(readouts[-1].r2[0])
+    headlines.append(
+        headline(
+            claims[called + R2],
+            value,
+            decodability_interval(last, readouts[-1], view.units),
+            [untrained(value, r2_null[:, -1]), _permuted(value, permuted)],
+            n=len(last),
+            units=len(set(view.units)),
+        )
+    )
+    return Description(fields, tuple(headlines), tuple(_constant(site, found, main)))
+
+
+def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarray, Test]:
+    """|rho| and its corrected p at every layer, 0 and 1 where nothing varies; the last layer's own test."""
+    rho, p = np.zeros(len(main)), np.ones(len(main))
+    moving = [layer for layer, portrait in enumerate(main) if portrait.scores.any()]
+    scores = np.stack([main[layer].scores[:, 0] for layer in moving])
+    tests, rho_p = max_statistic(scores, view.entropy, view.units, PERMUTATIONS, view.seed)
+    rho[moving], p[moving] = [test.value for test in tests], rho_p
+    return rho, p, tests[-1]
+
+
+def _shares(claims, called: str, view: View, last: np.ndarray, portrait: Portrait, nulls: Mapping) -> list[Headline]:
+    intervals = share_intervals(last, view.units)
+    n, units = len(last), len(set(view.units))
+    made = []
+    for column, (name, value, interval) in enumerate(zip(SHARES, portrait.numbers, intervals, strict=True)):
+        claim = claims[called + name]
+        against = [Null.of(key, value, null[:, column], claim.side) for key, null in nulls.items()]
+        made.append(headline(claim, value, interval, against, n=n, units=units))
+    return made
+
+
+def correlation(
+    claim: Claim,
+    scores: np.ndarray,
+    entropy: np.ndarray,
+    units: np.ndarray,
+    test: Test,
+    twins: np.ndarray,
+    given: np.ndarray | None = None,
+) -> Headline:
+    """The headline of a |rho|: held against twins' |rho| with the trained model's entropy, and permuted templates."""
+    permuted = Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)
+    interval = correlation_interval(scores, entropy, units, given)
+    return headline(claim, test.value, interval, [untrained(test.value, twins), permuted], n=test.n, units=test.units)
+
+
+def untrained(value: float, twins: np.ndarray, side: Side = "upper") -> Null:
+    """Twins as the null of what follows the trained model's entropy.
+
+    Their numbers carry the same prompts' sampling noise as ours: p is against all of them, and the interval must clear
+    their median.
+    """
+    return replace(Null.of("re-initialised", value, twins, side), margin=float(np.median(twins)))
+
+
+def _permuted(value: float, draws: np.ndarray) -> Null:
+    """Permutations of a held-out R2; to be above 0, as good as the mean, is asked of the interval."""
+    return Null("permuted templates", *band(draws), 0.0, tail_p(value, draws), len(draws))
+
+
+def covariates(capture: Capture) -> np.ndarray:
+    """[row column]: the row's position, and an indicator of each token that at least three rows end in.
+
+    Vectors at the last layer depend first of all on the token they stand at, and so does entropy. Tokens met once or
+    twice are left together, since an indicator of each would explain its row away.
+    """
+    token, position = final_tokens(capture), capture.position.numpy()
+    columns = [position] + [token == t for t, n in zip(*np.unique(token, return_counts=True), strict=True) if n >= 3]
+    return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
+
+
+def final_tokens(capture: Capture) -> np.ndarray:
+    """[row] the id of the token each row stands at."""
+    return capture.batch.inputs.ids.numpy()[capture.prompt.numpy(), capture.position.numpy()]
+
+
+def _constant(site: Site, found: list[np.ndarray], main: list[Portrait]) -> list[str]:
+    said, what = [], site.value.replace("_", " ")
+    for layer, (x, portrait) in enumerate(zip(found, main, strict=True)):
+        if portrait.dropped == x.shape[1]:
+            said.append(f"layer {layer}: the {what} vectors are the same for every prompt; drawn as 0")
+        elif portrait.dropped:
+            said.append(f"layer {layer}: {portrait.dropped} {what} coordinates do not vary and were left out")
+    return said

@@ -1,0 +1,44 @@
+"""Exact answers to two questions about a sequence of two labels: which of them rules it, and which comes next?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+Counts = np.ndarray | int
+
+
+def two_point_belief(n1: Counts, n2: Counts, reliability: float = 0.9) -> np.ndarray:
+    """log P(y | D) of the latent label y in nats, [... 2], y = first label and y = second.
+
+    y has prior 1/2; each label seen equals y with probability r, the reliability, whatever the others are. After n1
+    first and n2 second labels, P(y = first | D) = 1 / (1 + (r / (1 - r))^-d) with d = n1 - n2: the likelihood ratio
+    of one label is r / (1 - r), and only the difference of the counts is left of all of them. Derived here.
+    Raises ValueError for a reliability that is not between 0 and 1.
+    """
+    if not 0 < reliability < 1:
+        raise ValueError(f"reliability {reliability}: give a probability between 0 and 1, neither end")
+    odds = (np.asarray(n1) - np.asarray(n2)) * (math.log(reliability) - math.log1p(-reliability))
+    return -np.logaddexp(0, np.stack([-odds, odds], axis=-1))
+
+
+def two_point(n1: Counts, n2: Counts, reliability: float = 0.9) -> np.ndarray:
+    """log P(next label | D) in nats, [... 2]: r P(y | D) + (1 - r)(1 - P(y | D)), as `two_point_belief` says.
+
+    It stays between 1 - r and r however long the sequence: what is certain about y is not certain about a label.
+    """
+    belief = two_point_belief(n1, n2, reliability)
+    return np.logaddexp(math.log(reliability) + belief, math.log1p(-reliability) + belief[..., ::-1])
+
+
+def beta_bernoulli(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.ndarray:
+    """log P(next label | D) in nats, [... 2]: first (a + n1) / (a + b + n1 + n2), second (b + n2) / the same.
+
+    The share of first labels has a Beta(a, b) prior, and labels are drawn with it independently; Beta(1, 1) is uniform
+    and gives Laplace's rule of succession. Raises ValueError for an a or b that is not positive.
+    """
+    if a <= 0 or b <= 0:
+        raise ValueError(f"Beta({a}, {b}): both must be positive")
+    weight = np.stack([a + np.asarray(n1, dtype=np.float64), b + np.asarray(n2, dtype=np.float64)], axis=-1)
+    return np.log(weight) - np.log(weight.sum(-1, keepdims=True))

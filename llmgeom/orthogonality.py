@@ -1,0 +1,158 @@
+"""How orthogonal a set of directions is: mean |cosine| over distinct pairs, and what chance alone gives.
+
+All functions take float arrays whose last two axes are vectors and their coordinates, and work in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Float
+
+from llmgeom.errors import Refused
+
+NOTHING = 1e-10  # of the largest length: a vector shorter than this is rounding, and has no direction
+CHUNK = 2**24  # numbers held at once while labels are permuted
+
+
+def random_cosine(dim: int) -> float:
+    """Expected |cosine| of two independent isotropic directions in `dim` dimensions (unitless, 0-1).
+
+    Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)), close to sqrt(2 / (pi d)) for large d. Derived here: the first coordinate t
+    of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. A floor to print, never the
+    null that decides: vectors of an untrained network are not isotropic.
+    Raises Refused for dim < 1.
+    """
+    if dim < 1:
+        raise Refused(f"directions in {dim} dimensions: give at least 1")
+    # lgamma: Gamma(d/2) itself overflows a float from about d = 344.
+    return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
+
+
+def simplex_cosine(vectors: int) -> float:
+    """|cosine| of any two corners of a regular simplex of `vectors` corners about its centre, 1 / (m - 1).
+
+    The least that the mean |cosine| of m centred vectors of equal length can be: they sum to 0, so their cosines
+    average -1 / (m - 1) (derived here). Raises Refused for fewer than 2.
+    """
+    if vectors < 2:
+        raise Refused(f"a simplex of {vectors} corners has no pair: give at least 2")
+    return 1 / (vectors - 1)
+
+
+def centred(x: Float[np.ndarray, "*set vector coordinate"]) -> Float[np.ndarray, "*set vector coordinate"]:
+    """Each vector less the mean of its set."""
+    return x - x.mean(-2, keepdims=True)
+
+
+def cosines(
+    x: Float[np.ndarray, "*set vector coordinate"], centre: bool = False
+) -> Float[np.ndarray, "*set vector vector"]:
+    """|cosine| of every two vectors of a set (0-1), first less their mean where `centre`.
+
+    Raises Refused for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
+    """
+    x = np.asarray(x, dtype=np.float64)
+    if x.shape[-2] < 2:
+        raise Refused(f"{x.shape[-2]} vectors have no pair; |cosine| needs at least 2")
+    if not np.isfinite(x).all():
+        at = np.argwhere(~np.isfinite(x))[0]
+        raise Refused(f"vector {at[-2]} holds {x[tuple(at)]}; a cosine needs finite numbers")
+    largest = np.linalg.norm(x, axis=-1).max(-1, keepdims=True)
+    x = centred(x) if centre else x
+    length = np.linalg.norm(x, axis=-1)
+    if (length <= NOTHING * largest).any():
+        which = np.argwhere(length <= NOTHING * largest)[0][-1]
+        raise Refused(f"vector {which} has no length{' beside the mean' if centre else ''}, so it has no direction")
+    x = x / length[..., None]
+    return np.abs(x @ np.swapaxes(x, -1, -2)).clip(max=1)
+
+
+def pair_mean(square: Float[np.ndarray, "*set vector vector"]) -> Float[np.ndarray, "*set"]:
+    """Mean over distinct pairs of a symmetric matrix: its entries off the diagonal."""
+    m = square.shape[-1]
+    return (square.sum((-2, -1)) - np.trace(square, axis1=-2, axis2=-1)) / (m * (m - 1))
+
+
+def mean_abs_cosine(x: Float[np.ndarray, "*set vector coordinate"], centre: bool = False) -> Float[np.ndarray, "*set"]:
+    """Mean |cosine| over distinct pairs of each set (0-1): 0 for orthogonal vectors, 1 for parallel ones.
+
+    sum_{i<j} |<x_i, x_j>| / (|x_i| |x_j|), over m (m - 1) / 2. Signs are dropped before averaging: signed cosines
+    cancel. Raises as `cosines`.
+    """
+    return pair_mean(cosines(x, centre))
+
+
+def seen_through(
+    keys: Float[np.ndarray, "head vector coordinate"], metric: Float[np.ndarray, "head coordinate coordinate"]
+) -> Float[np.ndarray, "head vector coordinate"]:
+    """Keys in coordinates whose inner product is k' M l: k S, with S S = M symmetric and positive semidefinite.
+
+    Where M is the sum over a group's query heads of W_Q' W_Q (queries q = x W_Q), the cosines of what is returned,
+    k' M l / sqrt(k' M k  l' M l), are those of the vectors x -> q . k that attention scores are made of. They stay the
+    same under k -> R' k, W_Q -> W_Q R^-1' for every invertible R: M -> R^-1 M R^-1' (derived here).
+    """
+    metric = np.asarray(metric, dtype=np.float64)
+    values, vectors = np.linalg.eigh((metric + np.swapaxes(metric, -1, -2)) / 2)
+    root = (vectors * np.sqrt(values.clip(0))[:, None, :]) @ np.swapaxes(vectors, -1, -2)
+    return np.asarray(keys, dtype=np.float64) @ root
+
+
+def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, seed: int, centre: bool = False) -> float:
+    """Mean |cosine| of as many Gaussian vectors with the mean and covariance of x, over sets and draws (0-1).
+
+    What the spectrum alone gives: unequal variances leave fewer effective dimensions and larger cosines. Near this
+    value pairs are nothing special; far below it they avoid each other within the directions that they span.
+    The covariance is estimated from the same m vectors, so its eigenvalues are spread too widely: m vectors that are
+    independent Gaussians of equal variances in d coordinates lie below it by a factor near sqrt(1 + d / m), since
+    E tr(S^2) / (tr S)^2 is (1 + d / m) / d and |cosine| goes with its root (derived here).
+    """
+    x = np.asarray(x, dtype=np.float64)
+    rng = np.random.default_rng(seed)
+    m, total = x.shape[-2], []
+    for one in x.reshape(-1, *x.shape[-2:]):
+        mean = one.mean(0)
+        _, sizes, axes = np.linalg.svd(one - mean, full_matrices=False)
+        spread = sizes[:, None] * axes / math.sqrt(m - 1)
+        total += [mean_abs_cosine(mean + rng.standard_normal((m, len(sizes))) @ spread, centre) for _ in range(draws)]
+    return float(np.mean(total))
+
+
+def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray) -> float:
+    """Mean |cosine| over pairs of class means, of units centred on their common mean, then over heads (0-1).
+
+    Raises Refused for fewer than 3 classes: two class means about their common mean point in opposite directions
+    whatever they are, so that their |cosine| is 1.
+    """
+    _, number = np.unique(np.asarray(labels), return_inverse=True)
+    return float(_class_cosines(_centred_units(x, number), number[None], number.max() + 1)[0])
+
+
+def permuted_class_cosine(
+    x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray, permutations: int, seed: int
+) -> Float[np.ndarray, " permutation"]:
+    """`class_cosine` with the labels permuted over units; the same permutations for the same seed and labels."""
+    _, number = np.unique(np.asarray(labels), return_inverse=True)
+    x = _centred_units(x, number)
+    classes, rng = number.max() + 1, np.random.default_rng(seed)
+    moved = rng.permuted(np.tile(number, (permutations, 1)), axis=1)
+    step = max(1, CHUNK // (classes * (x[0].size + len(x))))
+    return np.concatenate([_class_cosines(x, moved[at : at + step], classes) for at in range(0, permutations, step)])
+
+
+def _centred_units(x: np.ndarray, number: np.ndarray) -> np.ndarray:
+    if number.max() < 2:
+        raise Refused(f"{number.max() + 1} classes: about their common mean two class means are opposite; give 3")
+    x = np.asarray(x, dtype=np.float64)
+    return x - x.mean(0)
+
+
+def _class_cosines(x: np.ndarray, numbers: np.ndarray, classes: int) -> np.ndarray:
+    """One value for each row of `numbers` [draw unit], the class of each unit; x is centred."""
+    member = (numbers[:, None, :] == np.arange(classes)[:, None]).astype(np.float64)
+    member /= member.sum(-1, keepdims=True)
+    means = member.reshape(-1, len(x)) @ x.reshape(len(x), -1)
+    means = means.reshape(len(numbers), classes, *x.shape[1:]).swapaxes(1, 2)
+    return mean_abs_cosine(means).mean(1)

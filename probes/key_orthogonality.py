@@ -1,0 +1,400 @@
+"""Are keys more orthogonal than chance, in each of the senses that the papers give to the words?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.orthogonality import (
+    class_cosine,
+    cosines,
+    gaussian_like,
+    mean_abs_cosine,
+    pair_mean,
+    permuted_class_cosine,
+    random_cosine,
+    seen_through,
+    simplex_cosine,
+)
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import Needs, View
+from llmgeom.stats import LEAST_UNITS, Interval, band, jackknife, tail_p
+from llmgeom.subject import Subject
+from llmgeom.weights import key_weight, query_weight
+
+MOST_TOKENS = 256
+LEAST_CLASSES = 3
+PERMUTATIONS = 10_000
+WORK = 10**9  # multiplications that all permutations together may cost: about a second
+SPECTRUM_DRAWS = 8
+GROUPS = 32
+CLAIMS = declared("key_orthogonality")
+COLUMNS, WHOLE, BY_HEAD = "columns of W_K", "token keys, all heads together", "token keys, by head"
+SEEN, CLASSES = "token keys as queries see them", "class-mean keys"
+SEEN_CENTRED = f"{SEEN}, centred"
+RAW, CENTRED = 0, 1
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is taken from one model.
+
+    columns, query_columns   mean |cos| of the columns of each head's W_K and W_Q, raw and centred, in R^d_model:
+             [layer kv_head 2] and [layer head 2].
+    keys     [kv_head token head_dim]: keys of single tokens at position 0 of layer 0.
+    seen     the same in the coordinates that the group's queries see: `orthogonality.seen_through`.
+    d_model  coordinates of a column.
+    normed   queries and keys are normalised after their projection.
+    """
+
+    columns: np.ndarray
+    query_columns: np.ndarray
+    keys: np.ndarray
+    seen: np.ndarray
+    d_model: int
+    normed: bool
+
+    def sets(self) -> dict[str, tuple[np.ndarray, bool]]:
+        """Name of a token measure -> its vectors [set token coordinate], and whether they are centred."""
+        kv_heads, tokens, dim = self.keys.shape
+        whole = self.keys.transpose(1, 0, 2).reshape(1, tokens, kv_heads * dim)
+        return {
+            WHOLE: (whole, False),
+            f"{WHOLE}, centred": (whole, True),
+            BY_HEAD: (self.keys, False),
+            f"{BY_HEAD}, centred": (self.keys, True),
+            SEEN: (self.seen, False),
+            SEEN_CENTRED: (self.seen, True),
+        }
+
+
+def read(subject: Subject, batch: Batch) -> Reading | str:
+    """A Reading of one model, or the sentence that says why there is none."""
+    try:
+        return _read(subject, batch)
+    except Refused as why:
+        return str(why)
+
+
+def _read(subject: Subject, batch: Batch) -> Reading:
+    layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
+
+    def of_columns(weight, count: int) -> np.ndarray:
+        found = np.empty((len(layers), count, 2))
+        for layer in layers:
+            for head in range(count):
+                columns = _numpy(weight(subject, layer, head)).T
+                found[layer, head] = mean_abs_cosine(columns), mean_abs_cosine(columns, centre=True)
+        return found
+
+    ids = token_ids(subject, batch)
+    if len(ids) < LEAST_UNITS:
+        raise Refused(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_UNITS}")
+    alone = Batch(
+        Tokens(torch.tensor(ids)[:, None], torch.ones(len(ids), dtype=torch.int64)),
+        tuple(map(str, ids)),
+        {"kind": "single tokens"},
+    )
+    normed = any("norm" in name for name, _ in subject.blocks[0].attention.named_children())
+    capture = subject.capture(alone, {Site.KEY, Site.QUERY} if normed else {Site.KEY})
+    keys = _numpy(capture.layers(Site.KEY)[0]).transpose(1, 0, 2)
+    if normed:
+        # A norm stands between W_Q and the scores: what queries are, over the same tokens, takes the place of W_Q.
+        queries = [_numpy(capture.layers(Site.QUERY)[0])[:, head] for head in range(heads)]
+    else:
+        queries = [_numpy(query_weight(subject, 0, head)) for head in range(heads)]
+    second = np.stack([q.T @ q for q in queries])
+    metric = second.reshape(kv_heads, heads // kv_heads, *second.shape[1:]).sum(1)
+    return Reading(
+        columns=of_columns(key_weight, kv_heads),
+        query_columns=of_columns(query_weight, heads),
+        keys=keys,
+        seen=seen_through(keys, metric),
+        d_model=subject.facts["d_model"],
+        normed=normed,
+    )
+
+
+def token_ids(subject: Subject, batch: Batch) -> list[int]:
+    """The tokens whose keys are compared: the most frequent of the prompts, 256 at most, of equals the lowest id.
+
+    Special tokens of the tokenizer are left out.
+    """
+    inputs = batch.inputs
+    real = torch.arange(inputs.ids.shape[1]) < inputs.lengths[:, None]
+    special = set(subject.tokenizer.all_special_ids) if subject.tokenizer is not None else set()
+    counts = Counter(token for token in inputs.ids[real].tolist() if token not in special)
+    return sorted(counts, key=lambda token: (-counts[token], token))[:MOST_TOKENS]
+
+
+def _numpy(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().cpu().numpy()
+
+
+NEEDS = Needs(frozenset({Site.KEY}), shuffled=False, read=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """Mean |cosine| over distinct pairs: of columns of W_K and W_Q by head, and of the keys of single tokens."""
+
+    TITLE = "Key orthogonality"
+    MEANING = (
+        "0 means that the vectors are orthogonal, 1 that they are parallel; below the re-initialised models, training "
+        "made them more orthogonal than chance, above, less. Columns of W_K, keys of tokens and means of classes are "
+        "different things and need not agree: each is measured under its own name."
+    )
+    COMPUTED = (
+        "Mean |cosine| over distinct pairs, per true key-value head. Columns: the head_dim columns of each head's W_K "
+        "in d_model dimensions, mean over all heads of all layers, jackknifed over these heads: the interval is about "
+        "heads like these, since weights are not a sample of prompts. Token keys: layer 0, the keys of the most "
+        "frequent tokens of the prompts (256 at most, none special), each alone at position 0, after the input norm "
+        "and where rotary embedding is the identity; heads together or mean over heads; jackknifed over tokens. As "
+        "queries see them: cosines k'Ml / sqrt(k'Mk l'Ml) with M the sum of W_Q'W_Q over the query heads of the "
+        "group, the same for every basis of the head. Class means: keys at the final token less their common mean, "
+        "averaged over each class of templates, mean over pairs and heads, last layer; jackknifed over templates."
+    )
+    NULL = (
+        "The same model re-initialised, with the same tokens; for class means also class labels permuted over "
+        "templates, and both must be beaten. The values for isotropic Gaussian vectors, the regular simplex and "
+        "Gaussian vectors of the keys' own covariance are printed as references and decide nothing."
+    )
+    FAILURE_MODES = (
+        "Columns of W_K are coordinates and not hypotheses, and their cosines depend on the basis of the head: "
+        "another basis in W_Q and W_K leaves attention as it is and changes them (any basis where no rotary embedding "
+        "acts). A key bias moves all keys alike, which the softmax does not see but raw cosines do: the centred values "
+        "as queries see them are free of both. Token keys depend on which tokens the prompts use and say nothing of "
+        "layers after the first. Keys at the final token carry its position: classes of unequal prompt length differ "
+        "by that alone."
+    )
+
+    columns: np.ndarray = quantity("layer kv_head", "|cos|", "columns of W_K, mean over pairs", Figure("heatmap"))
+    columns_mean: np.ndarray = quantity(
+        "layer", "|cos|", "columns of W_K, mean over heads", Figure("curve", band="columns_null")
+    )
+    columns_null: np.ndarray = quantity("layer bound", "|cos|", "columns of W_K, re-initialised models")
+    columns_centred: np.ndarray = quantity(
+        "layer", "|cos|", "columns of W_K less their mean", Figure("curve", band="columns_centred_null")
+    )
+    columns_centred_null: np.ndarray = quantity("layer bound", "|cos|", "the same, re-initialised models")
+    query_columns: np.ndarray = quantity(
+        "layer", "|cos|", "columns of W_Q, mean over heads", Figure("curve", band="query_columns_null")
+    )
+    query_columns_null: np.ndarray = quantity("layer bound", "|cos|", "columns of W_Q, re-initialised models")
+    query_columns_centred: np.ndarray = quantity("layer", "|cos|", "columns of W_Q less their mean, mean over heads")
+    columns_gaussian: float = quantity("", "|cos|", "isotropic Gaussian columns in d_model dimensions")
+
+    tokens: int = quantity("", "tokens", "tokens whose keys are compared")
+    tokens_simplex: float = quantity("", "|cos|", "a regular simplex with a corner for each of these tokens")
+    whole_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as all heads together")
+    head_gaussian: float = quantity("", "|cos|", "isotropic Gaussian keys as wide as one head")
+    whole_spectrum: float = quantity("", "|cos|", "Gaussian keys with these keys' covariance, all heads together")
+    whole_centred: float = quantity("", "|cos|", "token keys less their mean, all heads together")
+    whole_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, re-initialised models")
+    whole_centred_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, less their mean")
+    by_head: np.ndarray = quantity("kv_head", "|cos|", "token keys of each head")
+    by_head_spectrum: float = quantity("", "|cos|", "Gaussian keys with these keys' covariance, by head")
+    by_head_centred: float = quantity("", "|cos|", "token keys less their mean, by head")
+    by_head_centred_null: np.ndarray = quantity("bound", "|cos|", "the same, re-initialised models")
+    by_head_centred_spectrum: float = quantity(
+        "", "|cos|", "Gaussian keys with their covariance, less their mean, by head"
+    )
+    seen_spectrum: float = quantity("", "|cos|", "Gaussian keys with their covariance, as queries see them")
+    seen_centred_spectrum: float = quantity(
+        "", "|cos|", "Gaussian keys with their covariance, less their mean, as queries see them"
+    )
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithClasses(Result):
+    """The same of prompts that fall into classes."""
+
+    class_means: np.ndarray = quantity(
+        "layer", "|cos|", "centred class means of the final token's keys", Figure("curve", band="class_means_null")
+    )
+    class_means_null: np.ndarray = quantity("layer bound", "|cos|", "the same, classes permuted over templates")
+    class_simplex: float = quantity("", "|cos|", "a regular simplex with a corner for each class")
+
+
+def measure(view: View) -> Result:
+    """Every form of key orthogonality with its null. Raises Unavailable where the weights or keys cannot be read."""
+    own = view.reading
+    if isinstance(own, str):
+        raise Unavailable(own)
+    twins = [twin for twin in view.twin_readings if not isinstance(twin, str)]
+    if not twins:
+        raise Refused("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+    headlines, warnings = [], []
+    heads = own.columns[..., RAW].ravel()
+    if len(heads) >= LEAST_UNITS:
+        draws = np.array([twin.columns[..., RAW].mean() for twin in twins])
+        # One head of one layer is a unit. Its position tells layers from heads and nothing more.
+        interval = jackknife(lambda x: float(x.mean()), heads, np.arange(len(heads)))
+        headlines.append(_row(COLUMNS, float(heads.mean()), _over(interval, "heads"), draws, len(heads)))
+    else:
+        warnings.append(f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map")
+    sets = own.sets()
+    theirs = {name: np.array([_value(*twin.sets()[name]) for twin in twins]) for name in sets}
+    for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
+        value, interval = _tokens(*sets[name])
+        interval = _over(interval, "tokens" if str(own.keys.shape[1]) in interval.method else "groups of tokens")
+        headlines.append(_row(name, value, interval, theirs[name], own.keys.shape[1]))
+    if own.normed:
+        warnings.append(
+            "queries and keys are normalised after their projection: keys are compared as normalised, W_K's basis is "
+            "free only as far as the norm allows, and queries are these tokens' own rather than W_Q"
+        )
+    gaussian = {name: gaussian_like(x, SPECTRUM_DRAWS, view.seed, centre) for name, (x, centre) in sets.items()}
+    fields = dict(
+        columns=own.columns[..., RAW],
+        **_curves("columns", own, twins, centred_null=True),
+        **_curves("query_columns", own, twins, centred_null=False),
+        columns_gaussian=random_cosine(own.d_model),
+        tokens=own.keys.shape[1],
+        tokens_simplex=simplex_cosine(own.keys.shape[1]),
+        whole_gaussian=random_cosine(sets[WHOLE][0].shape[-1]),
+        head_gaussian=random_cosine(own.keys.shape[-1]),
+        whole_spectrum=gaussian[WHOLE],
+        whole_centred=_value(*sets[f"{WHOLE}, centred"]),
+        whole_centred_null=np.array(band(theirs[f"{WHOLE}, centred"])),
+        whole_centred_spectrum=gaussian[f"{WHOLE}, centred"],
+        by_head=mean_abs_cosine(own.keys),
+        by_head_spectrum=gaussian[BY_HEAD],
+        by_head_centred=_value(*sets[f"{BY_HEAD}, centred"]),
+        by_head_centred_null=np.array(band(theirs[f"{BY_HEAD}, centred"])),
+        by_head_centred_spectrum=gaussian[f"{BY_HEAD}, centred"],
+        seen_spectrum=gaussian[SEEN],
+        seen_centred_spectrum=gaussian[SEEN_CENTRED],
+    )
+    classes, said = _classes(view.capture, view.units)
+    warnings.append(said)
+    if not classes:
+        return Result(**fields, headlines=tuple(headlines), warnings=(*_other_side(headlines), *warnings))
+    row, more = _class_means(view, classes)
+    headlines.append(row)
+    return WithClasses(**fields, **more, headlines=tuple(headlines), warnings=(*_other_side(headlines), *warnings))
+
+
+def _curves(name: str, own: Reading, twins: list[Reading], centred_null: bool) -> dict[str, np.ndarray]:
+    """Mean over heads at every layer, raw and centred, with the twins' bands."""
+
+    def over_heads(reading: Reading, form: int) -> np.ndarray:
+        return getattr(reading, name)[..., form].mean(1)
+
+    def null(form: int) -> np.ndarray:
+        return layer_band({"re-initialised": np.array([over_heads(twin, form) for twin in twins])}, "lower")
+
+    raw = "columns_mean" if name == "columns" else name
+    found = {raw: over_heads(own, RAW), f"{name}_null": null(RAW), f"{name}_centred": over_heads(own, CENTRED)}
+    return found | ({f"{name}_centred_null": null(CENTRED)} if centred_null else {})
+
+
+def _value(x: np.ndarray, centre: bool) -> float:
+    return float(mean_abs_cosine(x, centre).mean())
+
+
+def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
+    """Value and jackknife interval over tokens; the mean that is taken off is that of the tokens that are left.
+
+    Every deletion then has cosines of its own, so that many tokens are deleted in groups: every 32nd one.
+    """
+    every = np.arange(x.shape[1])
+    if centre:
+        groups = every % GROUPS if len(every) > 2 * GROUPS else every
+        return _value(x, True), jackknife(lambda rows: _value(x[:, rows], True), every, groups)
+    square = cosines(x).mean(0)
+    return float(pair_mean(square)), jackknife(lambda rows: float(pair_mean(square[np.ix_(rows, rows)])), every, every)
+
+
+def _over(interval: Interval, what: str) -> Interval:
+    """The interval, saying what its units are."""
+    return replace(interval, method=interval.method.replace("units", what))
+
+
+def _row(name: str, value: float, interval: Interval, draws: np.ndarray, n: int) -> Headline:
+    claim = CLAIMS[name]
+    return headline(claim, value, interval, [Null.of("re-initialised", value, draws, claim.side)], n=n, units=n)
+
+
+def _other_side(headlines: list[Headline]) -> tuple[str, ...]:
+    """One sentence for what lies on the other side of its null: the claims ask only whether keys are below."""
+    found = [
+        f"{h.name} ({h.value:.3g} against {h.null_low:.3g} to {h.null_high:.3g})"
+        for h in headlines
+        if h.low > h.null_high
+    ]
+    return (f"less orthogonal than chance, above the whole band of the null: {'; '.join(found)}",) if found else ()
+
+
+def _classes(capture: Capture, units: np.ndarray) -> tuple[dict[str, str], str]:
+    """Template -> class, for the classes of 5 templates or more, and what to say of them; empty where there are not 3.
+
+    Classes are the prompts' domains, or else the first words of their tags.
+    """
+    prompt, columns = capture.prompt.numpy(), capture.batch.columns
+    for column in ("domain", "tags"):
+        labels = [(str(label).split() or [""])[0] for label in columns.get(column, ())]
+        of: dict[str, set[str]] = {}
+        for row, unit in enumerate(units if labels else ()):
+            of.setdefault(str(unit), set()).add(labels[prompt[row]])
+        single = {unit: min(found) for unit, found in of.items() if len(found) == 1 and found != {""}}
+        sizes = Counter(single.values())
+        kept = sorted(label for label, size in sizes.items() if size >= LEAST_UNITS)
+        if len(kept) >= LEAST_CLASSES:
+            told = ", ".join(f"{label} ({sizes[label]})" for label in kept)
+            rest = len(of) - sum(sizes[label] for label in kept)
+            left = f"; {rest} other templates are left out" if rest else ""
+            by = "domains" if column == "domain" else "first tags"
+            found = {unit: label for unit, label in single.items() if label in kept}
+            return found, f"classes of class-mean keys are the templates' {by}: {told}{left}"
+    return {}, (
+        f"class-mean keys are not measured: they need {LEAST_CLASSES} classes (domains, or first tags) of "
+        f"{LEAST_UNITS} templates each, since two class means about their common mean are opposite whatever they are"
+    )
+
+
+def _class_means(view: View, classes: Mapping[str, str]) -> tuple[Headline, dict]:
+    units = view.units
+    names = np.array(sorted(classes))
+    labels = np.array([classes[unit] for unit in names])
+
+    def templates(capture: Capture) -> list[np.ndarray]:
+        """[template kv_head head_dim] for each layer."""
+        rows = [np.flatnonzero(units == name) for name in names]
+        keys = (_numpy(layer) for layer in capture.layers(Site.KEY))
+        return [np.stack([layer[found].mean(0) for found in rows]) for layer in keys]
+
+    layers = templates(view.capture)
+    count = len(set(labels))
+    cost = sum(count * layer.size for layer in layers)
+    permutations = int(np.clip(WORK // cost, 999, PERMUTATIONS))
+    nulls = [permuted_class_cosine(layer, labels, permutations, view.seed) for layer in layers]
+    values = [class_cosine(layer, labels) for layer in layers]
+    claim, value, last = CLAIMS[CLASSES], values[-1], layers[-1]
+    low, high = band(nulls[-1])
+    # p of a permutation carries the sampling noise; the interval need only clear what the null centres on.
+    permuted = Null(
+        "permuted templates", low, high, float(np.median(nulls[-1])), tail_p(value, nulls[-1], "lower"), permutations
+    )
+    untrained = np.array([class_cosine(templates(twin)[-1], labels) for twin in view.twins])
+    # The twins' class means carry the same prompts' noise as ours: p is against all of them.
+    twin = replace(Null.of("re-initialised", value, untrained, claim.side), margin=float(np.median(untrained)))
+    interval = jackknife(lambda rows: class_cosine(last[rows], labels[rows]), np.arange(len(names)), names)
+    interval = _over(interval, "templates")
+    row = headline(claim, value, interval, [permuted, twin], n=int(np.isin(units, names).sum()), units=len(names))
+    return row, {
+        "class_means": np.array(values),
+        "class_means_null": np.array([band(null) for null in nulls]),
+        "class_simplex": simplex_cosine(count),
+    }

@@ -1,0 +1,241 @@
+"""Attention focus on rows whose entropy is known: sinks, windows, uniform rows, and curves that fall or wander."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused
+from llmgeom.probes import attention_focus
+from llmgeom.probes.attention_focus import Reach, reach
+from llmgeom.scan import View
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, LENGTHS, ragged
+
+N = 60
+SITES = (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST)
+
+
+def entropies(w: np.ndarray) -> np.ndarray:
+    """Nats, by numpy; 0 log 0 is 0."""
+    w = w / w.sum(-1, keepdims=True)
+    return -np.where(w > 0, w * np.log(np.where(w > 0, w, 1)), 0).sum(-1)
+
+
+def of_rows(rows: list[np.ndarray], positions: np.ndarray | None = None) -> Capture:
+    """From attention rows [prompt head token] of each layer."""
+    n, _, length = rows[0].shape
+    tensors = {}
+    for layer, w in enumerate(rows):
+        for site, x in zip(SITES, (entropies(w), w[..., 0], entropies(w[..., 1:])), strict=True):
+            tensors[site, layer] = torch.from_numpy(x.astype(np.float32))
+    position = torch.full((n,), length - 1) if positions is None else torch.from_numpy(positions)
+    batch = Batch(
+        Tokens(torch.zeros(n, length, dtype=torch.int64), position + 1), tuple(f"t{i // 2}" for i in range(n)), {}
+    )
+    return Capture(batch, torch.arange(n), position, position + 1, tensors)
+
+
+def drawn(rng: np.random.Generator, sharp: list[float], sink: float = 0.0, n=N, heads=3, length=12) -> list[np.ndarray]:
+    """Softmax rows, one sharpness a layer; `sink` of the last layer's mass sits on the first token."""
+    rows = []
+    for s in sharp:
+        w = np.exp(s * rng.standard_normal((n, heads, length)))
+        rows.append(w / w.sum(-1, keepdims=True))
+    rows[-1] *= 1 - sink
+    rows[-1][..., 0] += sink
+    return rows
+
+
+def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) -> View:
+    rng = np.random.default_rng(seed)
+    flat = [null] * len(sharp)
+    return View(
+        capture=of_rows(drawn(rng, sharp, sink)),
+        entropy=rng.uniform(0, 8, N),
+        twins=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
+        shuffled=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
+        seed=seed,
+    )
+
+
+def heads(result) -> dict:
+    return {h.name: h for h in result.headlines}
+
+
+def verdicts(result) -> dict[str, str]:
+    return {h.name: h.verdict for h in result.headlines}
+
+
+def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
+    given = view([0.5, 1.5, 3.0], 0)
+    result = attention_focus.measure(given)
+    first = given.capture.tensors[Site.ATTENTION_ENTROPY, 0].double().mean() / np.log(12)
+    last = given.capture.tensors[Site.ATTENTION_ENTROPY, 2].double().mean() / np.log(12)
+    found = heads(result)
+    assert found["focusing"].value == pytest.approx(1 - float(last / first), abs=1e-6)
+    assert result.normalised[0] == pytest.approx(float(first), abs=1e-6)
+    assert result.mean_entropy[0] == pytest.approx(float(first) * np.log2(12), abs=1e-5)
+    assert verdicts(result) == {
+        "focusing": "above null",
+        "focusing without the first token": "above null",
+        "weight on the first token": "not above null",
+        "monotonicity": "below null",
+    }
+
+
+def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():
+    found = verdicts(attention_focus.measure(view([0.5, 0.5, 0.5], 1, sink=0.9)))
+    assert found["focusing"] == "above null"
+    assert found["focusing without the first token"] != "above null"
+    assert found["weight on the first token"] == "above null"
+
+
+def test_uniform_attention_is_at_its_maximum_of_one():
+    result = attention_focus.measure(view([0.0, 0.0, 3.0], 2))
+    np.testing.assert_allclose(result.normalised[:2], 1, atol=1e-6)
+    np.testing.assert_allclose(result.entropy[:2], np.log2(12), atol=1e-5)
+    np.testing.assert_allclose(result.mean_entropy[:2], np.log2(12), atol=1e-5)
+    np.testing.assert_allclose(result.rest[:2], 1, atol=1e-6)
+
+
+def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_null():
+    given = view([0.5, 1.0, 3.0], 3)
+    same = [tuple(of_rows(drawn(np.random.default_rng(i), [0.5, 1.0, 3.0])) for i in range(20))] * 2
+    for twins, shuffled in ((same[0], given.shuffled), (given.twins, same[1])):
+        found = verdicts(attention_focus.measure(replace(given, twins=twins, shuffled=shuffled)))
+        assert found["focusing"] != "above null" and found["monotonicity"] != "below null"
+
+
+# ---- monotonicity ----------------------------------------------------------------------------------------------------
+
+
+def test_monotonicity_is_scipy_s_spearman_in_each_prompt():
+    given = view([0.5, 1.0, 0.8, 1.2, 1.1], 4)
+    layers = given.capture.layers(Site.ATTENTION_ENTROPY)
+    curves = np.array([layer.double().mean(1).numpy() for layer in layers])
+    expected = np.mean([spearmanr(range(5), curve).statistic for curve in curves.T])
+    found = heads(attention_focus.measure(given))["monotonicity"]
+    assert found.value == pytest.approx(expected, abs=1e-9)
+    assert found.low < found.value < found.high
+
+
+def test_monotonicity_at_its_ends_with_ties_and_without_movement():
+    """Rows spread evenly over the first k tokens have log2 k bits."""
+
+    def rho(widths: list[int]) -> float:
+        rows = []
+        for k in widths:
+            w = np.zeros((N, 1, 16))
+            w[..., :k] = 1 / k
+            rows.append(w)
+        given = view([0.5] * len(widths), 5)
+        return heads(attention_focus.measure(replace(given, capture=of_rows(rows))))["monotonicity"].value
+
+    assert rho([16, 8, 4, 3, 2]) == pytest.approx(-1)
+    assert rho([3, 4, 8, 16]) == pytest.approx(1)
+    assert rho([16, 4, 4, 2]) == pytest.approx(spearmanr(range(4), [16, 4, 4, 2]).statistic)
+    assert rho([4, 4, 4]) == 0
+
+
+def test_a_wandering_curve_is_not_monotone_and_a_focusing_one_need_not_be():
+    found = heads(attention_focus.measure(view([0.5, 3.0, 0.5, 3.0, 0.5, 3.0], 6)))
+    assert found["focusing"].verdict == "above null"
+    assert -0.7 < found["monotonicity"].value < -0.2
+
+
+def test_two_layers_have_no_monotonicity_and_say_so():
+    result = attention_focus.measure(view([0.5, 3.0], 7))
+    assert "monotonicity" not in verdicts(result)
+    assert result.warnings == ("2 layers: monotonicity needs at least 3 and is left out",)
+
+
+# ---- windows and sinks -----------------------------------------------------------------------------------------------
+
+
+def windowed(n: int, positions: np.ndarray, width: int) -> np.ndarray:
+    """Even rows over the last `width` tokens up to each position."""
+    w = np.zeros((n, 2, 16))
+    for i, at in enumerate(positions):
+        first = max(0, at + 1 - width)
+        w[i, :, first : at + 1] = 1 / (at + 1 - first)
+    return w
+
+
+def test_even_attention_over_a_window_is_at_its_maximum_too():
+    positions = np.resize([15, 11, 5, 3, 2], N)
+    rows = [windowed(N, positions, width) for width in (16, 4, 16)]
+    null = of_rows(rows, positions)
+    given = View(null, np.zeros(N), (null,) * 20, (null,) * 20, reading=Reach((16, 4, 16), (1.0, 1.0, 1.0)))
+    result = attention_focus.measure(given)
+    np.testing.assert_allclose(result.normalised, 1, atol=1e-6)
+    np.testing.assert_allclose(result.rest, 1, atol=1e-6)
+    assert result.mean_entropy[1] == pytest.approx(np.mean(np.log2(np.minimum(positions + 1, 4))), abs=1e-6)
+    assert result.warnings == (
+        "the final query sees at most 4 tokens in layers 1: entropy there is over log2 of that; "
+        "its bits still fall with the window",
+    )
+    # Told of no window, the same rows look focused in the middle.
+    blind = attention_focus.measure(replace(given, reading=None))
+    assert blind.normalised[1] < 0.8 and blind.warnings == ()
+
+
+def test_a_window_of_one_token_is_refused():
+    given = view([0.5, 0.5, 0.5], 8)
+    with pytest.raises(Refused, match="layer 1 sees a single token: its attention has no entropy to compare with"):
+        attention_focus.measure(replace(given, reading=Reach((12, 1, 12), (1.0, 1.0, 1.0))))
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_reach_is_the_window_of_each_family_s_first_layer(name):
+    family = FAMILIES[name]
+    found = reach(Subject.of(family.model(), None, name), ragged())
+    everything = max(LENGTHS)
+    assert found.tokens[0] == (family.window or everything)
+    layered = "layer_types" in family.settings or name == "gpt_oss"
+    assert found.tokens[1] == (everything if layered or not family.window else family.window)
+    assert all(weight < 0.99 for weight in found.weight) == (name == "gpt_oss")
+
+
+def test_a_weight_of_one_head_that_rounds_to_nothing_is_no_window():
+    """What is out of a window's reach has no weight in any head."""
+    weights = torch.full((1, 2, 6), 1 / 6)
+    weights[0, 0, :4] = 0
+    read = of_rows([np.full((1, 2, 6), 1 / 6)])
+    read = replace(read, tensors={(Site.ATTENTION, 0): weights, (Site.ATTENTION, 1): weights[:, :1]})
+    stub = SimpleNamespace(tokens=lambda batch: batch.inputs, capture=lambda batch, sites: read)
+    assert reach(stub, read.batch).tokens == (6, 2)
+
+
+def test_a_learned_sink_is_said():
+    given = replace(view([0.5, 0.5, 0.5], 9), reading=Reach((12, 12, 12), (1.0, 0.62, 0.9)))
+    (warning,) = attention_focus.measure(given).warnings
+    assert warning.startswith("heads have a learned sink: weights on tokens sum to as little as 0.62")
+
+
+# ---- short prompts ---------------------------------------------------------------------------------------------------
+
+
+def test_short_prompts_are_left_out_and_said_so():
+    given = view([0.5, 0.5, 0.5], 10)
+    position = given.capture.position.clone()
+    position[:10] = 1
+    result = attention_focus.measure(replace(given, capture=replace(given.capture, position=position)))
+    assert result.headlines[0].n == N - 10
+    kept = given.capture.tensors[Site.ATTENTION_FIRST, 2][10:].double().mean()
+    assert heads(result)["weight on the first token"].value == pytest.approx(float(kept))
+    assert result.warnings == ("10 prompts of fewer than 3 tokens were left out",)
+
+
+def test_too_few_long_prompts_are_refused():
+    given = view([0.5, 0.5, 0.5], 11)
+    short = replace(given.capture, position=given.capture.position * 0)
+    with pytest.raises(Refused, match="0 prompts have 3 tokens or more; attention focus needs at least 5"):
+        attention_focus.measure(replace(given, capture=short))

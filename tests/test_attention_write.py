@@ -1,0 +1,118 @@
+"""What attention writes is measured as values are, and no change of basis inside a head alters it."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+from sklearn.decomposition import PCA
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.cloud import GIVEN, R2, RHO
+from llmgeom.probes import attention_write, value_manifold
+from llmgeom.scan import View
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, VOCAB
+
+N = 40
+SITES = attention_write.NEEDS.sites | value_manifold.NEEDS.sites
+CALLED = "attention write: "
+
+
+def prompts() -> Batch:
+    """Random prompts, two a unit; the last token is one of 6, so that the partial correlation has covariates."""
+    generator = torch.Generator().manual_seed(3)
+    ids = torch.randint(3, VOCAB, (N, 9), generator=generator)
+    ids[:, 8] = torch.randint(3, 9, (N,), generator=generator)
+    units = tuple(str(i // 2) for i in range(N))
+    return Batch(Tokens(ids, torch.full((N,), 9)), units, {"kind": "random"})
+
+
+def turned(name: str, model, seed: int):
+    """The same model in another basis of every kv head: values R v, and W_O undoing R for each query head."""
+    other = copy.deepcopy(model)
+    heads = other.config.num_attention_heads
+    groups = getattr(other.config, "num_key_value_heads", None) or heads
+    dim = other.config.hidden_size // heads
+    generator = torch.Generator().manual_seed(seed)
+    for index in range(other.config.num_hidden_layers):
+        family = FAMILIES[name]
+        projection = family.part(other, index, family.projection)
+        output = family.part(other, index, family.output)
+        for group in range(groups):
+            r = torch.eye(dim) + 0.9 * torch.randn(dim, dim, generator=generator) / dim**0.5
+            r = r.to(output.weight.dtype)
+            # Rows of the fused projection, [head (query key value) dim], or of v_proj, [kv_head dim].
+            start = (3 * group + 2) * dim if name == "gpt_neox" else group * dim
+            rows = slice(start, start + dim)
+            with torch.no_grad():
+                projection.weight[rows] = r @ projection.weight[rows]
+                if projection.bias is not None:
+                    projection.bias[rows] = r @ projection.bias[rows]
+                for head in range(group * heads // groups, (group + 1) * heads // groups):
+                    columns = slice(head * dim, (head + 1) * dim)
+                    output.weight[:, columns] = output.weight[:, columns] @ torch.linalg.inv(r)
+    return other
+
+
+def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> View:
+    """A scan's view with a few twins only: what is compared are values, not verdicts."""
+    capture = subject.capture(batch, SITES)
+    twins = tuple(subject.twin(1 + i).capture(batch, SITES) for i in range(2))
+    found = np.random.default_rng(0).uniform(0, 8, N) if entropy is None else entropy
+    return View(capture=capture, entropy=found, twins=twins, shuffled=twins, seed=0)
+
+
+def numbers(result) -> np.ndarray:
+    """Every curve, the scores' size, and every headline's value and interval."""
+    curves = [result.pc1, result.pc12, result.participation, result.rho, result.r2, np.abs(result.scores).ravel()]
+    return np.concatenate([*curves, *([h.value, h.low, h.high] for h in result.headlines)])
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_a_change_of_basis_inside_heads_alters_values_and_not_writes(name):
+    batch, model = prompts(), FAMILIES[name].model().double()
+    plain, other = Subject.of(model), Subject.of(turned(name, model, 1))
+    ids = batch.inputs.ids
+    with torch.no_grad():
+        np.testing.assert_allclose(other.model(ids).logits, plain.model(ids).logits, atol=1e-8)
+    before = made(plain, batch)
+    after = replace(before, capture=other.capture(batch, SITES))
+    writes = [numbers(attention_write.measure(v)) for v in (before, after)]
+    np.testing.assert_allclose(writes[1], writes[0], rtol=1e-4, atol=1e-4)
+    own, moved = (value_manifold.measure(v) for v in (before, after))
+    for field in ("pc1", "pc12", "participation", "r2"):
+        change = np.abs(getattr(moved, field) / getattr(own, field) - 1)
+        assert change.max() > 0.01, field
+
+
+def test_it_measures_the_writes_themselves_under_names_of_its_own():
+    batch = prompts()
+    view = made(Subject.of(FAMILIES["llama"].model()), batch)
+    result = attention_write.measure(view)
+    for layer, write in enumerate(view.capture.attention_write.double().numpy()):
+        z = StandardScaler().fit_transform(write)
+        pca = PCA().fit(z)
+        assert result.pc12[layer] == pytest.approx(pca.explained_variance_ratio_[:2].sum(), rel=1e-5)
+        score = pca.transform(z)[:, 0]
+        assert result.rho[layer] == pytest.approx(abs(spearmanr(score, view.entropy)[0]), abs=1e-6)
+    names = {h.name: h for h in result.headlines}
+    expected = {"PC1 share", "PC1+PC2 share", "participation ratio", RHO, f"{RHO}, {GIVEN}", R2}
+    assert set(names) == {CALLED + name for name in expected}
+    assert names[CALLED + "PC1+PC2 share"].value == pytest.approx(result.pc12[-1])
+    assert names[CALLED + R2].value == pytest.approx(result.r2[-1])
+
+
+def test_entropy_that_the_write_holds_is_read_from_it():
+    batch = prompts()
+    subject = Subject.of(FAMILIES["llama"].model())
+    write = subject.capture(batch, SITES).attention_write[-1].double().numpy()
+    direction = np.random.default_rng(1).standard_normal(write.shape[1])
+    z = StandardScaler().fit_transform(write)
+    held, noise = (attention_write.measure(made(subject, batch, e)) for e in (z @ direction, None))
+    assert held.r2[-1] > 0.3 > noise.r2[-1]

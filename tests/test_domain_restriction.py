@@ -1,0 +1,188 @@
+"""A domain is called flatter than mixed prompts where it was planted so, and where its words are not why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.decomposition import PCA
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.probes import domain_restriction
+from llmgeom.probes.domain_restriction import gain
+from llmgeom.scan import MATCHED, MIXED, Sample, View
+from llmgeom.stats import Interval, share_intervals, shares
+
+N, D, LAYERS = 60, 32, 2
+CLAIM = "gain in PC1+PC2 share, as diverse"
+
+
+def capture(rng: np.random.Generator, strength: float, source: dict | None = None, n: int = N) -> Capture:
+    """Noise at layer 0; at the last, two common directions of `strength` under it."""
+    tensors = {}
+    for layer in range(LAYERS):
+        x = rng.standard_normal((n, D))
+        if layer == LAYERS - 1:
+            x = x + strength * rng.standard_normal((n, 2)) @ rng.standard_normal((2, D))
+        tensors[Site.VALUE, layer] = torch.from_numpy(x.astype(np.float32)).reshape(n, 2, D // 2)
+    tokens = Tokens(torch.zeros(n, 9, dtype=torch.int64), torch.full((n,), 9))
+    batch = Batch(tokens, tuple(f"t{i // 2}" for i in range(n)), source or {"name": "math"})
+    return Capture(batch, torch.arange(n), torch.full((n,), 8), torch.full((n,), 9), tensors)
+
+
+def counts(wanted=(500, 30, 30), start=(600, 45, 30), reached=(500, 30, 30)) -> dict:
+    return {"name": "mixed", "as_diverse": {"n": N, "wanted": wanted, "start": start, "reached": reached}}
+
+
+def view(own: float, mixed: float, matched: float, twins=(0.3, 0.3, 0.3), seed=0, source: dict | None = None) -> View:
+    """Strengths of the planted plane in each sample, and in each sample's twins."""
+    rng = np.random.default_rng(seed)
+
+    def sample(strength: float, twin: float, told: dict) -> Sample:
+        null = tuple(capture(rng, twin) for _ in range(20))
+        return Sample(capture(rng, strength, told), np.linspace(0, 8, N), null)
+
+    main = sample(own, twins[0], {"name": "math"})
+    samples = {
+        MIXED: sample(mixed, twins[1], {"name": "mixed"}),
+        MATCHED: sample(matched, twins[2], source or counts()),
+    }
+    return View(main.capture, main.entropy, main.twins, samples=samples, seed=seed)
+
+
+def found(result) -> dict:
+    return {h.name: h for h in result.headlines}
+
+
+def test_gains_are_differences_of_scikit_learn_s_shares():
+    given = view(0.9, 0.4, 0.6)
+    result = domain_restriction.measure(given)
+
+    def numbers(sample, layer):
+        x = sample.tensors[Site.VALUE, layer].flatten(1).double().numpy()
+        ratio = PCA().fit(StandardScaler().fit_transform(x)).explained_variance_ratio_
+        return ratio[0], ratio[:2].sum(), 1 / (ratio**2).sum()
+
+    for layer in range(LAYERS):
+        own, mixed, matched = (
+            numbers(c, layer) for c in (given.capture, *(given.samples[s].capture for s in (MIXED, MATCHED)))
+        )
+        assert result.pc1[layer] == pytest.approx(own[0] - matched[0])
+        assert result.pc12[layer] == pytest.approx(own[1] - matched[1])
+        assert result.pc12_mixed[layer] == pytest.approx(own[1] - mixed[1])
+        assert result.participation[layer] == pytest.approx(own[2] - matched[2])
+    heads = found(result)
+    assert heads["gain in PC1 share"].value == pytest.approx(own[0] - mixed[0])
+    assert heads["change in participation ratio"].value == pytest.approx(own[2] - mixed[2])
+    twin = [numbers(a, 1)[1] - numbers(b, 1)[1] for a, b in zip(given.twins, given.samples[MATCHED].twins, strict=True)]
+    assert (heads[CLAIM].null_low, heads[CLAIM].null_high) == pytest.approx((min(twin), max(twin)))
+    np.testing.assert_allclose(result.pc12_null[1], (min(twin), max(twin)))
+
+
+def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
+    result = domain_restriction.measure(view(2.0, 0.3, 0.3))
+    heads = found(result)
+    assert all(heads[name].verdict == "above null" for name in (CLAIM, "gain in PC1+PC2 share"))
+    assert heads["change in participation ratio, as diverse"].verdict == "below null"
+    assert abs(result.pc12[0]) < 0.05 < 0.2 < result.pc12[1]
+    assert heads[CLAIM].claim and sum(bool(h.claim) for h in result.headlines) == 1
+
+
+def test_what_poor_vocabulary_does_alone_is_a_gain_over_mixed_prompts_but_not_over_as_diverse_ones():
+    heads = found(domain_restriction.measure(view(1.6, 0.4, 1.6)))
+    assert heads["gain in PC1+PC2 share"].verdict == "above null"
+    assert heads[CLAIM].verdict != "above null"
+
+
+def test_a_gain_that_untrained_models_have_too_is_none():
+    heads = found(domain_restriction.measure(view(1.6, 0.4, 0.4, twins=(1.6, 0.4, 0.4))))
+    assert heads[CLAIM].value > 0.2 and heads[CLAIM].verdict != "above null"
+
+
+def test_to_lose_less_than_untrained_models_is_no_gain():
+    heads = found(domain_restriction.measure(view(0.6, 0.6, 0.6, twins=(0.2, 2.0, 2.0))))
+    assert heads[CLAIM].null_high < -0.2 and heads[CLAIM].p < 0.05
+    assert heads[CLAIM].margin == 0 and heads[CLAIM].verdict == "not above null"
+    ratio = heads["change in participation ratio, as diverse"]
+    assert ratio.null_low > 0 and ratio.margin == 0 and ratio.verdict != "below null"
+
+
+def test_noise_is_seldom_called_a_gain():
+    called = [
+        h.verdict in ("above null", "below null")
+        for seed in range(12)
+        for h in domain_restriction.measure(view(0.8, 0.8, 0.8, twins=(0.8, 0.8, 0.8), seed=40 + seed)).headlines
+    ]
+    assert np.mean(called) < 0.05
+
+
+def test_the_limits_are_those_one_can_do_by_hand():
+    one, two = Interval(0.47, 0.54, 0.95, "jackknife over 9 units, log"), Interval(0.16, 0.24, 0.95, "jackknife over 8")
+    both = gain((0.5, one), (0.2, two))
+    assert (both.low, both.high) == pytest.approx((0.3 - 0.05, 0.3 + 0.32**0.5 / 10))
+    assert both.method == "jackknife over 9 units, and 8 of mixed prompts"
+
+
+def coverage(repetitions: int) -> float:
+    """Of the interval of a PC1+PC2 gain of about .13: two Gaussian factor models, prompts in pairs of templates."""
+    rng = np.random.default_rng(3)
+    units = np.repeat(np.arange(30), 2)
+    axes = rng.standard_normal((5, 64))
+
+    def sample(strengths):
+        shared = rng.standard_normal((30, 5))[units]
+        factors = (shared + rng.standard_normal((60, 5))) / 2**0.5
+        return factors * strengths @ axes + rng.standard_normal((60, 64))
+
+    strong, weak = np.array([1.2, 0.8, 0.5, 0.4, 0.3]), np.array([0.7, 0.6, 0.5, 0.4, 0.3])
+    truth = np.subtract(*(np.mean([shares(sample(s)).pc12 for _ in range(600)]) for s in (strong, weak)))
+    hits = 0
+    for _ in range(repetitions):
+        both = [(shares(x).pc12, share_intervals(x, units)[1]) for x in (sample(strong), sample(weak))]
+        limits = gain(*both)
+        hits += limits.low <= truth <= limits.high
+    return hits / repetitions
+
+
+def test_the_interval_covers_the_expected_gain():
+    assert 0.88 <= coverage(60) <= 1
+
+
+@pytest.mark.soak
+def test_the_interval_covers_the_expected_gain_in_a_long_run():
+    assert 0.92 <= coverage(1000) <= 0.98
+
+
+def test_a_note_says_how_diverse_the_samples_are_and_where_that_was_not_reached():
+    said = "different tokens, different final tokens and templates: math 500, 30 and 30; mixed, as diverse "
+    reached = (540, 33, 28)
+    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=counts(reached=reached))).warnings == (
+        said + "540, 33 and 28; mixed 600, 45 and 30",
+    )
+    far = counts(reached=(540, 34, 30))
+    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=far)).warnings == (
+        f"mixed prompts as diverse as math could not be had; {said}540, 34 and 30; mixed 600, 45 and 30",
+    )
+
+
+@pytest.mark.parametrize("held", [(), (MIXED,), (MATCHED,)])
+def test_without_mixed_prompts_it_is_not_measured(held):
+    given = view(0.5, 0.5, 0.5)
+    with pytest.raises(Unavailable) as refusal:
+        domain_restriction.measure(replace(given, samples={name: given.samples[name] for name in held}))
+    assert str(refusal.value) == (
+        "domain restriction compares one domain with as many mixed prompts, and these come without: scan --domain math"
+    )
+
+
+def test_samples_of_unequal_size_are_refused():
+    given = view(0.5, 0.5, 0.5)
+    rng = np.random.default_rng(0)
+    small = Sample(capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20)))
+    with pytest.raises(Refused, match="60 prompts of the domain and 40 mixed ones: shares of unequal samples do not"):
+        domain_restriction.measure(replace(given, samples=given.samples | {MATCHED: small}))

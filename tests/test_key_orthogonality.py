@@ -1,0 +1,344 @@
+"""Each form of key orthogonality: read off the model's own modules, and unchanged or changed by a change of basis."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy.stats import ortho_group, t
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.orthogonality import mean_abs_cosine, random_cosine
+from llmgeom.probes import key_orthogonality as probe
+from llmgeom.probes.key_orthogonality import BY_HEAD, CLASSES, COLUMNS, SEEN, SEEN_CENTRED, WHOLE, Reading
+from llmgeom.result import Result
+from llmgeom.scan import View
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, ragged
+
+SMALL = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
+
+
+def tiny(family: str) -> transformers.PreTrainedModel:
+    """A float64 model whose parameters, norms and biases included, are all random."""
+    if family == "gpt_neox":
+        rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+        config = transformers.GPTNeoXConfig(**SMALL, num_attention_heads=4, rope_parameters=rope)
+    else:
+        config = transformers.LlamaConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, attention_bias=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config).double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def measures(model) -> dict[str, float]:
+    reading = probe.read(Subject.of(model), ragged(lengths=(40, 40)))
+    assert isinstance(reading, Reading), reading
+    found = {name: mean_abs_cosine(x, centre).mean() for name, (x, centre) in reading.sets().items()}
+    return found | {COLUMNS: reading.columns[..., 0].mean(), "columns of W_Q": reading.query_columns[..., 0].mean()}
+
+
+def complex_pairs(rng, pairs: int) -> np.ndarray:
+    """A rotation times a scale of each rotary pair (i, i + pairs): it commutes with every rotary embedding."""
+    angle, scale = rng.uniform(0, 2 * np.pi, pairs), rng.uniform(0.3, 3, pairs)
+    c, s = np.diag(scale * np.cos(angle)), np.diag(scale * np.sin(angle))
+    return np.block([[c, -s], [s, c]])
+
+
+def allowed(rng, family: str) -> np.ndarray:
+    """R [16 16] of one key head: general where nothing rotates (NeoX's last 12 dimensions), else scaled rotations."""
+    if family == "llama":
+        return complex_pairs(rng, 8)
+    r = np.zeros((16, 16))
+    r[:4, :4] = complex_pairs(rng, 2)
+    r[4:, 4:] = ortho_group.rvs(12, random_state=rng) @ np.diag(rng.uniform(0.3, 3, 12))
+    r[4:, 4:] += 0.3 * rng.standard_normal((12, 12))
+    return r
+
+
+@torch.no_grad()
+def change_basis(model, family: str, seed: int, shift: bool = False) -> None:
+    """Keys k -> R' k and queries q -> R^-1 q of every head, biases too; R is one a key head, for its whole group.
+
+    shift: instead, a constant added to the keys where nothing rotates, which the softmax does not see.
+    """
+    rng = np.random.default_rng(seed)
+    for index in range(2):
+        if family == "gpt_neox":
+            fused = model.gpt_neox.layers[index].attention.query_key_value
+            rows = [(fused, 48 * head, fused, [48 * head]) for head in range(4)]
+            rows = [(fused, k + 16, fused, q) for _, k, _, q in rows]
+        else:
+            attention = model.model.layers[index].self_attn
+            rows = [(attention.k_proj, 16 * g, attention.q_proj, [32 * g, 32 * g + 16]) for g in range(2)]
+        for key, at, query, queries in rows:
+            if shift:
+                key.bias[at + 4 : at + 16] += torch.from_numpy(rng.standard_normal(12))
+                continue
+            r = torch.from_numpy(allowed(rng, family))
+            for linear, start, matrix in [(key, at, r.T), *((query, q, torch.linalg.inv(r)) for q in queries)]:
+                part = slice(start, start + 16)
+                linear.weight[part] = matrix @ linear.weight[part]
+                linear.bias[part] = matrix @ linear.bias[part]
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_change_of_basis_that_attention_does_not_see_changes_all_but_what_queries_see(family, seed):
+    model = tiny(family)
+    ids = torch.randint(120, (2, 30), generator=torch.Generator().manual_seed(seed))
+    before, logits = measures(model), model(ids).logits
+    change_basis(model, family, seed)
+    torch.testing.assert_close(model(ids).logits, logits, rtol=0, atol=1e-8)
+    after = measures(model)
+    for name in (SEEN, SEEN_CENTRED):
+        assert after[name] == pytest.approx(before[name], abs=1e-9)
+    for name in before.keys() - {SEEN, SEEN_CENTRED}:
+        assert abs(after[name] - before[name]) > 1e-4, name
+
+
+def test_a_key_bias_that_the_softmax_does_not_see_changes_all_but_the_centred_measures():
+    model = tiny("gpt_neox")
+    ids = torch.randint(120, (2, 30), generator=torch.Generator().manual_seed(2))
+    before, logits = measures(model), model(ids).logits
+    change_basis(model, "gpt_neox", 3, shift=True)
+    torch.testing.assert_close(model(ids).logits, logits, rtol=0, atol=1e-8)
+    after = measures(model)
+    for name in (SEEN_CENTRED, f"{WHOLE}, centred", f"{BY_HEAD}, centred", COLUMNS):
+        assert after[name] == pytest.approx(before[name], abs=1e-9)
+    for name in (SEEN, WHOLE, BY_HEAD):
+        assert abs(after[name] - before[name]) > 1e-3, name
+
+
+@pytest.mark.parametrize("family", ["gpt_neox", "llama"])
+def test_token_keys_are_the_model_s_own_norm_then_its_own_projection(family):
+    model, batch = tiny(family), ragged(lengths=(60, 30))
+    subject = Subject.of(model)
+    ids = torch.tensor(probe.token_ids(subject, batch))
+    with torch.no_grad():
+        if family == "gpt_neox":
+            layer = model.gpt_neox.layers[0]
+            x = layer.input_layernorm(model.gpt_neox.embed_in(ids))
+            keys = layer.attention.query_key_value(x).view(len(ids), 4, 3, 16)[:, :, 1]
+            w_q = layer.attention.query_key_value.weight.view(4, 3, 16, 64)[:, 0]
+            metric = w_q @ w_q.mT
+        else:
+            layer = model.model.layers[0]
+            x = layer.input_layernorm(model.model.embed_tokens(ids))
+            keys = layer.self_attn.k_proj(x).view(len(ids), 2, 16)
+            w_q = layer.self_attn.q_proj.weight.view(2, 2, 16, 64)
+            metric = (w_q @ w_q.mT).sum(1)
+    reading = probe.read(subject, batch)
+    np.testing.assert_allclose(reading.keys, keys.transpose(0, 1).numpy(), atol=1e-12)
+    inner = torch.einsum("tgi,gij,sgj->gts", keys, metric, keys).numpy()
+    np.testing.assert_allclose(reading.seen @ reading.seen.swapaxes(1, 2), inner, rtol=1e-9, atol=1e-9)
+
+
+def test_columns_of_a_small_init_model_are_as_orthogonal_as_gaussian_ones():
+    config = transformers.GPTNeoXConfig(
+        vocab_size=120, hidden_size=512, num_hidden_layers=1, num_attention_heads=8, intermediate_size=16
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = transformers.GPTNeoXForCausalLM(config)
+    reading = probe.read(Subject.of(model), ragged(lengths=(20,)))
+    floor = np.sqrt(2 / (np.pi * 512))
+    for found in (reading.columns, reading.query_columns):
+        assert found[..., 0].mean() == pytest.approx(floor, rel=0.02)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_read_by_its_true_key_heads_or_says_why_not(name):
+    subject = Subject.of(FAMILIES[name].model(), name=name)
+    reading = probe.read(subject, ragged())
+    assert isinstance(reading, Reading), reading
+    facts = subject.facts
+    assert reading.columns.shape == (2, facts["kv_heads"], 2)
+    assert reading.query_columns.shape == (2, facts["heads"], 2)
+    assert reading.keys.shape == (facts["kv_heads"], len(probe.token_ids(subject, ragged())), facts["head_dim"])
+    assert reading.normed == FAMILIES[name].key_norm
+
+
+def test_tokens_are_the_most_frequent_ties_by_id_without_pads_and_special_ones():
+    ids = torch.tensor([[0, 9, 9, 5, 7, 7], [0, 5, 9, 3, 8, 8]])
+    batch = Batch(Tokens(ids, torch.tensor([6, 4])), ("a", "b"), {})
+
+    class Tokenizer:
+        all_special_ids = (0,)
+
+    subject = replace(Subject.of(FAMILIES["llama"].model()), tokenizer=Tokenizer())
+    assert probe.token_ids(subject, batch) == [9, 5, 7, 3]
+    assert probe.token_ids(replace(subject, tokenizer=None), batch) == [9, 0, 5, 7, 3]
+    many = Batch(Tokens(torch.arange(300)[None], torch.tensor([300])), ("a",), {})
+    assert probe.token_ids(subject, many) == list(range(1, 257))
+
+
+# ---- measured on what was planted ------------------------------------------------------------------------------------
+
+LAYERS, KV, DIM, D_MODEL, TOKENS = 2, 3, 8, 64, 40
+
+
+def reading(rng, planted: bool = False, layers: int = LAYERS, normed: bool = False) -> Reading:
+    """Gaussian weights and keys; planted: one head's columns and another's keys are orthogonal frames."""
+
+    def columns(heads: int) -> np.ndarray:
+        w = rng.standard_normal((layers, heads, DIM, D_MODEL))
+        if planted:
+            w[:, 1] = np.linalg.qr(w[0, 1].T)[0].T
+        return np.stack([mean_abs_cosine(w), mean_abs_cosine(w, centre=True)], axis=-1)
+
+    keys = rng.standard_normal((KV, TOKENS, DIM))
+    if planted:
+        keys[2] = np.tile(np.eye(DIM), (TOKENS // DIM, 1))
+    return Reading(columns(KV), columns(2 * KV), keys, keys, D_MODEL, normed)
+
+
+def capture(rng, strength: float = 0.0, columns: dict | None = None, n: int = 72, per: int = 2) -> Capture:
+    """Keys whose class means (6 classes) are orthogonal at the last layer."""
+    classes = np.arange(n) // per % 6
+    tensors = {}
+    for layer in range(LAYERS):
+        x = rng.standard_normal((n, KV, DIM))
+        if layer == LAYERS - 1:
+            x[np.arange(n), :, classes] += strength
+        tensors[Site.KEY, layer] = torch.from_numpy(x.astype(np.float32))
+    given = {"domain": tuple("abcdef"[c] for c in classes)} if columns is None else columns
+    tokens = Tokens(torch.zeros(n, 4, dtype=torch.int64), torch.full((n,), 4))
+    batch = Batch(tokens, tuple(f"t{i // per}" for i in range(n)), {}, columns=given)
+    return Capture(batch, torch.arange(n), torch.full((n,), 3), torch.full((n,), 4), tensors)
+
+
+def view(seed=0, planted=False, strength=0.0, twin_planted=False, columns=None, per=2, **more) -> View:
+    rng = np.random.default_rng(seed)
+    return View(
+        capture=capture(rng, strength, columns, per=per),
+        entropy=np.linspace(0, 8, 72),
+        twins=tuple(capture(rng, 0.0, columns, per=per) for _ in range(20)),
+        reading=reading(rng, planted, **more),
+        twin_readings=tuple(reading(rng, twin_planted, **more) for _ in range(20)),
+        seed=seed,
+    )
+
+
+def heads(result: Result) -> dict:
+    return {h.name: h for h in result.headlines}
+
+
+def test_planted_orthogonal_heads_are_found_where_they_are():
+    result = probe.measure(view(planted=True))
+    np.testing.assert_allclose(result.columns[:, 1], 0, atol=1e-12)
+    assert (result.columns[:, [0, 2]] > 0.5 * random_cosine(D_MODEL)).all()
+    assert (result.by_head[:2] > result.by_head[2]).all()
+    # 8 axes repeated 5 times: 8 * 10 of 780 pairs are parallel, the rest orthogonal.
+    assert result.by_head[2] == pytest.approx(80 / 780)
+    found = heads(result)
+    assert found[COLUMNS].value < found[COLUMNS].null_low and found[COLUMNS].p < 0.05
+    assert found[BY_HEAD].verdict == found[SEEN].verdict == "below null"
+
+
+def test_gaussian_models_lie_on_their_references_and_are_not_called_orthogonal():
+    result = probe.measure(view(seed=1))
+    assert result.columns_mean.mean() == pytest.approx(result.columns_gaussian, rel=0.1)
+    found = heads(result)
+    assert found[WHOLE].value == pytest.approx(result.whole_gaussian, rel=0.05)
+    assert found[BY_HEAD].value == pytest.approx(result.head_gaussian, rel=0.05)
+    assert (result.head_gaussian, result.whole_gaussian) == (random_cosine(DIM), random_cosine(KV * DIM))
+    assert result.tokens_simplex == pytest.approx(1 / 39)
+    for seed in range(1, 4):
+        assert "below null" not in {h.verdict for h in probe.measure(view(seed=seed)).headlines}
+
+
+def test_what_untrained_models_have_too_is_not_below_null_and_less_than_they_have_is_said():
+    same = heads(probe.measure(view(seed=2, planted=True, twin_planted=True)))
+    assert same[BY_HEAD].verdict != "below null"
+    result = probe.measure(view(seed=3, twin_planted=True))
+    (said, *_) = result.warnings
+    assert said.startswith("less orthogonal than chance, above the whole band of the null: ")
+    assert BY_HEAD in said and "class-mean" not in said
+    assert not any("less orthogonal" in text for text in probe.measure(view(seed=4)).warnings)
+
+
+def test_orthogonal_classes_are_found_at_the_last_layer_and_not_before():
+    result = probe.measure(view(seed=5, strength=4.0))
+    row = heads(result)[CLASSES]
+    assert row.verdict == "below null" and (row.n, row.units) == (72, 36)
+    assert row.value == pytest.approx(result.class_simplex, rel=0.2) and result.class_simplex == pytest.approx(0.2)
+    assert result.class_means[-1] < result.class_means_null[-1, 0]
+    assert result.class_means_null[0, 0] < result.class_means[0] < result.class_means_null[0, 1]
+    said = "a (6), b (6), c (6), d (6), e (6), f (6)"
+    assert result.warnings[-1] == f"classes of class-mean keys are the templates' domains: {said}"
+
+
+def test_classes_are_the_first_tags_where_there_is_one_domain_and_rare_ones_are_left_out():
+    # Templates t0 ... t35: no tag, then 10, 11 and 12 of a first tag, and two of one that is rare.
+    first = ["", *["geo"] * 10, *["sum"] * 11, *["odd"] * 12, *["rare"] * 2]
+    tags = tuple(f"{first[i // 2]} other" if first[i // 2] else "" for i in range(72))
+    result = probe.measure(view(columns={"domain": ("math",) * 72, "tags": tags}))
+    assert result.warnings[-1] == (
+        "classes of class-mean keys are the templates' first tags: geo (10), odd (12), sum (11); "
+        "3 other templates are left out"
+    )
+    row = heads(result)[CLASSES]
+    assert (row.units, row.n) == (33, 66)
+
+
+@pytest.mark.parametrize("columns", [{}, {"domain": ("math",) * 72, "tags": ("",) * 72}])
+def test_without_classes_the_row_is_left_out_aloud(columns):
+    result = probe.measure(view(columns=columns))
+    assert CLASSES not in heads(result) and not hasattr(result, "class_means")
+    assert "class-mean keys are not measured: they need 3 classes" in result.warnings[-1]
+
+
+def test_two_classes_are_not_enough():
+    two = {"domain": tuple("ab"[i // 2 % 2] for i in range(72))}
+    assert CLASSES not in heads(probe.measure(view(columns=two)))
+
+
+def test_every_row_says_what_its_interval_is_over():
+    found = heads(probe.measure(view(seed=6)))
+    over = {COLUMNS: "6 heads", WHOLE: "40 tokens", SEEN: "40 tokens", CLASSES: "36 templates"}
+    for name, units in over.items():
+        assert found[name].method == f"jackknife over {units}"
+        assert found[name].low <= found[name].value <= found[name].high
+
+
+@pytest.mark.parametrize(("tokens", "centre", "units"), [(40, True, 40), (160, True, 32), (40, False, 40)])
+def test_the_jackknife_error_of_token_keys_is_the_spread_over_samples_of_tokens(tokens, centre, units):
+    """Uneven keys, 60 samples: half widths over Student's quantile average their standard deviation."""
+    rng, values, errors = np.random.default_rng(8), [], []
+    for _ in range(60):
+        x = rng.standard_normal((1, tokens, DIM)) * np.linspace(0.3, 2, DIM)
+        value, interval = probe._tokens(x, centre)
+        values.append(value)
+        errors.append((interval.high - interval.low) / 2 / t.ppf(0.975, units - 1))
+        assert interval.method == f"jackknife over {units} units"
+    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.25)
+
+
+def test_few_heads_have_no_interval_and_norms_are_told():
+    result = probe.measure(view(seed=7, layers=1, normed=True, columns={}))
+    assert COLUMNS not in heads(result)
+    assert result.warnings[-3].startswith("columns of W_K: 3 heads in all are too few")
+    assert result.warnings[-2].startswith("queries and keys are normalised after their projection")
+
+
+def test_what_cannot_be_read_is_a_row_with_its_reason():
+    model = FAMILIES["llama"].model()
+    model.model.layers[1].self_attn.k_proj = torch.nn.Sequential(model.model.layers[1].self_attn.k_proj)
+    why = probe.read(Subject.of(model), ragged())
+    assert isinstance(why, str) and "lays out its key weights is not known" in why
+    with pytest.raises(Unavailable, match="lays out its key weights is not known"):
+        probe.measure(replace(view(), reading=why))
+    few = Batch(Tokens(torch.tensor([[4, 5, 4, 5]]), torch.tensor([4])), ("a",), {})
+    assert probe.read(Subject.of(FAMILIES["llama"].model()), few).startswith("the prompts hold 2 different tokens")
+    with pytest.raises(Refused, match="no re-initialised model was read"):
+        probe.measure(replace(view(), twin_readings=()))

@@ -1,0 +1,344 @@
+"""The attention-kind experiment: cells that differ in one thing, planted effects that are found, runs that go on."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from scipy import stats as scipy_stats
+
+from llmgeom.capture import Site
+from llmgeom.claims import declared
+from llmgeom.errors import Refused
+from llmgeom.experiments import kinds
+from llmgeom.experiments.kinds import KINDS, SIGNATURES, Material, Spec, contrasts, effect, effects, matched
+from llmgeom.subject import Subject
+
+TINY = Spec(
+    hidden=16,
+    layers=3,
+    ffn=24,
+    vocabulary=400,
+    batch=4,
+    steps=4,
+    tokenizer_texts=200,
+    pool=120,
+    prompts=30,
+    fillings=1,
+)
+FOCUS = "focusing"
+SHARE = "values: PC1+PC2 share, by kv head"
+DYNAMIC, STATIC = (next(s for s in SIGNATURES if s.name == name) for name in (FOCUS, SHARE))
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    return Material(TINY, 2, tmp_path_factory.mktemp("material"))
+
+
+def test_signatures_are_declared_headlines_with_the_effects_of_their_claims():
+    for s in SIGNATURES:
+        if s.probe != "kinds":
+            assert s.effect == (0.1 if s.headline.startswith("focusing") else declared(s.probe)[s.headline].smallest), s
+    by = {s.name: s.effect for s in SIGNATURES}
+    assert by["columns of W_K"] == declared("key_orthogonality")["columns of W_K"].smallest
+    assert by[SHARE] == by["values: PC1+PC2 share"]
+
+
+# ---- the cells ------------------------------------------------------------------------------------------------------
+
+
+def test_configs_differ_only_in_what_their_kinds_are():
+    def different(a, b):
+        one, two = (Spec().config(KINDS[name], 16).to_dict() for name in (a, b))
+        return {key: (one.get(key), two.get(key)) for key in {**one, **two} if one.get(key) != two.get(key)}
+
+    assert different("mha-full", "mha-window") == {"sliding_window": (None, 16)}
+    assert different("gqa-full", "gqa-window") == {"sliding_window": (None, 16)}
+    grouping = {"num_key_value_heads": (4, 1), "intermediate_size": (256, 304)}
+    assert different("mha-full", "gqa-full") == different("mha-window", "gqa-window") == grouping
+
+
+@pytest.mark.parametrize("spec", [Spec(), TINY, Spec(hidden=128, ffn=200)])
+def test_every_kind_has_the_same_number_of_parameters(spec):
+    found = matched(spec, 16)
+    # By hand: embedding and output; in each layer queries and output, keys and values, a gated MLP, two norms; a norm.
+    h, head = spec.hidden, spec.hidden // spec.heads
+    kv = {"mha-full": h, "gqa-full": head}
+    for name, ffn in (("mha-full", spec.ffn), ("gqa-full", spec.config(KINDS["gqa-full"], 16).intermediate_size)):
+        layer = 2 * h * h + 2 * h * kv[name] + 3 * h * ffn + 2 * h
+        assert found[name] == 2 * spec.vocabulary * h + spec.layers * layer + h
+    assert max(found.values()) <= 1.02 * min(found.values())
+    assert found["mha-full"] == found["mha-window"] and found["gqa-full"] == found["gqa-window"]
+
+
+def test_widths_that_cannot_be_matched_are_refused():
+    with pytest.raises(Refused, match=r"differ by more than 2 %: choose a width that is a multiple of 3 x heads"):
+        matched(Spec(hidden=4, heads=2, ffn=1, vocabulary=8, layers=4), 16)
+
+
+def test_without_a_window_the_architecture_is_llama_and_a_window_only_hides_what_is_older():
+    full, window = (TINY.start(KINDS[name], 5, 0) for name in ("gqa-full", "gqa-window"))
+    assert all(torch.equal(a, b) for a, b in zip(full.parameters(), window.parameters(), strict=True))
+    settings = full.config.to_dict()
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    names += ("num_key_value_heads", "rms_norm_eps", "rope_parameters", "hidden_act", "tie_word_embeddings")
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{name: settings[name] for name in names})).eval()
+    llama.load_state_dict(full.state_dict())
+    ids = torch.randint(1, 400, (3, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        one, two, three = (model.eval()(ids, use_cache=False).logits for model in (llama, full, window))
+    assert torch.equal(one, two)
+    torch.testing.assert_close(two[:, :5], three[:, :5])
+    assert ((two - three)[:, 5:].abs().amax(-1) > 1e-6).all()
+
+
+def test_the_window_is_active_on_the_prompts(material):
+    lengths, window = material.prompts.inputs.lengths, material.window
+    assert window == round(float(np.median(lengths)) / 3)
+    assert (lengths > window).float().mean() > 0.9
+    for name, hidden in (("mha-window", True), ("gqa-window", True), ("mha-full", False)):
+        subject = Subject.of(TINY.start(KINDS[name], window, 0))
+        for rows in subject.capture(material.prompts, {Site.ATTENTION}).layers(Site.ATTENTION):
+            older = torch.arange(rows.shape[-1]) < (lengths - window)[:, None]
+            weight = rows.masked_fill(~older[:, None], 0).sum(-1)[lengths > window]
+            assert (weight == 0).all() if hidden else (weight > 0).all()
+
+
+def test_prompts_fit_a_training_window_and_come_from_many_templates(material):
+    batch = material.prompts
+    assert int(batch.inputs.lengths.max()) <= TINY.context
+    assert len(batch) == TINY.prompts and max(batch.unit.count(unit) for unit in batch.unit) <= 2
+
+
+# ---- the text -------------------------------------------------------------------------------------------------------
+
+
+def test_seeds_read_other_parts_of_one_stream_and_know_their_texts(tmp_path):
+    whole, fewer = (Material(replace(TINY, split=0.0), seeds, tmp_path) for seeds in (3, 2))
+    parts = [whole.lessons(seed) for seed in range(3)]
+    size = TINY.steps * TINY.batch
+    assert all(part.windows.shape == (size, TINY.context) for part in parts)
+    assert torch.equal(parts[1].windows, fewer.lessons(1).windows)
+    assert parts[1].ids == fewer.lessons(1).ids
+    for part in parts:
+        rest = iter(part.ids)
+        for row in part.windows.tolist():
+            at = 0
+            while at < len(row):
+                text = [*next(rest), 0]
+                assert row[at : at + len(text)] == text[: len(row) - at]
+                at += len(text)
+        assert next(rest, None) is None
+
+
+# ---- what the cells say ---------------------------------------------------------------------------------------------
+
+
+def planted(grouping=0.0, window=0.0, interaction=0.0, noise=0.01, seeds=5, seed=0):
+    """[seed grouped windowed]: a level of its own for each seed, effects, and noise in each cell."""
+    rng = np.random.default_rng(seed)
+    g, w = np.meshgrid([0, 1], [0, 1], indexing="ij")
+    level = rng.normal(0, 3, (seeds, 1, 1))
+    return level + grouping * g + window * w + interaction * g * w + rng.normal(0, noise, (seeds, 2, 2))
+
+
+def test_contrasts_return_what_was_planted():
+    found = contrasts(planted(grouping=0.3, window=-0.2, interaction=0.5, noise=0))
+    # An interaction is half in each main effect: it is the mean over the other factor.
+    np.testing.assert_allclose(found["grouping"], 0.3 + 0.25)
+    np.testing.assert_allclose(found["window"], -0.2 + 0.25)
+    np.testing.assert_allclose(found["interaction"], 0.5)
+
+
+def test_an_effect_is_student_s_t_over_seeds():
+    change = np.array([0.11, 0.07, 0.13, 0.02, 0.09])
+    found = effect(DYNAMIC, "window", change)
+    mean = sum(change) / 5
+    error = math.sqrt(sum((x - mean) ** 2 for x in change) / 4) / math.sqrt(5)
+    assert found.value == pytest.approx(mean) and found.sd == pytest.approx(error * math.sqrt(5))
+    assert (found.low, found.high) == pytest.approx((mean - 2.776445 * error, mean + 2.776445 * error), rel=1e-6)
+    assert (found.near, found.far) == pytest.approx((mean - 2.131847 * error, mean + 2.131847 * error), rel=1e-6)
+    assert found.p == pytest.approx(scipy_stats.ttest_1samp(change, 0).pvalue)
+    above = scipy_stats.ttest_1samp(change, -DYNAMIC.effect, alternative="greater").pvalue
+    below = scipy_stats.ttest_1samp(change, DYNAMIC.effect, alternative="less").pvalue
+    assert found.p_within == pytest.approx(max(above, below))
+
+
+def words(**values):
+    return {(e.signature, e.factor): e.verdict for e in effects({**values})}
+
+
+def test_planted_effects_are_found_and_nulls_called_what_they_are():
+    found = words(**{FOCUS: planted(window=-0.4), SHARE: planted(grouping=0.5, seed=1)})
+    assert found[FOCUS, "window"] == "changed"
+    assert found[FOCUS, "grouping"] == found[FOCUS, "interaction"] == "not changed"
+    assert found[SHARE, "grouping"] == "different"
+    assert found[SHARE, "window"] == found[SHARE, "interaction"] == "equivalent"
+
+
+def test_a_small_but_certain_change_is_said_to_be_small():
+    found = words(**{FOCUS: planted(window=0.05, noise=0.002), SHARE: planted(window=0.05, noise=0.002)})
+    assert found[FOCUS, "window"] == "changed, by less than 0.1"
+    assert found[SHARE, "window"] == "equivalent"
+
+
+@pytest.mark.parametrize("name", [FOCUS, SHARE])
+def test_noise_is_undecided_and_the_seeds_asked_for_decide(name):
+    few = words(**{name: planted(noise=0.3)})[name, "grouping"]
+    assert few.startswith("undecided (needs ")
+    needed = int(few.split()[2])
+    assert needed > 5
+    decided = 0
+    for seed in range(100):  # 90 % power; the noise of a main effect of four cells with sd s is s
+        values = planted(noise=0.3, seeds=_needed(name, 0.3), seed=seed + 1)
+        decided += effect(_signature(name), "grouping", contrasts(values)["grouping"]).p_within < 0.05
+    assert decided >= 85
+
+
+def _signature(name):
+    return next(s for s in SIGNATURES if s.name == name)
+
+
+def _needed(name, noise):
+    change = np.array([-1.0, 0, 1]) * noise  # sd = noise
+    return effect(_signature(name), "grouping", change).needed
+
+
+def test_p_values_are_adjusted_over_all_effects_of_one_nature():
+    values = {s.name: planted(noise=0.2, window=0.3, seed=i) for i, s in enumerate(SIGNATURES)}
+    found = effects(values)
+    for nature in ("dynamic", "static"):
+        names = [s.name for s in SIGNATURES if s.nature == nature]
+        raw = [
+            float(scipy_stats.ttest_1samp(change, 0).pvalue)
+            for name in names
+            for change in contrasts(values[name]).values()
+        ]
+        order, m = sorted(range(len(raw)), key=raw.__getitem__), len(raw)
+        adjusted, worst = [0.0] * m, 0.0
+        for rank, i in enumerate(order):
+            worst = max(worst, raw[i] * (m - rank))
+            adjusted[i] = min(1.0, worst)
+        assert [e.p for e in found if e.signature in names] == pytest.approx(adjusted)
+
+
+def test_a_change_that_width_makes_is_marked():
+    share = next(s for s in SIGNATURES if s.width)
+    found = words(**{share.name: planted(grouping=0.5, window=0.5)})
+    assert found[share.name, "grouping"] == "different †" and found[share.name, "window"] == "different"
+
+
+def test_one_seed_has_no_interval():
+    with pytest.raises(Refused, match="focusing: 1 seed has every kind; at least 2"):
+        effects({FOCUS: planted(seeds=1)})
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A run of two seeds that was interrupted in its third cell and went on: folder, numbers, what it said."""
+    out, said = tmp_path_factory.mktemp("kinds"), []
+
+    def stop(text):
+        said.append(text)
+        if text.startswith("gqa-full-0"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        kinds.run(out, spec=TINY, seeds=2, progress=stop)
+    assert sorted(path.name for path in (out / "cells").iterdir()) == ["mha-full-0.json", "mha-window-0.json"]
+    said.clear()
+    found = kinds.run(out, spec=TINY, seeds=2, progress=said.append)
+    return out, found, said
+
+
+def test_a_run_goes_on_where_it_was_stopped(done):
+    out, found, said = done
+    assert not any(text.startswith(("mha-full-0", "mha-window-0")) for text in said)
+    assert len([text for text in said if "nats held out" in text]) == 6
+    assert found["seeds"] == [0, 1] and len(found["cells"]) == 8
+    assert found == json.loads((out / "kinds.json").read_text())
+    by = {(c["spec"]["seed"], c["spec"]["kind"]): c for c in found["cells"]}
+    for seed in (0, 1):
+        assert len({by[seed, name]["windows_sha256"] for name in KINDS}) == 1
+        assert len({by[seed, name]["curve"][0]["loss"] for name in KINDS}) == 4
+    assert by[0, "mha-full"]["windows_sha256"] != by[1, "mha-full"]["windows_sha256"]
+
+
+def test_a_stored_model_is_measured_again_when_the_probes_changed_and_not_trained_again(done):
+    out, found, _ = done
+    path = out / "cells" / "gqa-window-1.json"
+    body = json.loads(path.read_text())
+    path.write_text(json.dumps(body | {"instrument": {"old": "0"}, "values": {}}))
+    stamp, said = (out / "models" / "gqa-window-1" / "trained.json").stat().st_mtime_ns, []
+    again = kinds.run(out, spec=TINY, seeds=2, progress=said.append)
+    assert said[0] == "gqa-window-1: measuring" and len(said) == 2
+    assert (out / "models" / "gqa-window-1" / "trained.json").stat().st_mtime_ns == stamp
+    assert again["values"] == found["values"] and again["effects"] == found["effects"]
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [({"steps": 5}, "steps is 4, this one's 5"), ({"prompts": 29}, "prompts is 30, this one's 29")],
+)
+def test_cells_of_another_spec_are_refused(done, change, what):
+    with pytest.raises(Refused, match=f"is of another run: {what}; choose another --out"):
+        kinds.run(done[0], spec=replace(TINY, **change), seeds=2)
+
+
+def test_what_cannot_be_run_is_refused(tmp_path, capsys):
+    assert kinds.main(["--out", str(tmp_path), "--cells", "mqa"]) == 1
+    assert "unknown kind 'mqa': known are mha-full, mha-window, gqa-full, gqa-window" in capsys.readouterr().err
+    assert kinds.main(["--out", str(tmp_path), "--seeds", "1"]) == 1
+    assert "--seeds 1: give at least 2" in capsys.readouterr().err
+
+
+def test_cells_that_did_not_read_the_same_text_are_not_compared(done):
+    cells = [dict(c) for c in done[1]["cells"]]
+    cells[0]["windows_sha256"] = "0"
+    with pytest.raises(Refused, match="the cells of seed 0 did not read the same text"):
+        kinds.analyse(cells)
+
+
+def test_the_table_says_every_signature_and_what_was_not_measured(done):
+    out, found, _ = done
+    cells = [{**c, "values": {**c["values"], "kinds": {}}} for c in found["cells"]]
+    without = kinds.table(kinds.analyse(cells))
+    assert f"not measured: {SHARE}: kinds gives no '{kinds.PER_HEAD}' in 8 cells" in without
+    shown = (out / "kinds.md").read_text()
+    assert shown == kinds.table(found)
+    means, changes = shown.split("\n\nChange within a seed")
+    for name, rows in found["values"].items():
+        unit = ", nats a token" if name == "held-out loss" else ""
+        (line,) = [line for line in means.splitlines() if line.startswith(f"| {name}{unit} | ")]
+        assert [float(cell.split()[0]) for cell in line.split(" | ")[1:]] == pytest.approx(np.mean(rows, 0), abs=6e-4)
+        assert len([line for line in changes.splitlines() if line.startswith(f"| {name}")]) >= 3
+
+
+def test_values_are_those_of_the_stored_models(done, material):
+    out, found, _ = done
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "models" / "mha-window-1", dtype=torch.float32)
+    subject = Subject.of(model)
+    values = subject.capture(material.prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
+    shares = []
+    for head in range(4):  # scikit-learn's PCA of each head's standardised coordinates
+        from sklearn.decomposition import PCA
+        from sklearn.preprocessing import StandardScaler
+
+        shares.append(PCA().fit(StandardScaler().fit_transform(values[:, head])).explained_variance_ratio_[:2].sum())
+    assert found["values"][SHARE][1][1] == pytest.approx(np.mean(shares), rel=1e-6)
+
+
+def test_columns_are_those_of_the_probe_where_it_has_a_headline(done):
+    own = [c["values"] for c in done[1]["cells"] if c["spec"]["kind"] == "mha-full"]
+    for values in own:
+        assert values["kinds"][kinds.COLUMNS] == pytest.approx(values["key_orthogonality"]["columns of W_K"])
+    assert done[1]["absent"] == {}

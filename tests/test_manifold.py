@@ -1,0 +1,211 @@
+"""Dimension and order along a curve, on shapes whose answer is known and against scikit-learn's own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import gamma, kstest, spearmanr
+from sklearn.datasets import make_swiss_roll
+from sklearn.manifold import Isomap
+from sklearn.neighbors import NearestNeighbors
+
+from llmgeom.errors import Refused
+from llmgeom.manifold import (
+    curve_order,
+    distances,
+    distinct,
+    independent,
+    intrinsic_dimension,
+    levina_bickel,
+    matched_gaussian,
+    standardised,
+    twonn,
+    unroll,
+)
+
+
+def embedded(points: np.ndarray, seed: int, wide: int = 40) -> np.ndarray:
+    """The points in more dimensions, turned by a random rotation."""
+    rng = np.random.default_rng(seed)
+    return points @ np.linalg.qr(rng.standard_normal((wide, points.shape[1])))[0].T
+
+
+def shape(name: str, n: int, seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    if name == "circle":
+        angle = rng.uniform(0, 2 * np.pi, n)
+        return np.stack([np.cos(angle), np.sin(angle)], axis=1)
+    if name == "swiss roll":
+        return make_swiss_roll(n, random_state=seed)[0]
+    return rng.standard_normal((n, int(name.split()[0])))
+
+
+def spiral(n: int, seed: int, noise: float = 0.02) -> tuple[np.ndarray, np.ndarray]:
+    """A curve that turns once around, in 30 dimensions, and the place along it."""
+    rng = np.random.default_rng(seed)
+    place = rng.uniform(0, 1, n)
+    angle, radius = 2 * np.pi * place, 0.5 + place
+    plane = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=1)
+    return embedded(plane, seed, 30) + noise * rng.standard_normal((n, 30)), place
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "dimension", "within"),
+    [
+        ("circle", 75, 1, 0.1),
+        ("circle", 400, 1, 0.05),
+        ("1 straight", 75, 1, 0.1),
+        ("2 straight", 150, 2, 0.15),
+        ("5 straight", 400, 5, 0.4),
+        ("swiss roll", 400, 2, 0.25),
+    ],
+)
+def test_dimensions_that_are_known_are_found(name, n, dimension, within):
+    found = [distances(embedded(shape(name, n, seed), seed)) for seed in range(25)]
+    assert np.mean([twonn(d) for d in found]) == pytest.approx(dimension, abs=within)
+    assert np.mean([levina_bickel(d) for d in found]) == pytest.approx(dimension, abs=0.12 * dimension)
+
+
+def test_both_estimators_are_their_formulas_written_out():
+    x = np.random.default_rng(3).standard_normal((50, 6))
+    near = NearestNeighbors(n_neighbors=11).fit(x).kneighbors(x)[0][:, 1:]
+    mu = sorted(second / first for first, second in near[:, :2])
+    rate = 44 / (sum(np.log(m) for m in mu[:45]) + 5 * np.log(mu[44]))
+    assert twonn(distances(x)) == pytest.approx(rate)
+    inverses = [sum(np.log(row[9] / row[j]) for j in range(9)) / 9 for row in near]
+    assert levina_bickel(distances(x)) == pytest.approx(1 / np.mean(inverses))
+    many = np.random.default_rng(4).standard_normal((3, 50, 6))
+    for estimate in (twonn, levina_bickel):
+        np.testing.assert_allclose(estimate(distances(many)), [estimate(distances(one)) for one in many])
+
+
+def test_twonn_is_unbiased_and_its_interval_covers_where_ratios_are_exponential():
+    """Points in pairs of known ratio: distances made up so that log mu is exponential with rate 7."""
+    rng, inside, found = np.random.default_rng(0), 0, []
+    n = 40
+    for _ in range(400):
+        d = np.full((n, n), 50.0)
+        ratio = np.exp(rng.exponential(1 / 7, n))
+        for i in range(n):
+            d[i, (i + 1) % n], d[i, (i + 2) % n], d[i, i] = 1.0, ratio[i], 0.0
+        found.append(twonn(d))
+        low, high = (found[-1] * gamma.ppf(tail, 36) / 35 for tail in (0.025, 0.975))
+        inside += low < 7 < high
+    assert np.mean(found) == pytest.approx(7, abs=0.2)
+    assert 0.92 < inside / 400 < 0.98
+
+
+def test_a_matched_gaussian_has_the_spectrum_to_the_last_digit():
+    x = standardised(np.random.default_rng(1).standard_normal((30, 80)) * np.geomspace(1, 9, 80))
+    drawn = matched_gaussian(x, 4, 2)
+    assert drawn.shape == (4, 30, 29)
+    for one in drawn:
+        np.testing.assert_allclose(one.mean(0), 0, atol=1e-12)
+        np.testing.assert_allclose(
+            np.linalg.svd(one, compute_uv=False), np.linalg.svd(x, compute_uv=False)[:29], rtol=1e-9
+        )
+    np.testing.assert_array_equal(drawn, matched_gaussian(x, 4, 2))
+    assert np.abs(drawn[0] - drawn[1]).max() > 0.1
+    narrow = matched_gaussian(np.random.default_rng(1).standard_normal((30, 5)), 2, 2)
+    assert narrow.shape == (2, 30, 5)
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 15), (40, 120)])
+def test_the_gaussian_s_p_is_uniform_for_gaussians_of_any_spectrum(n, d):
+    p = []
+    for seed in range(300):
+        rng = np.random.default_rng([1, seed])  # another stream than the Gaussian clouds', which the same seed starts
+        x = rng.standard_normal((n, d)) * np.exp(-np.arange(d) / 5) @ rng.standard_normal((d, d))
+        found = intrinsic_dimension(x, np.arange(n), 39, seed)
+        # p lies on a grid of 40 values; spread over its cell it is uniform.
+        p.append((1 + (found.gaussian <= found.twonn).sum() - rng.uniform()) / 40)
+    assert kstest(p, "uniform").pvalue > 0.01
+
+
+def test_a_curve_has_a_lower_dimension_than_its_gaussian_and_a_plane_has_not():
+    x, _ = spiral(75, 0, noise=0.0)
+    found = intrinsic_dimension(x, np.arange(75), 99, 0)
+    assert found.ratio < 0.75 and (found.gaussian <= found.twonn).mean() < 0.05
+    interval = found.ratio_interval()
+    assert interval.low < found.ratio < interval.high < 1
+    assert interval.method == "exponential ratios of 75 points"
+    k = 68
+    scale = found.twonn / np.median(found.gaussian) / (k - 1)
+    assert (interval.low, interval.high) == pytest.approx((scale * gamma(k).ppf(0.025), scale * gamma(k).ppf(0.975)))
+    flat = [intrinsic_dimension(shape("3 straight", 75, 1000 + s), np.arange(75), 39, s).ratio for s in range(60)]
+    assert np.median(flat) == pytest.approx(1, abs=0.07)
+
+
+def test_one_row_a_unit_counts_and_coinciding_rows_once():
+    rng = np.random.default_rng(8)
+    x = rng.standard_normal((40, 12))
+    doubled = np.vstack([x, x + 1e-3 * rng.standard_normal(x.shape)])
+    units = np.tile(np.arange(40), 2)
+    alone, both = intrinsic_dimension(x, np.arange(40), 9, 0), intrinsic_dimension(doubled, units, 9, 0)
+    assert both.twonn == pytest.approx(alone.twonn) and both.points == 40
+    assert intrinsic_dimension(doubled, np.arange(80), 9, 0).twonn < alone.twonn
+    copies = np.vstack([x, x[:7]])
+    found = intrinsic_dimension(copies, np.arange(47), 9, 0)
+    assert (found.points, found.coinciding) == (40, 7)
+    assert found.twonn == pytest.approx(intrinsic_dimension(x, np.arange(40), 9, 0).twonn, rel=0.15)
+
+
+def test_coinciding_rows_are_told_up_to_rounding():
+    x = np.random.default_rng(0).standard_normal((6, 3))
+    x[4], x[5] = x[1] + 1e-7, x[1]
+    kept, place = distinct(distances(x))
+    assert kept.tolist() == [0, 1, 2, 3] and place.tolist() == [0, 1, 2, 3, 1, 1]
+    assert independent(distances(x), list("abbcde")).tolist() == [0, 1, 3]
+    same = distances(np.ones((4, 2)))
+    assert distinct(same)[0].tolist() == [0]
+
+
+def test_unrolling_is_scikit_learn_s_isomap_on_the_same_graph():
+    x, _ = spiral(75, 2)
+    expected = Isomap(n_neighbors=5, n_components=2, eigen_solver="dense").fit_transform(x)
+    found = unroll(x)
+    # scikit-learn's graph must be in one piece already for the comparison to be of the same graph.
+    signs = np.sign((found * expected).sum(0))
+    np.testing.assert_allclose(found, expected * signs, atol=1e-6 * np.abs(expected).max())
+    farthest = found[np.abs(found).argmax(0), [0, 1]]
+    assert (farthest > 0).all()
+
+
+def test_order_along_a_spiral_is_found_where_the_first_component_misses_it():
+    """In most draws, not all: a short cut between two turns spoils the order (Isomap's known weakness)."""
+    curve, straight = [], []
+    for seed in range(20):
+        x, place = spiral(75, seed)
+        curve.append(curve_order(x, place))
+        straight.append(abs(spearmanr(np.linalg.svd(x - x.mean(0))[0][:, 0], place)[0]))
+    assert np.mean(np.array(curve) > 0.9) >= 0.75 and np.median(curve) > 0.98
+    assert np.median(straight) < 0.7
+    rng = np.random.default_rng(0)
+    noise = [curve_order(rng.standard_normal((75, 30)), rng.uniform(size=75)) for _ in range(20)]
+    # |rho| of independent orders at n = 75 has mean sqrt(2 / (pi 74)) = .093.
+    assert np.mean(noise) == pytest.approx((2 / (np.pi * 74)) ** 0.5, abs=0.04)
+
+
+def test_pieces_are_joined_and_coinciding_rows_share_a_place():
+    rng = np.random.default_rng(5)
+    x = np.vstack([rng.standard_normal((20, 4)), 100 + rng.standard_normal((20, 4))])
+    x = np.vstack([x, x[3], x[30]])
+    found = unroll(x)
+    assert np.isfinite(found).all()
+    np.testing.assert_array_equal(found[40:], found[[3, 30]])
+    side = found[:40, 0] > 0
+    assert side[:20].all() != side[20:].all() and len(set(side[:20])) == len(set(side[20:])) == 1
+    # Along the bridge, shortest paths between the pieces are at least as long as the straight line.
+    assert np.ptp(found[:, 0]) > 180
+
+
+def test_too_few_points_and_coinciding_ones_are_refused():
+    x = np.random.default_rng(0).standard_normal((9, 3))
+    with pytest.raises(Refused, match=r"an intrinsic dimension of 9 distinct points; it needs 10"):
+        twonn(distances(x))
+    with pytest.raises(Refused, match=r"an intrinsic dimension of 11 distinct points; it needs 12"):
+        levina_bickel(distances(np.random.default_rng(0).standard_normal((11, 3))))
+    with pytest.raises(Refused, match=r"coinciding points is not defined; keep one of each"):
+        twonn(distances(np.vstack([x, x])))
+    with pytest.raises(Refused, match=r"2 distinct rows among 4 lie on no curve; at least 3 are needed"):
+        unroll(np.array([[0.0, 1], [0, 1], [5, 2], [5, 2]]))

@@ -1,0 +1,182 @@
+"""Held-out readouts against scikit-learn's ridge in a written-out loop, and on rows whose answer is known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import t
+from sklearn.linear_model import Ridge
+from sklearn.metrics import r2_score
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom.errors import Refused
+from llmgeom.readout import (
+    PENALTIES,
+    decodability,
+    decodability_interval,
+    folds,
+    permuted_decodability,
+    read,
+)
+from llmgeom.stats import permute_units
+
+
+def rows(n: int, d: int, seed: int, noise: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
+    """Coordinates of unequal size and mean, and a number that one oblique direction of them holds."""
+    rng = np.random.default_rng(seed)
+    z = rng.standard_normal((n, d))
+    direction = rng.standard_normal(d) / d**0.5
+    y = z @ direction + noise * rng.standard_normal(n)
+    return z * np.exp(rng.standard_normal(d)) + 5 * rng.standard_normal(d), y
+
+
+def by_scikit_learn(x, y, fold, penalty=None) -> tuple[np.ndarray, list[float]]:
+    """The same prediction with a loop over folds, inner folds and penalties, one scikit-learn fit each."""
+    predicted, chosen = np.empty_like(y), []
+    for held in np.unique(fold):
+        out, rest = fold == held, fold != held
+        scaler = StandardScaler().fit(x[rest])
+        width = (scaler.var_ > 0).sum() ** 0.5
+        z, new, kept, inside = scaler.transform(x[rest]) / width, scaler.transform(x[out]) / width, y[rest], fold[rest]
+        if penalty is None:
+            errors = []
+            for alpha in PENALTIES:
+                error = 0.0
+                for inner in np.unique(inside):
+                    fit = Ridge(alpha=alpha).fit(z[inside != inner], kept[inside != inner])
+                    error += np.square(kept[inside == inner] - fit.predict(z[inside == inner])).sum()
+                errors.append(error)
+            chosen.append(PENALTIES[int(np.argmin(errors))])
+        else:
+            chosen.append(penalty[int(held)])
+        predicted[out] = Ridge(alpha=chosen[-1]).fit(z, kept).predict(new)
+    return predicted, chosen
+
+
+@pytest.mark.parametrize(("n", "d"), [(40, 90), (60, 7)])
+def test_predictions_and_penalties_are_scikit_learn_s(n, d):
+    x, y = rows(n, d, n)
+    fold = folds(np.arange(n) // 2, 1)
+    found = read(x, np.stack([y, np.cos(y)], axis=1), fold)
+    for column in range(2):
+        predicted, chosen = by_scikit_learn(x, found.truth[:, column], fold)
+        np.testing.assert_allclose(found.prediction[:, column], predicted, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(found.penalty[:, column], chosen)
+        assert found.r2[column] == pytest.approx(r2_score(found.truth[:, column], predicted))
+    assert len(set(found.penalty.ravel())) > 1
+
+
+def test_a_planted_direction_is_read_and_noise_is_not():
+    noise = []
+    for seed in range(24):
+        rng = np.random.default_rng([1, seed])
+        x, _ = rows(75, 128, seed)
+        if seed < 3:
+            factor = rng.standard_normal(75)
+            assert decodability(x + 4 * x.std(0) * factor[:, None] * rng.standard_normal(128), factor, _fold(75)) > 0.9
+        noise.append(decodability(x, rng.standard_normal(75), _fold(75)))
+    assert -0.15 < np.mean(noise) < 0
+
+
+def _fold(n: int) -> np.ndarray:
+    return folds(np.arange(n), 0)
+
+
+def test_what_units_share_does_not_leak_across_folds():
+    """Rows of a unit share a random vector and a random number: a split of rows reads one from the other."""
+    random_rows, by_unit = [], []
+    for seed in range(10):
+        rng = np.random.default_rng(seed)
+        units = np.repeat(np.arange(20), 4)
+        x = rng.standard_normal((20, 40))[units] + 0.3 * rng.standard_normal((80, 40))
+        y = rng.standard_normal(20)[units] + 0.3 * rng.standard_normal(80)
+        random_rows.append(decodability(x, y, _fold(80)))
+        by_unit.append(decodability(x, y, folds(units, seed)))
+    assert np.mean(random_rows) > 0.5
+    assert np.mean(by_unit) < 0
+
+
+def test_folds_hold_whole_units_of_even_number_and_depend_on_the_seed_alone():
+    units = np.array([f"t{i // 2 if i < 40 else i}" for i in range(75)])
+    fold = folds(units, 3)
+    for unit in set(units):
+        assert len(set(fold[units == unit])) == 1
+    assert sorted(np.bincount(fold)) == [15] * 5
+    np.random.seed(1)
+    np.testing.assert_array_equal(fold, folds(units, 3))
+    assert (fold != folds(units, 4)).any()
+    renamed = np.array([f"{hash(u) % 997}-{u}" for u in units])
+    np.testing.assert_array_equal(fold, folds(renamed, 3))
+    assert folds(list("aabbcde"), 0).max() == 4
+
+
+def test_units_of_a_coordinate_do_not_matter_and_constant_ones_are_left_out():
+    x, y = rows(50, 20, 5)
+    expected = decodability(x, y, _fold(50))
+    turned = np.hstack([x * np.geomspace(1e-3, 1e3, 20) + 7, np.full((50, 3), 4.0)])
+    assert decodability(turned, y, _fold(50)) == pytest.approx(expected)
+    assert decodability(x, 2 - 9 * y, _fold(50)) == pytest.approx(expected)
+
+
+def test_where_nothing_varies_the_mean_of_other_units_is_predicted():
+    y = np.arange(20.0)
+    found = read(np.ones((20, 4)), y[:, None], _fold(20))
+    for held in range(5):
+        np.testing.assert_allclose(found.prediction[found.fold == held], y[found.fold != held].mean())
+    assert found.r2[0] < 0
+
+
+def test_permuted_readouts_are_those_of_each_permutation_alone():
+    x, y = rows(40, 60, 7)
+    units = np.arange(40) // 2
+    fold = folds(units, 0)
+    order = permute_units(np.random.default_rng(9), units, 6)
+    expected = [decodability(x, y[one], fold) for one in order]
+    np.testing.assert_allclose(permuted_decodability(x, y, fold, units, 6, 9), expected)
+
+
+def test_the_interval_is_the_jackknife_over_groups_of_units():
+    """12 units are 12 groups; each left out in turn, scikit-learn fits anew with the penalties that were chosen."""
+    x, y = rows(30, 15, 11)
+    units = np.array([f"u{i}" for i in np.arange(30) % 12])
+    fold = folds(units, 2)
+    found = read(x, y[:, None], fold)
+    without = []
+    for unit in sorted(set(units)):
+        kept = units != unit
+        predicted, _ = by_scikit_learn(x[kept], y[kept], fold[kept], found.penalty[:, 0])
+        without.append(r2_score(y[kept], predicted))
+    half = t.ppf(0.975, 11) * np.sqrt(11 / 12 * np.square(without - np.mean(without)).sum())
+    made = decodability_interval(x, found, units)
+    assert (made.low, made.high) == pytest.approx((found.r2[0] - half, found.r2[0] + half))
+    assert made.method == "jackknife over 12 groups of 12 units"
+    x, y = rows(40, 15, 11)
+    found = read(x, y[:, None], _fold(40))
+    assert decodability_interval(x, found, np.arange(40)).method == "jackknife over 25 groups of 40 units"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("noise", [0.3, 2.0, 1e6])
+def test_the_interval_covers_the_expected_r2(noise):
+    made = []
+    for seed in range(150):
+        rng = np.random.default_rng(seed)
+        loading = np.random.default_rng(99).standard_normal((20, 128))
+        z = rng.standard_normal((75, 20))
+        x = z * np.exp(-np.arange(20) / 6) @ loading + 0.3 * rng.standard_normal((75, 128))
+        y = z[:, 1] + 0.5 * z[:, 4] + noise * rng.standard_normal(75)
+        found = read(x, y[:, None], _fold(75))
+        interval = decodability_interval(x, found, np.arange(75))
+        made.append((found.r2[0], interval.low, interval.high))
+    value, low, high = np.array(made).T
+    assert 0.9 <= np.mean((low < value.mean()) & (value.mean() < high)) <= 1
+
+
+def test_what_cannot_be_read_is_refused_in_a_sentence():
+    x, y = rows(20, 5, 0)
+    with pytest.raises(Refused, match=r"what is to be read is constant over 16 rows: nothing can be learnt from them"):
+        decodability(x, np.ones(20), _fold(20))
+    with pytest.raises(Refused, match=r"values that are not finite; drop those rows"):
+        decodability(np.where(x > 6, np.nan, x), np.where(y > 0, np.inf, y), _fold(20))
+    with pytest.raises(Refused, match=r"a readout over 4 units needs at least 5: add templates or documents"):
+        folds([1, 2, 3, 4, 4], 0)

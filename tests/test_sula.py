@@ -1,0 +1,138 @@
+"""Label sequences: what is held out stays out, the text says what the posterior answers, and nothing else varies."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom.errors import Refused
+from llmgeom.prompts import sula
+from llmgeom.prompts.lexicon import lexicon
+from llmgeom.prompts.sula import CARRIERS, FORMATS, LABELS, Evidence, Part, carriers, leads, pairs, sequences
+
+READ = {
+    "colon": re.compile(r"(.*?)\. ((?:\w+: \w+, )*\w+: \w+)\."),
+    "is": re.compile(r"(.*?)\. ((?:\w+ is \w+\. )*\w+ is \w+)\."),
+}
+
+
+def read(sequence):
+    """Format, lead-in with its labels blanked, carriers and labels: found in the text alone."""
+    name = "colon" if ":" in sequence else "is"
+    lead, seen = READ[name].fullmatch(sequence).groups()
+    nouns, labels = zip(*(re.split(r": | is ", item) for item in re.split(r", |\. ", seen)), strict=True)
+    blank = re.sub("|".join(rf"\b{label}\b" for label in LABELS), "{}", lead) + "."
+    return name, blank, re.findall("|".join(rf"\b{label}\b" for label in LABELS), lead), nouns, labels
+
+
+@pytest.fixture(scope="module")
+def stream():
+    return [read(sequence) for sequence in islice(sequences(0), 4000)]
+
+
+def test_labels_are_no_words_and_nouns_stand_alone():
+    words = {word.lower() for _, rows in lexicon().values() for row in rows for cell in row for word in cell.split()}
+    assert len(set(LABELS)) == 20 and len(set(CARRIERS)) == 120 and not set(LABELS) & (words | set(CARRIERS))
+    assert all(word.isalpha() and word.islower() for word in (*LABELS, *CARRIERS))
+
+
+def test_half_of_the_repeatsand_nouns_are_held_out_and_every_label_is_trained():
+    held, trained = pairs(Part.HELD_OUT), pairs(Part.TRAINED)
+    assert len(held) == len(trained) == 95 and not set(held) & set(trained)
+    assert min(Counter(label for pair in trained for label in pair).values()) >= 9
+    assert {label for pair in held for label in pair} == set(LABELS)
+    assert len(carriers(Part.HELD_OUT)) == 60 and not set(carriers(Part.HELD_OUT)) & set(carriers(Part.TRAINED))
+    for name in FORMATS:
+        assert len(leads(name, Part.HELD_OUT)) == 1 and len(leads(name, Part.TRAINED)) >= 3
+
+
+def test_nothing_held_out_is_in_the_training_stream_and_all_else_is(stream):
+    assert {tuple(sorted(named)) for _, _, named, _, _ in stream} == set(pairs(Part.TRAINED))
+    assert {noun for *_, nouns, _ in stream for noun in nouns} == set(carriers(Part.TRAINED))
+    assert {(name, lead) for name, lead, *_ in stream} == {
+        (name, lead) for name in FORMATS for lead in leads(name, Part.TRAINED)
+    }
+    for _, _, named, nouns, labels in stream:
+        assert set(labels) <= set(named) and len(named) == 2
+        assert len(set(nouns)) == len(nouns) <= 20
+    assert {len(nouns) for *_, nouns, _ in stream} == set(range(1, 21))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_next_label_of_the_stream_is_as_often_what_the_answer_says(name, stream):
+    labels = [labels for other, _, _, _, labels in stream if other == name]
+    first = [next(label for label in row) for row in labels]
+    seen = [
+        (row[:k].count(one), k, row[k] == one)
+        for row, one in zip(labels, first, strict=True)
+        for k in range(1, len(row))
+    ]
+    for n1, k in [(1, 1), (2, 2), (1, 2), (3, 3), (2, 4)]:
+        drawn = [hit for *known, hit in seen if known == [n1, k]]
+        share = np.exp(FORMATS[name].predictive(n1, k - n1)[0])
+        assert np.mean(drawn) == pytest.approx(share, abs=4 * np.sqrt(share * (1 - share) / len(drawn)))
+
+
+def test_sequences_that_tell_nothing_differ_in_their_labels_alone():
+    told, untold = ([read(text) for text in islice(sequences(0, informative), 1500)] for informative in (True, False))
+    assert [row[:4] for row in told] == [row[:4] for row in untold]
+    repeats = [a == b for *_, labels in untold for a, b in pairwise(labels)]
+    assert np.mean(repeats) == pytest.approx(0.5, abs=4 * 0.5 / np.sqrt(len(repeats)))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_prompt_holds_k_observations_and_ends_where_its_posterior_answers(name):
+    batch = Evidence(name, least=0).sample(9 * 95, seed=3)
+    assert batch.posterior.predictive.shape == (855, 1, 2)
+    for i, text in enumerate(batch.text):
+        k, pair, first, second = (batch.columns[c][i] for c in ("k", "pair", "first", "second"))
+        assert text.endswith(FORMATS[name].link) and pair == f"{first}-{second}"
+        found, lead, named, nouns, labels = read(f"{text} {first}.")
+        assert (found, lead, len(labels)) == (name, batch.columns["lead"][i], k + 1)
+        assert set(named) == {first, second} and (first, second) in pairs(Part.HELD_OUT)
+        assert set(nouns) <= set(carriers(Part.HELD_OUT)) and len(set(nouns)) == k + 1
+        n1 = labels[:-1].count(first)
+        assert n1 == batch.columns["n1"][i]
+        expected = torch.from_numpy(FORMATS[name].predictive(n1, k - n1))
+        torch.testing.assert_close(batch.posterior.predictive[i, 0], expected)
+    assert set(Counter(zip(batch.columns["pair"], batch.columns["k"], strict=True)).values()) == {1}
+    assert len(set(batch.unit)) == len(batch)
+
+
+def test_the_same_seed_gives_the_same_prompts_whatever_ran_before():
+    one = Evidence().sample(50, seed=1)
+    random.seed(7)
+    np.random.seed(7)
+    assert Evidence().sample(50, seed=1).text == one.text != Evidence().sample(50, seed=2).text
+    assert list(islice(sequences(1), 5)) == list(islice(sequences(1), 5)) != list(islice(sequences(2), 5))
+
+
+def test_a_source_is_plain_data():
+    assert Evidence("is", most=4).sample(3, seed=1).source == {
+        "kind": "evidence",
+        "format": "is",
+        "pairs": "held-out",
+        "carriers": "held-out",
+        "leads": "trained",
+        "least": 1,
+        "most": 4,
+        "n": 3,
+        "seed": 1,
+    }
+
+
+def test_what_cannot_be_asked_is_refused():
+    with pytest.raises(Refused, match="unknown format 'colom': did you mean 'colon'"):
+        Evidence("colom")
+    with pytest.raises(Refused, match="5 to 4 observations"):
+        Evidence(least=5, most=4)
+    with pytest.raises(Refused, match="0 to 21 observations"):
+        Evidence(least=0, most=sula.LONGEST + 1)
+    with pytest.raises(Refused, match="0 prompts of 'is'"):
+        Evidence("is").sample(0, seed=0)

@@ -1,0 +1,234 @@
+"""The value manifold on captures whose answer is known: planted structure, noise, and formulas done another way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scipy.stats import spearmanr
+from sklearn.decomposition import PCA
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.cloud import GIVEN, R2, RHO
+from llmgeom.errors import Refused
+from llmgeom.probes import value_manifold
+from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
+from llmgeom.readout import decodability, folds
+from llmgeom.scan import ONE_TOKEN, UNSTRATIFIED, Sample, View
+
+N, LAYERS, KV, WIDTH, TWINS = 80, 2, 2, 16, 20
+
+
+def capture(tensors: dict) -> Capture:
+    ids = torch.zeros(N, 12, dtype=torch.int64)
+    batch = Batch(Tokens(ids, torch.full((N,), 12)), tuple(f"t{i // 2}" for i in range(N)), {"name": "planted"})
+    position = torch.full((N,), 11)
+    return Capture(batch, torch.arange(N), position, position + 1, tensors)
+
+
+def values(rng: np.random.Generator, factor: np.ndarray | None, strength: float = 0.0) -> dict:
+    """Noise at every layer; at the last, `strength` of a common direction along `factor`."""
+    found = {}
+    for layer in range(LAYERS):
+        x = rng.standard_normal((N, KV, WIDTH))
+        if factor is not None and layer == LAYERS - 1:
+            x = x + strength * factor[:, None, None] * rng.standard_normal((KV, WIDTH))
+        found[Site.VALUE, layer] = torch.from_numpy(x.astype(np.float32))
+    return found
+
+
+def view(strength: float, seed: int, twin_strength: float = 0.0) -> View:
+    rng = np.random.default_rng(seed)
+    entropy = rng.uniform(0, 8, N)
+    factor = (entropy - entropy.mean()) / entropy.std()
+    return View(
+        capture=capture(values(rng, factor, strength)),
+        entropy=entropy,
+        twins=tuple(capture(values(rng, factor, twin_strength)) for _ in range(TWINS)),
+        shuffled=tuple(capture(values(rng, None)) for _ in range(TWINS)),
+        seed=seed,
+    )
+
+
+@cache
+def measured(strength: float, seed: int, twin_strength: float = 0.0):
+    return value_manifold.measure(view(strength, seed, twin_strength))
+
+
+def verdicts(result) -> dict[str, str]:
+    return {h.name: h.verdict for h in result.headlines}
+
+
+def last(of: Capture, layer: int = LAYERS - 1) -> np.ndarray:
+    return of.tensors[Site.VALUE, layer].flatten(1).double().numpy()
+
+
+def with_last(of: Capture, x: np.ndarray, layer: int = LAYERS - 1) -> Capture:
+    tensor = torch.from_numpy(x).view(N, KV, WIDTH)
+    return replace(of, tensors={**of.tensors, (Site.VALUE, layer): tensor})
+
+
+def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
+    shown, result = view(1.5, 1), measured(1.5, 1)
+    for layer in range(LAYERS):
+        z = StandardScaler().fit_transform(last(shown.capture, layer))
+        pca = PCA().fit(z)
+        ratio = pca.explained_variance_ratio_
+        assert result.pc1[layer] == pytest.approx(ratio[0])
+        assert result.pc12[layer] == pytest.approx(ratio[:2].sum())
+        assert result.participation[layer] == pytest.approx(1 / (ratio**2).sum())
+        assert result.rho[layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
+        fold = folds(shown.units, shown.seed)
+        assert result.r2[layer] == pytest.approx(decodability(z, shown.entropy, fold), abs=1e-6)
+        twins = [decodability(last(twin, layer), shown.entropy, fold) for twin in shown.twins]
+        assert result.r2_null[layer] == pytest.approx((min(twins), max(twins)))
+
+
+def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
+    result, found = measured(1.5, 1), verdicts(measured(1.5, 1))
+    assert found["PC1 share"] == "above null"
+    assert found["participation ratio"] == "below null"
+    assert found[RHO] == found[R2] == found[ORDER] == "above null"
+    assert result.pc1[-1] > result.pc1_null[-1, 1]
+    assert result.pc1[0] < result.pc1_null[0, 1] * 1.3
+    assert result.r2[-1] > 0.8 > 0.1 > result.r2[0]
+    assert result.rho_p[-1] < 0.01 < result.rho_p[0]
+
+
+def test_an_axis_of_little_variance_is_decoded_though_the_first_component_misses_it():
+    shown = view(0.0, 4)
+    rng = np.random.default_rng(4)
+    factor = (shown.entropy - shown.entropy.mean()) / shown.entropy.std()
+    x = last(shown.capture) + 4 * rng.standard_normal((N, 1)) * rng.standard_normal(KV * WIDTH)
+    x += 0.8 * factor[:, None] * rng.standard_normal(KV * WIDTH)
+    found = verdicts(value_manifold.measure(replace(shown, capture=with_last(shown.capture, x))))
+    assert found[RHO] != "above null"
+    assert found[R2] == "above null"
+
+
+def test_noise_is_not_called_a_manifold():
+    for seed in (10, 11):
+        assert not {"above null", "below null"} & set(verdicts(measured(0.0, seed)).values())
+
+
+def test_what_an_untrained_model_has_too_is_not_above_its_null():
+    found = verdicts(measured(1.5, 2, twin_strength=1.5))
+    for name in ("PC1 share", RHO, R2, ORDER):
+        assert found[name] != "above null", name
+
+
+def test_a_curve_is_below_its_gaussian_unless_twins_are_curved_too():
+    shown = view(0.0, 6)
+    rng = np.random.default_rng(6)
+    loading = rng.standard_normal((6, KV * WIDTH))
+
+    def curved(seed: int) -> np.ndarray:
+        place = np.random.default_rng(seed).uniform(0, 3, N)
+        waves = np.stack([np.sin((k + 1) * place + k) for k in range(6)], axis=1)
+        return waves @ loading + 0.01 * rng.standard_normal((N, KV * WIDTH))
+
+    bent = replace(shown, capture=with_last(shown.capture, curved(0)))
+    result = value_manifold.measure(bent)
+    assert verdicts(result)[DIMENSION] == "below null"
+    headline = next(h for h in result.headlines if h.name == DIMENSION)
+    assert headline.value == pytest.approx(float(result.dimension / result.dimension_gaussian))
+    assert headline.n == headline.units == N // 2
+    assert result.dimension_mle < result.dimension_mle_gaussian
+    twins = tuple(with_last(twin, curved(1 + i)) for i, twin in enumerate(shown.twins))
+    assert verdicts(value_manifold.measure(replace(bent, twins=twins)))[DIMENSION] != "below null"
+
+
+def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_token():
+    """Values and entropy both depend on which of four tokens a prompt ends in, and on nothing else in common."""
+    rng = np.random.default_rng(5)
+    token = rng.integers(4, size=N)
+    factor = token - token.mean()
+    entropy = 2.0 * token + 0.1 * rng.standard_normal(N)
+    main = capture(values(rng, factor, 1.5))
+    ids = main.batch.inputs.ids.clone()
+    ids[:, 11] = torch.from_numpy(token)
+    main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
+    noise = tuple(capture(values(rng, None)) for _ in range(TWINS))
+    found = {h.name: h for h in value_manifold.measure(View(main, entropy, noise, noise)).headlines}
+    assert found[RHO].value > 0.9
+    assert found[RHO].verdict == "above null"
+    given = found[f"{RHO}, {GIVEN}"]
+    assert given.value < 0.3 and given.verdict != "above null"
+
+
+def test_each_second_sample_has_its_own_correlation():
+    shown, samples = view(0.0, 7), {}
+    for place, name in enumerate(SECOND):
+        other = view(1.5 if name == UNSTRATIFIED else 0.0, 20 + place)
+        samples[name] = Sample(other.capture, other.entropy, other.twins)
+    flat = with_last(samples[ONE_TOKEN].capture, np.ones((N, KV * WIDTH)))
+    samples[ONE_TOKEN] = replace(samples[ONE_TOKEN], capture=flat)
+    result = value_manifold.measure(replace(shown, samples=samples))
+    found = {h.name: h for h in result.headlines}
+    for name in SECOND:
+        if name != ONE_TOKEN:
+            score = PCA().fit_transform(StandardScaler().fit_transform(last(samples[name].capture)))[:, 0]
+            expected = abs(spearmanr(score, samples[name].entropy)[0])
+            assert found[f"{RHO}, {name}"].value == pytest.approx(expected)
+    assert found[f"{RHO}, {UNSTRATIFIED}"].verdict == "above null"
+    assert found[RHO].verdict != "above null"
+    assert f"{RHO}, {ONE_TOKEN}" not in found
+    assert any(w.startswith(f"{RHO}, {ONE_TOKEN}: not measured, because") for w in result.warnings)
+
+
+def test_every_headline_has_n_units_interval_and_null():
+    result = measured(1.5, 1)
+    assert len(result.headlines) == 7
+    for h in result.headlines:
+        assert h.units == N // 2 and h.n in (N, N // 2)
+        assert h.low <= h.value <= h.high
+        assert h.null_low <= h.null_high and "draws" in h.null
+        assert 0 < h.p <= 1
+
+
+def test_a_layer_that_is_the_same_for_every_prompt_is_drawn_as_0_and_said():
+    shown = view(1.5, 1)
+
+    def flat(of: Capture) -> Capture:
+        return with_last(of, np.ones((N, KV * WIDTH)), 0)
+
+    parts = {name: tuple(map(flat, getattr(shown, name))) for name in ("twins", "shuffled")}
+    result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts))
+    assert (result.pc1[0], result.participation[0], result.rho[0], result.rho_p[0]) == (0, 0, 0, 1)
+    assert result.warnings == ("layer 0: the value vectors are the same for every prompt; drawn as 0",)
+    assert result.pc1[-1] == pytest.approx(measured(1.5, 1).pc1[-1])
+    same = with_last(shown.capture, np.ones((N, KV * WIDTH)))
+    with pytest.raises(Refused, match="the value vectors of the last layer are the same for all 80 prompts"):
+        value_manifold.measure(replace(shown, capture=same))
+
+
+def test_rows_of_unusual_length_and_rows_that_coincide_are_named():
+    shown = view(0.0, 9)
+    x = last(shown.capture)
+    x[17], x[3] = 9 * x[17], 6 * x[3]
+    x[40:44] = x[50:54]
+    ids = shown.capture.batch.inputs.ids.clone()
+    ids[17, 11], ids[3, 11] = 7, 5
+    main = with_last(shown.capture, x)
+    main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
+    warnings = value_manifold.measure(replace(shown, capture=main)).warnings
+    norms = "value norms at the last layer lie more than 6 robust sd off the median for "
+    assert f"{norms}prompt 17 (token 7), prompt 3 (token 5)" in warnings
+    assert "2 prompts have the values of another and were left out of the dimension" in warnings
+    assert not measured(1.5, 1).warnings
+
+
+def test_too_few_points_leave_the_dimension_out_and_say_so():
+    shown = view(0.0, 9)
+    copies = np.arange(N) % 14 // 2 * 2  # 7 places for 40 units
+    x = last(shown.capture)[copies]
+    result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x)))
+    assert DIMENSION not in verdicts(result) and result.dimension == 0
+    assert f"{DIMENSION}: not measured, because an intrinsic dimension of 7 distinct points; it needs 10" in (
+        result.warnings
+    )

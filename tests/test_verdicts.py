@@ -1,0 +1,375 @@
+"""Do the verdicts deserve trust? Simulated with the real probes on real untrained models: errors, power, coverage.
+
+An untrained model has nothing to show, so any verdict in its favour is an error. Each repetition takes one untrained
+model as the subject, twenty others of its shape as its twins, and its own passes over shuffled prompts; whatever
+headlines the probes have are counted, and claims are judged together. `python -m pytest tests/test_verdicts.py -s`
+prints the table; the mark `soak` repeats it a thousand times.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats as scipy_stats
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
+
+from llmgeom import claims, scan
+from llmgeom.batch import Batch, Text, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused
+from llmgeom.information import bits
+from llmgeom.probes import known
+from llmgeom.prompts.domains import MIXED, Domain
+from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
+from llmgeom.result import Headline
+from llmgeom.scan import NULLS, Sample, View, shuffle
+from llmgeom.stats import prediction_p
+from llmgeom.subject import Subject
+from tests.test_stats import coverage
+
+PROBES = known()
+SITES = frozenset().union(*(probe.NEEDS.sites for probe in PROBES.values())) | {Site.ENTROPY}
+SAMPLES = frozenset().union(*(probe.NEEDS.samples for probe in PROBES.values()))
+WIDTHS = (16, 32, 64)
+PEARSON = 2 * np.sin(np.pi * 0.6 / 6)  # the Pearson correlation of normals whose Spearman's rho is 0.6
+DOMAIN, N, LONGEST = "qa", 50, 16
+
+
+# Real models on real prompts
+
+
+@cache
+def pool(domain: str) -> Batch:
+    """150 prompts, their last words only, up to five a template: templates are what is drawn independently."""
+    drawn = Domain(domain).sample(min(900, Domain(domain).size()), seed=0)
+    of_unit: dict[str, list[int]] = defaultdict(list)
+    for i, unit in enumerate(drawn.unit):
+        of_unit[unit].append(i)
+    fullest = sorted((members[:5] for members in of_unit.values()), key=len, reverse=True)
+    drawn = drawn.take([i for members in fullest for i in members][:150])
+    # The place keeps prompts that end alike apart, which `as_diverse` finds by their text.
+    ends = (f"{i} {' '.join(text.split()[-LONGEST:])}" for i, text in enumerate(drawn.text))
+    return replace(drawn, inputs=Text(tuple(ends)))
+
+
+def words(batch: Batch) -> list[list[int]]:
+    """A token a word, the same in both pools."""
+    return [[vocabulary()[word] for word in text.split()[1:]] for text in batch.text]
+
+
+@cache
+def vocabulary() -> dict[str, int]:
+    texts = (text for domain in (DOMAIN, MIXED) for text in pool(domain).text)
+    return {word: i for i, word in enumerate(dict.fromkeys(word for text in texts for word in text.split()[1:]))}
+
+
+def tokens(batch: Batch) -> Batch:
+    rows = words(batch)
+    ids = torch.zeros(len(rows), LONGEST, dtype=torch.int64)
+    for row, found in zip(ids, rows, strict=True):
+        row[: len(found)] = torch.tensor(found)
+    return replace(batch, inputs=Tokens(ids, torch.tensor([len(row) for row in rows])))
+
+
+def model(width: int, seed: int) -> Subject:
+    """An untrained GPT-NeoX (16 and 64 wide) or Llama with grouped queries (32 wide); the middle one as initialised
+    by default, the others with weights large enough to make attention and values uneven."""
+    shape = dict(hidden_size=width, intermediate_size=2 * width, num_attention_heads=4, max_position_embeddings=32)
+    shape |= dict(vocab_size=len(vocabulary()), num_hidden_layers=3 if width == 16 else 2)
+    if width == 32:
+        config = LlamaConfig(**shape, num_key_value_heads=2)
+    else:
+        config = GPTNeoXConfig(**shape, initializer_range=width**-0.5)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Subject.of(AutoModelForCausalLM.from_config(config), None, f"untrained {width}")
+
+
+@cache
+def batches(width: int) -> dict[str, Batch]:
+    """The stratified batch, the same for every model of a width, and the second samples that probes ask for."""
+    reference = model(width, 10**6)
+    own, mixed = pool(DOMAIN), pool(MIXED)
+    entropy, theirs = (reference.entropy(tokens(one)) for one in (own, mixed))
+    main = stratify(own, entropy, N, seed=0)
+    wanted = diversity(words(main), main.unit)
+    possible = {
+        scan.UNSTRATIFIED: lambda: plain(own, N, seed=0),
+        scan.LENGTH: lambda: length_matched(own, entropy, [len(row) for row in words(own)], 30, seed=0),
+        scan.MIXED: lambda: stratify(mixed, theirs, N, seed=0),
+        scan.MATCHED: lambda: as_diverse(mixed, theirs, words(mixed), wanted, N, seed=0),
+    }
+    found = {name: tokens(possible[name]()) for name in sorted(SAMPLES & possible.keys())}
+    return {"": tokens(main), **found}
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What was taken from one model once: captures by batch, the readings of probes, and of shuffled prompts."""
+
+    captures: dict[str, Capture]
+    readings: dict[str, object]
+    shuffled: tuple[Capture, ...]
+
+
+def take(width: int, seed: int) -> Taken:
+    subject, made = model(width, seed), batches(width)
+    return Taken(
+        {name: subject.capture(batch, SITES) for name, batch in made.items()},
+        {name: probe.NEEDS.read(subject, made[""]) for name, probe in PROBES.items() if probe.NEEDS.read},
+        shuffled(subject, made[""], seed),
+    )
+
+
+def shuffled(subject: Subject, batch: Batch, seed: int) -> tuple[Capture, ...]:
+    """One pass over all shuffled prompts, cut into draws."""
+    draws = [shuffle(batch.inputs, 0, NULLS * seed + i) for i in range(NULLS)]
+    n = len(batch)
+    every = Tokens(torch.cat([draw.ids for draw in draws]), torch.cat([draw.lengths for draw in draws]))
+    whole = subject.capture(Batch(every, batch.unit * NULLS, batch.source), SITES, batch_tokens=10**6)
+    return tuple(
+        Capture(
+            replace(batch, inputs=draw),
+            whole.prompt[i * n : (i + 1) * n] - i * n,
+            whole.position[i * n : (i + 1) * n],
+            whole.lengths[i * n : (i + 1) * n],
+            {key: tensor[i * n : (i + 1) * n] for key, tensor in whole.tensors.items()},
+        )
+        for i, draw in enumerate(draws)
+    )
+
+
+def view(own: Taken, twins: list[Taken], seed: int) -> View:
+    """What `scan` would hand to a probe, but for its readings."""
+
+    def sample(name: str) -> Sample:
+        capture = own.captures[name]
+        entropy = bits(capture.entropy.double().numpy())
+        return Sample(capture, entropy, tuple(twin.captures[name] for twin in twins))
+
+    main = sample("")
+    samples = {name: sample(name) for name in own.captures if name}
+    return View(main.capture, main.entropy, main.twins, own.shuffled, samples, seed=seed)
+
+
+def measure(own: Taken, twins: list[Taken], seed: int) -> list[tuple[str, Headline]]:
+    """Every headline of every probe, judged together; a probe that refuses gives none."""
+    seen, results = view(own, twins, seed), {}
+    for name, probe in PROBES.items():
+        theirs = tuple(twin.readings.get(name) for twin in twins) if probe.NEEDS.read else ()
+        try:
+            found = probe.measure(replace(seen, reading=own.readings.get(name), twin_readings=theirs))
+        except Refused:
+            continue
+        results[name] = found.lowered()
+    return [(probe, h) for probe, result in claims.judge(results).items() for h in result.headlines]
+
+
+@cache
+def bank(width: int, seeds: int) -> list[Taken]:
+    return [take(width, seed) for seed in range(seeds)]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One repetition: the judged headlines by (probe, name), and the prediction p of each null made of draws."""
+
+    width: int
+    headlines: dict[tuple[str, str], Headline]
+    predicted: dict[tuple[str, str, str], float]
+
+
+def trials(count: int, seeds: int, change: Callable[[Taken, Taken, int], Taken]) -> list[Trial]:
+    """`count` subjects in turn, each with twenty twins of its width; `change` may alter it, given one model more."""
+    rng, found = np.random.default_rng(0), []
+    for i in range(count):
+        width = WIDTHS[i % len(WIDTHS)]
+        models, own = bank(width, seeds), i // len(WIDTHS) % seeds
+        stranger, *others = rng.permutation([j for j in range(seeds) if j != own])[: NULLS + 1]
+        with pytest.MonkeyPatch.context() as patch:
+            predicted = watch(patch)
+            judged = measure(change(models[own], models[stranger], i), [models[j] for j in others], seed=i)
+        found.append(Trial(width, {(probe, h.name): h for probe, h in judged}, predicted))
+    return found
+
+
+def watch(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
+    """Notes every null's own prediction p, of which a headline keeps the largest; and spares permutations."""
+    predicted = {}
+
+    def headline(claim, value, interval, nulls, **counts):
+        for null in nulls:
+            if null.sample:
+                found = prediction_p(value, null.sample, claim.side, claim.scale)
+                predicted[claim.scale, claim.name, null.name] = found
+        return claims.headline(claim, value, interval, nulls, **counts)
+
+    for probe in PROBES.values():
+        patch.setattr(probe, "headline", headline, raising=False)
+        if hasattr(probe, "PERMUTATIONS"):
+            patch.setattr(probe, "PERMUTATIONS", 999)
+    return predicted
+
+
+@cache
+def untrained(count: int, seeds: int) -> list[Trial]:
+    """Subjects as they are."""
+    return trials(count, seeds, lambda own, stranger, i: own)
+
+
+@cache
+def strange(count: int, seeds: int) -> list[Trial]:
+    """Subjects whose entropy is another untrained model's: to that, theirs and their twins' values are alike."""
+
+    def change(own: Taken, stranger: Taken, i: int) -> Taken:
+        return replace(own, captures={name: lent(c, stranger.captures[name]) for name, c in own.captures.items()})
+
+    return trials(count, seeds, change)
+
+
+def lent(capture: Capture, other: Capture) -> Capture:
+    key = (Site.ENTROPY, -1)
+    return replace(capture, tensors={**capture.tensors, key: other.tensors[key]})
+
+
+@cache
+def planted(count: int, seeds: int) -> list[Trial]:
+    """Subjects whose last layer's values have one direction more: along a factor with a correlation of 0.6 with
+    entropy, of 1.5 standard deviations of a coordinate."""
+
+    def change(own: Taken, stranger: Taken, i: int) -> Taken:
+        capture, rng = own.captures[""], np.random.default_rng(i)
+        key = max((key for key in capture.tensors if key[0] is Site.VALUE), key=lambda key: key[1])
+        values = capture.tensors[key]
+        ranks = scipy_stats.rankdata(capture.entropy.numpy()) / (len(values) + 1)
+        factor = PEARSON * scipy_stats.norm.ppf(ranks) + np.sqrt(1 - PEARSON**2) * rng.standard_normal(len(values))
+        direction = values.std(0) * torch.from_numpy(rng.choice([-1.0, 1.0], values.shape[1:]))
+        moved = values + 1.5 * torch.from_numpy(factor)[:, None, None] * direction
+        tensors = {**capture.tensors, key: moved.to(values.dtype)}
+        return replace(own, captures={**own.captures, "": replace(capture, tensors=tensors)})
+
+    return trials(count, seeds, change)
+
+
+# What is counted
+
+
+TABLE: list[tuple[str, str, int, int]] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _table():
+    yield
+    print(f"\n{'what':34} {'of':62} {'rate':>7}  {'95 % bounds':>17}  {'n':>5}")
+    for what, of, events, n in TABLE:
+        low, high = bounds(events, n)
+        print(f"{what:34} {of:62} {events / n:7.2%}  {low:7.2%} to {high:6.2%}  {n:5}")
+
+
+def bounds(events: int, n: int) -> tuple[float, float]:
+    """Clopper and Pearson's 95 % interval of a rate."""
+    found = scipy_stats.binomtest(events, n).proportion_ci()
+    return found.low, found.high
+
+
+def count(what: str, of: str, events: list[bool]) -> tuple[int, int]:
+    TABLE.append((what, of, sum(events), len(events)))
+    return sum(events), len(events)
+
+
+def holds(events: int, n: int, rate: float = 0.05, most: float = 0.07) -> bool:
+    """The rate may be `rate`, and from 200 repetitions on what was seen is not above `most`."""
+    return bounds(events, n)[0] <= rate and (n < 200 or events / n <= most)
+
+
+def beyond(h: Headline) -> bool:
+    """The word above (or below) its null, whatever became of it as a claim."""
+    return h.p < 0.05 and (h.low > h.margin if h.side == "upper" else h.high < h.margin)
+
+
+def of_each(found: list[Trial]) -> dict[str, list[Headline]]:
+    every: dict[str, list[Headline]] = defaultdict(list)
+    for trial in found:
+        for (probe, name), h in trial.headlines.items():
+            every[f"{probe}: {name}"].append(h)
+    return every
+
+
+# A repetition costs what all probes together cost. Few of them can only tell a gross error; the soak tells the rate.
+QUICK = pytest.param(12, 22, id="12")
+LONG = pytest.param(1000, 200, id="1000", marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
+def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitions, seeds):
+    found = untrained(repetitions, seeds)
+    wrong = []
+    for of, headlines in of_each(found).items():
+        seen = [count(f"above or below null, untrained {repetitions}", of, [beyond(h) for h in headlines])]
+        if headlines[0].claim:
+            seen.append(count(f"PASS, untrained {repetitions}", of, [h.verdict == "PASS" for h in headlines]))
+        wrong += [(of, *numbers) for numbers in seen if not holds(*numbers)]
+    any_pass = [any(h.verdict == "PASS" for h in trial.headlines.values()) for trial in found]
+    if not holds(*count(f"PASS, untrained {repetitions}", "any claim of a record", any_pass)):
+        wrong.append(("any claim", sum(any_pass), len(any_pass)))
+    assert not wrong
+
+
+@pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
+def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seeds):
+    """Values and entropy of different untrained models on clustered prompts: subject and twins are exchangeable."""
+    found = strange(repetitions, seeds)
+    small = {}
+    for of, headlines in of_each(found).items():
+        p = np.array([h.p for h in headlines])
+        count(f"p < .05, exchangeable {repetitions}", of, [bool(one < 0.05) for one in p])
+        tested = scipy_stats.kstest(p, "uniform", alternative="greater")
+        if tested.pvalue < 0.01:
+            small[of] = tested.pvalue
+    assert not small
+
+
+@pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
+def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(repetitions, seeds):
+    """Each null of twins alone, before the largest is taken: at .05, and at .05 / 8, which the strictest of 8 needs."""
+    found, wrong = strange(repetitions, seeds), []
+    for level in (0.05, 0.05 / 8):
+        by_scale: dict[str, list[bool]] = defaultdict(list)
+        for key in sorted({key for trial in found for key in trial.predicted if key[2] == "re-initialised"}):
+            small = [trial.predicted[key] < level for trial in found if key in trial.predicted]
+            by_scale[key[0]] += small
+            if bounds(sum(small), len(small))[0] > level:
+                wrong.append((level, key, sum(small), len(small)))
+        for scale, small in by_scale.items():
+            count(f"prediction p < {level:.2g}, {repetitions}", f"{scale} scale", small)
+    assert not wrong
+
+
+@pytest.mark.parametrize(("repetitions", "seeds"), [pytest.param(6, 22, id="6"), LONG])
+def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
+    every = of_each(planted(repetitions, seeds))
+    for name in ("PC1+PC2 share", "|rho| of PC1 and entropy"):
+        headlines = every[f"value_manifold: {name}"]
+        for word, power, events in (
+            ("above null", 0.8, [beyond(h) for h in headlines]),
+            ("PASS", 0.7, [h.verdict == "PASS" for h in headlines]),
+        ):
+            numbers = count(f"{word}, planted {repetitions}", f"value_manifold: {name}", events)
+            assert bounds(*numbers)[1] >= power, (name, word, numbers)
+
+
+@pytest.mark.parametrize(("repetitions", "seeds"), [pytest.param(200, 0, id="200"), LONG])
+@pytest.mark.parametrize("kind", ["strong", "curve", "t4"])
+def test_intervals_of_shares_cover_what_they_are_about(kind, repetitions, seeds):
+    """90 to 97 %, within what the simulation itself can tell."""
+    for name, rate in zip(("PC1", "PC1+PC2", "participation ratio"), coverage(kind, repetitions), strict=True):
+        hits = round(rate * repetitions)
+        TABLE.append((f"interval covers, {kind} factors", name, hits, repetitions))
+        low, high = bounds(hits, repetitions)
+        assert low <= 0.97 and high >= 0.90, (name, rate)
