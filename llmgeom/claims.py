@@ -48,6 +48,7 @@ class Claim:
     claim        what PASS says, in one sentence; empty for a headline that is a measurement and no claim.
     null         what it is held against and what is replicated, in words; the probe makes it.
     source       where the claim is printed; published: what was printed.
+    counts       what n counts.
     equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre.
     """
 
@@ -64,6 +65,7 @@ class Claim:
     published: str = ""
     equivalence: bool = False
     margin: float = 0.0
+    counts: str = "prompts"
 
     @property
     def smallest(self) -> float:
@@ -217,6 +219,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         side=claim.side,
         equivalence=claim.equivalence,
         effect=claim.smallest,
+        counts=claim.counts,
         needed=_needed(claim, interval, units),
     )
     if claim.equivalence:

@@ -61,7 +61,7 @@ class Headline:
     low, high        its interval; `method` says which (e.g. "jackknife over templates, 95 %").
     null_low/high    95 % band of the null that decides; `null` says which null and how many draws.
     p                p-value against that null with the +1 rule; NaN is refused.
-    n, units         how many prompts, and how many independent units (templates, documents).
+    n, units         how many prompts (or what `counts` names), and how many independent units (templates, documents).
     verdict, why     the verdict in words and one sentence, e.g. "needs n >= 120 templates".
 
     What the verdict rests on; the defaults are those of a headline of which nothing was declared:
@@ -99,6 +99,7 @@ class Headline:
     needed: int = 0
     p_claim: float = 1.0
     adjusted: float = 1.0
+    counts: str = "prompts"
 
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):

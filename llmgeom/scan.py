@@ -163,7 +163,7 @@ def scan(
 
     def twin(i: int) -> tuple[list[Capture], dict[str, Any]]:
         other = subject.twin(seed + 1 + i)
-        return [pass_of(other, each) for each in captured], readings(other)
+        return [pass_of(other, each, sites | {Site.ENTROPY}) for each in captured], readings(other)
 
     twins = passes("re-initialised twins", draws["twins"], twin)
     special = subject.special_prefix()

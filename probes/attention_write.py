@@ -33,7 +33,7 @@ class Result(CloudResult):
     NULL = (
         "Shares: the same model re-initialised, and the same prompts with all tokens but the last shuffled; both must "
         "be beaten. Correlation and decodability: the re-initialised models' writes against the trained model's "
-        "entropy, and permutations of whole templates; both must be beaten."
+        "entropy and against their own, and permutations of whole templates; all must be beaten."
     )
     FAILURE_MODES = (
         "Standardising coordinates depends on the basis of the residual stream: the gain of the next norm singles out "

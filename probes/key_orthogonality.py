@@ -158,10 +158,11 @@ class Result(Base):
         "in d_model dimensions, mean over all heads of all layers, jackknifed over these heads: the interval is about "
         "heads like these, since weights are not a sample of prompts. Token keys: layer 0, the keys of the most "
         "frequent tokens of the prompts (256 at most, none special), each alone at position 0, after the input norm "
-        "and where rotary embedding is the identity; heads together or mean over heads; jackknifed over tokens. As "
-        "queries see them: cosines k'Ml / sqrt(k'Mk l'Ml) with M the sum of W_Q'W_Q over the query heads of the "
-        "group, the same for every basis of the head. Class means: keys at the final token less their common mean, "
-        "averaged over each class of templates, mean over pairs and heads, last layer; jackknifed over templates."
+        "and where rotary embedding is the identity; heads together or mean over heads; jackknifed over tokens, where "
+        "centred over 32 groups of them. As queries see them: cosines k'Ml / sqrt(k'Mk l'Ml) with M the sum of "
+        "W_Q'W_Q over the query heads of the group, the same for every basis of the head. Class means: keys at the "
+        "final token less their common mean, averaged over each class of templates, mean over pairs and heads, last "
+        "layer; jackknifed over templates."
     )
     NULL = (
         "The same model re-initialised, with the same tokens; for class means also class labels permuted over "
@@ -171,10 +172,10 @@ class Result(Base):
     FAILURE_MODES = (
         "Columns of W_K are coordinates and not hypotheses, and their cosines depend on the basis of the head: "
         "another basis in W_Q and W_K leaves attention as it is and changes them (any basis where no rotary embedding "
-        "acts). A key bias moves all keys alike, which the softmax does not see but raw cosines do: the centred values "
-        "as queries see them are free of both. Token keys depend on which tokens the prompts use and say nothing of "
-        "layers after the first. Keys at the final token carry its position: classes of unequal prompt length differ "
-        "by that alone."
+        "acts). There a key bias, too, moves all keys alike, which the softmax does not see but raw cosines do: the "
+        "centred values as queries see them are free of both. Token keys depend on which tokens the prompts use and "
+        "say nothing of layers after the first. Keys at the final token carry its position: classes of unequal prompt "
+        "length differ by that alone."
     )
 
     columns: np.ndarray = quantity("layer kv_head", "|cos|", "columns of W_K, mean over pairs", Figure("heatmap"))

@@ -9,13 +9,17 @@ import numpy as np
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
 from llmgeom.cloud import (
+    OWN,
     PERMUTATIONS,
     RHO,
+    TWIN,
     CloudResult,
     Portrait,
     correlation,
     describe,
+    entropy_of,
     final_tokens,
+    rhos,
     untrained,
     vectors,
 )
@@ -63,8 +67,8 @@ class Result(CloudResult):
     NULL = (
         "Shares: the same model re-initialised, and the same prompts with all tokens but the last shuffled; both "
         "must be beaten. Correlation, decodability and order: the re-initialised models' values against the trained "
-        "model's entropy (what a look-up of the same tokens already predicts), and permutations of whole templates; "
-        "both must be beaten. Dimension: Gaussian clouds with exactly the same spectrum, and the re-initialised "
+        "model's entropy (what a look-up of the same tokens already predicts) and against their own, and permutations "
+        "of whole templates; all must be beaten. Dimension: Gaussian clouds with exactly the same spectrum, and the re-initialised "
         "models, each over its own Gaussian clouds (untrained values cluster by token too); both must be beaten."
     )
     FAILURE_MODES = (
@@ -130,16 +134,20 @@ def _second(view: View) -> tuple[list[Headline], list[str]]:
 def _sample_rho(name: str, sample: Sample, seed: int) -> Headline:
     scores = Portrait.of(_last(sample.capture)).scores[:, 0]
     test = correlation_test(scores, sample.entropy, sample.units, PERMUTATIONS, seed)
-    twins = np.array([Portrait.of(_last(twin)).rho(sample.entropy) for twin in sample.twins])
-    return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.units, test, twins)
+    draws = rhos(sample.twins, [[Portrait.of(_last(twin))] for twin in sample.twins], sample.entropy)
+    return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.units, test, draws)
 
 
 def _order(view: View, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Headline:
     """|Spearman| of entropy and the place along the curve."""
     place = unrolled[:, 0]
     test = correlation_test(place, view.entropy, view.units, PERMUTATIONS, view.seed)
-    twins = np.array([abs(spearman(unroll(standardised(x))[:, 0], view.entropy)) for x in theirs])
-    return correlation(CLAIMS[ORDER], place, view.entropy, view.units, test, twins)
+    places = [unroll(standardised(x))[:, 0] for x in theirs]
+    draws = {
+        TWIN: np.array([abs(spearman(other, view.entropy)) for other in places]),
+        OWN: np.array([abs(spearman(p, entropy_of(twin))) for p, twin in zip(places, view.twins, strict=True)]),
+    }
+    return correlation(CLAIMS[ORDER], place, view.entropy, view.units, test, draws)
 
 
 def _shape(view: View, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict, list[Headline], list[str]]:
@@ -166,9 +174,9 @@ def _dimension(view: View, own: Dimension, twins: np.ndarray) -> Headline:
     # Gaussian clouds and twins carry the sampling noise of neighbours as we do: p is against all of them, and the
     # interval must clear their median.
     gaussian = replace(Null.of("Gaussian of the same spectrum", own.ratio, drawn, "lower"), margin=1.0)
-    learnt = untrained(own.ratio, twins, "lower")
+    learnt = untrained(own.ratio, {TWIN: twins}, "lower")
     interval = own.ratio_interval()
-    return headline(CLAIMS[DIMENSION], own.ratio, interval, [gaussian, learnt], n=own.points, units=own.points)
+    return headline(CLAIMS[DIMENSION], own.ratio, interval, [gaussian, *learnt], n=own.points, units=own.points)
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:

@@ -86,5 +86,11 @@ def _row(label: str, probe: str, h: Headline) -> Row:
     if h.verdict != "no null":
         null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
         p = f"{h.p:.2g}"
-    cells = (f"{value} {h.unit}".strip(), f"{low} to {high}", null, p, f"{h.n} prompts, {h.units} units")
+    cells = (
+        f"{value} {h.unit}".strip(),
+        f"{low} to {high}",
+        null,
+        p,
+        f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.units else f", {h.units} units"),
+    )
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method)))

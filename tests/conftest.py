@@ -9,7 +9,7 @@ import pytest
 from jaxtyping import install_import_hook
 
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
-CHECKED = ("attention", "capture", "information", "stats", "weights")
+CHECKED = ("attention", "capture", "information", "manifold", "orthogonality", "readout", "stats", "weights")
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
 
 _seconds: dict[str, float] = defaultdict(float)

@@ -13,6 +13,7 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Site
 from llmgeom.cloud import GIVEN, R2, RHO
 from llmgeom.probes import attention_write, value_manifold
 from llmgeom.scan import View
@@ -63,7 +64,7 @@ def turned(name: str, model, seed: int):
 def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> View:
     """A scan's view with a few twins only: what is compared are values, not verdicts."""
     capture = subject.capture(batch, SITES)
-    twins = tuple(subject.twin(1 + i).capture(batch, SITES) for i in range(2))
+    twins = tuple(subject.twin(1 + i).capture(batch, {*SITES, Site.ENTROPY}) for i in range(2))
     found = np.random.default_rng(0).uniform(0, 8, N) if entropy is None else entropy
     return View(capture=capture, entropy=found, twins=twins, shuffled=twins, seed=0)
 

@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmgeom.cli import main
+from llmgeom.probes import names
 from llmgeom.record import Record
 
 
@@ -39,7 +40,7 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
         "report.html",
     }
     record = Record.load(run_folder)
-    assert set(record.results) == {"value_manifold", "attention_focus"} and not record.unmeasured
+    assert set(record.results) == set(names()) and not record.unmeasured
     assert len(record.prompts["text"]) == 40
     assert record.subject["parity"]["logits"] == 0
     assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150")
@@ -289,4 +290,4 @@ def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     scope: dict = {}
     exec(code, scope)
     assert scope["html"].startswith("<!doctype html>")
-    assert set(Record.load("runs/mine").results) == {"value_manifold", "attention_focus"}
+    assert set(Record.load("runs/mine").results) == set(names()) - {"domain_restriction"}

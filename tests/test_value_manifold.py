@@ -32,8 +32,8 @@ def capture(tensors: dict) -> Capture:
 
 
 def values(rng: np.random.Generator, factor: np.ndarray | None, strength: float = 0.0) -> dict:
-    """Noise at every layer; at the last, `strength` of a common direction along `factor`."""
-    found = {}
+    """Noise at every layer; at the last, `strength` of a common direction along `factor`. An entropy of its own."""
+    found = {(Site.ENTROPY, -1): torch.from_numpy(rng.uniform(0, 8, N).astype(np.float32))}
     for layer in range(LAYERS):
         x = rng.standard_normal((N, KV, WIDTH))
         if factor is not None and layer == LAYERS - 1:

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from itertools import product
 from pathlib import Path
@@ -363,14 +363,15 @@ def _agreeing(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Instrument:
-    """The probes that give the signatures, as they are now; `hashes` are of their files and of this class."""
+    """The probes that give the signatures, as they were imported.
+
+    hashes   of each probe's source with that of the llmgeom modules it names, and of this class.
+    """
 
     def __init__(self, spec: Spec) -> None:
         names = sorted({s.probe for s in SIGNATURES} & set(probes.names()))
         self.spec, self.probes = spec, probes.known(names)
-        sources = {name: inspect.getsource(module) for name, module in self.probes.items()}
-        sources["kinds"] = inspect.getsource(type(self))
-        self.hashes = {name: hashlib.sha256(text.encode()).hexdigest()[:12] for name, text in sources.items()}
+        self.hashes = {name: _hash(module) for name, module in self.probes.items()} | {"kinds": _hash(type(self))}
 
     def measure(self, subject: Subject, material: Material) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
         """Every headline of every probe by name, and why a probe gave none."""
@@ -382,6 +383,15 @@ class Instrument:
             # Its headline is this mean, but needs five heads for an interval, and a grouped model has one a layer.
             values["kinds"][COLUMNS] = float(keys.arrays["columns"].mean())
         return values, dict(record.unmeasured)
+
+
+@cache
+def _hash(what: Any) -> str:
+    """12 hex digits for the source of a class or module; taken once, so that it stays that of what was imported."""
+    used = {getattr(value, "__module__", "") or "" for value in vars(what).values()}
+    named = sorted(name for name in used if name.startswith("llmgeom.") and name != __name__)
+    sources = [inspect.getsource(what), *(inspect.getsource(sys.modules[name]) for name in named)]
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:12]
 
 
 # ---- what the cells say ---------------------------------------------------------------------------------------------
