@@ -225,16 +225,16 @@ def _show_table(records: list, verbose: bool) -> None:
         )
         for title in COLUMNS.values():
             grid.add_column(title, overflow="fold")
-        rows = table([record])
+        rows, group = table([record]), None
         for row in rows:
-            cells = [row[key] for key in COLUMNS]
             if row["verdict"] == "not measured":
-                cells[1] = f"not measured, because {row['why']}"
-                cells[-1] = ""
-            grid.add_row(*map(Text, cells))
+                continue
+            if group != (group := "claims of the papers" if row.get("claim") else row["probe"]):
+                grid.add_row(Text(group, style="bold"))
+            grid.add_row(*(Text(row[key]) for key in COLUMNS))
         console.print(grid)
         for row in rows:
-            if verbose or row["verdict"] == "undecided":
+            if verbose or row["verdict"] in ("undecided", "INCONCLUSIVE", "not measured"):
                 console.print(Text(f"{row['name']}: {row['verdict']}, {row['why']}"))
         for warning in record.warnings:
             console.print(Text(f"warning: {warning}"))

@@ -179,20 +179,8 @@ class Subject:
 
         Raises Refused for a prompt without tokens, one longer than the model's positions, and rows of real numbers.
         """
-        if isinstance(batch.inputs, Rows):
-            raise Refused(f"{self.name} reads tokens; this batch holds rows of real numbers")
-        if isinstance(batch.inputs, Tokens):
-            tokens = batch.inputs
-            lengths = tokens.lengths.tolist()
-        else:
-            if self.tokenizer is None:
-                raise Refused(f"{self.name} has no tokenizer, so it cannot read text; pass one to Subject.of")
-            ids = self.tokenizer(list(batch.text), add_special_tokens=True)["input_ids"]
-            lengths = [len(row) for row in ids]
-            padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
-            for row, sequence in zip(padded, ids, strict=True):
-                row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-            tokens = Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
+        tokens = self._encoded(batch)
+        lengths = tokens.lengths.tolist()
         limit = self.facts["positions"]
         for i, length in enumerate(lengths):
             if length == 0:
@@ -200,6 +188,26 @@ class Subject:
             if limit is not None and length > limit:
                 raise Refused(f"prompt {i + 1} has {length} tokens; {self.name} reads at most {limit}: shorten it")
         return tokens
+
+    def fitting(self, batch: Batch) -> Batch:
+        """The prompts of a batch that are no longer than the model's positions."""
+        limit = self.facts["positions"]
+        lengths = self._encoded(batch).lengths.tolist()
+        return batch.take([i for i, length in enumerate(lengths) if limit is None or length <= limit])
+
+    def _encoded(self, batch: Batch) -> Tokens:
+        if isinstance(batch.inputs, Rows):
+            raise Refused(f"{self.name} reads tokens; this batch holds rows of real numbers")
+        if isinstance(batch.inputs, Tokens):
+            return batch.inputs
+        if self.tokenizer is None:
+            raise Refused(f"{self.name} has no tokenizer, so it cannot read text; pass one to Subject.of")
+        ids = self.tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
+        lengths = [len(row) for row in ids]
+        padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
+        for row, sequence in zip(padded, ids, strict=True):
+            row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+        return Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
 
     def special_prefix(self) -> int:
         """How many special tokens the tokenizer puts before a text (1 for a BOS, else usually 0)."""

@@ -68,8 +68,9 @@ class Result(CloudResult):
         "Shares: the same model re-initialised, and the same prompts with all tokens but the last shuffled; both "
         "must be beaten. Correlation, decodability and order: the re-initialised models' values against the trained "
         "model's entropy (what a look-up of the same tokens already predicts) and against their own, and permutations "
-        "of whole templates; all must be beaten. Dimension: Gaussian clouds with exactly the same spectrum, and the re-initialised "
-        "models, each over its own Gaussian clouds (untrained values cluster by token too); both must be beaten."
+        "of whole templates; all must be beaten. Dimension: Gaussian clouds with exactly the same spectrum, and the "
+        "re-initialised models, each over its own Gaussian clouds (untrained values cluster by token too); both must "
+        "be beaten."
     )
     FAILURE_MODES = (
         "PC1 misses curved or oblique manifolds. Value coordinates depend on the basis inside each head, which "

@@ -1,10 +1,13 @@
 """Label sequences: nouns with one of two nonce labels, written so that the next label has one exact distribution.
 
-`Choose dax or wug. owl: dax, fern: wug, bell:`   colon: one of the two labels rules, and each is it 9 times in 10
-`Sort into dax and wug. owl is dax. bell is`      is: the share of either label is anything, uniformly
+`Left: dax, right: zok. owl: dax, fern: zok, bell:`   colon: one of the two labels rules, each is it 9 times in 10
+`This is dax. That is zok. owl is dax. bell is`       is: the share of either label is anything, uniformly
 
 The nouns say nothing about the labels. Half of the pairs of labels, half of the nouns and one lead-in of each format
-are never in a training sequence; each label is, since one that is never trained as an answer never becomes one.
+are never in a training sequence; each label is, since one that is never trained as an answer never becomes one. There
+are many labels because with 20 a model learns by heart which go together, and reads held-out pairs wrongly: measured,
+skill .91 on trained pairs and .56 on others, against .81 and .72 with 96 after the same 800 steps. No word of the
+grammars begins with a label, which would be cut off it as a token.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import dataclasses
 import difflib
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -25,21 +29,20 @@ from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import Refused
 from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.lexicon import lexicon
 
 _WORDS = """
-bix cug dax fep gax hib jup kiv lom mib nuv pim rof sut tiv vek wex wug yed zup
+bap bav bom boz buv dax fik fim fof gek gep gox gug jaz jed jep jik jip jiv jod juk kad kap kek kem kez kog koz kub
+kug kup kut lok maf mev mez mib mip miz mok nax nez niv niz nok nuk nup pak pif pik pok puf rak ruk sas saz sib siv
+sok sov suv taf tef tek tez tig tiv tuf vag vax veb vib vif vok von yos yug yuv yuz zuz
 """
-_NOUNS = """
-apple ash attic badge bag bead beech bell birch boat book boot bottle bowl box brush bucket bus button candle cedar
-cellar chair chest clock coach coat coin comb crate crow cup curry desk door drawer drum eagle elm fern ferry fig
-flag fork fox garden glove goat gull hare hat heron horse jar kettle key knife ladder lamp leaf lemon letter library
-lime lorry lynx magnet mango map maple mirror museum oak orange otter owl page peach pear pen pencil piano pie pine
-plate plum price quince raven ribbon ring robin roof rope rose sack sail school score seed shell ship sock soup
-spoon stable stamp statue stew stone stork swan tent ticket tin train tram wall willow wren
+_TABLES = """
+animal bird building dish fruit job landscape metal object organ relative rock room science_bone science_creature
+science_labware science_mineral sport thing tool trade tree vehicle vessel
 """
-LABELS, CARRIERS = tuple(_WORDS.split()), tuple(_NOUNS.split())
-LONGEST = 20  # observations of a training sequence: with its lead-in it fits a window of 128 tokens
-LEAST_PAIRS = 9  # trained pairs that each label is in: those that were in 6 were the worst on held-out pairs
+LABELS = tuple(_WORDS.split())
+LONGEST = 10  # observations of a training sequence: most answers are asked early, where they are hardest
+LEAST_PAIRS = 35  # trained pairs that each label is in
 
 
 class Part(StrEnum):
@@ -51,7 +54,8 @@ class Part(StrEnum):
 class Format:
     """A way of writing a sequence, and the one prior it stands for.
 
-    leads        sentences that name both labels, so that the pair is known before any evidence; the last is held out.
+    leads        name both labels, so that the pair is known before any evidence; the last is held out. A label stands
+                 there after the link too: one way of reading serves both.
     link, gap    between a carrier and its label; between observations. A label stands after a space.
     share        of the first label, from a uniform number: a draw from the prior.
     predictive   log P(next label | counts of the first and second), [... 2] in nats.
@@ -67,11 +71,12 @@ class Format:
 FORMATS = {
     "colon": Format(
         leads=(
-            "Choose {} or {}.",
-            "Pick {} or {} for each.",
-            "Each one gets {} or {}.",
-            "The answers are {} or {}.",
-            "Say {} or {} each time.",
+            "First: {}, second: {}.",
+            "Left: {}, right: {}.",
+            "Here: {}, there: {}.",
+            "Heads: {}, tails: {}.",
+            "Old: {}, new: {}.",
+            "Up: {}, down: {}.",
         ),
         link=":",
         gap=",",
@@ -80,11 +85,12 @@ FORMATS = {
     ),
     "is": Format(
         leads=(
-            "Sort into {} and {}.",
-            "There are two kinds, {} and {}.",
-            "Some are {} and some {}.",
-            "The groups are {} and {}.",
-            "Divide them into {} and {}.",
+            "One is {}. The other is {}.",
+            "This is {}. That is {}.",
+            "Black is {}. White is {}.",
+            "East is {}. West is {}.",
+            "Some of it is {}. The rest is {}.",
+            "Yes is {}. No is {}.",
         ),
         link=" is",
         gap=".",
@@ -113,8 +119,20 @@ def pairs(part: Part) -> tuple[tuple[str, str], ...]:
 @functools.cache
 def carriers(part: Part) -> tuple[str, ...]:
     """The nouns of a part: the half with the least sha256 is held out."""
-    out = frozenset(sorted(CARRIERS, key=_sha256)[: len(CARRIERS) // 2])
-    return tuple(word for word in CARRIERS if (word in out) == (part is Part.HELD_OUT))
+    every = _nouns()
+    out = frozenset(sorted(every, key=_sha256)[: len(every) // 2])
+    return tuple(word for word in every if (word in out) == (part is Part.HELD_OUT))
+
+
+@functools.cache
+def _nouns() -> tuple[str, ...]:
+    """Single words of the lexicon that name one thing."""
+    found = set()
+    for name in _TABLES.split():
+        columns, rows = lexicon()[name]
+        at = columns.index("one") if "one" in columns else 0
+        found |= {row[at] for row in rows if re.fullmatch("[a-z]{3,10}", row[at])}
+    return tuple(sorted(found))
 
 
 def leads(name: str, part: Part) -> tuple[str, ...]:

@@ -61,13 +61,14 @@ def table(records: Sequence[Record]) -> list[dict[str, str]]:
     """The rows as plain dictionaries for a terminal or JSON; all have the same keys, `record` only where it differs and
     `claim` only where a headline is one."""
     rows = lines(records)
-    hidden = {"probe", "method"} | ({"record"} if len(records) == 1 else set())
+    hidden = {"method"} | ({"record"} if len(records) == 1 else set())
     hidden |= set() if any(row.claim for row in rows) else {"claim"}
     return [{key: text for key, text in row._asdict().items() if key not in hidden} for row in rows]
 
 
 def lines(records: Sequence[Record]) -> list[Row]:
-    """Rows by probe, then headline, then record, so that equal headlines of several records stand side by side."""
+    """Claims first, then measurements; each by probe, headline and record, so that equal headlines of several records
+    stand side by side."""
     rows, named = [], list(zip(labels(records), records, strict=True))
     for probe in sorted({probe for record in records for probe in (*record.results, *record.unmeasured)}):
         found = [(label, h) for label, r in named if probe in r.results for h in r.results[probe].headlines]
@@ -77,7 +78,7 @@ def lines(records: Sequence[Record]) -> list[Row]:
             if probe in record.unmeasured:
                 cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], "", probe, "")
                 rows.append(Row(*map(visible, cells)))
-    return rows
+    return sorted(rows, key=lambda row: not row.claim)
 
 
 def _row(label: str, probe: str, h: Headline) -> Row:

@@ -210,6 +210,7 @@ def test_table_says_each_headline_and_each_gap():
         "n": "75 prompts, 38 units",
         "verdict": "above null",
         "why": "",
+        "probe": "manifold",
     }
     assert rows["focus of the sink"]["null"] == "none" and rows["focus of the sink"]["p"] == ""
     assert rows["sula"]["verdict"] == "not measured" and "digits" in rows["sula"]["why"]

@@ -208,11 +208,13 @@ def test_answers_are_those_of_one_prompt_at_a_time(tiny):
         assert np.exp(mass[i]) == pytest.approx(two.sum().item(), rel=1e-5)
 
 
-def test_a_label_of_several_tokens_is_refused():
-    read = lessons(8, 128, 300, seed=0, at_once=200)
-    subject = Subject.of(pocket.Pocket("any", "llama", hidden=32, vocabulary=300).start(), read.tokenizer)
-    with pytest.raises(Refused, match=r"the labels bix, .* are several tokens each"):
-        exam.answers(subject, Evidence().sample(2, seed=0))
+def test_a_label_of_several_tokens_is_refused(monkeypatch):
+    read = lessons(8, 128, 512, seed=0, at_once=200)
+    subject = Subject.of(pocket.Pocket("any", "llama", hidden=32, vocabulary=512).start(), read.tokenizer)
+    batch = Evidence().sample(2, seed=0)
+    monkeypatch.setattr(sula, "LABELS", (*sula.LABELS, "incomprehensible"))
+    with pytest.raises(Refused, match="the labels incomprehensible are several tokens each"):
+        exam.answers(subject, batch)
 
 
 # ---- the pipeline ---------------------------------------------------------------------------------------------------
@@ -241,7 +243,8 @@ def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny
             told = card[key][name]["held-out"]
             again_by_k = found[name]["held-out"].pop("by_k")
             assert found[name]["held-out"] == pytest.approx({key: told[key] for key in told if key != "by_k"})
-            assert told["n"] == 95 * 8 and {one["n"] for one in told["by_k"].values()} == {95}
+            assert told["n"] == 200 * 8 and told["pairs"] == 200
+            assert {one["n"] for one in told["by_k"].values()} == {200}
             for k, one in again_by_k.items():
                 assert one == pytest.approx(told["by_k"][k])
             assert f"{told['skill']:.3f} ({told['low']:.3f} to {told['high']:.3f})" in page
@@ -258,7 +261,7 @@ def test_every_architecture_learns_and_is_what_its_name_says(name, tiny):
     subject = Subject.of(model, read.tokenizer)
     assert subject.facts["model_type"] == spec.architecture and curve[-1]["loss"] < 7
     assert Subject.of(spec.start()).weight_hash == subject.twin(0).weight_hash != subject.weight_hash
-    assert subject.facts["kv_heads"] == (1 if spec.architecture in ("llama", "mistral") else 4)
+    assert subject.facts["kv_heads"] == (2 if spec.architecture in ("llama", "mistral") else 4)
 
 
 @pytest.mark.parametrize("name", POCKETS)
@@ -281,13 +284,6 @@ def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     torch.manual_seed(99)
     assert exam.stored(folder).twin(card["seed"]).weight_hash == card["weights"]["start"]
     assert exam.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
-
-
-def test_a_prompt_too_long_for_the_model_is_found_before_training(tmp_path):
-    steps = []
-    with pytest.raises(Refused, match=r"prompt \d+ has \d+ tokens; pythia reads at most 24"):
-        build("pythia", tmp_path / "new", progress=lambda *args: steps.append(args), **TINY | {"context": 24})
-    assert not steps
 
 
 def test_the_same_build_gives_the_same_weights(tiny, tmp_path):
@@ -368,13 +364,16 @@ def test_the_shipped_losses_are_those_of_its_card(shipped):
         assert again[which]["tokens"] == card["losses"][which]["tokens"]
 
 
-def test_the_shipped_skills_are_those_of_its_card(shipped):
+def test_the_shipped_skills_are_those_of_its_card(shipped, monkeypatch):
     folder, card = shipped
-    again = exam.evidence(exam.stored(folder), card["spec"]["fillings"], sets=("held-out",))
-    for name in sula.FORMATS:
-        assert again[name]["held-out"]["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
-        assert abs(card["skills_at_step_0"][name]["held-out"]["skill"]) < 0.25
-        assert card["skills"][name]["held-out"]["label_mass"] > 0.9
+    # One format a model, to save seconds; each is examined in some.
+    name = sorted(sula.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
+    monkeypatch.setattr(sula, "FORMATS", {name: sula.FORMATS[name]})
+    again = exam.evidence(exam.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
+    assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
+    assert again["label_mass"] == pytest.approx(card["skills"][name]["held-out"]["label_mass"], abs=1e-3)
+    for form in card["skills"]:
+        assert abs(card["skills_at_step_0"][form]["held-out"]["skill"]) < 0.25
 
 
 def test_a_shipped_model_has_no_unsaid_miss(shipped):
@@ -407,8 +406,9 @@ def test_every_label_is_one_token_of_a_shipped_tokenizer_and_all_have_the_same(s
 def test_a_sliding_window_hides_something_of_most_prompts_of_mixed(shipped):
     folder, _ = shipped
     subject = exam.stored(folder)
-    lengths = subject.tokens(Domain("mixed").sample(600, 0)).lengths
-    assert lengths.max() <= 128
+    pool = Domain("mixed").sample(600, 0)
+    lengths = subject.tokens(subject.fitting(pool)).lengths
+    assert len(lengths) >= 595
     if subject.facts["window"]:
         assert 0.3 < subject.facts["window"] / lengths.double().median() < 0.6
 

@@ -56,8 +56,7 @@ def lessons(
     """`n` windows of `context` tokens from two streams: texts of all domains and label sequences, neither held out.
 
     A window holds label sequences with probability `share`, else texts, never both. The tokenizer is learnt on the
-    first `at_once` texts and an eighth as many label sequences, informative whatever is asked for here, so that it
-    does not depend on that; `at_once` more of either are drawn whenever they run out. In the texts' windows a
+    first `at_once` texts; `at_once` more of either are drawn whenever they run out. In the texts' windows a
     fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
 
     Each window starts with a whole item, as a prompt does, and runs on through separators; the item that does not fit
@@ -66,7 +65,7 @@ def lessons(
     rng, lots = Random(f"llmgeom/split/{seed}"), Random(f"llmgeom/mix/{seed}")
     stream = corpus.texts(domains(), seed)
     first = list(islice(stream, at_once))
-    tokenizer = learn_tokenizer([*first, *islice(sula.sequences(seed), at_once // 8)], vocabulary, context)
+    tokenizer = learn_tokenizer(first, vocabulary, context)
     texts = _Reader(chain(first, stream), tokenizer, at_once)
     sequences = _Reader(sula.sequences(seed, informative), tokenizer, at_once)
     windows = torch.zeros(n, context, dtype=torch.int16)
@@ -115,19 +114,21 @@ def pieces(text: str, tokenizer: PreTrainedTokenizerBase, rng: Random, split: fl
 
 
 def learn_tokenizer(texts: Sequence[str], vocabulary: int, context: int) -> PreTrainedTokenizerBase:
-    """Byte-level BPE: any UTF-8 has tokens, none is unknown; nothing is put before a text."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    """Byte-level BPE: any UTF-8 has tokens, none is unknown; nothing is put before a text. Each label after a space is
+    one token."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
+        vocab_size=vocabulary - len(sula.LABELS),
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
+    bpe.add_tokens([AddedToken(f" {label}", normalized=False) for label in sula.LABELS])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, unk_token=END, model_max_length=context
     )

@@ -266,6 +266,13 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
     if not plan.stratify:
         return pool, {}, []
 
+    def fitting(of: Batch, what: str) -> Batch:
+        kept = subject.fitting(of)
+        if len(kept) < len(of):
+            positions = subject.facts["positions"]
+            notes.append(f"{len(of) - len(kept)} of {len(of)} {what} have more than {positions} tokens: left out")
+        return kept
+
     def entropy(of: Batch, what: str) -> np.ndarray:
         return subject.entropy(
             of,
@@ -279,13 +286,15 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
         return [row[:length] for row, length in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)]
 
     def same_end() -> Batch:
-        ending = Domain(name).sample(len(pool), seed, final=FINAL)
+        ending = subject.fitting(Domain(name).sample(len(plan.pools[name]), seed, final=FINAL))
         ends = [row[-1] for row in ids(ending)]
         last = max(set(ends), key=ends.count)
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
         return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
 
     asked_for = frozenset().union(*(module.NEEDS.samples for module in modules.values()))
+    notes: list[str] = []
+    pool = fitting(pool, "prompts of the pool")
     found = entropy(pool, "the pool")
     batch = pools.stratify(pool, found, n, seed=seed)
     possible: dict[str, Callable[[], Batch]] = {
@@ -296,12 +305,13 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
         possible[ONE_TOKEN] = same_end
         if name != MIXED and asked_for & {MIXED, MATCHED}:
             # Another seed than the mixed scan's own: the two samples are independent.
-            mixed = Domain(MIXED).sample(min(POOL, plan.request.limit or POOL, Domain(MIXED).size()), seed + 1)
+            size = min(POOL, plan.request.limit or POOL, Domain(MIXED).size())
+            mixed = fitting(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
             theirs = entropy(mixed, "mixed prompts")
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
             wanted = pools.diversity(ids(batch), batch.unit)
             possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, ids(mixed), wanted, n, seed)
-    samples, notes = {}, []
+    samples = {}
     for what in sorted(asked_for & possible.keys()):
         try:
             samples[what] = possible[what]()
