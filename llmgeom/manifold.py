@@ -79,7 +79,7 @@ def twonn(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*d
     ratio = np.sort(np.log(second / first), axis=-1)
     n = ratio.shape[-1]
     k = _uncensored(n)
-    return (k - 1) / (ratio[..., :k].sum(-1) + (n - k) * ratio[..., k - 1])
+    return np.asarray((k - 1) / (ratio[..., :k].sum(-1) + (n - k) * ratio[..., k - 1]))
 
 
 def _uncensored(n: int) -> int:
@@ -97,7 +97,7 @@ def levina_bickel(
     Raises Refused as `twonn`.
     """
     near = _nearest(distance, neighbours)
-    return 1 / np.log(near[..., -1:] / near[..., :-1]).mean((-2, -1))
+    return np.asarray(1 / np.log(near[..., -1:] / near[..., :-1]).mean((-2, -1)))
 
 
 def _nearest(distance: np.ndarray, count: int) -> Float[np.ndarray, "*draw row neighbour"]:

@@ -73,7 +73,7 @@ def cosines(
 def pair_mean(square: Float[np.ndarray, "*set vector vector"]) -> Float[np.ndarray, "*set"]:
     """Mean over distinct pairs of a symmetric matrix: its entries off the diagonal."""
     m = square.shape[-1]
-    return (square.sum((-2, -1)) - np.trace(square, axis1=-2, axis2=-1)) / (m * (m - 1))
+    return np.asarray((square.sum((-2, -1)) - np.trace(square, axis1=-2, axis2=-1)) / (m * (m - 1)))
 
 
 def mean_abs_cosine(x: Float[np.ndarray, "*set vector coordinate"], centre: bool = False) -> Float[np.ndarray, "*set"]:
@@ -127,7 +127,7 @@ def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[
     whatever they are, so that their |cosine| is 1.
     """
     _, number = np.unique(np.asarray(labels), return_inverse=True)
-    return float(_class_cosines(_centred_units(x, number), number[None], number.max() + 1)[0])
+    return float(_class_cosines(_centred_units(x, number), number[None], int(number.max()) + 1)[0])
 
 
 def permuted_class_cosine(
@@ -136,7 +136,7 @@ def permuted_class_cosine(
     """`class_cosine` with the labels permuted over units; the same permutations for the same seed and labels."""
     _, number = np.unique(np.asarray(labels), return_inverse=True)
     x = _centred_units(x, number)
-    classes, rng = number.max() + 1, np.random.default_rng(seed)
+    classes, rng = int(number.max()) + 1, np.random.default_rng(seed)
     moved = rng.permuted(np.tile(number, (permutations, 1)), axis=1)
     step = max(1, CHUNK // (classes * (x[0].size + len(x))))
     return np.concatenate([_class_cosines(x, moved[at : at + step], classes) for at in range(0, permutations, step)])

@@ -151,6 +151,7 @@ def _measured(probe: str, plain: dict[str, Any], arrays: Mapping[str, np.ndarray
             "headlines": tuple(Headline(**h) for h in plain["headlines"]),
             "quantities": quantities,
             "warnings": tuple(plain["warnings"]),
+            "notes": tuple(plain.get("notes", ())),
             "arrays": {name: arrays[f"{probe}.{name}"] for name in quantities},
         }
     )

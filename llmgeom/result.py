@@ -120,10 +120,12 @@ class Measured:
     quantities: Mapping[str, Quantity]
     arrays: Mapping[str, np.ndarray]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class Result:
-    """Base of every probe's answer: a frozen dataclass of `quantity` fields and headlines.
+    """Base of every probe's answer: a frozen dataclass of `quantity` fields and headlines, with `warnings`, which could
+    overturn a verdict, and where it has any `notes`, which a reader of its section should know.
 
     A subclass states in class variables what a reader of the page needs: TITLE; MEANING (two sentences: what it means);
     COMPUTED (the estimator); NULL (what it is held against); FAILURE_MODES.
@@ -176,4 +178,5 @@ class Result:
             quantities=self.quantities(),
             arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},
             warnings=tuple(self.warnings),
+            notes=tuple(getattr(self, "notes", ())),
         )

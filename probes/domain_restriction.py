@@ -74,6 +74,7 @@ class Result(Base):
     participation_null: np.ndarray = quantity("layer bound", "components", "the change of re-initialised models")
     headlines: tuple[Headline, ...]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
@@ -114,7 +115,7 @@ def measure(view: View) -> Result:
             for over, other in others.items()
             for found in _headlines(own, other, over, gains[over][-1], nulls[over][:, -1])
         ),
-        warnings=(
+        notes=(
             _diversity(
                 str(own.capture.batch.source.get("name", "the domain")),
                 others[AS_DIVERSE].capture.batch.source["as_diverse"],

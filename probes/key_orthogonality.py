@@ -215,6 +215,7 @@ class Result(Base):
     )
     headlines: tuple[Headline, ...]
     warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,12 +280,11 @@ def measure(view: View) -> Result:
         seen_centred_spectrum=gaussian[SEEN_CENTRED],
     )
     classes, said = _classes(view.capture, view.units)
-    warnings.append(said)
+    fields |= {"warnings": tuple(warnings), "notes": (*_other_side(headlines), said)}
     if not classes:
-        return Result(**fields, headlines=tuple(headlines), warnings=(*_other_side(headlines), *warnings))
+        return Result(**fields, headlines=tuple(headlines))
     row, more = _class_means(view, classes)
-    headlines.append(row)
-    return WithClasses(**fields, **more, headlines=tuple(headlines), warnings=(*_other_side(headlines), *warnings))
+    return WithClasses(**fields, **more, headlines=(*headlines, row))
 
 
 def _curves(name: str, own: Reading, twins: list[Reading], centred_null: bool) -> dict[str, np.ndarray]:

@@ -161,11 +161,11 @@ def test_the_interval_covers_the_expected_gain_in_a_long_run():
 def test_a_note_says_how_diverse_the_samples_are_and_where_that_was_not_reached():
     said = "different tokens, different final tokens and templates: math 500, 30 and 30; mixed, as diverse "
     reached = (540, 33, 28)
-    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=counts(reached=reached))).warnings == (
+    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=counts(reached=reached))).notes == (
         said + "540, 33 and 28; mixed 600, 45 and 30",
     )
     far = counts(reached=(540, 34, 30))
-    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=far)).warnings == (
+    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=far)).notes == (
         f"mixed prompts as diverse as math could not be had; {said}540, 34 and 30; mixed 600, 45 and 30",
     )
 

@@ -261,10 +261,10 @@ def test_what_untrained_models_have_too_is_not_below_null_and_less_than_they_hav
     same = heads(probe.measure(view(seed=2, planted=True, twin_planted=True)))
     assert same[BY_HEAD].verdict != "below null"
     result = probe.measure(view(seed=3, twin_planted=True))
-    (said, *_) = result.warnings
+    (said, *_) = result.notes
     assert said.startswith("less orthogonal than chance, above the whole band of the null: ")
     assert BY_HEAD in said and "class-mean" not in said
-    assert not any("less orthogonal" in text for text in probe.measure(view(seed=4)).warnings)
+    assert not any("less orthogonal" in text for text in probe.measure(view(seed=4)).notes)
 
 
 def test_orthogonal_classes_are_found_at_the_last_layer_and_not_before():
@@ -275,7 +275,7 @@ def test_orthogonal_classes_are_found_at_the_last_layer_and_not_before():
     assert result.class_means[-1] < result.class_means_null[-1, 0]
     assert result.class_means_null[0, 0] < result.class_means[0] < result.class_means_null[0, 1]
     said = "a (6), b (6), c (6), d (6), e (6), f (6)"
-    assert result.warnings[-1] == f"classes of class-mean keys are the templates' domains: {said}"
+    assert result.notes[-1] == f"classes of class-mean keys are the templates' domains: {said}"
 
 
 def test_classes_are_the_first_tags_where_there_is_one_domain_and_rare_ones_are_left_out():
@@ -283,7 +283,7 @@ def test_classes_are_the_first_tags_where_there_is_one_domain_and_rare_ones_are_
     first = ["", *["geo"] * 10, *["sum"] * 11, *["odd"] * 12, *["rare"] * 2]
     tags = tuple(f"{first[i // 2]} other" if first[i // 2] else "" for i in range(72))
     result = probe.measure(view(columns={"domain": ("math",) * 72, "tags": tags}))
-    assert result.warnings[-1] == (
+    assert result.notes[-1] == (
         "classes of class-mean keys are the templates' first tags: geo (10), odd (12), sum (11); "
         "3 other templates are left out"
     )
@@ -295,7 +295,7 @@ def test_classes_are_the_first_tags_where_there_is_one_domain_and_rare_ones_are_
 def test_without_classes_the_row_is_left_out_aloud(columns):
     result = probe.measure(view(columns=columns))
     assert CLASSES not in heads(result) and not hasattr(result, "class_means")
-    assert "class-mean keys are not measured: they need 3 classes" in result.warnings[-1]
+    assert "class-mean keys are not measured: they need 3 classes" in result.notes[-1]
 
 
 def test_two_classes_are_not_enough():
@@ -327,8 +327,8 @@ def test_the_jackknife_error_of_token_keys_is_the_spread_over_samples_of_tokens(
 def test_few_heads_have_no_interval_and_norms_are_told():
     result = probe.measure(view(seed=7, layers=1, normed=True, columns={}))
     assert COLUMNS not in heads(result)
-    assert result.warnings[-3].startswith("columns of W_K: 3 heads in all are too few")
-    assert result.warnings[-2].startswith("queries and keys are normalised after their projection")
+    assert result.warnings[-2].startswith("columns of W_K: 3 heads in all are too few")
+    assert result.warnings[-1].startswith("queries and keys are normalised after their projection")
 
 
 def test_what_cannot_be_read_is_a_row_with_its_reason():

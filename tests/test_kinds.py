@@ -28,7 +28,8 @@ TINY = Spec(
     steps=4,
     tokenizer_texts=200,
     pool=120,
-    prompts=30,
+    prompts=24,
+    nulls=1,
     fillings=1,
 )
 FOCUS = "focusing"
@@ -287,7 +288,7 @@ def test_a_stored_model_is_measured_again_when_the_probes_changed_and_not_traine
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [({"steps": 5}, "steps is 4, this one's 5"), ({"prompts": 29}, "prompts is 30, this one's 29")],
+    [({"steps": 5}, "steps is 4, this one's 5"), ({"prompts": 23}, "prompts is 24, this one's 23")],
 )
 def test_cells_of_another_spec_are_refused(done, change, what):
     with pytest.raises(Refused, match=f"is of another run: {what}; choose another --out"):

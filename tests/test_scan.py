@@ -289,7 +289,7 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     restriction = math.results["domain_restriction"]
     assert {(h.n, h.claim != "") for h in restriction.headlines} == {(30, True), (30, False)}
     assert all(h.value == pytest.approx(0, abs=0.3) for h in restriction.headlines if h.unit == "fraction")
-    (said,) = restriction.warnings
+    (said,) = restriction.notes
     assert "different tokens, different final tokens and templates: math " in said
     assert set(mixed.results) == {"attention_focus"}
     assert mixed.unmeasured == {
@@ -334,6 +334,18 @@ def test_a_second_sample_that_cannot_be_had_is_a_note(folder):
     assert LENGTH not in samples and {UNSTRATIFIED, MIXED, MATCHED} <= set(samples)
     (note,) = [note for note in notes if LENGTH in note]
     assert note.startswith("no sample of prompts 'length-matched': --n 30: ") and note.endswith("or a larger pool")
+
+
+def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
+    asked = scanning.Request(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
+    plan = scanning.prepare(asked, write=False)
+    subject = scanning.load(plan)
+    lengths = subject.tokens(plan.pools["math"]).lengths
+    limit = int(lengths.sort().values[-4])
+    short = replace(subject, facts={**subject.facts, "positions": limit})
+    batch, _, notes = scanning._samples(plan, short, "math", None, {"all": probe(None)}, None)
+    assert notes == [f"{(lengths > limit).sum()} of 150 prompts of the pool have more than {limit} tokens: left out"]
+    assert short.tokens(batch).lengths.max() <= limit < lengths.max()
 
 
 def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):

@@ -232,3 +232,22 @@ def test_too_few_points_leave_the_dimension_out_and_say_so():
     assert f"{DIMENSION}: not measured, because an intrinsic dimension of 7 distinct points; it needs 10" in (
         result.warnings
     )
+
+
+def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_too():
+    """Twins whose PC1 follows their own entropy, and not ours, take the verdict away; twins of noise leave it."""
+    main = view(1.5, 1)
+    rng = np.random.default_rng(8)
+
+    def twin() -> Capture:
+        own = rng.uniform(0, 8, N)
+        tensors = values(rng, (own - own.mean()) / own.std(), 2.0)
+        return capture(tensors | {(Site.ENTROPY, -1): torch.from_numpy(own.astype(np.float32))})
+
+    held = replace(main, twins=tuple(twin() for _ in range(TWINS)))
+    for name in (RHO, R2):
+        left, taken = (
+            next(h for h in value_manifold.measure(seen).headlines if h.name == name) for seen in (main, held)
+        )
+        assert left.verdict == "above null" and left.value == taken.value
+        assert taken.verdict != "above null" and taken.null == "re-initialised, own entropy (20 draws)"
