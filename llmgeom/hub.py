@@ -52,7 +52,8 @@ class _Incomplete(Refused):
 
 def pockets() -> tuple[str, ...]:
     """The names of the models shipped inside the package."""
-    return tuple(sorted(config.parent.name for config in POCKET.glob("*/config.json")))
+    found = (config.parent.name for config in POCKET.glob("*/config.json"))
+    return tuple(sorted(name for name in found if "." not in name))  # .refused: built, and missed its demands
 
 
 def go_offline() -> None:

@@ -184,10 +184,6 @@ def build(
             subject = stored(temporary)
             once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
             measured = exam.sit(subject, sample, read.ids, few=once, each=spec.fillings)
-            if short := missed(measured, demands):
-                raise Refused(
-                    f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps or the share is off"
-                )
             card = {
                 "name": name,
                 "seed": spec.seed,
@@ -221,9 +217,17 @@ def build(
             }
             write_whole(temporary / "card.json", (json.dumps(card, indent=1, ensure_ascii=False) + "\n").encode())
             write_whole(temporary / "card.md", _page(card).encode())
-            _place(temporary, out)
+            short = missed(measured, demands)
+            # Minutes of training are not thrown away for a missed demand: what was made can be looked at.
+            place = out.with_name(f"{out.name}.refused") if short else out
+            _place(temporary, place)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
+    if short:
+        raise Refused(
+            f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps or the share is off; what "
+            f"was trained is in {place}"
+        )
     return card
 
 
