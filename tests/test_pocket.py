@@ -388,7 +388,7 @@ def test_a_shipped_model_has_no_unsaid_miss(shipped):
 def test_a_shipped_model_is_small_and_loads_from_its_folder(shipped):
     folder, _ = shipped
     assert (folder / "model.safetensors").stat().st_size <= 2.1e6
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 3.0e6
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 3.2e6
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert model.config.vocab_size == len(tokenizer) == 1024
