@@ -308,7 +308,8 @@ def _judged(h: Headline, claims: int) -> Headline:
         yes, no = f"clears {h.margin:.3g}", f"excludes {_mark(h)}, the effect of interest"
     ranked = h.equivalence or h.p < ALPHA
     if clears and ranked and h.adjusted < ALPHA:
-        return replace(h, verdict="PASS", why=f"the interval of {_found(h)} {yes}, {tested}")
+        small = "" if h.equivalence or not excluded else f"; an effect of {h.effect:.3g} is excluded: it is a small one"
+        return replace(h, verdict="PASS", why=f"the interval of {_found(h)} {yes}, {tested}{small}")
     if excluded:
         return replace(h, verdict="FAIL", why=f"the interval of {_found(h)} {no}, {tested}")
     lacking = "" if clears else f"the interval of {_found(h)} does not clear {h.margin:.3g}, "

@@ -138,6 +138,12 @@ def test_fail_needs_the_effect_excluded_and_never_comes_from_a_wide_interval(p_c
         assert f"needs n >= {wide.needed} units" in wide.why or "40 units suffice" in wide.why
 
 
+def test_a_pass_by_less_than_the_effect_of_interest_says_so():
+    (small,) = judged(strong("a", 0.001, value=0.65, low=0.62, high=0.69))
+    assert small.verdict == "PASS" and small.why.endswith("; an effect of 0.1 is excluded: it is a small one")
+    assert "small one" not in judged(strong("a", 0.001))[0].why
+
+
 def test_a_claim_that_the_value_is_low_fails_above_and_passes_below():
     low = dict(side="lower", claim="it is low.", source="s", published="p")
     assert judged(made(0.1, 0.05, 0.15, {"hard": HARD}, **low))[0].verdict == "PASS"
