@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Float, Int, Real
 
 from llmgeom.errors import Refused
-from llmgeom.stats import Interval, Units, _standardised, spearman
+from llmgeom.stats import Interval, Units, spearman, standardised
 
 LEAST_POINTS = 10
 DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its authors discard them
@@ -32,11 +32,6 @@ def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray,
     diagonal = np.arange(x.shape[-2])
     found[..., diagonal, diagonal] = 0
     return np.sqrt(found.clip(0))
-
-
-def standardised(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row kept"]:
-    """Each coordinate with mean 0 and standard deviation 1 (ddof = 0), constant ones left out. Raises as `shares`."""
-    return _standardised(x)
 
 
 def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " kept"], Int[np.ndarray, " row"]]:

@@ -68,7 +68,7 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
     unequal n or d do not compare. Constant means largest and smallest value are equal.
     Raises Refused for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
     """
-    z = _standardised(x)
+    z = standardised(x)
     n, d = z.shape
     if n <= d:
         values, vectors = np.linalg.eigh(z @ z.T)
@@ -84,7 +84,8 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
     return Spectrum(_fractions(values, n), scores, n, d, np.asarray(x).shape[1] - d)
 
 
-def _standardised(x: np.ndarray) -> Float[np.ndarray, "prompt kept"]:
+def standardised(x: np.ndarray) -> Float[np.ndarray, "prompt kept"]:
+    """Each coordinate less its mean, over its sd (ddof = 0); constant ones are left out. Raises as `shares`."""
     x = np.asarray(x)
     if x.ndim != 2 or len(x) < 3:
         raise Refused(f"a PCA needs a matrix [prompt coordinate] of at least 3 prompts, got shape {x.shape}")
@@ -110,7 +111,7 @@ def _summary(found: np.ndarray) -> np.ndarray:
 
 def _share_summary(x: np.ndarray) -> np.ndarray:
     """`_summary` of x without eigenvectors: all that a deletion or a permutation needs."""
-    z = _standardised(x)
+    z = standardised(x)
     n, d = z.shape
     return _summary(_fractions(np.linalg.eigvalsh(z @ z.T if n <= d else z.T @ z), n))
 

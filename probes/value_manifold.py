@@ -24,10 +24,10 @@ from llmgeom.cloud import (
     vectors,
 )
 from llmgeom.errors import Refused
-from llmgeom.manifold import Dimension, intrinsic_dimension, standardised, unroll
+from llmgeom.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.scan import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, Sample, View
-from llmgeom.stats import correlation_test, spearman
+from llmgeom.stats import correlation_test, spearman, standardised
 
 SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
 NEEDS = Needs(frozenset({Site.VALUE}), samples=frozenset(SECOND))
