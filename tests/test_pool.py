@@ -172,3 +172,17 @@ def test_a_sample_as_diverse_keeps_fifths_templates_and_its_seed():
         assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [15] * 5
         assert max(Counter(batch.unit).values()) <= 2
     assert alike((250, 25, 50), 1).text == batch.text != alike((250, 25, 50), 0).text
+
+
+def test_a_class_of_lengths_that_cannot_be_filled_gives_its_templates_back():
+    """Two classes have low entropies only, all of template t; of the other eight's pairs two need t, and both get it."""
+    lengths, entropy, units = [], [], []
+    for place in range(10):
+        kinds = "ll" if place < 2 else "hh" if place > 7 else "lh"
+        for i, kind in enumerate(kinds):
+            lengths.append(10 * place + i)
+            entropy.append((0 if kind == "l" else 50) + place + i / 2)
+            units.append("t" if kind == "l" and place < 4 else f"u{place}{i}")
+    pool = Batch(Text(tuple(f"prompt {i}" for i in range(20))), tuple(units), {"name": "pool"})
+    batch = length_matched(pool, np.array(entropy), lengths, n=12, bins=2)
+    assert sorted(number(batch)) == list(range(4, 16))
