@@ -175,7 +175,7 @@ def test_a_sample_as_diverse_keeps_fifths_templates_and_its_seed():
 
 
 def test_a_class_of_lengths_that_cannot_be_filled_gives_its_templates_back():
-    """Two classes have low entropies only, all of template t; of the other eight's pairs two need t, and both get it."""
+    """Two classes have low entropies only, all of template t; of the other pairs two need t, and both get it."""
     lengths, entropy, units = [], [], []
     for place in range(10):
         kinds = "ll" if place < 2 else "hh" if place > 7 else "lh"
