@@ -20,7 +20,7 @@ demo: .venv/installed
 	$(BIN)/llmgeom scan --out $(OUT)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -m 'not ($(DESELECTED))'
+	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not ($(DESELECTED))'
 	@echo "deselected marks: browser, gpu, compile, soak (run one with: make browser, make soak, or pytest -m gpu)"
 
 browser: .venv/installed

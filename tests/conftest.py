@@ -11,6 +11,7 @@ from jaxtyping import install_import_hook
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = ("attention", "capture", "information", "manifold", "orthogonality", "readout", "stats", "weights")
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
+LONGEST = ("test_verdicts.py",)
 
 _seconds: dict[str, float] = defaultdict(float)
 
@@ -28,6 +29,11 @@ def _one_thread(request):
 
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items):
+    """The longest files first, so that no worker is left alone with one at the end."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_runtest_logreport(report):

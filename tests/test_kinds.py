@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,39 +17,32 @@ from llmgeom.capture import Site
 from llmgeom.claims import declared
 from llmgeom.errors import Refused
 from llmgeom.experiments import kinds
-from llmgeom.experiments.kinds import KINDS, SIGNATURES, Material, Spec, contrasts, effect, effects, matched
+from llmgeom.experiments.kinds import KINDS, SIGNATURES, SPEC, Material, contrasts, effect, effects, matched
+from llmgeom.experiments.lessons import asked
 from llmgeom.subject import Subject
 
-TINY = Spec(
-    hidden=16,
-    layers=3,
-    ffn=24,
-    vocabulary=400,
-    batch=4,
-    steps=4,
-    tokenizer_texts=200,
-    pool=120,
-    prompts=24,
-    nulls=1,
-    fillings=1,
-)
+TINY = replace(SPEC, hidden=16, layers=3, ffn=24, vocabulary=400, batch=4, steps=4, tokenizer_texts=200)
+TINY = replace(TINY, pool=120, prompts=24, nulls=1, fillings=1)
 FOCUS = "focusing"
 SHARE = "values: PC1+PC2 share, by kv head"
-DYNAMIC, STATIC = (next(s for s in SIGNATURES if s.name == name) for name in (FOCUS, SHARE))
+BY_NAME = {s.name: s for s in SIGNATURES}
 
 
 @pytest.fixture(scope="module")
-def material(tmp_path_factory):
-    return Material(TINY, 2, tmp_path_factory.mktemp("material"))
+def material():
+    return Material(TINY, 2)
+
+
+def of(kind, window, spec=TINY):
+    return replace(spec, window=window, **KINDS[kind])
 
 
 def test_signatures_are_declared_headlines_with_the_effects_of_their_claims():
     for s in SIGNATURES:
         if s.probe != "kinds":
             assert s.effect == (0.1 if s.headline.startswith("focusing") else declared(s.probe)[s.headline].smallest), s
-    by = {s.name: s.effect for s in SIGNATURES}
-    assert by["columns of W_K"] == declared("key_orthogonality")["columns of W_K"].smallest
-    assert by[SHARE] == by["values: PC1+PC2 share"]
+    assert BY_NAME["columns of W_K"].effect == declared("key_orthogonality")["columns of W_K"].smallest
+    assert BY_NAME[SHARE].effect == BY_NAME["values: PC1+PC2 share"].effect
 
 
 # ---- the cells ------------------------------------------------------------------------------------------------------
@@ -56,7 +50,7 @@ def test_signatures_are_declared_headlines_with_the_effects_of_their_claims():
 
 def test_configs_differ_only_in_what_their_kinds_are():
     def different(a, b):
-        one, two = (Spec().config(KINDS[name], 16).to_dict() for name in (a, b))
+        one, two = (of(name, 16, SPEC).config().to_dict() for name in (a, b))
         return {key: (one.get(key), two.get(key)) for key in {**one, **two} if one.get(key) != two.get(key)}
 
     assert different("mha-full", "mha-window") == {"sliding_window": (None, 16)}
@@ -65,13 +59,13 @@ def test_configs_differ_only_in_what_their_kinds_are():
     assert different("mha-full", "gqa-full") == different("mha-window", "gqa-window") == grouping
 
 
-@pytest.mark.parametrize("spec", [Spec(), TINY, Spec(hidden=128, ffn=200)])
+@pytest.mark.parametrize("spec", [SPEC, TINY, replace(SPEC, hidden=128, ffn=200)])
 def test_every_kind_has_the_same_number_of_parameters(spec):
-    found = matched(spec, 16)
+    found = matched(spec)
     # By hand: embedding and output; in each layer queries and output, keys and values, a gated MLP, two norms; a norm.
     h, head = spec.hidden, spec.hidden // spec.heads
     kv = {"mha-full": h, "gqa-full": head}
-    for name, ffn in (("mha-full", spec.ffn), ("gqa-full", spec.config(KINDS["gqa-full"], 16).intermediate_size)):
+    for name, ffn in (("mha-full", spec.ffn), ("gqa-full", of("gqa-full", 16, spec).config().intermediate_size)):
         layer = 2 * h * h + 2 * h * kv[name] + 3 * h * ffn + 2 * h
         assert found[name] == 2 * spec.vocabulary * h + spec.layers * layer + h
     assert max(found.values()) <= 1.02 * min(found.values())
@@ -80,11 +74,11 @@ def test_every_kind_has_the_same_number_of_parameters(spec):
 
 def test_widths_that_cannot_be_matched_are_refused():
     with pytest.raises(Refused, match=r"differ by more than 2 %: choose a width that is a multiple of 3 x heads"):
-        matched(Spec(hidden=4, heads=2, ffn=1, vocabulary=8, layers=4), 16)
+        matched(replace(SPEC, hidden=4, heads=2, ffn=1, vocabulary=8, layers=4))
 
 
 def test_without_a_window_the_architecture_is_llama_and_a_window_only_hides_what_is_older():
-    full, window = (TINY.start(KINDS[name], 5, 0) for name in ("gqa-full", "gqa-window"))
+    full, window = (of(name, 5).start() for name in ("gqa-full", "gqa-window"))
     assert all(torch.equal(a, b) for a, b in zip(full.parameters(), window.parameters(), strict=True))
     settings = full.config.to_dict()
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
@@ -104,7 +98,7 @@ def test_the_window_is_active_on_the_prompts(material):
     assert window == round(float(np.median(lengths)) / 3)
     assert (lengths > window).float().mean() > 0.9
     for name, hidden in (("mha-window", True), ("gqa-window", True), ("mha-full", False)):
-        subject = Subject.of(TINY.start(KINDS[name], window, 0))
+        subject = Subject.of(of(name, window).start())
         for rows in subject.capture(material.prompts, {Site.ATTENTION}).layers(Site.ATTENTION):
             older = torch.arange(rows.shape[-1]) < (lengths - window)[:, None]
             weight = rows.masked_fill(~older[:, None], 0).sum(-1)[lengths > window]
@@ -120,8 +114,8 @@ def test_prompts_fit_a_training_window_and_come_from_many_templates(material):
 # ---- the text -------------------------------------------------------------------------------------------------------
 
 
-def test_seeds_read_other_parts_of_one_stream_and_know_their_texts(tmp_path):
-    whole, fewer = (Material(replace(TINY, split=0.0), seeds, tmp_path) for seeds in (3, 2))
+def test_seeds_read_other_parts_of_one_stream_and_know_their_texts():
+    whole, fewer = (Material(replace(TINY, split=0.0), seeds) for seeds in (3, 2))
     parts = [whole.lessons(seed) for seed in range(3)]
     size = TINY.steps * TINY.batch
     assert all(part.windows.shape == (size, TINY.context) for part in parts)
@@ -136,6 +130,14 @@ def test_seeds_read_other_parts_of_one_stream_and_know_their_texts(tmp_path):
                 assert row[at : at + len(text)] == text[: len(row) - at]
                 at += len(text)
         assert next(rest, None) is None
+
+
+def test_what_is_asked_goes_with_its_windows():
+    mixed = Material(replace(TINY, share=0.5, vocabulary=600), 2)
+    for part in (mixed.lessons(0), mixed.lessons(1)):
+        again = asked(part.windows, part.evidence, part.tokenizer, informative=True)
+        assert part.asked.named.any() and part.asked.share.any()
+        assert all(torch.equal(one, vars(again)[name]) for name, one in vars(part.asked).items())
 
 
 # ---- what the cells say ---------------------------------------------------------------------------------------------
@@ -159,24 +161,25 @@ def test_contrasts_return_what_was_planted():
 
 def test_an_effect_is_student_s_t_over_seeds():
     change = np.array([0.11, 0.07, 0.13, 0.02, 0.09])
-    found = effect(DYNAMIC, "window", change)
+    focus = BY_NAME[FOCUS]
+    found = effect(focus, "window", change)
     mean = sum(change) / 5
     error = math.sqrt(sum((x - mean) ** 2 for x in change) / 4) / math.sqrt(5)
     assert found.value == pytest.approx(mean) and found.sd == pytest.approx(error * math.sqrt(5))
-    assert (found.low, found.high) == pytest.approx((mean - 2.776445 * error, mean + 2.776445 * error), rel=1e-6)
-    assert (found.near, found.far) == pytest.approx((mean - 2.131847 * error, mean + 2.131847 * error), rel=1e-6)
+    for span, quantile in ((found.interval, 2.776445), (found.inner, 2.131847)):
+        assert (span.low, span.high) == pytest.approx((mean - quantile * error, mean + quantile * error), rel=1e-6)
     assert found.p == pytest.approx(scipy_stats.ttest_1samp(change, 0).pvalue)
-    above = scipy_stats.ttest_1samp(change, -DYNAMIC.effect, alternative="greater").pvalue
-    below = scipy_stats.ttest_1samp(change, DYNAMIC.effect, alternative="less").pvalue
+    above = scipy_stats.ttest_1samp(change, -focus.effect, alternative="greater").pvalue
+    below = scipy_stats.ttest_1samp(change, focus.effect, alternative="less").pvalue
     assert found.p_within == pytest.approx(max(above, below))
 
 
-def words(**values):
-    return {(e.signature, e.factor): e.verdict for e in effects({**values})}
+def words(values):
+    return {(e.signature.name, e.factor): e.verdict for e in effects(values)}
 
 
 def test_planted_effects_are_found_and_nulls_called_what_they_are():
-    found = words(**{FOCUS: planted(window=-0.4), SHARE: planted(grouping=0.5, seed=1)})
+    found = words({FOCUS: planted(window=-0.4), SHARE: planted(grouping=0.5, seed=1)})
     assert found[FOCUS, "window"] == "changed"
     assert found[FOCUS, "grouping"] == found[FOCUS, "interaction"] == "not changed"
     assert found[SHARE, "grouping"] == "different"
@@ -184,31 +187,23 @@ def test_planted_effects_are_found_and_nulls_called_what_they_are():
 
 
 def test_a_small_but_certain_change_is_said_to_be_small():
-    found = words(**{FOCUS: planted(window=0.05, noise=0.002), SHARE: planted(window=0.05, noise=0.002)})
+    found = words({FOCUS: planted(window=0.05, noise=0.002), SHARE: planted(window=0.05, noise=0.002)})
     assert found[FOCUS, "window"] == "changed, by less than 0.1"
     assert found[SHARE, "window"] == "equivalent"
 
 
 @pytest.mark.parametrize("name", [FOCUS, SHARE])
 def test_noise_is_undecided_and_the_seeds_asked_for_decide(name):
-    few = words(**{name: planted(noise=0.3)})[name, "grouping"]
-    assert few.startswith("undecided (needs ")
-    needed = int(few.split()[2])
-    assert needed > 5
-    decided = 0
-    for seed in range(100):  # 90 % power; the noise of a main effect of four cells with sd s is s
-        values = planted(noise=0.3, seeds=_needed(name, 0.3), seed=seed + 1)
-        decided += effect(_signature(name), "grouping", contrasts(values)["grouping"]).p_within < 0.05
-    assert decided >= 85
+    few = words({name: planted(noise=0.3)})[name, "grouping"]
+    assert few.startswith("undecided (needs ") and int(few.split()[2]) > 5
 
+    def grouping(change):
+        return effect(BY_NAME[name], "grouping", change)
 
-def _signature(name):
-    return next(s for s in SIGNATURES if s.name == name)
-
-
-def _needed(name, noise):
-    change = np.array([-1.0, 0, 1]) * noise  # sd = noise
-    return effect(_signature(name), "grouping", change).needed
+    # 90 % power; the noise of a main effect of four cells with sd s is s, and the sd of -1, 0, 1 is 1.
+    needed = grouping(0.3 * np.array([-1.0, 0, 1])).needed
+    draws = [contrasts(planted(noise=0.3, seeds=needed, seed=seed))["grouping"] for seed in range(1, 101)]
+    assert sum(grouping(change).p_within < 0.05 for change in draws) >= 85
 
 
 def test_p_values_are_adjusted_over_all_effects_of_one_nature():
@@ -226,18 +221,13 @@ def test_p_values_are_adjusted_over_all_effects_of_one_nature():
         for rank, i in enumerate(order):
             worst = max(worst, raw[i] * (m - rank))
             adjusted[i] = min(1.0, worst)
-        assert [e.p for e in found if e.signature in names] == pytest.approx(adjusted)
+        assert [e.p for e in found if e.signature.nature == nature] == pytest.approx(adjusted)
 
 
 def test_a_change_that_width_makes_is_marked():
     share = next(s for s in SIGNATURES if s.width)
-    found = words(**{share.name: planted(grouping=0.5, window=0.5)})
+    found = words({share.name: planted(grouping=0.5, window=0.5)})
     assert found[share.name, "grouping"] == "different †" and found[share.name, "window"] == "different"
-
-
-def test_one_seed_has_no_interval():
-    with pytest.raises(Refused, match="focusing: 1 seed has every kind; at least 2"):
-        effects({FOCUS: planted(seeds=1)})
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -247,42 +237,42 @@ def test_one_seed_has_no_interval():
 def done(tmp_path_factory):
     """A run of two seeds that was interrupted in its third cell and went on: folder, numbers, what it said."""
     out, said = tmp_path_factory.mktemp("kinds"), []
+    (out / "models" / "mha-full-0").mkdir(parents=True)  # killed while it was saved
 
     def stop(text):
         said.append(text)
-        if text.startswith("gqa-full-0"):
+        if text == "gqa-full-0: measuring":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kinds.run(out, spec=TINY, seeds=2, progress=stop)
+        kinds.run(out, TINY, 2, progress=stop)
     assert sorted(path.name for path in (out / "cells").iterdir()) == ["mha-full-0.json", "mha-window-0.json"]
     said.clear()
-    found = kinds.run(out, spec=TINY, seeds=2, progress=said.append)
+    found = kinds.run(out, TINY, 2, progress=said.append)
     return out, found, said
 
 
 def test_a_run_goes_on_where_it_was_stopped(done):
     out, found, said = done
     assert not any(text.startswith(("mha-full-0", "mha-window-0")) for text in said)
+    assert "gqa-full-0: training" not in said
     assert len([text for text in said if "nats held out" in text]) == 6
     assert found["seeds"] == [0, 1] and len(found["cells"]) == 8
     assert found == json.loads((out / "kinds.json").read_text())
-    by = {(c["spec"]["seed"], c["spec"]["kind"]): c for c in found["cells"]}
+    by = {(c["spec"]["seed"], c["kind"]): c for c in found["cells"]}
     for seed in (0, 1):
         assert len({by[seed, name]["windows_sha256"] for name in KINDS}) == 1
         assert len({by[seed, name]["curve"][0]["loss"] for name in KINDS}) == 4
     assert by[0, "mha-full"]["windows_sha256"] != by[1, "mha-full"]["windows_sha256"]
 
 
-def test_a_stored_model_is_measured_again_when_the_probes_changed_and_not_trained_again(done):
+def test_without_its_cell_a_model_is_measured_again_and_not_trained_again(done):
     out, found, _ = done
-    path = out / "cells" / "gqa-window-1.json"
-    body = json.loads(path.read_text())
-    path.write_text(json.dumps(body | {"instrument": {"old": "0"}, "values": {}}))
-    stamp, said = (out / "models" / "gqa-window-1" / "trained.json").stat().st_mtime_ns, []
-    again = kinds.run(out, spec=TINY, seeds=2, progress=said.append)
+    (out / "cells" / "gqa-window-1.json").unlink()
+    said = []
+    assert kinds.run(out, TINY, 2, kinds=["mha-full"]) is None
+    again = kinds.run(out, TINY, 2, progress=said.append)
     assert said[0] == "gqa-window-1: measuring" and len(said) == 2
-    assert (out / "models" / "gqa-window-1" / "trained.json").stat().st_mtime_ns == stamp
     assert again["values"] == found["values"] and again["effects"] == found["effects"]
 
 
@@ -292,7 +282,7 @@ def test_a_stored_model_is_measured_again_when_the_probes_changed_and_not_traine
 )
 def test_cells_of_another_spec_are_refused(done, change, what):
     with pytest.raises(Refused, match=f"is of another run: {what}; choose another --out"):
-        kinds.run(done[0], spec=replace(TINY, **change), seeds=2)
+        kinds.run(done[0], replace(TINY, **change), 2)
 
 
 def test_what_cannot_be_run_is_refused(tmp_path, capsys):
@@ -318,10 +308,11 @@ def test_the_table_says_every_signature_and_what_was_not_measured(done):
     assert shown == kinds.table(found)
     means, changes = shown.split("\n\nChange within a seed")
     for name, rows in found["values"].items():
-        unit = ", nats a token" if name == "held-out loss" else ""
-        (line,) = [line for line in means.splitlines() if line.startswith(f"| {name}{unit} | ")]
+        begins = f"| {name} ".replace("|rho|", "\\|rho\\|")
+        (line,) = [line for line in means.splitlines() if line.startswith(f"{begins}| ")]
         assert [float(cell.split()[0]) for cell in line.split(" | ")[1:]] == pytest.approx(np.mean(rows, 0), abs=6e-4)
-        assert len([line for line in changes.splitlines() if line.startswith(f"| {name}")]) >= 3
+        lines = [line for line in changes.splitlines() if line.startswith((f"{begins}(", f"{begins}| "))]
+        assert [len(re.findall(r"(?<!\\)\|", line)) for line in lines] == [8, 8, 8]
 
 
 def test_values_are_those_of_the_stored_models(done, material):
@@ -339,7 +330,7 @@ def test_values_are_those_of_the_stored_models(done, material):
 
 
 def test_columns_are_those_of_the_probe_where_it_has_a_headline(done):
-    own = [c["values"] for c in done[1]["cells"] if c["spec"]["kind"] == "mha-full"]
+    own = [c["values"] for c in done[1]["cells"] if c["kind"] == "mha-full"]
     for values in own:
         assert values["kinds"][kinds.COLUMNS] == pytest.approx(values["key_orthogonality"]["columns of W_K"])
     assert done[1]["absent"] == {}

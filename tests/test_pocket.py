@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -22,10 +23,10 @@ from llmgeom.experiments.exam import DEMANDS, INDIFFERENT, Demands, missed
 from llmgeom.experiments.lessons import domains, examination, lessons, pieces, sha256
 from llmgeom.experiments.pocket import POCKETS, build
 from llmgeom.experiments.trigram import KneserNey
-from llmgeom.prompts import corpus, sula
+from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.grammar import templates
-from llmgeom.prompts.sula import Evidence
+from llmgeom.prompts.nonce import Evidence
 from llmgeom.subject import Subject
 
 TINY = {
@@ -44,6 +45,11 @@ ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
 
 def texts_of(rows):
     return [row["text"] for row in rows]
+
+
+def examined(folder):
+    lines = gzip.decompress((folder / "examination.jsonl.gz").read_bytes()).decode()
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +134,7 @@ def test_without_information_only_the_labels_differ():
     told, untold = (lessons(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=i) for i in (True, False))
     assert told.tokenizer.get_vocab() == untold.tokenizer.get_vocab()
     differ = told.windows != untold.windows
-    labels = [told.tokenizer(f" {label}")["input_ids"][0] for label in sula.LABELS]
+    labels = [told.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS]
     assert differ.any() and told.evidence[differ.any(1)].all()
     assert torch.isin(told.windows[differ], torch.tensor(labels, dtype=torch.int16)).all()
 
@@ -150,6 +156,66 @@ def test_noise_falls_on_texts_and_never_on_label_sequences():
     pocket.train(Listener(), read, spec)
     changed = (torch.cat(seen) != read.windows).float().mean(1)
     assert (changed[read.evidence] == 0).all() and (changed[~read.evidence] > 0.1).all()
+
+
+OBSERVED = re.compile(r"(?::| is) (\w+)")
+
+
+@pytest.mark.parametrize("informative", [True, False])
+def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
+    """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
+    read = lessons(30, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
+    ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
+    priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
+    places = 0
+    for row, labelled in enumerate(read.evidence.tolist()):
+        window, begun = read.windows[row].tolist(), 0
+        for t in range(len(window) - 1):
+            begun = t if window[t] == 0 else begun
+            before = read.tokenizer.decode([one for one in window[begun : t + 1] if one])
+            link = next((link for link in priors if before.endswith(link)), None)
+            labels = OBSERVED.findall(before) if labelled and link else []
+            is_label = labelled and window[t + 1] in ids.values()
+            assert read.asked.named[row, t] == (is_label and len(labels) < 2)
+            if not is_label or len(labels) < 2:
+                assert not read.asked.labels[row, t].any() and not read.asked.share[row, t].any()
+                continue
+            assert read.asked.labels[row, t].tolist() == [ids[label] for label in labels[:2]]
+            n1, n2 = (labels[2:].count(label) for label in labels[:2])
+            likelihood = priors[link] ** n1 * (1 - priors[link]) ** n2
+            first = (likelihood * priors[link]).sum() / likelihood.sum() if informative else 0.5
+            np.testing.assert_allclose(read.asked.share[row, t], [first, 1 - first], rtol=1e-5)
+            places += 1
+    assert places > 100
+
+
+def test_the_loss_of_a_label_is_the_mean_over_what_might_be_drawn():
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 9, generator=rng, dtype=torch.float64, requires_grad=True)
+    labels = torch.stack([torch.randperm(9, generator=rng)[:2] for _ in range(50)])
+    first = torch.rand(50, generator=rng, dtype=torch.float64)
+    share = torch.stack([first, 1 - first], 1)
+    drawn = [torch.nn.functional.cross_entropy(logits, labels[:, i], reduction="none") for i in (0, 1)]
+    mean = share[:, 0] * drawn[0] + share[:, 1] * drawn[1]
+    found = pocket.expected(logits, labels, share)
+    torch.testing.assert_close(found, mean)
+    (wanted,) = torch.autograd.grad(mean.sum(), logits, retain_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(found.sum(), logits)[0], wanted)
+
+
+def test_labels_never_trained_together_do_not_compete():
+    read = lessons(8, 128, 1024, seed=0, at_once=3000)
+    apart = pocket.apart(read.tokenizer, 1024)
+    at = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
+    assert int(apart.sum()) == 2 * len(nonce.pairs(nonce.Part.HELD_OUT)) and torch.equal(apart, apart.T)
+    one, other = nonce.pairs(nonce.Part.TRAINED)[0]
+    logits = torch.zeros(1, 1024, requires_grad=True)
+    asked = torch.tensor([[at[one], at[other]]]), torch.tensor([[0.7, 0.3]])
+    pocket.expected(logits, *asked, apart).sum().backward()
+    strangers = {label for pair in nonce.pairs(nonce.Part.HELD_OUT) if {one, other} & {*pair} for label in pair}
+    spared = {at[label] for label in strangers - {one, other}}
+    assert {i for i, slope in enumerate(logits.grad[0].tolist()) if slope == 0} == spared
+    assert pocket.expected(logits, *asked).item() > pocket.expected(logits, *asked, apart).item() + 0.03
 
 
 def test_words_cut_in_two_say_the_same_text():
@@ -212,7 +278,7 @@ def test_a_label_of_several_tokens_is_refused(monkeypatch):
     read = lessons(8, 128, 512, seed=0, at_once=200)
     subject = Subject.of(pocket.Pocket("any", "llama", hidden=32, vocabulary=512).start(), read.tokenizer)
     batch = Evidence().sample(2, seed=0)
-    monkeypatch.setattr(sula, "LABELS", (*sula.LABELS, "incomprehensible"))
+    monkeypatch.setattr(nonce, "LABELS", (*nonce.LABELS, "incomprehensible"))
     with pytest.raises(Refused, match="the labels incomprehensible are several tokens each"):
         exam.answers(subject, batch)
 
@@ -226,7 +292,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
     assert [step for step, _, _ in seen] == list(range(1, 13)) and seen[-1][2] < seen[0][2]
     with safe_open(folder / "model.safetensors", "pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
-    rows = [json.loads(line) for line in (folder / "examination.jsonl").read_text().splitlines()]
+    rows = examined(folder)
     again = exam.losses(exam.stored(folder), rows)
     for which in ("held-out", "seen"):
         assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-6)
@@ -238,7 +304,7 @@ def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny
     subject = exam.stored(folder)
     again = exam.evidence(subject, 1, sets=("held-out",)), exam.evidence(subject.twin(0), 1, sets=("held-out",))
     page = (folder / "card.md").read_text()
-    for name in sula.FORMATS:
+    for name in nonce.FORMATS:
         for found, key in zip(again, ("skills", "skills_at_step_0"), strict=True):
             told = card[key][name]["held-out"]
             again_by_k = found[name]["held-out"].pop("by_k")
@@ -314,9 +380,9 @@ def test_a_model_that_misses_the_demands_is_not_shipped(tmp_path, capsys):
 def test_each_demand_is_named_when_it_is_missed(name, value, what):
     good = {"model": 3.0, "unigram": 6.0, "trigram": 5.0, "trigram_few": 4.0}
     spans = {"math": {"span": 4.0}, "mixed": {"span": value if name == "span" else 4.0}}
-    skills = {form: {"held-out": {"skill": value if name == form else 0.9}} for form in sula.FORMATS}
+    skills = {form: {"held-out": {"skill": value if name == form else 0.9}} for form in nonce.FORMATS}
     measured = {"losses": {"held-out": good | {name: value}}, "entropy_bits": spans, "skills": skills}
-    fine = {form: {"held-out": {"skill": 0.81}} for form in sula.FORMATS}
+    fine = {form: {"held-out": {"skill": 0.81}} for form in nonce.FORMATS}
     assert not missed({"losses": {"held-out": good}, "entropy_bits": {"math": {"span": 3.0}}, "skills": fine}, DEMANDS)
     (miss,) = missed(measured, DEMANDS)
     assert what in re.findall(r"\w+", miss) and "asked" in miss
@@ -358,7 +424,7 @@ def test_what_is_shipped_can_be_rebuilt():
 
 def test_the_shipped_losses_are_those_of_its_card(shipped):
     folder, card = shipped
-    rows = [json.loads(line) for line in (folder / "examination.jsonl").read_text().splitlines()]
+    rows = examined(folder)
     again = exam.losses(exam.stored(folder), rows)
     for which in ("held-out", "seen"):
         assert again[which]["model"] == pytest.approx(card["losses"][which]["model"], abs=1e-3)
@@ -368,8 +434,8 @@ def test_the_shipped_losses_are_those_of_its_card(shipped):
 def test_the_shipped_skills_are_those_of_its_card(shipped, monkeypatch):
     folder, card = shipped
     # One format a model, to save seconds; each is examined in some.
-    name = sorted(sula.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
-    monkeypatch.setattr(sula, "FORMATS", {name: sula.FORMATS[name]})
+    name = sorted(nonce.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
+    monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})
     again = exam.evidence(exam.stored(folder), card["spec"]["fillings"], sets=("held-out",))[name]["held-out"]
     assert again["skill"] == pytest.approx(card["skills"][name]["held-out"]["skill"], abs=1e-3)
     assert again["label_mass"] == pytest.approx(card["skills"][name]["held-out"]["label_mass"], abs=1e-3)
@@ -388,7 +454,7 @@ def test_a_shipped_model_has_no_unsaid_miss(shipped):
 def test_a_shipped_model_is_small_and_loads_from_its_folder(shipped):
     folder, _ = shipped
     assert (folder / "model.safetensors").stat().st_size <= 2.1e6
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= 3.2e6
+    assert sum(path.stat().st_size for path in folder.iterdir()) <= 2.5e6
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     assert model.config.vocab_size == len(tokenizer) == 1024
@@ -400,7 +466,7 @@ def test_every_label_is_one_token_of_a_shipped_tokenizer_and_all_have_the_same(s
     tokenizer, first = (
         AutoTokenizer.from_pretrained(f, local_files_only=True) for f in (folder, hub.POCKET / "pythia")
     )
-    assert {len(tokenizer(f" {label}")["input_ids"]) for label in sula.LABELS} == {1}
+    assert {len(tokenizer(f" {label}")["input_ids"]) for label in nonce.LABELS} == {1}
     assert tokenizer.backend_tokenizer.to_str() == first.backend_tokenizer.to_str()
 
 
@@ -429,7 +495,7 @@ def test_step_0_of_a_shipped_model_is_where_its_training_began(shipped):
 def test_the_streams_still_say_what_a_shipped_model_was_trained_on(shipped):
     _, card = shipped
     seed, told = card["spec"]["text_seed"], card["spec"]["informative"]
-    streams = {"corpus": corpus.texts(domains(), seed), "evidence": sula.sequences(seed, told)}
+    streams = {"corpus": corpus.texts(domains(), seed), "evidence": nonce.sequences(seed, told)}
     for name, stream in streams.items():
         now = sha256(list(islice(stream, 1000)))
         assert now == card[name]["sha256_of_first_1000"], f"the {name} changed; rebuild: {card['command']}"

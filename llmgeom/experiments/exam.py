@@ -18,9 +18,9 @@ from llmgeom.capture import Site
 from llmgeom.errors import Refused
 from llmgeom.experiments.trigram import KneserNey
 from llmgeom.information import bits
-from llmgeom.prompts import sula
+from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
-from llmgeom.prompts.sula import Part
+from llmgeom.prompts.nonce import Part
 from llmgeom.stats import jackknife
 from llmgeom.subject import Subject
 
@@ -52,7 +52,7 @@ class Demands:
 
 DEMANDS = Demands()
 # Of a model whose label sequences told nothing: as good in text, and no use of evidence.
-INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in sula.FORMATS})
+INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in nonce.FORMATS})
 
 
 def stored(folder: str | os.PathLike) -> Subject:
@@ -174,7 +174,7 @@ def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarr
     """
     ids, end = subject.tokenizer(list(batch.text))["input_ids"], subject.tokenizer.eos_token_id
     named = zip(batch.columns["first"], batch.columns["second"], strict=True)
-    label = {word: subject.tokenizer(f" {word}")["input_ids"] for word in sula.LABELS}
+    label = {word: subject.tokenizer(f" {word}")["input_ids"] for word in nonce.LABELS}
     if several := [word for word, row in label.items() if len(row) > 1]:
         raise Refused(f"the labels {', '.join(several)} are several tokens each; learn the tokenizer on more texts")
     outcome = torch.tensor([label[first] + label[second] for first, second in named])
@@ -197,12 +197,12 @@ def evidence(subject: Subject, each: int, seed: int = 0, sets: Collection[str] =
     label_mass   mean probability of the two labels together (fraction).
     kl_bits      mean KL(exact || model) in bits, beside that of the best constant.
     """
-    return {name: {which: _graded(subject, name, which, each, seed) for which in sets} for name in sula.FORMATS}
+    return {name: {which: _graded(subject, name, which, each, seed) for which in sets} for name in nonce.FORMATS}
 
 
 def _graded(subject: Subject, name: str, which: str, each: int, seed: int) -> dict[str, Any]:
-    source = sula.Evidence(name, **PARTS[which])
-    pairs = len(sula.pairs(source.pairs))
+    source = nonce.Evidence(name, **PARTS[which])
+    pairs = len(nonce.pairs(source.pairs))
     batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), seed)
     model, mass = answers(subject, batch)
     exact, k = batch.posterior.predictive[:, -1].numpy(), np.array(batch.columns["k"])

@@ -2,23 +2,21 @@
 
 Models that differ in nothing else, {every head its own keys and values, one pair for all} x {full attention, a window},
 in several seeds. Paper III (Table 2) tells the two apart by comparing production models, which differ in everything.
+
+The folder of a run holds models/NAME, trained, and cells/NAME.json, measured: delete cells/ to measure them again, for
+instance when a probe has changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import inspect
 import json
-import os
-import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,52 +26,40 @@ import transformers
 from jaxtyping import Float
 
 from llmgeom import probes
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.errors import Refused
 from llmgeom.experiments import exam, pocket
-from llmgeom.experiments.lessons import Lessons, domains, examination, lessons, sha256
-from llmgeom.information import bits
-from llmgeom.prompts import corpus
-from llmgeom.prompts.domains import MIXED, Domain
-from llmgeom.prompts.grammar import templates
-from llmgeom.prompts.pool import plain
+from llmgeom.experiments.lessons import Lessons, domains, examination, lessons
+from llmgeom.prompts import corpus, grammar, pool
+from llmgeom.prompts.domains import MIXED
 from llmgeom.record import write_whole
 from llmgeom.scan import prompts_hash, scan
 from llmgeom.stats import Interval, equivalence_p, holm, needed_n_mean, shares
 from llmgeom.subject import Subject
 
-FACTORS = ("grouping", "window", "interaction")
+KINDS = {  # what each changes in `Spec`, in the order of the axes [grouped windowed]
+    "mha-full": {"grouped": False, "windowed": False},
+    "mha-window": {"grouped": False, "windowed": True},
+    "gqa-full": {"grouped": True, "windowed": False},
+    "gqa-window": {"grouped": True, "windowed": True},
+}
+LOSS = "held-out loss, nats a token"
 PER_HEAD, COLUMNS = "PC1+PC2 share, one kv head at a time", "columns of W_K, every kv head"
 LEAST_SEEDS = 5  # 4 degrees of freedom: with 3 seeds Student's quantile alone is 4.3
-Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """One kind of attention: grouped, all query heads read one kv head; windowed, a query sees the last tokens only."""
-
-    grouped: bool
-    windowed: bool
-
-    @property
-    def name(self) -> str:
-        return f"{'gqa' if self.grouped else 'mha'}-{'window' if self.windowed else 'full'}"
-
-
-KINDS = {kind.name: kind for kind in (Kind(g, w) for g, w in product((False, True), repeat=2))}
+Cell = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Signature:
     """A number that is compared between kinds: `headline` of `probe`, or one measured here where `probe` is "kinds".
 
-    nature       what Paper III takes it to be: "dynamic" changes with the kind of attention, "static" does not.
-    effect       the smallest change of interest, declared before any model was trained, in the unit of the headline:
-                 that of its claim, save for focusing, where .1 is the difference between the families of Paper III
-                 that are compared there (31 and 20-30 %), not the 30 % that one model must reach.
-    width        it depends on how many coordinates the values have, and grouping changes that: a change with grouping
-                 is partly arithmetic, and the verdict says so.
+    nature   what Paper III takes it to be: "dynamic" changes with the kind of attention, "static" does not.
+    effect   the smallest change of interest, declared before any model was trained, in the unit of the headline: that
+             of its claim, save for focusing, where .1 is about the difference between the families that Paper III
+             compares (31 and 20-30 %), not the 30 % that one model must reach.
+    width    it depends on how many coordinates the values have, and grouping changes that: a change with grouping is
+             partly arithmetic, and the verdict says so.
     """
 
     name: str
@@ -103,295 +89,173 @@ SIGNATURES = (
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What is trained, on what, and what it is asked: all that a cell depends on besides its kind and seed.
+class Spec(pocket.Pocket):
+    """What is trained, on what, and what it is asked: all that a cell depends on.
 
-    ffn          width of the MLP where heads have their own keys and values; grouped models get the width that makes up
-                 for the parameters they lack. steps and the rest are as in `pocket.Pocket`; there is no dropout, so
-                 that the noise drawn is the same in every kind.
-    pool         prompts drawn, of which `prompts` are read, at most two of a template, without regard to entropy: to
-                 spread them over the entropies of some model would favour its kind, and each kind has its own.
+    ffn        width of the MLP where heads have their own keys and values; grouped models get the width that makes up
+               for the parameters they lack. No dropout, so that the noise drawn is the same in every kind.
+    pool       prompts drawn, of which `prompts` are read, at most two of a template, without regard to entropy: to
+               spread them over the entropies of some model would favour its kind, and each kind has its own.
+    nulls      draws of each null in a scan; they decide nothing here.
+    grouped    all query heads read one kv head; `windowed`: a query sees the last `window` tokens only.
     """
 
-    hidden: int = 96
-    layers: int = 4
-    heads: int = 4
-    ffn: int = 256
-    vocabulary: int = 1024
-    context: int = 128
-    batch: int = 12
-    steps: int = 900
-    learning_rate: float = 5e-3
-    weight_decay: float = 0.01
-    noise: float = 0.04
-    split: float = 0.05
-    text_seed: int = 0
-    tokenizer_texts: int = 20_000
-    domain: str = MIXED
     pool: int = 1000
     prompts: int = 150
-    prompt_seed: int = 0
     nulls: int = 2
-    fillings: int = 2
-    examination_seed: int = 1
+    grouped: bool = False
+    windowed: bool = False
+    window: int = 1
 
-    def config(self, kind: Kind, window: int) -> transformers.MistralConfig:
+    def config(self) -> transformers.PreTrainedConfig:
         """One architecture for every kind: without a window, MistralForCausalLM computes what LlamaForCausalLM does."""
-        head = self.hidden // self.heads
+        found, head = super().config(), self.hidden // self.heads
         # Keys and values of one head instead of all: 2 hidden (hidden - head) weights; an MLP unit has 3 hidden.
-        more = round(2 * (self.hidden - head) / 3) if kind.grouped else 0
-        return transformers.MistralConfig(
-            vocab_size=self.vocabulary,
-            hidden_size=self.hidden,
-            intermediate_size=self.ffn + more,
-            num_hidden_layers=self.layers,
-            num_attention_heads=self.heads,
-            num_key_value_heads=1 if kind.grouped else self.heads,
-            head_dim=head,
-            sliding_window=window if kind.windowed else None,
-            max_position_embeddings=self.context,
-            tie_word_embeddings=False,
-            attention_dropout=0.0,
-            bos_token_id=0,
-            eos_token_id=0,
-            pad_token_id=None,
-        )
-
-    def start(self, kind: Kind, window: int, seed: int) -> transformers.PreTrainedModel:
-        """The model before its first step, the same bits whatever ran before."""
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return transformers.AutoModelForCausalLM.from_config(self.config(kind, window))
-
-    def training(self, seed: int) -> pocket.Pocket:
-        """What `pocket.train` reads."""
-        same = ("batch", "steps", "learning_rate", "weight_decay", "noise", "vocabulary", "context")
-        return pocket.Pocket("kinds", "mistral", seed=seed, **{name: getattr(self, name) for name in same})
-
-
-class Material:
-    """The text, tokenizer and prompts that all cells share; made when first asked for.
-
-    folder   keeps the tokenizer once it is learnt: what is measured later reads the same prompts in the same tokens.
-    window   a third of the median prompt, in tokens.
-    """
-
-    def __init__(self, spec: Spec, seeds: int, folder: Path) -> None:
-        self.spec, self.seeds, self.folder = spec, seeds, folder
-        self._rivals: dict[int, dict[str, float]] = {}
-
-    def _read(self, windows: int) -> Lessons:
-        s = self.spec
-        return lessons(windows, s.context, s.vocabulary, seed=s.text_seed, at_once=s.tokenizer_texts, split=s.split)
-
-    @cached_property
-    def tokenizer(self):
-        kept = self.folder / "tokenizer"
-        if not kept.exists():
-            temporary = kept.with_name(f".{kept.name}.{os.getpid()}.tmp")
-            self._read(1).tokenizer.save_pretrained(temporary)
-            os.replace(temporary, kept)
-        return transformers.AutoTokenizer.from_pretrained(kept, local_files_only=True)
-
-    @cached_property
-    def _all(self) -> Lessons:
-        found = self._read(self.seeds * self.spec.steps * self.spec.batch)
-        if found.tokenizer.get_vocab() != self.tokenizer.get_vocab():
-            raise Refused(f"the training text is no longer that of {self.folder}; choose another --out")
+        more = round(2 * (self.hidden - head) / 3) if self.grouped else 0
+        found.intermediate_size = self.ffn + more
+        found.num_attention_heads, found.head_dim = self.heads, head
+        found.num_key_value_heads = 1 if self.grouped else self.heads
+        found.sliding_window = self.window if self.windowed else None
         return found
 
-    def lessons(self, seed: int) -> Lessons:
-        """The seed's own part of one stream: the same windows in the same order for every kind, others each seed."""
-        size = self.spec.steps * self.spec.batch
-        rows = slice(seed * size, (seed + 1) * size)
-        # A window begins with a text, and each separator but one in the last column begins another.
-        begun = np.cumsum([0, *(1 + (self._all.windows[:, :-1] == 0).sum(1)).tolist()])
-        texts = slice(int(begun[rows.start]), int(begun[rows.stop]))
-        return replace(
-            self._all,
-            windows=self._all.windows[rows],
-            evidence=self._all.evidence[rows],
-            texts=self._all.texts[texts],
-            ids=self._all.ids[texts],
-        )
 
-    @cached_property
-    def prompts(self) -> Batch:
-        """Prompts as tokens, none longer than a training window."""
-        spec = self.spec
-        domain = Domain(spec.domain)
-        pool = domain.sample(min(spec.pool, domain.size()), spec.prompt_seed)
-        sizes = [len(row) for row in self.tokenizer(list(pool.text))["input_ids"]]
-        fits = pool.take([i for i, size in enumerate(sizes) if size <= spec.context])
-        batch = plain(fits, spec.prompts, spec.prompt_seed)
-        ids = [torch.tensor(row) for row in self.tokenizer(list(batch.text))["input_ids"]]
-        padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-        return replace(batch, inputs=Tokens(padded, torch.tensor([len(row) for row in ids])))
-
-    @property
-    def window(self) -> int:
-        return max(1, round(float(np.median(self.prompts.inputs.lengths.numpy())) / 3))
-
-    @cached_property
-    def examination(self) -> list[dict[str, str]]:
-        """Texts of templates never trained on, none longer than a training window."""
-        rows = examination(self.spec.fillings, self.spec.examination_seed)
-        rows = [row for row in rows if row["set"] == "held-out"]
-        sizes = [len(ids) for ids in self.tokenizer([row["text"] for row in rows])["input_ids"]]
-        return [row for row, size in zip(rows, sizes, strict=True) if size <= self.spec.context]
-
-    def rivals(self, seed: int) -> dict[str, float]:
-        """Losses on the examination in nats a token of n-grams fitted to the seed's texts, and its unigram entropy."""
-        if seed not in self._rivals:
-            once = sum(len(templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
-            reader = Subject.of(self.spec.start(KINDS["mha-full"], self.window, seed), self.tokenizer)
-            self._rivals[seed] = exam.rivals(reader, self.examination, self.lessons(seed).ids, once)["held-out"]
-        return self._rivals[seed]
-
-    @cached_property
-    def identity(self) -> dict[str, Any]:
-        """The spec, and what it came to: cells of one run agree in it."""
-        first = corpus.texts(domains(), self.spec.text_seed)
-        return {
-            **asdict(self.spec),
-            "window": self.window,
-            "prompts_hash": prompts_hash(self.prompts.inputs),
-            "sha256_of_first_1000_texts": sha256([next(first) for _ in range(1000)]),
-        }
+# All that decides is said here, so that tuning the pocket models changes nothing. There is text alone, no labels.
+_SHAPE = {"hidden": 96, "layers": 4, "heads": 4, "ffn": 256, "vocabulary": 1024, "context": 128}
+_TRAINING = {"batch": 12, "steps": 900, "learning_rate": 5e-3, "weight_decay": 0.01, "dropout": 0.0}
+_TEXT = {"noise": 0.04, "split": 0.05, "tokenizer_texts": 20_000, "text_seed": 0, "fillings": 2, "examination_seed": 1}
+_NO_LABELS = {"share": 0.0, "first": 0.0, "emphasis": 1.0, "spared": 0.0}
+SPEC = Spec("kinds", "mistral", **_SHAPE, **_TRAINING, **_TEXT, **_NO_LABELS)
 
 
-# ---- one cell -------------------------------------------------------------------------------------------------------
-
-
-def matched(spec: Spec, window: int) -> dict[str, int]:
+def matched(spec: Spec) -> dict[str, int]:
     """Parameters of each kind. Raises Refused where they differ by more than 2 %."""
     with torch.device("meta"):
-        models = {name: spec.start(kind, window, 0) for name, kind in KINDS.items()}
+        models = {name: replace(spec, **kind).start() for name, kind in KINDS.items()}
     found = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     if max(found.values()) > 1.02 * min(found.values()):
         raise Refused(f"parameters {found} differ by more than 2 %: choose a width that is a multiple of 3 x heads")
     return found
 
 
-def cell(out: Path, kind: Kind, seed: int, material: Material, instrument: Instrument, progress: Progress) -> dict:
-    """One model: trained where it is not in `out` yet, measured where it was not by these probes, and kept there.
+class Material:
+    """The text, tokenizer and prompts that all cells share.
 
-    Raises Refused where `out` holds a cell of another spec.
+    stream        what all seeds read; its first texts give the tokenizer.
+    reader        a model that has learnt nothing, with that tokenizer.
+    prompts       as tokens, none longer than a training window.
+    window        a third of the median prompt, in tokens.
+    examination   texts of templates never trained on, none longer than a training window.
     """
-    name = f"{kind.name}-{seed}"
+
+    def __init__(self, spec: Spec, seeds: int) -> None:
+        self.spec, windows = spec, seeds * spec.steps * spec.batch
+        text = {"seed": spec.text_seed, "at_once": spec.tokenizer_texts, "split": spec.split, "share": spec.share}
+        self.stream = lessons(windows, spec.context, spec.vocabulary, **text)
+        self.reader = Subject.of(spec.start(), self.stream.tokenizer)
+        batch = pool.plain(self.reader.fitting(exam.prompts(MIXED, spec.pool)), spec.prompts)
+        self.prompts = replace(batch, inputs=self.reader.tokens(batch))
+        self.window = max(1, round(float(np.median(self.prompts.inputs.lengths)) / 3))
+        rows = [row for row in examination(spec.fillings, spec.examination_seed) if row["set"] == "held-out"]
+        ids = self.reader.tokenizer([row["text"] for row in rows])["input_ids"]
+        self.examination = [row for row, text in zip(rows, ids, strict=True) if len(text) <= spec.context]
+
+    def lessons(self, seed: int) -> Lessons:
+        """The seed's own part of the stream: the same windows in the same order for every kind, others each seed."""
+        size, whole = self.spec.steps * self.spec.batch, self.stream
+        rows = slice(seed * size, (seed + 1) * size)
+        # A window begins with a text, and each separator but one in the last column begins another.
+        begun = np.cumsum([0, *(1 + (whole.windows[:, :-1] == 0).sum(1)).tolist()])
+        texts = slice(int(begun[rows.start]), int(begun[rows.stop]))
+        return replace(
+            whole,
+            texts=whole.texts[texts],
+            ids=whole.ids[texts],
+            windows=whole.windows[rows],
+            evidence=whole.evidence[rows],
+            asked=replace(whole.asked, **{name: each[rows] for name, each in vars(whole.asked).items()}),
+        )
+
+
+# ---- one cell -------------------------------------------------------------------------------------------------------
+
+
+def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable[[str], None]) -> Cell:
+    """One model, trained and measured as far as it is not in `out` yet.
+
+    Raises Refused where `out` has a cell of another spec.
+    """
+    name, spec = f"{kind}-{seed}", replace(material.spec, seed=seed, window=material.window, **KINDS[kind])
     path, folder = out / "cells" / f"{name}.json", out / "models" / name
-    identity = {**material.identity, "kind": kind.name, "seed": seed}
+    about = {"kind": kind, "spec": asdict(spec) | {"prompts_hash": prompts_hash(material.prompts.inputs)}}
     if path.exists():
-        found = _agreeing(path, identity)
-        if found["instrument"] == instrument.hashes:
-            return found
-    trained = folder / "trained.json"
-    if not trained.exists():
-        _train(folder, kind, seed, material, identity, lambda text: progress(f"{name}: {text}"))
-    body = _agreeing(trained, identity)
-    began = time.process_time()
+        return _agreeing(path, about)
+    if not (folder / "trained.json").exists():
+        progress(f"{name}: training")
+        train(folder, about, spec, material)
+    trained, began = _agreeing(folder / "trained.json", about), time.process_time()
     progress(f"{name}: measuring")
     subject = exam.stored(folder)
-    values, unmeasured = instrument.measure(subject, material)
-    loss = exam.losses(subject, material.examination)["held-out"]["model"]
-    entropy = bits(subject.capture(material.prompts, {Site.ENTROPY}).entropy.double().numpy())
-    minutes = {**body["cpu_minutes"], "measuring": (time.process_time() - began) / 60}
-    body |= {
-        "instrument": instrument.hashes,
+    loss, entropy = exam.losses(subject, material.examination), subject.entropy(material.prompts)
+    found = {
+        **trained,
+        **measure(subject, material.prompts, spec.nulls),
         "parameters": subject.facts["parameters"],
-        "loss": {"model": loss, **body["loss"]},
+        "loss": {"model": loss["held-out"]["model"], **trained["loss"]},
         "entropy_bits": {"mean": float(entropy.mean()), "sd": float(entropy.std())},
-        "values": values,
-        "unmeasured": unmeasured,
-        "cpu_minutes": minutes,
+        "cpu_minutes": trained["cpu_minutes"] + (time.process_time() - began) / 60,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, _json(body))
-    progress(f"{name}: {loss:.3f} nats held out, {sum(minutes.values()):.1f} CPU minutes")
-    return body
-
-
-def _train(folder: Path, kind: Kind, seed: int, material: Material, identity: dict, progress: Progress) -> None:
-    """Train one model and put it, its rivals' losses and its curve at `folder`, whole."""
-    spec, began = material.spec, time.process_time()
-    read = material.lessons(seed)
-    text = time.process_time() - began
-    model = spec.start(kind, material.window, seed)
-
-    def step(done: int, steps: int, loss: float) -> None:
-        if done % 100 == 0:
-            progress(f"step {done} of {steps}, {loss:.3f} nats")
-
-    began = time.process_time()
-    curve = pocket.train(model, read, spec.training(seed), step)
-    minutes = (time.process_time() - began) / 60
-    rivals = material.rivals(seed)
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        model.save_pretrained(temporary)
-        read.tokenizer.save_pretrained(temporary)
-        body = {
-            "spec": identity,
-            "windows_sha256": hashlib.sha256(read.windows.numpy().tobytes()).hexdigest(),
-            "texts": len(read.texts),
-            "tokens": read.windows.numel(),
-            "loss": {rival: rivals[rival] for rival in ("trigram", "trigram_few", "fivegram_few", "unigram")},
-            "curve": curve,
-            "cpu_minutes": {"text": text / 60, "training": minutes},
-        }
-        write_whole(temporary / "trained.json", _json(body))
-        shutil.rmtree(folder, ignore_errors=True)  # a folder without trained.json is of nobody
-        os.replace(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _agreeing(path: Path, identity: Mapping[str, Any]) -> dict[str, Any]:
-    """A file of this run. Raises Refused, naming the first field of the spec that differs."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        theirs = found["spec"]
-    except (ValueError, OSError, KeyError, TypeError) as error:
-        raise Refused(f"{path} cannot be read as a cell ({error}); remove it and run again") from error
-    for name in {**theirs, **identity}:
-        if theirs.get(name) != identity.get(name):
-            raise Refused(
-                f"{path} is of another run: {name} is {theirs.get(name)!r}, this one's {identity.get(name)!r}; "
-                "choose another --out, or remove it"
-            )
+    _keep(path, found)
+    progress(f"{name}: {found['loss']['model']:.3f} nats held out, {found['cpu_minutes']:.1f} CPU minutes")
     return found
 
 
-class Instrument:
-    """The probes that give the signatures, as they were imported.
-
-    hashes   of each probe's source with that of the llmgeom modules it names, and of this class.
-    """
-
-    def __init__(self, spec: Spec) -> None:
-        names = sorted({s.probe for s in SIGNATURES} & set(probes.names()))
-        self.spec, self.probes = spec, probes.known(names)
-        self.hashes = {name: _hash(module) for name, module in self.probes.items()} | {"kinds": _hash(type(self))}
-
-    def measure(self, subject: Subject, material: Material) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-        """Every headline of every probe by name, and why a probe gave none."""
-        record = scan(subject, material.prompts, self.probes, nulls=self.spec.nulls)
-        values = {name: {h.name: h.value for h in found.headlines} for name, found in record.results.items()}
-        heads = subject.capture(material.prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
-        values["kinds"] = {PER_HEAD: float(np.mean([shares(head).pc12 for head in heads.swapaxes(0, 1)]))}
-        if keys := record.results.get("key_orthogonality"):
-            # Its headline is this mean, but needs five heads for an interval, and a grouped model has one a layer.
-            values["kinds"][COLUMNS] = float(keys.arrays["columns"].mean())
-        return values, dict(record.unmeasured)
+def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
+    """Train one model and keep it in `folder`; its curve and the losses of `exam.rivals` are in trained.json."""
+    began = time.process_time()
+    read, model = material.lessons(spec.seed), spec.start()
+    curve = pocket.train(model, read, spec)
+    once = sum(len(grammar.templates(domain)) - len(corpus.held_out(domain)) for domain in domains())
+    rivals = exam.rivals(material.reader, material.examination, read.ids, once)["held-out"]
+    trained = {
+        **about,
+        "windows_sha256": hashlib.sha256(read.windows.numpy().tobytes()).hexdigest(),
+        "texts": len(read.texts),
+        "tokens": read.windows.numel(),
+        "curve": curve,
+        "loss": {name: rivals[name] for name in ("trigram", "trigram_few", "fivegram_few", "unigram")},
+        "cpu_minutes": (time.process_time() - began) / 60,
+    }
+    model.save_pretrained(folder)
+    read.tokenizer.save_pretrained(folder)
+    _keep(folder / "trained.json", trained)  # last: a folder without it is trained again
 
 
-@cache
-def _hash(what: Any) -> str:
-    """12 hex digits for the source of a class or module; taken once, so that it stays that of what was imported."""
-    used = {getattr(value, "__module__", "") or "" for value in vars(what).values()}
-    named = sorted(name for name in used if name.startswith("llmgeom.") and name != __name__)
-    sources = [inspect.getsource(what), *(inspect.getsource(sys.modules[name]) for name in named)]
-    return hashlib.sha256("\0".join(sources).encode()).hexdigest()[:12]
+def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
+    """Every headline by probe and name, of the probes that give the signatures, and why a probe gave none."""
+    record = scan(subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), nulls=nulls)
+    values = {name: {h.name: h.value for h in found.headlines} for name, found in record.results.items()}
+    heads = subject.capture(prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
+    values["kinds"] = {PER_HEAD: float(np.mean([shares(head).pc12 for head in heads.swapaxes(0, 1)]))}
+    if keys := record.results.get("key_orthogonality"):
+        # Its headline is this mean, but needs five heads for an interval, and a grouped model has one a layer.
+        values["kinds"][COLUMNS] = float(keys.arrays["columns"].mean())
+    return {"values": values, "unmeasured": dict(record.unmeasured)}
+
+
+def _agreeing(path: Path, about: Cell) -> Cell:
+    """A file of this run. Raises Refused, naming the first field of the spec that differs."""
+    found = json.loads(path.read_text(encoding="utf-8"))
+    theirs, ours = found["spec"], about["spec"]
+    for name in theirs | ours:
+        if theirs.get(name) != ours.get(name):
+            what = f"{name} is {theirs.get(name)!r}, this one's {ours.get(name)!r}"
+            raise Refused(f"{path} is of another run: {what}; choose another --out, or remove it")
+    return found
+
+
+def _keep(path: Path, body: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, (json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode())
 
 
 # ---- what the cells say ---------------------------------------------------------------------------------------------
@@ -401,26 +265,43 @@ def _hash(what: Any) -> str:
 class Effect:
     """How much a signature changes with one factor, over seeds.
 
-    value           mean over seeds of the change within a seed, in the unit of the signature.
-    low, high       95 % interval (Student, seeds - 1 degrees of freedom); near, far: 90 %, that of the two one-sided
-                    tests (Schuirmann, 1987).
-    p, p_within     of no change; of a change of at least the effect of interest. Both are adjusted by Holm over all
-                    effects on signatures of the same nature.
-    needed          seeds that would decide for the declared effect with 90 % power.
+    value, sd     of the change within a seed, in the unit of the signature.
+    interval      95 % (Student, seeds - 1 degrees of freedom); inner: 90 %, that of the two one-sided tests
+                  (Schuirmann, 1987).
+    p, p_within   of no change; of a change of at least the effect of interest. `effects` adjusts both.
+    needed        seeds that would decide for the declared effect with 90 % power.
     """
 
-    signature: str
+    signature: Signature
     factor: str
+    seeds: int
     value: float
     sd: float
-    low: float
-    high: float
-    near: float
-    far: float
+    interval: Interval
+    inner: Interval
     p: float
     p_within: float
     needed: int
-    verdict: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Differs from 0: p < .05. Less than the effect of interest: p_within < .05. Neither: undecided.
+
+        dynamic   changed: differs. not changed: less than the effect. Both: changed, by less than it.
+        static    equivalent: less than the effect, whether it differs or not. different: differs, and not less.
+        """
+        s, differs, within = self.signature, self.p < 0.05, self.p_within < 0.05
+        if s.nature == "dynamic" and differs:
+            word = f"changed, by less than {s.effect:g}" if within else "changed"
+        elif within:
+            word = "not changed" if s.nature == "dynamic" else "equivalent"
+        elif differs:
+            word = "different"
+        elif self.seeds < self.needed:
+            return f"undecided (needs {self.needed} seeds)"
+        else:
+            return f"undecided ({self.needed} seeds suffice for {s.effect:g}; less is not excluded)"
+        return f"{word} †" if s.width and self.factor != "window" else word
 
 
 def contrasts(values: Float[np.ndarray, "seed grouped windowed"]) -> dict[str, Float[np.ndarray, " seed"]]:
@@ -431,123 +312,74 @@ def contrasts(values: Float[np.ndarray, "seed grouped windowed"]) -> dict[str, F
     """
     by_window = values[:, :, 1] - values[:, :, 0]
     by_grouping = values[:, 1, :] - values[:, 0, :]
-    found = (by_grouping.mean(1), by_window.mean(1), by_window[:, 1] - by_window[:, 0])
-    return dict(zip(FACTORS, found, strict=True))
+    interaction = by_window[:, 1] - by_window[:, 0]
+    return {"grouping": by_grouping.mean(1), "window": by_window.mean(1), "interaction": interaction}
 
 
 def effect(signature: Signature, factor: str, change: Float[np.ndarray, " seed"]) -> Effect:
-    """Mean, intervals and tests of one change, paired by seed; p not yet adjusted. Raises Refused for one seed."""
+    """Mean, intervals and tests of one change, paired by seed; p not yet adjusted."""
     from scipy.stats import t
 
     n = len(change)
-    if n < 2:
-        raise Refused(f"{signature.name}: {n} seed has every kind; at least 2 are needed for an interval")
     mean, sd = float(change.mean()), float(change.std(ddof=1))
     error = sd / n**0.5
-    wide, narrow = (float(t.ppf(level, n - 1)) * error for level in (0.975, 0.95))
+
+    def span(level: float) -> Interval:
+        half = float(t.ppf((1 + level) / 2, n - 1)) * error
+        return Interval(mean - half, mean + half, level, "Student over seeds")
+
     p = 2 * float(t.sf(abs(mean) / error, n - 1)) if error > 0 else float(mean == 0)
-    interval = Interval(mean - wide, mean + wide, 0.95, "Student over seeds")
+    within = equivalence_p(mean, span(0.95), -signature.effect, signature.effect, n)
     # The two one-sided tests must both be won, at 5 % each.
     power, level = (0.9, 0.95) if signature.nature == "dynamic" else (0.95, 0.90)
-    return Effect(
-        signature=signature.name,
-        factor=factor,
-        value=mean,
-        sd=sd,
-        low=interval.low,
-        high=interval.high,
-        near=mean - narrow,
-        far=mean + narrow,
-        p=p,
-        p_within=equivalence_p(mean, interval, -signature.effect, signature.effect, n),
-        needed=needed_n_mean(signature.effect, max(sd, 1e-12), power, level),
-    )
+    needed = needed_n_mean(signature.effect, max(sd, 1e-12), power, level)
+    return Effect(signature, factor, n, mean, sd, span(0.95), span(0.90), p, within, needed)
 
 
 def effects(values: Mapping[str, Float[np.ndarray, "seed grouped windowed"]]) -> list[Effect]:
-    """Every factor's effect on every signature that has values, with verdicts.
-
-    dynamic   changed: differs from 0. not changed: less than the effect of interest. Both: changed, by less than it.
-    static    equivalent: less than the effect of interest, whether it differs from 0 or not. different: differs from 0.
-    undecided, with the number of seeds for the declared effect: neither. Differs: p < .05; less than: p_within < .05.
-    """
+    """Every factor's effect on every signature that has values, p adjusted by Holm over those of one nature."""
     found = []
-    seeds = {name: len(one) for name, one in values.items()}
     for nature in ("dynamic", "static"):
-        known = {s.name: s for s in SIGNATURES if s.nature == nature and s.name in values}
-        raw = [effect(s, factor, one) for s in known.values() for factor, one in contrasts(values[s.name]).items()]
-        p, within = holm([e.p for e in raw]), holm([e.p_within for e in raw])
-        for e, zero, inside in zip(raw, p.tolist(), within.tolist(), strict=True):
-            adjusted = replace(e, p=zero, p_within=inside)
-            found.append(replace(adjusted, verdict=verdict(adjusted, known[e.signature], seeds[e.signature])))
+        known = [s for s in SIGNATURES if s.nature == nature and s.name in values]
+        raw = [effect(s, factor, one) for s in known for factor, one in contrasts(values[s.name]).items()]
+        p, within = holm([e.p for e in raw]).tolist(), holm([e.p_within for e in raw]).tolist()
+        found += [replace(e, p=a, p_within=b) for e, a, b in zip(raw, p, within, strict=True)]
     return found
 
 
-def verdict(e: Effect, signature: Signature, seeds: int) -> str:
-    """The word for one effect; see `effects`."""
-    differs, within = e.p < 0.05, e.p_within < 0.05
-    if signature.nature == "dynamic" and differs:
-        word = f"changed, by less than {signature.effect:g}" if within else "changed"
-    elif within:
-        word = "not changed" if signature.nature == "dynamic" else "equivalent"
-    elif differs:
-        word = "different"
-    elif seeds < e.needed:
-        return f"undecided (needs {e.needed} seeds)"
-    else:
-        return f"undecided ({e.needed} seeds suffice for {signature.effect:g}; less is not excluded)"
-    return f"{word} †" if signature.width and e.factor != "window" else word
+def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
+    """All numbers of the experiment, as plain data; cells by seed, then as in KINDS.
 
-
-def gather(cells: Sequence[Mapping[str, Any]]) -> tuple[dict[str, np.ndarray], list[int], dict[str, str]]:
-    """Each signature's values [seed grouped windowed], the seeds that have every kind, and why a signature has none.
-
-    Raises Refused where the cells of a seed did not read the same text, or were not measured by the same probes.
+    Raises Refused where the cells of a seed did not read the same text.
     """
-    by = {(c["spec"]["seed"], c["spec"]["kind"]): c for c in cells}
-    seeds = sorted(s for s in {s for s, _ in by} if all((s, name) in by for name in KINDS))
+    seeds = sorted({c["spec"]["seed"] for c in cells})
+    assert [(c["spec"]["seed"], c["kind"]) for c in cells] == [(seed, kind) for seed in seeds for kind in KINDS]
     for seed in seeds:
-        if len({by[seed, name]["windows_sha256"] for name in KINDS}) > 1:
+        if len({c["windows_sha256"] for c in cells if c["spec"]["seed"] == seed}) > 1:
             raise Refused(f"the cells of seed {seed} did not read the same text; remove them and run again")
-    if len({json.dumps(c["instrument"], sort_keys=True) for c in cells}) > 1:
-        raise Refused("the cells were measured by different probes; run again without --cells to measure them anew")
-
-    def grid(read: Callable[[Mapping[str, Any]], float]) -> np.ndarray:
-        flat = [[read(by[seed, name]) for name in KINDS] for seed in seeds]
-        return np.array(flat, dtype=np.float64).reshape(-1, 2, 2)
-
-    values, absent = {"held-out loss": grid(lambda c: c["loss"]["model"])}, {}
+    found, absent = {LOSS: [c["loss"]["model"] for c in cells]}, {}
     for s in SIGNATURES:
-        have = [s.headline in by[seed, name]["values"].get(s.probe, {}) for seed in seeds for name in KINDS]
-        if all(have):
-            values[s.name] = grid(lambda c, s=s: c["values"][s.probe][s.headline])
+        given = [c["values"].get(s.probe, {}).get(s.headline) for c in cells]
+        if lacking := given.count(None):
+            whys = sorted({c["unmeasured"][s.probe] for c in cells if s.probe in c["unmeasured"]})
+            absent[s.name] = "; ".join(whys) or f"{s.probe} gives no {s.headline!r} in {lacking} cells"
         else:
-            whys = {by[seed, name]["unmeasured"].get(s.probe) for seed in seeds for name in KINDS} - {None}
-            why = "; ".join(sorted(whys)) or f"{s.probe} gives no {s.headline!r} in {have.count(False)} cells"
-            absent[s.name] = why
-    return values, seeds, absent
-
-
-def analyse(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All numbers of the experiment, as plain data. Raises Refused as `gather` and `effect` do."""
-    values, seeds, absent = gather(cells)
-    loss = contrasts(values["held-out loss"])
-    beside = Signature("held-out loss", "", "", "dynamic", 0.1)  # no verdict: it says how far cells can be compared
-    minutes = [sum(c["cpu_minutes"].values()) for c in cells]
+            found[s.name] = given
+    values = {name: np.array(one, dtype=np.float64).reshape(-1, 2, 2) for name, one in found.items()}
+    beside = Signature(LOSS, "", "", "dynamic", 0.1)  # no verdict: it says how far cells can be compared
+    losses = [c["loss"] for c in cells]
     return {
-        "spec": {k: v for k, v in cells[0]["spec"].items() if k not in ("kind", "seed")},
+        "spec": {k: v for k, v in cells[0]["spec"].items() if k not in ("grouped", "windowed", "seed")},
         "seeds": seeds,
-        "kinds": list(KINDS),
-        "parameters": {c["spec"]["kind"]: c["parameters"] for c in cells},
-        "signatures": [asdict(s) for s in SIGNATURES if s.name in values],
+        "parameters": {c["kind"]: c["parameters"] for c in cells},
         "absent": absent,
-        "values": {name: one.reshape(len(seeds), 4).tolist() for name, one in values.items()},
-        "loss_of_trigram": [c["loss"]["model"] / c["loss"]["trigram"] for c in cells],
-        "loss_of_few": [c["loss"]["model"] / min(c["loss"]["trigram_few"], c["loss"]["trigram"]) for c in cells],
-        "loss": [asdict(effect(beside, factor, one)) for factor, one in loss.items()],
-        "effects": [asdict(e) for e in effects(values)],
+        "values": {name: one.reshape(-1, len(KINDS)).tolist() for name, one in values.items()},
+        "loss_of_trigram": [one["model"] / one["trigram"] for one in losses],
+        "loss_of_few": [one["model"] / min(one["trigram_few"], one["trigram"]) for one in losses],
+        "loss": [asdict(effect(beside, factor, one)) for factor, one in contrasts(values[LOSS]).items()],
+        "effects": [asdict(e) | {"verdict": e.verdict} for e in effects(values)],
         "cells": list(cells),
-        "cpu_minutes": sum(minutes),
+        "cpu_minutes": sum(c["cpu_minutes"] for c in cells),
         "versions": {p: version(p) for p in ("llmgeom", "torch", "transformers", "tokenizers", "numpy")},
     }
 
@@ -555,107 +387,94 @@ def analyse(cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def table(found: Mapping[str, Any]) -> str:
     """The result as two tables of markdown: means of the cells, and what each factor changes."""
     spec, n = found["spec"], len(found["seeds"])
-    lines = [f"Mean over {n} seeds (sd).", "", f"| | {' | '.join(found['kinds'])} |", "|---" * 5 + "|"]
+    means = changes = ""
+    shown = {name: name.replace("|", "\\|") for name in found["values"]}  # |rho| would end a column
     for name, rows in found["values"].items():
-        columns = np.array(rows)
-        cells = (f"{m:.3f} ({s:.3f})" for m, s in zip(columns.mean(0), columns.std(0, ddof=1), strict=True))
-        unit = ", nats a token" if name == "held-out loss" else ""
-        lines.append(f"| {name}{unit} | {' | '.join(cells)} |")
-    lines += ["", "Change within a seed: mean [95 % interval], p of no change and of a change beyond the effect of"]
-    lines += [f"interest, each by Holm over the signatures of its nature; {n} seeds.", ""]
-    lines += ["| signature | effect of interest | factor | change | p = 0 | p beyond | verdict |", "|---" * 7 + "|"]
-    by = {s["name"]: s for s in found["signatures"]}
-    for e in found["effects"]:
-        s = by[e["signature"]]
-        span = f"{e['value']:+.3f} [{e['low']:+.3f}, {e['high']:+.3f}]"
-        p = f"{e['p']:.2g} | {e['p_within']:.2g}"
-        what = f"{s['name']} ({s['nature']}) | {s['effect']:g} | {e['factor']}"
-        lines.append(f"| {what} | {span} | {p} | {e['verdict']} |")
-    for e in found["loss"]:
-        span = f"{e['value']:+.3f} [{e['low']:+.3f}, {e['high']:+.3f}]"
-        lines.append(f"| held-out loss, nats a token | | {e['factor']} | {span} | {e['p']:.2g} (alone) | | beside |")
-    lines += ["", "† depends on how many coordinates the values have, which grouping changes: partly arithmetic."]
-    lines += [f"not measured: {name}: {why}" for name, why in found["absent"].items()]
-    low, high = min(found["loss_of_trigram"]), max(found["loss_of_trigram"])
-    sizes = sorted(set(found["parameters"].values()))
-    few = f"{min(found['loss_of_few']):.3f} to {max(found['loss_of_few']):.3f}"
-    lines += [
-        f"Held-out loss is {low:.3f} to {high:.3f} of the trigram's on the same text, {few} of the better of two.",
-        f"{spec['prompts']} prompts, a window of {spec['window']} tokens, {' or '.join(map(str, sizes))} parameters, "
-        f"{spec['steps']} steps of {spec['batch']} x {spec['context']} tokens, {found['cpu_minutes']:.0f} CPU minutes.",
-    ]
-    return "\n".join(lines) + "\n"
+        each = (f"{np.mean(column):.3f} ({np.std(column, ddof=1):.3f})" for column in zip(*rows, strict=True))
+        means += f"| {shown[name]} | {' | '.join(each)} |\n"
+    for e in (*found["effects"], *found["loss"]):
+        s, span = e["signature"], e["interval"]
+        change = f"{e['factor']} | {e['value']:+.3f} [{span['low']:+.3f}, {span['high']:+.3f}] | {e['p']:.2g}"
+        if s["name"] == LOSS:
+            changes += f"| {LOSS} | | {change} (alone) | | beside |\n"
+        else:
+            tested = f"{change} | {e['p_within']:.2g} | {e['verdict']}"
+            changes += f"| {shown[s['name']]} ({s['nature']}) | {s['effect']:g} | {tested} |\n"
+    absent = "".join(f"not measured: {name}: {why}\n" for name, why in found["absent"].items())
+    ratios = (found["loss_of_trigram"], found["loss_of_few"])
+    of_trigram, of_few = (f"{min(one):.3f} to {max(one):.3f}" for one in ratios)
+    sizes = " or ".join(map(str, sorted({*found["parameters"].values()})))
+    return f"""Mean over {n} seeds (sd).
+
+| | {" | ".join(KINDS)} |
+|---|---|---|---|---|
+{means}
+Change within a seed: mean [95 % interval], p of no change and of a change beyond the effect of
+interest, each by Holm over the signatures of its nature; {n} seeds.
+
+| signature | effect of interest | factor | change | p = 0 | p beyond | verdict |
+|---|---|---|---|---|---|---|
+{changes}
+† depends on how many coordinates the values have, which grouping changes: partly arithmetic.
+{absent}Held-out loss is {of_trigram} of the trigram's on the same text, {of_few} of the better of two.
+{spec["prompts"]} prompts, a window of {spec["window"]} tokens, {sizes} parameters, \
+{spec["steps"]} steps of {spec["batch"]} x {spec["context"]} tokens, {found["cpu_minutes"]:.0f} CPU minutes.
+"""
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
 
 
 def run(
-    out: str | os.PathLike,
-    *,
-    spec: Spec | None = None,
-    seeds: int = LEAST_SEEDS,
-    kinds: Sequence[str] = tuple(KINDS),
-    progress: Progress = lambda text: None,
+    out: Path, spec: Spec, seeds: int, kinds: Sequence[str] = tuple(KINDS), progress: Callable = lambda text: None
 ) -> dict[str, Any] | None:
     """Train and measure what is missing in `out`, then write kinds.json and kinds.md there; None while cells lack.
 
-    Killed and called again it goes on: each cell is in `out` whole or not at all. A cell that was measured by other
-    versions of the probes is measured again, not trained again.
+    Killed and called again it goes on: each cell is in `out` whole or not at all.
     Raises Refused for an unknown kind, fewer than 2 seeds, and an `out` that holds another spec.
     """
     if unknown := [name for name in kinds if name not in KINDS]:
         raise Refused(f"unknown kind {unknown[0]!r}: known are {', '.join(KINDS)}")
     if seeds < 2:
         raise Refused(f"--seeds {seeds}: give at least 2, {LEAST_SEEDS} for a verdict worth quoting")
-    spec, out = spec or Spec(), Path(out)
-    material, instrument = Material(spec, seeds, out), Instrument(spec)
+    matched(spec)
+    material, every = Material(spec, seeds), [(kind, seed) for seed in range(seeds) for kind in KINDS]
     before = torch.get_num_threads()
     torch.set_num_threads(1)  # the order of a sum depends on the number of threads, and so would the weights
     try:
-        matched(spec, material.window)
-        for seed in range(seeds):
-            for name in kinds:
-                cell(out, KINDS[name], seed, material, instrument, progress)
+        for kind, seed in every:
+            if kind in kinds:
+                cell(out, kind, seed, material, progress)
     finally:
         torch.set_num_threads(before)
-    have = [(out / "cells" / f"{name}-{seed}.json", name, seed) for seed in range(seeds) for name in KINDS]
-    if not all(path.exists() for path, *_ in have):
+    if not all((out / "cells" / f"{kind}-{seed}.json").exists() for kind, seed in every):
         return None
-    identity = material.identity
-    found = analyse([_agreeing(path, {**identity, "kind": name, "seed": seed}) for path, name, seed in have])
-    write_whole(out / "kinds.json", _json(found))
+    found = analyse([cell(out, kind, seed, material, progress) for kind, seed in every])
+    _keep(out / "kinds.json", found)
     write_whole(out / "kinds.md", table(found).encode())
     return found
-
-
-def _json(body: Any) -> bytes:
-    return (json.dumps(body, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """`python -m llmgeom.experiments.kinds --out DIR [--seeds 5] [--steps N] [--cells ...]`: 0 done, 1 refused."""
     parser = argparse.ArgumentParser(prog="python -m llmgeom.experiments.kinds", description=__doc__)
-    parser.add_argument("--out", required=True, help="folder; a run that was stopped goes on from it")
+    parser.add_argument("--out", type=Path, required=True, help="folder; a run that was stopped goes on from it")
     parser.add_argument("--seeds", type=int, default=LEAST_SEEDS, help="training seeds a kind [default: 5]")
-    parser.add_argument("--steps", type=int, default=Spec.steps, help=f"training steps [default: {Spec.steps}]")
+    parser.add_argument("--steps", type=int, default=SPEC.steps, help=f"training steps [default: {SPEC.steps}]")
     parser.add_argument("--cells", nargs="+", default=list(KINDS), metavar="KIND", help=f"of {', '.join(KINDS)}")
     asked = parser.parse_args(arguments)
-
     transformers.utils.logging.disable_progress_bar()
 
     def progress(text: str) -> None:
-        print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+        print(time.strftime("%H:%M:%S"), text, file=sys.stderr, flush=True)
 
     try:
-        found = run(asked.out, spec=Spec(steps=asked.steps), seeds=asked.seeds, kinds=asked.cells, progress=progress)
+        found = run(asked.out, replace(SPEC, steps=asked.steps), asked.seeds, asked.cells, progress)
     except Refused as refusal:
         print(f"llmgeom: {refusal}", file=sys.stderr)
         return 1
-    if found is None:
-        print(f"{asked.out} has the cells of {', '.join(asked.cells)}; run again without --cells for the table")
-        return 0
-    print(table(found), end="")
+    lacking = f"{asked.out} has the cells of {', '.join(asked.cells)}; run again without --cells for the table\n"
+    print(table(found) if found else lacking, end="")
     return 0
 
 

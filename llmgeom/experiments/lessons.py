@@ -8,17 +8,33 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from random import Random
 
+import numpy as np
 import torch
-from jaxtyping import Bool, Int16
+from jaxtyping import Bool, Float32, Int16
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from llmgeom.prompts import corpus, sula
+from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.domains import MIXED, known
 from llmgeom.prompts.grammar import fill, templates
+from llmgeom.prompts.nonce import Part
 
 END = "<|endoftext|>"
 SETS = ("held-out", "seen")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Where the next token is a label, and how likely each of the two is by the process that draws the sequence.
+
+    named     the next token is a label of a lead-in, which nothing foretells.
+    labels    ids of the two labels where the next token is an observed one, 0 elsewhere.
+    share     P(next label is the one) given the lead-in and the labels so far (fraction), 0 elsewhere.
+    """
+
+    named: Bool[Tensor, "window seq"]
+    labels: Int16[Tensor, "window seq 2"]
+    share: Float32[Tensor, "window seq 2"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +44,7 @@ class Lessons:
     texts, ids   the texts of the grammars, and their ids without separator.
     sequences    the label sequences.
     evidence     which windows hold label sequences; the others hold texts.
+    asked        what their labels ought to be.
     """
 
     texts: tuple[str, ...]
@@ -36,6 +53,7 @@ class Lessons:
     tokenizer: PreTrainedTokenizerBase
     windows: Int16[Tensor, "window seq"]
     evidence: Bool[Tensor, " window"]
+    asked: Asked
 
 
 def domains() -> tuple[str, ...]:
@@ -51,11 +69,13 @@ def lessons(
     at_once: int,
     split: float = 0.0,
     share: float = 0.0,
+    first: float = 0.0,
     informative: bool = True,
 ) -> Lessons:
     """`n` windows of `context` tokens from two streams: texts of all domains and label sequences, neither held out.
 
-    A window holds label sequences with probability `share`, else texts, never both. The tokenizer is learnt on the
+    A window holds label sequences with probability `share`, else texts, never both; the `first` (a fraction) all hold
+    label sequences. The tokenizer is learnt on the
     first `at_once` texts; `at_once` more of either are drawn whenever they run out. In the texts' windows a
     fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
 
@@ -64,12 +84,12 @@ def lessons(
     """
     rng, lots = Random(f"llmgeom/split/{seed}"), Random(f"llmgeom/mix/{seed}")
     stream = corpus.texts(domains(), seed)
-    first = list(islice(stream, at_once))
-    tokenizer = learn_tokenizer(first, vocabulary, context)
-    texts = _Reader(chain(first, stream), tokenizer, at_once)
-    sequences = _Reader(sula.sequences(seed, informative), tokenizer, at_once)
+    opening = list(islice(stream, at_once))
+    tokenizer = learn_tokenizer(opening, vocabulary, context)
+    texts = _Reader(chain(opening, stream), tokenizer, at_once)
+    sequences = _Reader(nonce.sequences(seed, informative), tokenizer, at_once)
     windows = torch.zeros(n, context, dtype=torch.int16)
-    evidence = torch.tensor([lots.random() < share for _ in range(n)], dtype=torch.bool)
+    evidence = torch.tensor([lots.random() < share or i < first * n for i in range(n)], dtype=torch.bool)
     for window, labelled in zip(windows, evidence.tolist(), strict=True):
         column, reader = 0, sequences if labelled else texts
         while column < context:
@@ -79,7 +99,56 @@ def lessons(
             window[column : column + len(part)] = part
             column += len(part)
     kept = tuple(texts.texts[: texts.used]), tuple(texts.ids[: texts.used])
-    return Lessons(*kept, tuple(sequences.texts[: sequences.used]), tokenizer, windows, evidence)
+    answers = asked(windows, evidence, tokenizer, informative)
+    return Lessons(*kept, tuple(sequences.texts[: sequences.used]), tokenizer, windows, evidence, answers)
+
+
+def asked(
+    windows: Int16[Tensor, "window seq"],
+    evidence: Bool[Tensor, " window"],
+    tokenizer: PreTrainedTokenizerBase,
+    informative: bool,
+) -> Asked:
+    """Reads windows of label sequences token by token, all at once; nothing is asked in the others."""
+    ids = windows[evidence].numpy().astype(np.int64)
+    rows = np.arange(len(ids))
+    named = np.zeros(ids.shape, dtype=bool)
+    labels, share = (np.zeros((*ids.shape, 2), dtype=kind) for kind in (np.int16, np.float32))
+    place = np.zeros(len(ids), dtype=np.int64)
+    pair, seen = np.zeros((len(ids), 2), dtype=np.int64), np.zeros((len(ids), 2))
+    links = {name: tokenizer(form.link)["input_ids"][-1] for name, form in nonce.FORMATS.items()}
+    for t in range(ids.shape[1] - 1):
+        begun = ids[:, t] == tokenizer.eos_token_id
+        place[begun], seen[begun] = 0, 0
+        following = ids[:, t + 1]
+        for name, link in links.items():
+            linked = ids[:, t] == link
+            place += linked
+            for which in (0, 1):
+                lead = rows[linked & (place == which + 1)]
+                named[lead, t], pair[lead, which] = True, following[lead]
+            asks = rows[linked & (place > 2)]
+            labels[asks, t] = pair[asks]
+            exact = nonce.FORMATS[name].predictive(*seen[asks].T) if informative else np.log(0.5)
+            share[asks, t] = np.exp(exact)
+            seen[asks] += pair[asks] == following[asks, None]
+    return Asked(*(_spread(torch.from_numpy(found), evidence) for found in (named, labels, share)))
+
+
+def _spread(rows: Tensor, chosen: Bool[Tensor, " window"]) -> Tensor:
+    """The rows at the windows chosen, zeros at the others."""
+    found = torch.zeros(len(chosen), *rows.shape[1:], dtype=rows.dtype)
+    found[chosen] = rows
+    return found
+
+
+def apart(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Bool[Tensor, "vocab vocab"]:
+    """Which tokens are two labels that are never trained together."""
+    found = torch.zeros(vocabulary, vocabulary, dtype=torch.bool)
+    for pair in nonce.pairs(Part.HELD_OUT):
+        one, other = (tokenizer(f" {label}")["input_ids"][0] for label in pair)
+        found[one, other] = found[other, one] = True
+    return found
 
 
 class _Reader:
@@ -122,13 +191,13 @@ def learn_tokenizer(texts: Sequence[str], vocabulary: int, context: int) -> PreT
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary - len(sula.LABELS),
+        vocab_size=vocabulary - len(nonce.LABELS),
         special_tokens=[END],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-    bpe.add_tokens([AddedToken(f" {label}", normalized=False) for label in sula.LABELS])
+    bpe.add_tokens([AddedToken(f" {label}", normalized=False) for label in nonce.LABELS])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, bos_token=END, eos_token=END, unk_token=END, model_max_length=context
     )

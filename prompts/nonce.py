@@ -76,6 +76,10 @@ FORMATS = {
             "Here: {}, there: {}.",
             "Heads: {}, tails: {}.",
             "Old: {}, new: {}.",
+            "Day: {}, night: {}.",
+            "In: {}, out: {}.",
+            "More: {}, less: {}.",
+            "Sun: {}, rain: {}.",
             "Up: {}, down: {}.",
         ),
         link=":",
@@ -90,6 +94,10 @@ FORMATS = {
             "Black is {}. White is {}.",
             "East is {}. West is {}.",
             "Some of it is {}. The rest is {}.",
+            "High is {}. Low is {}.",
+            "Winter is {}. Summer is {}.",
+            "Mine is {}. Yours is {}.",
+            "The first is {}. The second is {}.",
             "Yes is {}. No is {}.",
         ),
         link=" is",
@@ -108,7 +116,7 @@ def pairs(part: Part) -> tuple[tuple[str, str], ...]:
     """
     every = list(combinations(LABELS, 2))
     left, out = dict.fromkeys(LABELS, len(LABELS) - 1), set()
-    for pair in sorted(every, key=lambda pair: _sha256("-".join(pair))):
+    for pair in sorted(every, key=lambda pair: sha256("-".join(pair))):
         if len(out) < len(every) // 2 and min(left[label] for label in pair) > LEAST_PAIRS:
             out.add(pair)
             for label in pair:
@@ -120,7 +128,7 @@ def pairs(part: Part) -> tuple[tuple[str, str], ...]:
 def carriers(part: Part) -> tuple[str, ...]:
     """The nouns of a part: the half with the least sha256 is held out."""
     every = _nouns()
-    out = frozenset(sorted(every, key=_sha256)[: len(every) // 2])
+    out = frozenset(sorted(every, key=sha256)[: len(every) // 2])
     return tuple(word for word in every if (word in out) == (part is Part.HELD_OUT))
 
 
@@ -224,5 +232,5 @@ def _written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str]
     return f"{lead.format(*named)} {f'{form.gap} '.join(seen + asked)}"
 
 
-def _sha256(name: str) -> bytes:
+def sha256(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()

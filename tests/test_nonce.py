@@ -13,9 +13,9 @@ import torch
 
 from llmgeom.errors import Refused
 from llmgeom.experiments.lessons import domains
-from llmgeom.prompts import corpus, sula
+from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.lexicon import lexicon
-from llmgeom.prompts.sula import FORMATS, LABELS, LONGEST, Evidence, Part, carriers, leads, pairs, sequences
+from llmgeom.prompts.nonce import FORMATS, LABELS, LONGEST, Evidence, Part, carriers, leads, pairs, sequences
 
 READ = {
     "colon": re.compile(r"(.*?)\. ((?:\w+: \w+, )*\w+: \w+)\."),
@@ -50,7 +50,7 @@ def test_half_of_the_pairs_and_nouns_are_held_out_and_every_label_is_trained():
     held, trained = pairs(Part.HELD_OUT), pairs(Part.TRAINED)
     assert abs(len(held) - len(trained)) <= 1 and not set(held) & set(trained)
     assert len({*held, *trained}) == len(LABELS) * (len(LABELS) - 1) // 2
-    assert min(Counter(label for pair in trained for label in pair).values()) >= sula.LEAST_PAIRS
+    assert min(Counter(label for pair in trained for label in pair).values()) >= nonce.LEAST_PAIRS
     assert {label for pair in held for label in pair} == set(LABELS)
     assert abs(len(carriers(Part.HELD_OUT)) - len(carriers(Part.TRAINED))) <= 1
     assert not set(carriers(Part.HELD_OUT)) & set(carriers(Part.TRAINED))
@@ -140,6 +140,6 @@ def test_what_cannot_be_asked_is_refused():
     with pytest.raises(Refused, match="5 to 4 observations"):
         Evidence(least=5, most=4)
     with pytest.raises(Refused, match="0 to 11 observations"):
-        Evidence(least=0, most=sula.LONGEST + 1)
+        Evidence(least=0, most=nonce.LONGEST + 1)
     with pytest.raises(Refused, match="0 prompts of 'is'"):
         Evidence("is").sample(0, seed=0)
