@@ -44,9 +44,15 @@ class Rows:
 
 @dataclass(frozen=True)
 class Posterior:
-    """The exact answer: `predictive` [batch seq outcome], log-probabilities in nats."""
+    """The exact answer, log-probabilities in nats: `predictive` [batch seq outcome] of what comes next, and where the
+    task has a latent state, `belief` [batch seq state] about that."""
 
     predictive: Tensor
+    belief: Tensor | None = None
+
+    def take(self, index: list[int]) -> Posterior:
+        """Of the inputs `index`, in that order."""
+        return Posterior(self.predictive[index], None if self.belief is None else self.belief[index])
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ class Batch:
             columns={name: tuple(column[i] for i in index) for name, column in self.columns.items()},
             query=None if self.query is None else self.query[index],
             target=None if self.target is None else self.target[index],
-            posterior=None if self.posterior is None else Posterior(self.posterior.predictive[index]),
+            posterior=None if self.posterior is None else self.posterior.take(index),
         )
 
 

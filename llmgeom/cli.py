@@ -14,6 +14,8 @@ import click
 from llmgeom import __version__, hub
 from llmgeom.errors import Refused
 
+VERDICTS = ["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]
+
 
 class Door(click.Group):
     """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues."""
@@ -100,7 +102,7 @@ def _model_options(command):
 @click.option(
     "--fail-on",
     multiple=True,
-    type=click.Choice(["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]),
+    type=click.Choice(VERDICTS),
     help="Exit 3 where a verdict is this; repeat for several.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the plan (prompts, passes, bytes, minutes); read no weights.")
@@ -121,6 +123,60 @@ def scan(**options: Any) -> int:
     with _progress(say["quiet"] or say["as_json"]) as progress:
         done = list(perform(plan, progress))
     return _show(plan.out, [record for _, record in done], say)
+
+
+class Listed(click.ParamType):
+    """Values with commas between."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(self.kind(one.strip()) for one in value.split(",") if one.strip())
+        except ValueError:
+            self.fail(f"{value!r}: expected {self.name} with commas between", param, ctx)
+
+
+@main.command(epilog="Example:  llmgeom sula --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16")
+@_model_options
+@click.option(
+    "--prior", default="two-point", show_default=True, help="two-point, two-point:0.8, beta (uniform) or beta:2,1."
+)
+@click.option(
+    "--template",
+    type=click.Choice(["colon", "is", "plain", "instructed"]),
+    default="colon",
+    show_default=True,
+    help="colon `w: label`, is `w is label`, plain without a lead-in (as published), instructed: the prior is stated.",
+)
+@click.option(
+    "--k", "ks", type=Listed(int, "whole numbers"), default="0,1,2,4,8", show_default=True, help="Labelled words shown."
+)
+@click.option("--labels", type=Listed(str, "words"), default="", help="Labels. [default: single-token syllables]")
+@click.option("--n", default=50, show_default=True, help="Prompts for each number of labelled words.")
+@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--seed", default=0, show_default=True, help="Fixes prompts and nulls.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
+@click.option(
+    "--fail-on",
+    multiple=True,
+    type=click.Choice(VERDICTS),
+    help="Exit 3 where a verdict is this; repeat for several.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@click.option("--verbose", "-v", is_flag=True, help="Say more: every verdict's reason and the parity check.")
+def sula(**options: Any) -> int:
+    """In-context evidence: are k labelled words weighed as Bayes' rule does? With controls and rival readers."""
+    from llmgeom.experiments.sula import Request, perform
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with _progress(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(**options), progress)
+    return _show(out, [record], say)
 
 
 @main.command(name="list", epilog="Example:  llmgeom list probes")

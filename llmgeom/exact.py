@@ -1,4 +1,4 @@
-"""Exact answers to two questions about a sequence of two labels: which of them rules it, and which comes next?"""
+"""Exact answers to two questions about a sequence of two labels: which of them rules, and which comes next?"""
 
 from __future__ import annotations
 
@@ -42,3 +42,17 @@ def beta_bernoulli(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np
         raise ValueError(f"Beta({a}, {b}): both must be positive")
     weight = np.stack([a + np.asarray(n1, dtype=np.float64), b + np.asarray(n2, dtype=np.float64)], axis=-1)
     return np.log(weight) - np.log(weight.sum(-1, keepdims=True))
+
+
+def beta_majority(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.ndarray:
+    """log P(theta > 1/2 | D) and log P(theta < 1/2 | D) in nats, [... 2]: which label is the commoner.
+
+    theta is the share of first labels; after n1 first and n2 second ones its posterior is Beta(a + n1, b + n2). Raises
+    ValueError as `beta_bernoulli` does.
+    """
+    from scipy.stats import beta
+
+    if a <= 0 or b <= 0:
+        raise ValueError(f"Beta({a}, {b}): both must be positive")
+    posterior = beta(a + np.asarray(n1, dtype=np.float64), b + np.asarray(n2, dtype=np.float64))
+    return np.stack([posterior.logsf(0.5), posterior.logcdf(0.5)], axis=-1)

@@ -152,6 +152,7 @@ def _measured(probe: str, plain: dict[str, Any], arrays: Mapping[str, np.ndarray
             "quantities": quantities,
             "warnings": tuple(plain["warnings"]),
             "notes": tuple(plain.get("notes", ())),
+            "ticks": {axis: tuple(names) for axis, names in plain.get("ticks", {}).items()},
             "arrays": {name: arrays[f"{probe}.{name}"] for name in quantities},
         }
     )

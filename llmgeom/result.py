@@ -28,13 +28,17 @@ Verdict = Literal[
 class Figure:
     """How a quantity is drawn.
 
-    curve    axes "layer": a line over depth; `band` names a quantity with axes "layer bound" (its null, low and high).
+    curve    one axis, e.g. "layer": a line over depth, or points where the axis has names (`Result.ticks`). `band` and
+             `interval` name quantities with one axis more, "bound": its null, and its confidence interval, low and
+             high; `beside` one with the same axis, drawn dashed.
     scatter  axes "prompt component": the first two components, coloured by the prompt column `colour`.
     heatmap  two axes, e.g. "layer head": a cell each.
     """
 
     kind: FigureKind
     band: str = ""
+    interval: str = ""
+    beside: str = ""
     colour: str = "entropy"
 
 
@@ -121,11 +125,13 @@ class Measured:
     arrays: Mapping[str, np.ndarray]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 class Result:
     """Base of every probe's answer: a frozen dataclass of `quantity` fields and headlines, with `warnings`, which could
-    overturn a verdict, and where it has any `notes`, which a reader of its section should know.
+    overturn a verdict, and where it has any `notes`, which a reader of its section should know, and `ticks`: the names
+    or numbers that stand along an axis, where they are not 0, 1, 2 ...
 
     A subclass states in class variables what a reader of the page needs: TITLE; MEANING (two sentences: what it means);
     COMPUTED (the estimator); NULL (what it is held against); FAILURE_MODES.
@@ -143,7 +149,7 @@ class Result:
     warnings: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        lengths: dict[str, tuple[str, int]] = {}
+        lengths = {axis: ("its ticks", len(names)) for axis, names in getattr(self, "ticks", {}).items()}
         for name, declared in self.quantities().items():
             array = np.asarray(getattr(self, name))
             where = f"{type(self).__name__}.{name}"
@@ -179,4 +185,5 @@ class Result:
             arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},
             warnings=tuple(self.warnings),
             notes=tuple(getattr(self, "notes", ())),
+            ticks=dict(getattr(self, "ticks", {})),
         )

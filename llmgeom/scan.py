@@ -206,7 +206,7 @@ def scan(
             "prompts": len(batch),
             "units": len(set(batch.unit)),
             "bos_added": special > 0,
-            "versions": _versions(),
+            "versions": versions(),
             **(facts or {}),
         },
         warnings=(*notes, *_warnings(subject, batch, tokens, view, nulls), *view.capture.events),
@@ -285,7 +285,8 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls:
     return found
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Of what the numbers of a record can depend on."""
     import transformers
 
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

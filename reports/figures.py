@@ -43,8 +43,11 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
 
 
 def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, place: str) -> Drawn:
-    axis, band = declared.axes[0], declared.figure.band
-    x, traces, columns, table = np.arange(len(y)), [], [axis, titled(name, declared.unit)], [y]
+    axis, band, figure = declared.axes[0], declared.figure.band, declared.figure
+    ticks = measured.ticks.get(axis, tuple(range(len(y))))
+    words = any(isinstance(tick, str) for tick in ticks)
+    x = np.arange(len(y)) if words else np.array(ticks)
+    traces, columns, table = [], [axis, titled(name, declared.unit)], [y]
     caption, label = sentence(declared), f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
     if band:
         bounds, means = np.asarray(measured.arrays[band], dtype=np.float64), measured.quantities[band].meaning
@@ -56,16 +59,31 @@ def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, pla
         traces = [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}]
         columns, table = [*columns, "null low", "null high"], [y, bounds[:, 0], bounds[:, 1]]
         caption, label = f"{caption} Hatched: {means}.", f"{label}; the null band from {span(bounds)}"
-    hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(x, y, strict=True)]
+    if figure.beside:
+        other, means = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
+        dashed = {"mode": "lines", "line": {"color": NULL, "width": 2, "dash": "dash"}, "hoverinfo": "skip"}
+        traces.append(dashed | {"x": compact(x), "y": compact(other), "name": means.meaning})
+        columns, table = [*columns, titled(figure.beside, means.unit)], [*table, other]
+        caption = f"{caption} Dashed: {means.meaning}."
+    hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
+    line |= {"mode": "markers"} if words else {}
+    if figure.interval:
+        ends = np.asarray(measured.arrays[figure.interval], dtype=np.float64)
+        whiskers = {"array": compact(ends[:, 1] - y), "arrayminus": compact(y - ends[:, 0])}
+        line |= {"error_y": {"type": "data", "symmetric": False, "color": LINE, **whiskers}}
+        columns, table = [*columns, "low", "high"], [*table, ends[:, 0], ends[:, 1]]
+        caption = f"{caption} Whiskers: {measured.quantities[figure.interval].meaning}."
     traces.append(line | {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover})
+    named = {"tickvals": list(range(len(y))), "ticktext": [plotly_text(str(tick)) for tick in ticks]} if words else {}
+    margin = 0.5 * (1 if words or len(y) < 2 else float(np.diff(np.sort(x)).min()))
     layout = {
-        "xaxis": indexed(axis, len(y)) | {"range": [-0.5, len(y) - 0.5]},
+        "xaxis": indexed(axis, len(y)) | named | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
         "yaxis": {"title": {"text": plotly_text(titled(declared.meaning, declared.unit), 42)}},
-        "showlegend": bool(band),
-        "margin": {"t": 48 if band else 16},
+        "showlegend": bool(band or figure.beside),
+        "margin": {"t": 48 if band or figure.beside else 16},
     }
-    rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in enumerate(zip(*table, strict=True)))
+    rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in zip(ticks, zip(*table, strict=True), strict=True))
     return Drawn(place, caption, label, {"data": traces, "layout": layout}, tuple(columns), rows)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from llmgeom.exact import beta_bernoulli, two_point, two_point_belief
+from llmgeom.exact import beta_bernoulli, beta_majority, two_point, two_point_belief
 
 COUNTS = [(0, 0), (1, 0), (0, 1), (3, 2), (2, 7), (12, 0), (40, 38)]
 
@@ -63,3 +63,23 @@ def test_a_reliability_without_odds_is_named(reliability):
 def test_a_prior_without_mass_is_named():
     with pytest.raises(ValueError, match=r"Beta\(0, 1\): both must be positive"):
         beta_bernoulli(1, 0, 0, 1)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (0.5, 2), (30, 10)])
+def test_the_commoner_label_by_integration_over_the_share(a, b):
+    for n1, n2 in COUNTS[:-1]:
+        weight = [
+            quad(lambda share, n1=n1, n2=n2: share ** (a + n1 - 1) * (1 - share) ** (b + n2 - 1), *ends)[0]
+            for ends in ((0.5, 1), (0, 0.5))
+        ]
+        found = np.exp(beta_majority(n1, n2, a, b))
+        assert found == pytest.approx(np.array(weight) / sum(weight), rel=1e-4)
+    assert np.exp(beta_majority(np.array([3, 0]), np.array([3, 1]))) == pytest.approx(
+        np.array([[0.5, 0.5], [0.25, 0.75]])
+    )
+
+
+@pytest.mark.parametrize(("a", "b"), [(0, 1), (1, -2)])
+def test_a_share_of_no_prior_is_refused(a, b):
+    with pytest.raises(ValueError, match="both must be positive"):
+        beta_majority(1, 1, a, b)

@@ -12,6 +12,7 @@ import pytest
 
 from llmgeom.record import Record
 from llmgeom.reports import page, table
+from llmgeom.reports.figures import draw
 from llmgeom.reports.text import numbers, plotly_text, visible
 from llmgeom.result import Figure, Headline, Measured, Quantity
 
@@ -309,6 +310,34 @@ def test_a_quantity_that_does_not_fit_its_figure_is_named():
     wrong = replace(record.results["focus"], arrays=dict(record.results["focus"].arrays, entropy=np.zeros(3)))
     with pytest.raises(ValueError, match=r"entropy has axes .*'layer', 'head'.* and shape \(3,\): that is no heatmap"):
         page([replace(record, results={"focus": wrong})])
+
+
+def test_an_axis_with_names_an_interval_and_a_curve_beside_are_drawn_and_told():
+    bits = Quantity(("k",), "bits", "entropy of the labels", Figure("curve", beside="exact", interval="ends"))
+    measured = replace(
+        next(iter(synthetic().results.values())),
+        quantities={
+            "said": bits,
+            "exact": Quantity(("k",), "bits", "exact entropy"),
+            "ends": Quantity(("k", "bound"), "bits", "95 % interval"),
+        },
+        arrays={
+            "said": np.array([1.0, 0.7, 0.5]),
+            "exact": np.array([1.0, 0.6, 0.4]),
+            "ends": np.array([[0.9, 1.2], [0.6, 0.8], [0.4, 0.6]]),
+        },
+        ticks={"k": (0, 2, 8)},
+    )
+    numbered = draw(measured, "said", "f", 0, {})
+    dashed, line = numbered.spec["data"]
+    assert line["x"] == [0, 2, 8] and dashed["y"] == [1.0, 0.6, 0.4] and dashed["name"] == "exact entropy"
+    assert np.allclose(line["error_y"]["array"], [0.2, 0.1, 0.1])
+    assert np.allclose(line["error_y"]["arrayminus"], [0.1, 0.1, 0.1])
+    assert numbered.rows[2] == ("8", "0.5", "0.4", "0.4", "0.6") and len(numbered.columns) == 5
+    assert "Dashed: exact entropy." in numbered.caption and "Whiskers: 95 % interval." in numbered.caption
+    named = draw(replace(measured, ticks={"k": ("exact", "majority", "copy-last")}), "said", "f", 0, {})
+    assert named.spec["layout"]["xaxis"]["ticktext"] == ["exact", "majority", "copy-last"]
+    assert named.spec["data"][-1]["mode"] == "markers" and named.rows[1][0] == "majority"
 
 
 def test_a_page_needs_no_torch():

@@ -305,7 +305,7 @@ def second(folder, *, n: int, limit: int):
     asked = scanning.Request(model=folder, domains=("math",), probes=(), n=n, limit=limit, seed=3)
     plan = scanning.prepare(asked, write=False)
     every = {"all": probe(None, samples=frozenset({UNSTRATIFIED, ONE_TOKEN, LENGTH, MIXED, MATCHED}))}
-    subject = scanning.load(plan)
+    subject = plan.request.load()
     return subject, *scanning._samples(plan, subject, "math", None, every, None)
 
 
@@ -339,7 +339,7 @@ def test_a_second_sample_that_cannot_be_had_is_a_note(folder):
 def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
     asked = scanning.Request(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
     plan = scanning.prepare(asked, write=False)
-    subject = scanning.load(plan)
+    subject = plan.request.load()
     lengths = subject.tokens(plan.pools["math"]).lengths
     limit = int(lengths.sort().values[-4])
     short = replace(subject, facts={**subject.facts, "positions": limit})

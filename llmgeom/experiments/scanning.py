@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom import hub, probes
 from llmgeom.batch import Batch
 from llmgeom.errors import Refused
+from llmgeom.experiments import request
 from llmgeom.record import Record, write_whole
 from llmgeom.store import cache_folder, digest
 
@@ -31,17 +29,13 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
-class Request:
+class Request(request.Request):
     """What is asked for; its fields are the flags of `llmgeom scan`."""
 
-    model: str = "pocket:pythia"
-    revision: str | None = None
-    dtype: str | None = None
-    device: str | None = None
-    device_map: str | None = None
-    backend: str = "transformers"
-    offline: bool = False
-    trust_remote_code: bool = False
+    VERB: ClassVar[str] = "scan"
+    FLAGS: ClassVar[dict[str, str]] = {"domains": "--domain", "prompts_file": "--prompts"}
+    LISTED: ClassVar[tuple[str, ...]] = ("probes",)
+
     domains: tuple[str, ...] = ()
     prompts_file: str | None = None
     prompts_from: str | None = None
@@ -52,24 +46,6 @@ class Request:
     batch_tokens: int = 4096
     seed: int = 0
     out: str | None = None
-
-    def command(self) -> str:
-        """The command that repeats this: what differs from the defaults, less where the output goes."""
-        flags = {"domains": "--domain", "prompts_file": "--prompts"}
-        words = ["llmgeom", "scan"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name == "out":
-                continue
-            flag = flags.get(field.name, "--" + field.name.replace("_", "-"))
-            if field.name == "probes":
-                words += [flag, ",".join(value)]
-            elif value is True:
-                words.append(flag)
-            else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    words += [flag, str(one)]
-        return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -135,17 +111,15 @@ def prepare(asked: Request, write: bool = True) -> Plan:
             raise Refused(f"{flag} {value}: expected at least {least}")
     chosen = probes.names() if asked.probes is None else probes.check(asked.probes)
     pools = _pools(asked)
-    located = hub.locate(asked.model, asked.revision, offline=asked.offline, trust_remote_code=asked.trust_remote_code)
+    located = asked.locate()
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
     stratify = documents_asked or (asked.prompts_file is None and asked.prompts_from is None)
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
-        specs = digest({name: plan.spec(name) for name in pools})[:8]
-        called = Path(located.path).resolve().name if located.kind == "local" else asked.model
-        safe = "".join(c if c.isalnum() or c in "._" else "-" for c in called)
-        plan = Plan(asked, located, chosen, pools, stratify, Path("runs") / f"{safe}-{'+'.join(pools)}-{specs}")
+        specs = digest({name: plan.spec(name) for name in pools})
+        plan = replace(plan, out=request.run_folder(asked.model, located, "+".join(pools), specs))
     for name in pools if write else ():
-        _check_folder(plan.folder(name), digest(plan.spec(name)))
+        request.check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 
 
@@ -181,30 +155,9 @@ def _pools(asked: Request) -> dict[str, Batch]:
     return pools
 
 
-def _check_folder(folder: Path, spec: str) -> None:
-    """The run folder can be written and holds no other run."""
-    existing = folder / "record.json"
-    if existing.exists():
-        try:
-            other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
-        except (ValueError, OSError):
-            other = "unreadable"
-        if other != spec:
-            raise Refused(f"{folder} holds another run; choose another --out, or remove it first")
-    elif (folder / "report.html").exists():
-        raise Refused(f"{folder} holds a report.html that is not this run's; choose another --out")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}"
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise Refused(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
-
-
 def perform(plan: Plan, progress: Progress | None = None) -> Iterator[tuple[Path, Record]]:
     """Load the model, scan each pool, save each record, and at the end write the page. Yields (folder, record)."""
-    subject = load(plan)
+    subject = plan.request.load()
     modules = probes.known(plan.probes)
     store = str(cache_folder() / "captures")
     records = []
@@ -233,23 +186,6 @@ def perform(plan: Plan, progress: Progress | None = None) -> Iterator[tuple[Path
     from llmgeom.reports import page
 
     write_whole(plan.out / "report.html", page(records).encode())
-
-
-def load(plan: Plan) -> Subject:
-    """The subject of a plan."""
-    from llmgeom.subject import Subject
-
-    asked = plan.request
-    return Subject.load(
-        asked.model,
-        asked.revision,
-        dtype=asked.dtype,
-        device=asked.device,
-        device_map=asked.device_map,
-        backend=asked.backend,
-        offline=asked.offline,
-        trust_remote_code=asked.trust_remote_code,
-    )
 
 
 def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mapping, progress: Progress | None):

@@ -1,0 +1,102 @@
+"""What commands share: which model, where the run goes, and the command that repeats it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from llmgeom import hub
+from llmgeom.errors import Refused
+
+if TYPE_CHECKING:
+    from llmgeom.subject import Subject
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of a command that reads one model; its fields are the command's flags.
+
+    VERB    the command; FLAGS, the flag of a field that is not called as its field; LISTED, fields whose flag takes
+            several values at once, with commas between.
+    """
+
+    VERB: ClassVar[str] = ""
+    FLAGS: ClassVar[dict[str, str]] = {}
+    LISTED: ClassVar[tuple[str, ...]] = ()
+
+    model: str = "pocket:pythia"
+    revision: str | None = None
+    dtype: str | None = None
+    device: str | None = None
+    device_map: str | None = None
+    backend: str = "transformers"
+    offline: bool = False
+    trust_remote_code: bool = False
+
+    def command(self) -> str:
+        """The command that repeats this: what differs from the defaults, less where the output goes."""
+        words = ["llmgeom", self.VERB]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name == "out":
+                continue
+            flag = self.FLAGS.get(field.name, "--" + field.name.replace("_", "-"))
+            if field.name in self.LISTED:
+                words += [flag, ",".join(map(str, value))]
+            elif value is True:
+                words.append(flag)
+            else:
+                for one in value if isinstance(value, tuple) else (value,):
+                    words += [flag, str(one)]
+        return shlex.join(words)
+
+    def locate(self) -> hub.Located:
+        """Where the model is. Raises Refused where it is not."""
+        return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
+
+    def load(self) -> Subject:
+        """The model, checked."""
+        from llmgeom.subject import Subject
+
+        return Subject.load(
+            self.model,
+            self.revision,
+            dtype=self.dtype,
+            device=self.device,
+            device_map=self.device_map,
+            backend=self.backend,
+            offline=self.offline,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
+    """Where a run goes by default: runs/MODEL-WHAT-HASH, safe on every file system."""
+    called = Path(located.path).resolve().name if located.kind == "local" else model
+    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in called)
+    return Path("runs") / f"{safe}-{what}-{spec[:8]}"
+
+
+def check_folder(folder: Path, spec: str) -> None:
+    """Make the run folder. Raises Refused where it cannot be written or holds another run."""
+    existing = folder / "record.json"
+    if existing.exists():
+        try:
+            other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
+        except (ValueError, OSError):
+            other = "unreadable"
+        if other != spec:
+            raise Refused(f"{folder} holds another run; choose another --out, or remove it first")
+    elif (folder / "report.html").exists():
+        raise Refused(f"{folder} holds a report.html that is not this run's; choose another --out")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable.{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise Refused(f"{folder} cannot be written ({error.strerror}); choose another --out") from error

@@ -1,0 +1,261 @@
+"""In-context evidence (SULA): prompts that show k labelled words and ask for the next label, with the exact answer.
+
+Two labels, a prior over how often each comes, labels drawn from it. What the words are says nothing. So the next label
+has one exact distribution, and so has the latent class: which label rules (two-point) or is the commoner (Beta).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import combinations, product
+from random import Random
+from typing import Any
+
+import numpy as np
+
+from llmgeom import exact
+from llmgeom.batch import Batch, Posterior, Text
+from llmgeom.errors import Refused
+from llmgeom.prompts import nonce
+from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.nonce import FORMATS, Part
+
+CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
+MASK = "[MASK]"
+MOST = 24  # observations: a prompt of the longest sentence template has some 200 tokens then
+
+
+@dataclass(frozen=True)
+class TwoPoint:
+    """One of the two labels rules, each with probability 1/2; each label seen is it with probability `reliability`."""
+
+    reliability: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.5 < self.reliability < 1:
+            raise Refused(f"reliability {self.reliability:g}: give a probability above 0.5 and below 1")
+
+    def share(self, u: float) -> float:
+        return self.reliability if u < 0.5 else 1 - self.reliability
+
+    def predictive(self, n1: np.ndarray, n2: np.ndarray) -> np.ndarray:
+        return exact.two_point(n1, n2, self.reliability)
+
+    def belief(self, n1: np.ndarray, n2: np.ndarray) -> np.ndarray:
+        return exact.two_point_belief(n1, n2, self.reliability)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        chance = f"{round(100 * self.reliability)} times in 100"
+        return (
+            f"One of the two marks {{}} and {{}} is the true one. Each word is given the true mark {chance}.",
+            f"A clerk marks words with {{}} or {{}}. One mark is right for all of them, and he writes it {chance}.",
+            f"Each word was meant to get one and the same mark, {{}} or {{}}; the machine hits it {chance}.",
+            f"The mark is {{}} or {{}}, the same for the whole list, and each entry shows it correctly {chance}.",
+            f"Somebody chose {{}} or {{}} by a fair coin and wrote the chosen mark beside a word {chance}.",
+        )
+
+
+@dataclass(frozen=True)
+class Beta:
+    """The share of the first label has a Beta(a, b) prior; labels are drawn with it, independently."""
+
+    a: float = 1.0
+    b: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (self.a > 0 and self.b > 0):
+            raise Refused(f"Beta({self.a:g}, {self.b:g}): both must be above 0")
+
+    def share(self, u: float) -> float:
+        from scipy.stats import beta
+
+        return float(beta.ppf(u, self.a, self.b))
+
+    def predictive(self, n1: np.ndarray, n2: np.ndarray) -> np.ndarray:
+        return exact.beta_bernoulli(n1, n2, self.a, self.b)
+
+    def belief(self, n1: np.ndarray, n2: np.ndarray) -> np.ndarray:
+        return exact.beta_majority(n1, n2, self.a, self.b)
+
+    @property
+    def said(self) -> tuple[str, ...]:
+        prior = (
+            "any share is as likely as any other"
+            if self.a == self.b == 1
+            else f"it is known as well as from {self.a:g} of the first kind and {self.b:g} of the second"
+        )
+        return (
+            f"Words are marked {{}} or {{}}. A fixed share of them gets the first mark; {prior}.",
+            f"Each word gets the mark {{}} or {{}} by chance, the first with a fixed probability; of that, {prior}.",
+            f"A bent coin decides between {{}} and {{}} for each word. How bent is not known: {prior}.",
+            f"The marks {{}} and {{}} are drawn from one urn and put back. As to how much is the first, {prior}.",
+            f"A list of words, each with {{}} or {{}}. The share of the first does not change; {prior}.",
+        )
+
+
+Prior = TwoPoint | Beta
+
+
+def prior(text: str) -> Prior:
+    """`two-point`, `two-point:0.8`, `beta`, `beta:2,1`. Raises Refused for anything else."""
+    name, _, given = text.partition(":")
+    kinds: dict[str, Callable[..., Prior]] = {"two-point": TwoPoint, "beta": Beta}
+    try:
+        numbers = [float(one) for one in given.split(",")] if given else []
+        if name not in kinds or len(numbers) not in (0, len(dataclasses.fields(kinds[name]))):
+            raise ValueError
+    except ValueError:
+        raise Refused(f"--prior {text}: expected two-point, two-point:0.8, beta or beta:2,1") from None
+    return kinds[name](*numbers)
+
+
+def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
+    """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
+
+    Raises Refused where there are fewer than 4: 6 pairs is the least an interval can be taken over.
+    """
+
+    def single(word: str) -> bool:
+        return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
+
+    sweep = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
+    found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=nonce.sha256))) if single(word)]
+    if len(found) < 4:
+        raise Refused(f"{len(found)} syllables are single tokens of this tokenizer; name at least 4 with --labels")
+    return tuple(found[:most])
+
+
+CONDITIONS = {
+    "main": "labels drawn from the prior",
+    "remap": "the same labels drawn, written with another pair of words",
+    "swap": "each label exchanged for the other, the lead-in as it was",
+    "permuted": "the same labels in another order",
+    "consistent": "the first label throughout",
+    "alternating": "the two labels in turn",
+    "shuffled": "labels drawn 1/2 each (published control)",
+    "no words": "every word replaced by [MASK] (published control)",
+}
+TEMPLATES = ("colon", "is", "plain", "instructed")
+
+
+@dataclass(frozen=True)
+class Sula:
+    """Prompts of one prior, template and condition; the same seed gives the same draws in every condition.
+
+    template    colon, is: a lead-in that names both labels (prompts/nonce.py); plain: as published, no lead-in;
+                instructed: a sentence that names both and states the prior.
+    labels      the words used as labels; two that a pocket model was trained to see together are never paired.
+    ks          numbers of labelled words before the question.
+    condition   one of CONDITIONS.
+    Raises Refused for values that cannot be.
+    """
+
+    labels: tuple[str, ...]
+    prior: Prior = TwoPoint()
+    template: str = "colon"
+    ks: tuple[int, ...] = (0, 1, 2, 4, 8)
+    condition: str = "main"
+
+    def __post_init__(self) -> None:
+        for what, given, known in (
+            ("template", self.template, TEMPLATES),
+            ("condition", self.condition, tuple(CONDITIONS)),
+        ):
+            if given not in known:
+                near = difflib.get_close_matches(given, known, n=1)
+                hint = f"did you mean {near[0]!r}? " if near else ""
+                raise Refused(f"unknown {what} {given!r}: {hint}known: {', '.join(known)}")
+        wrong = [k for k in self.ks if not 0 <= k <= MOST]
+        if wrong or not self.ks or len(set(self.ks)) < len(self.ks):
+            raise Refused(f"--k {','.join(map(str, self.ks))}: expected different numbers from 0 to {MOST}")
+        if len(set(self.labels)) < len(self.labels) or len(self.pairs) < 5:
+            raise Refused(
+                f"the labels {', '.join(self.labels)} give {len(self.pairs)} pairs; different ones are needed, 5 pairs"
+            )
+
+    @property
+    def pairs(self) -> tuple[tuple[str, str], ...]:
+        """Pairs of labels: the units of replication. Each always has the same lead-in, so that what is learnt from
+        some lead-ins is tested on other pairs too."""
+        trained = frozenset(nonce.pairs(Part.TRAINED))
+        return tuple(pair for pair in combinations(sorted(self.labels), 2) if pair not in trained)
+
+    @property
+    def _written(self) -> tuple[tuple[str, ...], str, str]:
+        """Lead-ins, link and gap."""
+        if self.template in FORMATS:
+            form = FORMATS[self.template]
+            return nonce.leads(self.template, Part.TRAINED), form.link, form.gap
+        return (self.prior.said if self.template == "instructed" else ("",)), ":", ","
+
+    def sample(self, n: int, seed: int) -> Batch:
+        """`n` prompts for each number of observations. Columns: k, pair, lead, first, second (the labels in the order
+        in which they are named), seen (0 first, 1 second), n1, latent and next (both drawn), item.
+
+        The posterior has one position, the last: `predictive`, log P(next label), and `belief`, log P(latent class), of
+        an observer who holds the prior, whatever the condition did. Raises Refused for n below 1.
+        """
+        import torch
+
+        if n < 1:
+            raise Refused(f"--n {n}: ask for at least 1 prompt a number of observations")
+        rows = [self._item(k, i, seed) for k in self.ks for i in range(n)]
+        columns = {name: tuple(row[name] for row in rows) for name in rows[0] if name != "text"}
+        n1, k = (np.array(columns[name], dtype=np.float64) for name in ("n1", "k"))
+        answers = [torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief)]
+        return Batch(
+            inputs=Text(tuple(row["text"] for row in rows)),
+            unit=columns["pair"],
+            source={"kind": "sula", "name": f"SULA, {self.template}", **self.spec, "n": n, "seed": seed},
+            columns=columns,
+            posterior=Posterior(*answers),
+        )
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """As plain data."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return fields | {"prior": {"kind": type(self.prior).__name__, **dataclasses.asdict(self.prior)}}
+
+    def _item(self, k: int, i: int, seed: int) -> dict[str, Any]:
+        """All that one prompt draws is drawn in one order, whatever the condition makes of it."""
+        rng = Random(f"llmgeom/sula/{seed}/{k}/{i}")
+        order = Random(f"llmgeom/sula/{seed}/{k}")
+        pairs, (leads, link, gap) = shuffled(order, self.pairs), self._written
+        pair, turned = pairs[i % len(pairs)], rng.random() < 0.5
+        share = self.prior.share(rng.random())
+        *seen, following = [int(rng.random() >= share) for _ in range(k + 1)]
+        nouns = shuffled(rng, nonce.carriers(Part.HELD_OUT))[: k + 1]
+        other = pick(rng, [one for one in pairs if not {*one} & {*pair}] or pairs)
+        permuted, even = shuffled(rng, seen), [int(rng.random() >= 0.5) for _ in seen]
+        first = seen[0] if seen else 0
+        seen = {
+            "swap": [1 - one for one in seen],
+            "permuted": permuted,
+            "consistent": [first] * k,
+            "alternating": [(first + j) % 2 for j in range(k)],
+            "shuffled": even,
+        }.get(self.condition, seen)
+        written = other if self.condition == "remap" else pair
+        named = written[::-1] if turned else written
+        nouns = [MASK] * (k + 1) if self.condition == "no words" else nouns
+        lead = leads[self.pairs.index(pair) % len(leads)]
+        shown = [f"{noun}{link} {named[one]}" for noun, one in zip(nouns, seen, strict=False)]
+        text = f"{gap} ".join([*shown, f"{nouns[k]}{link}"])
+        return {
+            "k": k,
+            "pair": "-".join(pair),
+            "lead": lead,
+            "first": named[0],
+            "second": named[1],
+            "seen": "".join(map(str, seen)),
+            "n1": seen.count(0),
+            "latent": int(share <= 0.5),
+            "next": following,
+            "item": i,
+            "text": f"{lead.format(*named)} {text}".strip(),
+        }

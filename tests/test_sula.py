@@ -1,0 +1,346 @@
+"""SULA: prompts whose next label has one exact distribution, and an instrument that tells Bayes from its rivals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from scipy import stats as scipy_stats
+
+from llmgeom import claims
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.experiments import sula as experiment
+from llmgeom.experiments.readers import losses, readers, seen
+from llmgeom.experiments.sula import Reading, Truth, listen, measure_controls, measure_evidence
+from llmgeom.prompts import nonce
+from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
+from llmgeom.record import Record
+from llmgeom.subject import Subject
+
+LABELS = nonce.LABELS[:12]
+SOURCE = Sula(LABELS)
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("given", [TwoPoint(0.8), Beta(2, 1)])
+def test_a_prompt_says_what_its_columns_say(template, given):
+    batch = Sula(LABELS, given, template, (0, 1, 3)).sample(20, seed=1)
+    for i, text in enumerate(batch.text):
+        row = {name: column[i] for name, column in batch.columns.items()}
+        named = (row["first"], row["second"])
+        body = text.removeprefix(row["lead"].format(*named)).strip()
+        assert body != text or template == "plain"
+        found = re.findall(r"[a-z]+(?::| is) ([a-z]+)", body)
+        assert found == [named[int(one)] for one in row["seen"]] and len(found) == row["k"]
+        assert row["n1"] == found.count(named[0]) and row["pair"] == "-".join(sorted(named))
+        assert re.search(r"[a-z](:| is)$", text)
+        assert template == "plain" or all(name in row["lead"].format(*named) for name in named)
+
+
+def enumerated(given, n1, n2):
+    """P(first next), P(latent first), by a grid over the share of first labels."""
+    if isinstance(given, TwoPoint):
+        share, weight = np.array([given.reliability, 1 - given.reliability]), np.array([0.5, 0.5])
+    else:
+        share = (np.arange(200_000) + 0.5) / 200_000
+        weight = scipy_stats.beta.pdf(share, given.a, given.b)
+    posterior = weight * share**n1 * (1 - share) ** n2
+    posterior /= posterior.sum()
+    return posterior @ share, posterior[share > 0.5].sum()
+
+
+@pytest.mark.parametrize("given", [TwoPoint(), TwoPoint(0.7), Beta(), Beta(2, 1)])
+def test_exact_answers_are_bayes_rule_over_a_grid_of_shares(given):
+    batch = Sula(LABELS, given).sample(6, seed=0)
+    for i in range(len(batch)):
+        n1, k = batch.columns["n1"][i], batch.columns["k"][i]
+        following, latent = enumerated(given, n1, k - n1)
+        assert math.exp(batch.posterior.predictive[i, 0, 0]) == pytest.approx(following, abs=1e-6)
+        assert math.exp(batch.posterior.belief[i, 0, 0]) == pytest.approx(latent, abs=1e-4)
+
+
+@pytest.mark.parametrize("given", [TwoPoint(), Beta(1, 1), Beta(3, 1)])
+def test_what_is_drawn_is_distributed_as_the_exact_answer_says(given):
+    batch = Sula(LABELS, given, ks=(0, 1, 4)).sample(2000, seed=0)
+    for column, answer in (("next", batch.posterior.predictive), ("latent", batch.posterior.belief)):
+        p = answer[:, 0, 0].exp().numpy()
+        missing = (np.array(batch.columns[column]) == 0) - p
+        assert abs(missing.sum()) < 3.5 * np.sqrt((p * (1 - p)).sum())
+        assert abs((missing * (p - p.mean())).sum()) < 3.5 * np.sqrt((p * (1 - p) * (p - p.mean()) ** 2).sum())
+
+
+def test_conditions_change_one_thing_each():
+    batches = {name: replace(SOURCE, condition=name).sample(30, seed=3) for name in CONDITIONS}
+    main = batches["main"].columns
+    for i, (k, labels) in enumerate(zip(main["k"], main["seen"], strict=True)):
+        of = {name: batch.columns["seen"][i] for name, batch in batches.items()}
+        assert of["remap"] == of["no words"] == labels
+        assert of["swap"] == labels.translate(str.maketrans("01", "10"))
+        assert sorted(of["permuted"]) == sorted(labels)
+        assert of["consistent"] == labels[:1] * k
+        assert all(a != b for a, b in zip(of["alternating"], of["alternating"][1:], strict=False))
+        assert of["alternating"][:1] == labels[:1]
+    moved = ("pair", "first", "second", "lead", "item", "latent", "next")
+    for name, batch in batches.items():
+        assert all(batch.columns[column] == main[column] for column in moved if name != "remap"), name
+    theirs = batches["remap"].columns
+    others = zip(
+        zip(main["first"], main["second"], strict=True),
+        zip(theirs["first"], theirs["second"], strict=True),
+        strict=True,
+    )
+    assert all(not {*one} & {*other} for one, other in others)
+    shuffled = np.array([int(one) for row in batches["shuffled"].columns["seen"] for one in row])
+    assert abs(shuffled.mean() - 0.5) < 3 * 0.5 / len(shuffled) ** 0.5
+    assert all(set(re.findall(r"(\S+):", text.split(". ", 1)[1])) == {"[MASK]"} for text in batches["no words"].text)
+    assert SOURCE.sample(30, seed=3).text == batches["main"].text != SOURCE.sample(30, seed=4).text
+
+
+def test_pairs_that_pockets_were_trained_on_are_not_used_and_a_pair_keeps_its_lead_in():
+    assert not {*SOURCE.pairs} & {*nonce.pairs(nonce.Part.TRAINED)}
+    batch = SOURCE.sample(60, seed=0)
+    leads = {}
+    for pair, lead in zip(batch.unit, batch.columns["lead"], strict=True):
+        assert leads.setdefault(pair, lead) == lead
+    assert len(set(leads.values())) > 5
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: prior("two-point:0.4"), "reliability 0.4"),
+        (lambda: prior("beta:2"), "--prior beta:2: expected"),
+        (lambda: prior("normal"), "--prior normal: expected"),
+        (lambda: prior("beta:0,1"), r"Beta\(0, 1\): both must be above 0"),
+        (lambda: Sula(LABELS, template="colons"), "did you mean 'colon'"),
+        (lambda: Sula(LABELS, ks=(1, 1)), "--k 1,1: expected different numbers"),
+        (lambda: Sula(LABELS, ks=(99,)), "--k 99: expected"),
+        (lambda: Sula(("dax", "zug")), "give 1 pairs"),
+        (lambda: SOURCE.sample(0, 0), "--n 0: ask for at least 1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_a_sentence(make, says):
+    with pytest.raises(Refused, match=says):
+        make()
+
+
+def test_priors_are_read_from_words():
+    assert prior("two-point") == TwoPoint(0.9) and prior("two-point:0.8") == TwoPoint(0.8)
+    assert prior("beta") == Beta(1, 1) and prior("beta:2,0.5") == Beta(2, 0.5)
+
+
+def test_labels_are_single_tokens_of_the_tokenizer(pythia):
+    found = available(pythia.tokenizer)
+    assert len(found) == 16 and {len(pythia.tokenizer(f" {one}")["input_ids"]) for one in found} == {1}
+
+    class Letters:
+        def __call__(self, text, add_special_tokens):
+            return {"input_ids": list(text)}
+
+    with pytest.raises(Refused, match="0 syllables are single tokens"):
+        available(Letters())
+
+
+# ---- readers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return SOURCE.sample(60, seed=0)
+
+
+@pytest.fixture(scope="module")
+def pythia():
+    return Subject.load("pocket:pythia", device="cpu", offline=True)
+
+
+def says(p, rows=None):
+    p = np.clip(p, 1e-6, 1 - 1e-6)
+    n = len(p)
+    return Reading(np.log(np.stack([p, 1 - p], 1)), np.ones(n), np.ones(n))
+
+
+def strangers(n, count=20):
+    """Answers that have nothing to do with the prompts."""
+    return [says(1 / (1 + np.exp(-np.random.default_rng(i).normal(0, 0.3, n)))) for i in range(count)]
+
+
+def rule(name, labels, *values):
+    (found,) = [reader for reader in readers(SOURCE.prior) if reader.name == name]
+    return found.says(labels, *values)
+
+
+def test_readers_by_hand():
+    labels = np.array([[0, 0, 1], [1, -1, -1], [1, 0, -1]])
+    assert rule("exact", labels) == pytest.approx([enumerated(TwoPoint(), *n)[0] for n in ((2, 1), (0, 1), (1, 1))])
+    assert rule("Beta(1, 1)", labels) == pytest.approx([3 / 5, 1 / 3, 1 / 2])
+    assert rule("KT, Beta(1/2, 1/2)", labels) == pytest.approx([2.5 / 4, 0.5 / 2, 1.5 / 3])
+    assert rule("majority", labels, 0.1) == pytest.approx([0.9, 0.1, 0.5])
+    assert rule("copy-last", labels, 0.1) == pytest.approx([0.1, 0.1, 0.9])
+    weights = (0.25 + 0.5) / (0.25 + 0.5 + 1)
+    assert rule("recency-weighted", labels, 0.5, 1e-9) == pytest.approx([weights, 0, 1 / 1.5], abs=1e-8)
+    assert rule("unigram", labels, 0.3) == pytest.approx([0.3] * 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("exact", ()),
+        ("majority", (0.25,)),
+        ("copy-last", (0.2,)),
+        ("recency-weighted", (0.5, 1.0)),
+        ("fitted Beta", (4.0, 4.0)),
+    ],
+)
+def test_the_reader_that_answered_is_found(batch, name, values):
+    labels = seen(batch)
+    rng = np.random.default_rng(0)
+    p = np.full(len(batch), 0.5)
+    told = Truth(batch).told
+    p[told] = rule(name, labels[told], *values)
+    noisy = 1 / (1 + np.exp(-(np.log(p / (1 - p)) + rng.normal(0, 0.1, len(p)))))
+    result = measure_evidence(SOURCE, batch, says(noisy), strangers(len(batch)))
+    found = dict(zip(result.ticks["reader"], result.reader, strict=True))
+    bayesian = next(r.bayesian for r in readers(SOURCE.prior) if r.name == name)
+    # Families overlap: a fitted reliability may come to the true one.
+    assert found[name] <= min(found.values()) + 1e-3
+    gain = next(h for h in claims.judge({"sula": result.lowered()})["sula"].headlines if h.name.startswith("Bayesian"))
+    assert gain.verdict == ("PASS" if bayesian else "FAIL"), gain.why
+
+
+def test_parameters_come_from_the_other_half_of_the_pairs(batch):
+    labels, told = seen(batch), Truth(batch).told
+    (reader,) = [r for r in readers(SOURCE.prior) if r.name == "copy-last"]
+    half = np.arange(len(told)) % 2 == 0
+    p = np.where(half, reader.says(labels[told], 0.1), reader.says(labels[told], 0.3))
+    log_p = np.log(np.stack([p, 1 - p], 1))
+    found = losses(reader, labels[told], log_p, half)
+
+    def kl(p, q):
+        return p * math.log2(p / q) + (1 - p) * math.log2((1 - p) / (1 - q))
+
+    assert found[half] == pytest.approx(np.full(half.sum(), kl(0.9, 0.7)), rel=1e-3)
+    assert found[~half] == pytest.approx(np.full((~half).sum(), kl(0.7, 0.9)), rel=1e-3)
+
+
+# ---- the measures ---------------------------------------------------------------------------------------------------
+
+
+def test_the_exact_answer_has_skill_one_and_no_error(batch):
+    truth = Truth(batch)
+    result = measure_evidence(SOURCE, batch, says(np.exp(truth.log_p[:, 0])), strangers(len(batch)))
+    found = {h.name: h for h in result.headlines}
+    assert found["skill"].value == pytest.approx(1, abs=1e-9)
+    assert found["error of H label, below a constant's"].value == pytest.approx(1, abs=1e-9)
+    assert found["rho of H label and exact entropy, given k"].value == pytest.approx(1)
+    assert result.h_label == pytest.approx(result.h_exact)
+    # The floor of what can be predicted: the entropy of a label with reliability .9.
+    assert result.h_exact[-1] > -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1))
+    # Published targets, by k: the mean entropy of the latent label.
+    exact = {0: 1.0, 1: 0.4690, 2: 0.2579, 4: 0.0781, 8: 0.0081}
+    big = Truth(SOURCE.sample(4000, seed=5))
+    h = experiment._entropy(big.belief)
+    for k, value in exact.items():
+        assert h[big.k == k].mean() == pytest.approx(value, abs=0.012)
+    assert result.said == pytest.approx(result.owed)
+    assert np.abs(result.drawn - result.owed).max() < 0.35  # 24 prompts a decile
+
+
+def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
+    own, *twins = strangers(len(batch), 21)
+    for h in claims.judge({"sula": measure_evidence(SOURCE, batch, own, twins).lowered()})["sula"].headlines:
+        assert h.verdict != "PASS"
+
+
+def test_controls_of_the_exact_answer_do_not_move_beyond_it():
+    batches = {name: replace(SOURCE, condition=name).sample(40, seed=0) for name in CONDITIONS}
+    own = {name: says(np.exp(Truth(one).log_p[:, 0])) for name, one in batches.items()}
+    twins = [{name: twin for name in CONDITIONS} for twin in strangers(len(batches["main"]))]
+    result = measure_controls(batches, own, twins)
+    assert result.movement == pytest.approx(0, abs=1e-9)
+    assert {h.name: h.value for h in result.headlines}["consistent against alternating"] == pytest.approx(1)
+    assert result.published[:, 1] == pytest.approx(0, abs=1e-9)
+    # Whoever copies the last label moves when the order does, and not when the words do.
+    copied = {}
+    for name, one in batches.items():
+        p = np.full(len(one), 0.5)
+        told = Truth(one).told
+        p[told] = rule("copy-last", seen(one)[told], 0.1)
+        copied[name] = says(p)
+    moved = dict(zip(result.ticks["control"], measure_controls(batches, copied, twins).movement, strict=True))
+    assert moved["permuted"] > 0.1 > moved["remap"] == pytest.approx(0, abs=1e-9)
+
+
+def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
+    batch = SOURCE.sample(4, seed=0)
+    found = listen(pythia, batch, inside=True)
+    for i, text in enumerate(batch.text):
+        ids = torch.tensor([pythia.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            out = pythia.model(ids, output_hidden_states=True)
+        p = out.logits[0, -1].double().softmax(-1)
+        two = p[[pythia.tokenizer(f" {batch.columns[name][i]}")["input_ids"][0] for name in ("first", "second")]]
+        assert found.p[i] == pytest.approx(float(two[0] / two.sum()), rel=1e-4)
+        assert found.mass[i] == pytest.approx(float(two.sum()), rel=1e-4)
+        assert found.h_vocab[i] == pytest.approx(float(-(p * p.log2()).sum()), rel=1e-4)
+        for depth, hidden in enumerate(out.hidden_states[:-1]):  # the last one is after the final norm
+            np.testing.assert_allclose(found.residual[depth, i], hidden[0, -1], atol=1e-4)
+
+
+def test_a_label_of_several_tokens_is_refused(pythia):
+    with pytest.raises(Refused, match="incomprehensible: not single tokens"):
+        listen(pythia, Sula((*LABELS, "incomprehensible")).sample(40, 0))
+
+
+# ---- pocket models: one trained on evidence, two that were not ------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "learnt"), [("pocket:pythia", True), ("pocket:pythia@step0", False)])
+def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
+    subject = Subject.load(name, device="cpu", offline=True)
+    record = experiment.examine(subject, Sula(available(subject.tokenizer)), n=30)
+    assert not record.unmeasured
+    verdicts = {h.name: h.verdict for m in record.results.values() for h in m.headlines if h.claim}
+    assert len(verdicts) == 4
+    wanted = ("skill", "Bayesian over other readers", "rho of H label and exact entropy, given k")
+    assert all((verdicts[one] == "PASS") == learnt for one in wanted), verdicts
+    if not learnt:
+        assert "PASS" not in verdicts.values(), verdicts
+
+
+def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
+    def call(*args):
+        return CliRunner().invoke(main, ["sula", "--n", "10", "--nulls", "2", "--quiet", *args], prog_name="llmgeom")
+
+    out = tmp_path / "run"
+    done = call("--k", "0,2,4", "--prior", "beta:2,1", "--template", "instructed", "--out", str(out), "--json")
+    assert done.exit_code == 0, done.output
+    told = json.loads(done.stdout)
+    assert {row["probe"] for row in told["verdicts"]} == {"sula", "sula_belief", "sula_controls"}
+    record = Record.load(out)
+    assert record.facts["command"] == ("llmgeom sula --prior beta:2,1 --template instructed --k 0,2,4 --n 10 --nulls 2")
+    assert set(record.prompts["k"]) == {"0", "2", "4"} and len(record.prompts["text"]) == 30
+    assert any("only 2 draws" in warning for warning in record.warnings)
+    assert record.results["sula"].ticks["k"] == (0, 2, 4)
+    assert "KT, Beta(1/2, 1/2)" in (out / "report.html").read_text()
+    again = call("--k", "2,4", "--out", str(out))
+    assert again.exit_code == 1 and "holds another run" in again.stderr
+    for args, code, says in (
+        (("--prior", "gauss"), 1, "--prior gauss: expected two-point"),
+        (("--k", "2,x"), 2, "expected whole numbers with commas between"),
+        (("--k", "0,1"), 1, "at least one number of observations above 1"),
+        (("--n", "3"), 1, "--n 3: expected at least 10"),
+        (("--labels", "dax,incomprehensible,vif,zug,bop,mib"), 1, "not single tokens"),
+    ):
+        wrong = call(*args, "--out", str(tmp_path / "other"))
+        assert wrong.exit_code == code and says in wrong.stderr and "Traceback" not in wrong.stderr, wrong.output
