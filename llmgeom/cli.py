@@ -218,6 +218,24 @@ def report(runs: tuple[str, ...], out: str | None) -> None:
     click.echo(path)
 
 
+@main.command(epilog="Example:  llmgeom compare runs/410m-math runs/1b-math --out both.html")
+@click.argument("runs", nargs=-1, required=True, type=click.Path())
+@click.option("--out", type=click.Path(), help="Draw the page of these runs side by side, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
+def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
+    """Compare runs on the same prompts (scan the others with --prompts-from RUN); no model is loaded."""
+    from llmgeom.experiments.compare import compare
+    from llmgeom.record import Record, write_whole
+
+    records = [Record.load(run) for run in runs]
+    found = compare(records)
+    if out:
+        from llmgeom.reports import page
+
+        write_whole(Path(out), page(records).encode())
+    click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
+
+
 @main.command(epilog="Example:  llmgeom doctor")
 def doctor() -> int:
     """Is this machine ready? Versions, devices, cache, hub, pocket models."""

@@ -1,0 +1,497 @@
+"""Records of the same prompts are compared by what they hold; nothing is compared that does not compare."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy.spatial.distance import pdist
+from scipy.stats import kstest, spearmanr, t
+
+from llmgeom import claims, stats
+from llmgeom.errors import Refused
+from llmgeom.experiments import compare
+from llmgeom.experiments.compare import PLACES, RHO, SIGNATURES, alignment, gram, permuted, ranked
+from llmgeom.record import Record
+from llmgeom.result import Headline, Measured, Quantity
+
+PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
+
+
+def head(name, value, half=0.1, units=30, **other) -> Headline:
+    given = dict(unit="fraction", low=value - half, high=value + half, method="jackknife", null_low=0.0, null_high=0.1)
+    given |= dict(null="none", p=0.01, n=2 * units, units=units, verdict="above null", effect=0.3)
+    return Headline(name=name, value=value, **(given | other))
+
+
+def record(scores, entropy, unit, *, name="a", headlines=(), subject=(), **changes) -> Record:
+    """A record of a value manifold whose first headline is what its scores and entropies give."""
+    rho = head(RHO, abs(stats.spearman(scores[:, 0], entropy)), unit="|rho|", units=len(set(unit)))
+    measured = Measured(
+        title="", meaning="", computed="", null="", failure_modes="",
+        headlines=(rho, *headlines),
+        quantities={"scores": Quantity(("prompt", "component"), "", "")},
+        arrays={"scores": scores},
+    )  # fmt: skip
+    parts = {
+        "results": {"value_manifold": measured},
+        "unmeasured": {},
+        "prompts": {
+            "text": tuple(f"prompt {i}" for i in range(len(unit))),
+            "template": tuple(map(str, unit)),
+            "entropy": tuple(round(float(h), 6) for h in entropy),
+            "tokens": (9,) * len(unit),
+        },
+        "subject": {"name": name, "heads": 4, "kv_heads": 4, "head_dim": 8, "d_model": 32, **dict(subject)},
+        "source": {"name": "math"},
+        "facts": {"claims_hash": "c" * 64, "nulls": 20, "seed": 0},
+    }
+    return Record(**{**parts, **changes})
+
+
+def two(rng, units=30, ours=0.6, theirs=0.6, alike=0.8, **changes) -> tuple[Record, Record]:
+    """Two models on the same prompts, two a unit: a score that follows each one's own entropy, with noise that the
+    models share in part, and that the prompts of a unit share in part."""
+    unit = np.repeat(np.arange(units), 2)
+
+    def drawn(columns=1):
+        return np.sqrt(0.5) * (rng.normal(size=(units, columns))[unit] + rng.normal(size=(2 * units, columns)))
+
+    def both():
+        shared = drawn()
+        return [np.sqrt(alike) * shared + np.sqrt(1 - alike) * drawn() for _ in range(2)]
+
+    made = []
+    for name, rho, entropy, noise in zip("ab", (ours, theirs), both(), both(), strict=True):
+        place = rho * entropy + np.sqrt(1 - rho**2) * noise
+        made.append(record(np.hstack([place, drawn()]), entropy[:, 0], unit, name=name, **changes))
+    return tuple(made)
+
+
+def rows(comparison) -> dict:
+    return {(d.probe, d.headline): d for pair in comparison.pairs for d in pair.differences}
+
+
+# ---- differences ----------------------------------------------------------------------------------------------------
+
+
+def test_a_record_does_not_differ_from_itself(tmp_path):
+    one, _ = two(np.random.default_rng(0), headlines=(head("PC1 share", 0.4, 0.02),))
+    one.save(tmp_path)
+    found = compare.compare([one, Record.load(tmp_path)])
+    assert {d.value for d in rows(found).values()} == {0.0} and {d.p for d in rows(found).values()} == {1.0}
+    assert {d.verdict for d in rows(found).values()} == {"equivalent"}
+    assert (rows(found)[PAIRED].method, rows(found)[PAIRED].low, rows(found)[PAIRED].high) == ("paired", 0.0, 0.0)
+    assert rows(found)[SHARE].method == "unpaired" and rows(found)[SHARE].low < 0 < rows(found)[SHARE].high
+    assert [s.value for s in found.pairs[0].similarities] == pytest.approx([1, 1])
+    assert found.pairs[0].record == "a (run 2)" and not found.pairs[0].left_out
+
+
+def test_a_planted_difference_is_found_in_its_direction_and_pairing_is_what_finds_it():
+    first, other = two(np.random.default_rng(1), units=60, ours=0.9, theirs=0.5)
+    d = rows(compare.compare([first, other]))[PAIRED]
+    assert (d.verdict, d.method) == ("differs", "paired") and d.high < -0.1
+    back = rows(compare.compare([other, first]))[PAIRED]
+    assert (back.value, back.low, back.high) == pytest.approx((-d.value, -d.high, -d.low))
+    assert (back.ours, back.theirs) == (d.theirs, d.ours)
+
+
+def test_the_sign_of_a_component_is_a_convention():
+    first, other = two(np.random.default_rng(1), ours=0.5, theirs=0.7)
+    measured = other.results["value_manifold"]
+    turned = replace(measured, arrays={"scores": -measured.arrays["scores"]})
+    found = [compare.compare([first, replace(other, results={"value_manifold": m})]) for m in (measured, turned)]
+    a, b = (rows(one)[PAIRED] for one in found)
+    assert (a.value, a.low, a.high) == pytest.approx((b.value, b.low, b.high)) and a.value > 0
+
+
+def test_a_difference_without_error_is_not_certain_beyond_what_is_known_of_tails():
+    first, other = (two(np.random.default_rng(1), headlines=(head("PC1 share", v, 0),))[0] for v in (0.1, 0.9))
+    d = rows(compare.compare([first, other]))[SHARE]
+    assert (d.error, d.p, d.p_within, d.verdict) == (0, 2e-6, 1.0, "differs")
+
+
+def test_the_paired_interval_is_the_jackknife_of_the_difference_over_units():
+    first, other = two(np.random.default_rng(2), units=8)
+    d = rows(compare.compare([first, other]))[PAIRED]
+    unit = np.array(first.prompts["template"])
+
+    def rho(r, kept):
+        place, entropy = r.results["value_manifold"].arrays["scores"][:, 0], np.array(r.prompts["entropy"])
+        whole = spearmanr(place, entropy).statistic
+        return math.copysign(1, whole) * spearmanr(place[kept], entropy[kept]).statistic
+
+    without = np.array([rho(other, unit != u) - rho(first, unit != u) for u in dict.fromkeys(unit)])
+    error = math.sqrt(7 / 8 * np.square(without - without.mean()).sum())
+    whole = rho(other, unit != "") - rho(first, unit != "")
+    assert (d.value, d.error, d.units) == pytest.approx((whole, error, 8))
+    assert (d.low, d.high) == pytest.approx((whole - t.ppf(0.975, 7) * error, whole + t.ppf(0.975, 7) * error))
+    assert d.p == pytest.approx(2 * t.sf(abs(whole) / error, 7))  # a single row: Holm changes nothing
+    assert d.p_within == pytest.approx(t.sf((0.3 - abs(whole)) / error, 7))
+
+
+@pytest.mark.parametrize(("ours", "theirs", "truth"), [(0.6, 0.6, 0.0), (0.8, 0.3, 0.287 - 0.786)])
+def test_the_paired_interval_covers(ours, theirs, truth):
+    """Truth: Spearman's rho of a normal pair, 6 / pi asin(r / 2). 120 records: 89 % is 3 standard errors below 95 %."""
+    assert truth == pytest.approx(6 / np.pi * (math.asin(theirs / 2) - math.asin(ours / 2)), abs=1e-3)
+    rng, hits, found = np.random.default_rng(3), 0, []
+    for _ in range(120):
+        first, other = two(rng, 16, ours, theirs)
+        d = compare._difference(*_arguments(first, other))
+        hits += d.low <= truth <= d.high
+        found.append(d.p < 0.05)
+    assert 0.89 <= hits / 120 <= 0.995
+    assert np.mean(found) <= 0.1 if truth == 0 else np.mean(found) >= 0.6
+
+
+def _arguments(first, other, place=0):
+    probe = "value_manifold"
+    a, b = (r.results[probe].headlines[place] for r in (first, other))
+    return probe, a, first, b, other
+
+
+def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_longer_half():
+    a, b = head("PC1 share", 0.4, 0.06, units=40), head("PC1 share", 0.5, units=30, low=0.5, high=0.58)
+    (first, _), (_, other) = (two(np.random.default_rng(4), headlines=(h,)) for h in (a, b))
+    d = rows(compare.compare([first, other]))[SHARE]
+    error = math.hypot(0.06 / t.ppf(0.975, 39), 0.08 / t.ppf(0.975, 29))
+    assert (d.method, d.units, d.error, d.value) == ("unpaired", 30, pytest.approx(error), pytest.approx(0.1))
+    assert d.high - d.value == pytest.approx(t.ppf(0.975, 29) * error) == d.value - d.low
+    assert any(
+        note.startswith("unpaired: ") and "conservative" in note for note in compare.compare([first, other]).notes
+    )
+
+
+def test_a_headline_that_stored_arrays_do_not_give_again_is_not_paired():
+    first, other = two(np.random.default_rng(5))
+    measured = other.results["value_manifold"]
+    moved = replace(measured.headlines[0], value=measured.headlines[0].value + 0.01)
+    changed = replace(other, results={"value_manifold": replace(measured, headlines=(moved,))})
+    assert rows(compare.compare([first, other]))[PAIRED].method == "paired"
+    assert rows(compare.compare([first, changed]))[PAIRED].method == "unpaired"
+    fewer = replace(measured, arrays={"scores": measured.arrays["scores"][1:]})
+    assert (
+        rows(compare.compare([first, replace(other, results={"value_manifold": fewer})]))[PAIRED].method == "unpaired"
+    )
+
+
+def test_p_is_corrected_for_every_row_of_every_pair():
+    rng = np.random.default_rng(6)
+    first, _ = two(rng, headlines=(head("PC1 share", 0.4), head("PC1+PC2 share", 0.6)))
+    others = [two(rng, headlines=(head("PC1 share", v), head("PC1+PC2 share", v + 0.3)))[1] for v in (0.5, 0.7)]
+    found = compare.compare([first, *others])
+    every = [d for pair in found.pairs for d in pair.differences]
+    raw = [2 * t.sf(abs(d.value) / d.error, d.units - 1) for d in every]
+    within = [t.sf((d.effect - abs(d.value)) / d.error, d.units - 1) for d in every]
+    assert [pair.record for pair in found.pairs] == ["b (run 2)", "b (run 3)"]
+    assert [[d.theirs for d in pair.differences[1:]] for pair in found.pairs] == [[0.5, 0.8], [0.7, 1.0]]
+    assert len(every) == 6
+    np.testing.assert_allclose([d.p for d in every], stats.holm(raw))
+    np.testing.assert_allclose([d.p_within for d in every], stats.holm(within))
+
+
+def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
+    """Normal units: at n = needed a true effect is found, and none is called equivalent, in 90 % of 400 draws each."""
+    rng = np.random.default_rng(7)
+
+    def judged(each):
+        n, effect, value = len(each), 0.3, each.mean()
+        error = each.std(ddof=1) / n**0.5
+        low, high = value - t.ppf(0.975, n - 1) * error, value + t.ppf(0.975, n - 1) * error
+        p = 2 * t.sf(abs(value) / error, n - 1)
+        within = stats.equivalence_p(value, stats.Interval(low, high, 0.95, ""), -effect, effect, n)
+        found = (0, value, value, low, high, error, "paired", n, effect, p, within, "")
+        return next(compare._judged([compare.Difference("probe", "headline", "bits", *found)]))
+
+    needed = judged(rng.normal(0, 0.9, 100_000)).needed
+    assert 90 < needed < 110
+    found = [judged(rng.normal(0.3, 0.9, needed)).p < 0.05 for _ in range(400)]
+    none = [judged(rng.normal(0, 0.9, needed)).verdict == "equivalent" for _ in range(400)]
+    assert 0.86 < np.mean(found) < 0.95 and 0.86 < np.mean(none) < 0.95
+    few, enough, small = (judged(m + np.linspace(-1.5, 1.5, n)) for m, n in ((0.1, 20), (0.5, 400), (0.1, 4000)))
+    assert (few.verdict, few.why) == ("undecided", f"needs n >= {few.needed} units for 0.3 bits, has 20")
+    assert enough.verdict == "differs" and 20 < enough.needed < 400
+    assert small.verdict == "equivalent" and small.p < 0.05
+    edge = judged(0.16 + np.linspace(-1.5, 1.5, 96))
+    assert edge.verdict == "undecided" and edge.needed <= 96
+    assert edge.why == f"96 units suffice for 0.3 bits (n >= {edge.needed}); less is not excluded"
+
+
+def test_more_rows_ask_for_more_units():
+    one, many = ([head(f"h{i}", 0.4, 0.3) for i in range(n)] for n in (1, 20))
+    needed = [rows(compare.compare(list(two(np.random.default_rng(8), headlines=h))))[("value_manifold", "h0")].needed
+              for h in (one, many)]  # fmt: skip
+    assert needed[1] > 1.4 * needed[0]
+
+
+def test_other_numbers_of_coordinates_make_shares_arithmetic_and_ranks_not():
+    wide = {"kv_heads": 1, "head_dim": 8}
+    first, other = two(np.random.default_rng(9), headlines=(head("PC1 share", 0.4),))
+    found = rows(compare.compare([first, replace(other, subject={**other.subject, **wide})]))
+    assert found[SHARE].note == "partly arithmetic: kv_heads x head_dim is 1 x 8 against 4 x 8"
+    assert found[PAIRED].note == "" and rows(compare.compare([first, other]))[SHARE].note == ""
+
+
+def test_what_cannot_be_compared_is_a_sentence():
+    first, other = two(np.random.default_rng(10), headlines=(head("PC1 share", 0.4), head("old", 0.4, effect=0.0)))
+    more = {**first.results, "attention_focus": first.results["value_manifold"]}
+    still = replace(other.results["value_manifold"], arrays={"scores": np.ones((60, 2))})
+    still = replace(still, headlines=other.results["value_manifold"].headlines[2:])
+    found = compare.compare([
+        replace(first, results=more),
+        replace(other, results={"value_manifold": still}, unmeasured={"attention_focus": "it has no attention"}),
+    ])  # fmt: skip
+    assert found.pairs[0].left_out == (
+        "attention_focus: not measured in b: it has no attention",
+        f"value_manifold: {RHO}: not measured in b",
+        "value_manifold: PC1 share: not measured in b",
+        "value_manifold: old: declares no effect of interest to compare with; scan again",
+        "value_manifold: CKA: not measured, because all prompts share one place in one of the records; a similarity "
+        "needs them to differ",
+        "value_manifold: RSA: not measured, because all prompts share one place in one of the records; a similarity "
+        "needs them to differ",
+    )
+
+
+# ---- what does not compare ------------------------------------------------------------------------------------------
+
+
+def test_fewer_than_two_runs_are_refused():
+    with pytest.raises(Refused, match="1 run was given, a comparison needs two or more: llmgeom compare RUN RUN"):
+        compare.compare(two(np.random.default_rng(0))[:1])
+
+
+@pytest.mark.parametrize(
+    ("field", "change", "sentence"),
+    [
+        (
+            "prompts",
+            {"text": ("another", *(f"prompt {i}" for i in range(1, 60)))},
+            "prompt texts [0-9a-f]{12}, expected",
+        ),
+        ("prompts", {"text": ("prompt 1", "prompt 0", *(f"prompt {i}" for i in range(2, 60)))}, "prompt texts "),
+        ("prompts", {"template": tuple(map(str, range(60)))}, "template units [0-9a-f]{12}, expected "),
+        ("facts", {"claims_hash": "d" * 64}, "claims_hash d{12}, expected c{12}; .* and that one too, in one version"),
+        ("facts", {"nulls": 5}, "nulls 5, expected 20; scan it again with --prompts-from RUN, .* and --nulls 20$"),
+        ("facts", {"seed": 7}, "seed 7, expected 0; scan it again with --prompts-from RUN, .* and --seed 0$"),
+    ],
+)
+def test_records_that_do_not_compare_are_refused_by_the_field_that_differs(field, change, sentence):
+    first, other = two(np.random.default_rng(0))
+    other = replace(other, **{field: {**getattr(other, field), **change}})
+    with pytest.raises(Refused, match=rf"b cannot be compared with a \(run 1\): {sentence}"):
+        compare.compare([first, first, other])
+
+
+def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
+    first, other = two(np.random.default_rng(0))
+    other = replace(other, facts={**other.facts, "prompts_hash": "another tokenizer's", "nulls": 1, "seed": 1})
+    with pytest.raises(Refused, match="nulls 1, expected 20"):
+        compare.compare([first, other])
+    compare.compare([first, replace(other, facts={**first.facts, "prompts_hash": "another tokenizer's"})])
+
+
+# ---- similarities ---------------------------------------------------------------------------------------------------
+
+
+def hsic(k, l):  # noqa: E741
+    """The unbiased estimator as Song et al. print it."""
+    n, one = len(k), np.ones(len(k))
+    k, l = k - np.diag(np.diag(k)), l - np.diag(np.diag(l))  # noqa: E741
+    cross = (
+        np.trace(k @ l) + (one @ k @ one) * (one @ l @ one) / ((n - 1) * (n - 2)) - 2 / (n - 2) * (one @ k @ l @ one)
+    )
+    return cross / (n * (n - 3))
+
+
+@pytest.mark.parametrize(("n", "wide", "wider"), [(4, 1, 2), (30, 2, 9), (12, 20, 5)])
+def test_cka_is_the_ratio_of_unbiased_hsics(n, wide, wider):
+    rng = np.random.default_rng(n)
+    x = rng.normal(3, 1, (n, wide))
+    y = x @ rng.normal(size=(wide, wider)) + rng.normal(size=(n, wider))
+    k, l = x @ x.T, y @ y.T  # noqa: E741
+    expected = hsic(k, l) / math.sqrt(hsic(k, k) * hsic(l, l))
+    assert alignment(gram(x), gram(y)) == pytest.approx(expected, abs=1e-10)
+
+
+def test_debiased_cka_tends_to_the_feature_form_and_is_0_on_average_where_there_is_no_relation():
+    def biased(x, y):
+        x, y = x - x.mean(0), y - y.mean(0)
+        cross, own, theirs = (np.linalg.norm(a.T @ b) for a, b in ((y, x), (x, x), (y, y)))
+        return cross**2 / (own * theirs)
+
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(1500, 3))
+    y = x + rng.normal(size=(1500, 3))
+    assert alignment(gram(x), gram(y)) == pytest.approx(biased(x, y), abs=0.003)
+    pairs = [rng.normal(size=(2, 20, 15)) for _ in range(300)]
+    assert np.mean([biased(*pair) for pair in pairs]) > 0.35
+    assert abs(np.mean([alignment(*map(gram, pair)) for pair in pairs])) < 0.02
+
+
+@pytest.mark.parametrize("form", [gram, ranked])
+def test_a_similarity_sees_neither_rotation_nor_scale_nor_place_and_sees_a_stretch(form):
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(25, 4)) * (1, 2, 3, 4)
+    turned = 7 * x @ np.linalg.qr(rng.normal(size=(4, 4)))[0] + 5
+    assert alignment(form(x), form(turned)) == pytest.approx(1)
+    assert alignment(form(x), form(x * (8, 1, 1, 0.1))) < 0.9
+    y = rng.normal(size=(25, 2)) + x[:, :2]
+    assert alignment(form(turned), form(y)) == pytest.approx(alignment(form(x), form(y)))
+
+
+def test_rsa_is_spearman_s_rho_of_the_distances():
+    rng = np.random.default_rng(2)
+    x, y = rng.normal(size=(30, 2)), rng.integers(0, 3, (30, 5)).astype(float)  # with ties
+    y[:, 0] += x[:, 0]
+    assert alignment(ranked(x), ranked(y)) == pytest.approx(spearmanr(pdist(x), pdist(y)).statistic)
+    y = np.round(y)
+    assert alignment(ranked(x), ranked(y)) == pytest.approx(spearmanr(pdist(x), pdist(y)).statistic)
+
+
+@pytest.mark.parametrize("form", [gram, ranked])
+def test_p_is_uniform_where_clustered_records_are_unrelated(form):
+    """10 units of 4 rows that lie close together in both: to permute rows would call nearly all of these related."""
+    rng, unit = np.random.default_rng(3), np.repeat(np.arange(10), 4)
+    p, of_rows = [], []
+    for _ in range(150):
+        a, b = (form(rng.normal(size=(10, 2))[unit] + 0.2 * rng.normal(size=(40, 2))) for _ in range(2))
+        p.append(stats.tail_p(alignment(a, b), permuted(a, b, unit.tolist(), 99, int(rng.integers(2**31)))))
+        of_rows.append(stats.tail_p(alignment(a, b), permuted(a, b, range(40), 19, 0)))
+    assert kstest(np.array(p) - rng.random(150) / 100, "uniform").pvalue > 0.01
+    assert kstest(np.array(of_rows) - rng.random(150) / 20, "uniform").pvalue < 1e-6
+
+
+def test_related_records_beat_the_null_and_say_of_what_they_are_related():
+    first, other = two(np.random.default_rng(4), ours=0.95, theirs=0.95, alike=0.95)
+    cka, rsa = compare.compare([first, other]).pairs[0].similarities
+    assert (cka.measure, rsa.measure) == ("CKA", "RSA") and cka.of == "CKA of the first 2 components"
+    for s in (cka, rsa):
+        assert s.p == 1 / 2000 and s.null_high < s.low < s.value < s.high < 1 and (s.n, s.units) == (60, 30)
+    x, y = (r.results["value_manifold"].arrays["scores"] for r in (first, other))
+    unit = np.array(first.prompts["template"])
+    without = np.array([alignment(ranked(x[unit != u]), ranked(y[unit != u])) for u in dict.fromkeys(unit)])
+    assert rsa.value == pytest.approx(spearmanr(pdist(x), pdist(y)).statistic)
+    half = t.ppf(0.975, 29) * np.arctanh(without).std() * math.sqrt(29)  # Fisher's scale
+    assert (rsa.low, rsa.high) == pytest.approx(tuple(np.tanh(np.arctanh(rsa.value) + half * np.array([-1, 1]))))
+    again = compare.compare([first, other]).pairs[0].similarities
+    assert again == (cka, rsa)
+
+
+def test_the_fullest_places_that_both_hold_are_compared_whatever_their_width():
+    rng = np.random.default_rng(5)
+    first, other = two(rng)
+
+    def fuller(r, columns):
+        m = r.results["value_manifold"]
+        wide = {"wide": Quantity(("prompt", "axis"), "", ""), "by_layer": Quantity(("layer", "axis"), "", "")}
+        arrays = {**m.arrays, "wide": rng.normal(size=(60, columns)), "by_layer": np.ones((60, 99))}
+        return replace(r, results={"value_manifold": replace(m, quantities={**m.quantities, **wide}, arrays=arrays)})
+
+    (s, _) = compare.compare([fuller(first, 7), fuller(other, 4)]).pairs[0].similarities
+    assert (s.array, s.components, s.of) == ("wide", (7, 4), "CKA of the first 7 and 4 components")
+    (s, _) = compare.compare([fuller(first, 7), other]).pairs[0].similarities
+    assert (s.array, s.components) == ("scores", (2, 2))
+
+
+# ---- architectures and output ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "name"),
+    [(4, 4, "MHA"), (8, 2, "GQA 4:1"), (8, 1, "MQA"), (1, 1, "MHA"), (14, 4, "GQA 3.5:1")],
+)
+def test_the_kind_of_attention_is_read_from_the_heads(heads, kv_heads, name):
+    assert compare.kind(heads, kv_heads) == name
+
+
+def test_each_record_has_a_row_with_its_kind_its_window_and_its_signatures():
+    first, other = two(np.random.default_rng(6), headlines=(head("PC1+PC2 share", 0.6),))
+    third = replace(other, subject={**other.subject, "name": "c", "kv_heads": 1, "window": 4})
+    fourth = replace(other, subject={"name": "d", "window": 9})
+    found = compare.compare([first, third, fourth]).architectures
+    assert [(a.record, a.attention, a.window) for a in found] == [
+        ("a", "MHA", "none"), ("c", "MQA", "4"), ("d", "not recorded", "9, inactive"),
+    ]  # fmt: skip
+    assert found[0].static["values PC1+2"] == pytest.approx((0.6, 0.5, 0.7))
+    assert set(found[0].static) == {"values PC1+2", "values |rho|"} and found[0].dynamic == {}
+
+
+def test_titles_and_headlines_are_those_of_the_claims_and_of_the_experiment_on_kinds_of_attention():
+    from llmgeom import cloud
+    from llmgeom.experiments import kinds
+    from llmgeom.probes import attention_write, value_manifold
+
+    ours = {place: nature for nature, titles in SIGNATURES.items() for place in titles.values()}
+    theirs = {(s.probe, s.headline): s.nature for s in kinds.SIGNATURES if s.probe != "kinds"}
+    assert theirs.items() <= ours.items() and ours.keys() - theirs.keys() == {("key_orthogonality", "columns of W_K")}
+    assert ours.keys() | PLACES.keys() <= {(entry.probe, entry.name) for entry in claims.entries()}
+    assert RHO == cloud.RHO and ("value_manifold", value_manifold.ORDER) in PLACES
+    for module, arrays in ((value_manifold, {"scores", "unrolled"}), (attention_write, {"scores"})):
+        name = module.__name__.rpartition(".")[2]
+        assert {array for (probe, _), array in PLACES.items() if probe == name} == arrays
+        assert all(module.Result.quantities()[array].axes == ("prompt", "component") for array in arrays)
+
+
+def test_a_comparison_is_plain_data_and_safe_lines():
+    hostile = {"name": "\x1b[31mevil\n"}
+    first, other = two(np.random.default_rng(7), headlines=(head("PC1 share", 0.4, 0.5),), subject=hostile)
+    first = replace(first, source={"name": "math", "stratified": {"n": 60}})
+    found = compare.compare([first, other])
+    body = json.loads(json.dumps(found.to_dict(), allow_nan=False))
+    assert body["pairs"][0]["differences"][0]["headline"] == RHO and body["prompts"] == 60
+    assert body["architectures"][0]["attention"] == "MHA"
+    text = "\n".join(found.lines())
+    assert "\x1b" not in text and "\\x1b[31mevil\\n (run 2) less \\x1b[31mevil\\n (run 1)" in text
+    undecided = rows(found)[SHARE]
+    assert f"undecided (needs n >= {undecided.needed} units)" in text and undecided.needed > 30
+    assert "CKA of the first 2 components" in text and "static signatures" in text and "dynamic signatures" in text
+    assert sum("the prompts were spread evenly over the entropy of" in note for note in found.notes) == 1
+
+
+def test_it_loads_no_model_library():
+    code = "import llmgeom.experiments.compare, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
+    """One model's domain, and another model of another kind, width and depth with --prompts-from."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+    from llmgeom import hub
+    from llmgeom.experiments import scanning
+
+    tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
+    for name, kv_heads, hidden, layers in (("mha", 4, 32, 3), ("mqa", 1, 16, 4)):
+        torch.manual_seed(hidden)
+        config = LlamaConfig(
+            hidden_size=hidden, vocab_size=len(tokenizer), max_position_embeddings=256, num_hidden_layers=layers,
+            num_attention_heads=4, num_key_value_heads=kv_heads, intermediate_size=32,
+        )  # fmt: skip
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+    probes, first, second = ("attention_focus", "attention_write"), tmp_path / "first", tmp_path / "second"
+    for name, out, asked in (
+        ("mha", first, {"domains": ("math",), "n": 30, "limit": 60}),
+        ("mqa", second, {"prompts_from": str(first)}),
+    ):
+        request = scanning.Request(model=str(tmp_path / name), nulls=1, out=str(out), probes=probes, **asked)
+        list(scanning.perform(scanning.prepare(request)))
+    records = [Record.load(folder) for folder in (first, second)]
+    assert records[0].prompts["text"] == records[1].prompts["text"]
+    found = compare.compare(records)
+    methods = {place: d.method for place, d in rows(found).items()}
+    assert [place for place, method in methods.items() if method == "paired"] == [
+        ("attention_write", f"attention write: {RHO}")
+    ]
+    assert len(methods) >= 8 and not found.pairs[0].left_out
+    assert [a.attention for a in found.architectures] == ["MHA", "MQA"]
+    assert [s.probe for s in found.pairs[0].similarities] == ["attention_write"] * 2
+    notes = {d.probe: d.note for d in rows(found).values() if "rho" not in d.unit}
+    assert notes == {"attention_focus": "", "attention_write": "partly arithmetic: d_model is 16 against 32"}
