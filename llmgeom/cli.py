@@ -14,8 +14,6 @@ import click
 from llmgeom import __version__, hub
 from llmgeom.errors import Refused
 
-VERDICTS = ["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]
-
 
 class Door(click.Group):
     """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues."""
@@ -85,6 +83,24 @@ def _model_options(command):
     return command
 
 
+def _say_options(command):
+    for option in reversed(
+        [
+            click.option(
+                "--fail-on",
+                multiple=True,
+                type=click.Choice(["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]),
+                help="Exit 3 where a verdict is this; repeat for several.",
+            ),
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
+            click.option("--quiet", "-q", is_flag=True, help="No progress."),
+            click.option("--verbose", "-v", is_flag=True, help="Say more: every reason and the parity check."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
 @main.command(epilog="Example:  llmgeom scan --model EleutherAI/pythia-410m --domain math --n 75 --out runs/410m-math")
 @_model_options
 @click.option("--domain", "domains", multiple=True, help="Prompt domain; repeat for several. [default: mixed and math]")
@@ -99,16 +115,8 @@ def _model_options(command):
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and permutations.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-DOMAINS-HASH]")
-@click.option(
-    "--fail-on",
-    multiple=True,
-    type=click.Choice(VERDICTS),
-    help="Exit 3 where a verdict is this; repeat for several.",
-)
 @click.option("--dry-run", is_flag=True, help="Print the plan (prompts, passes, bytes, minutes); read no weights.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
-@click.option("--verbose", "-v", is_flag=True, help="Say more: the plan and the parity check.")
+@_say_options
 def scan(**options: Any) -> int:
     """Scan a model: how the geometry of its last tokens relates to its uncertainty, and a page to look at."""
     from llmgeom.experiments.scanning import Request, estimate, perform, prepare
@@ -160,18 +168,54 @@ class Listed(click.ParamType):
 @click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts and nulls.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
-@click.option(
-    "--fail-on",
-    multiple=True,
-    type=click.Choice(VERDICTS),
-    help="Exit 3 where a verdict is this; repeat for several.",
-)
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
-@click.option("--verbose", "-v", is_flag=True, help="Say more: every verdict's reason and the parity check.")
+@_say_options
 def sula(**options: Any) -> int:
     """In-context evidence: are k labelled words weighed as Bayes' rule does? With controls and rival readers."""
     from llmgeom.experiments.sula import Request, perform
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with _progress(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(**options), progress)
+    return _show(out, [record], say)
+
+
+@main.command(epilog="Example:  llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all")
+@_model_options
+@click.option("--axis", type=click.Choice(["entropy"]), default="entropy", show_default=True, help="What is edited.")
+@click.option(
+    "--direction",
+    "directions",
+    multiple=True,
+    type=click.Choice(["pc1", "ridge"]),
+    default=("pc1", "ridge"),
+    show_default=True,
+    help="First principal component (as published), or the weights that read entropy best; repeat for both.",
+)
+@click.option("--mode", type=click.Choice(["cut", "only", "shift"]), default="cut", show_default=True, help="The edit.")
+@click.option("--layers", default="last", show_default=True, help="last, each (one at a time), or 3,7 (together).")
+@click.option(
+    "--positions",
+    type=click.Choice(["query", "all"]),
+    default="query",
+    show_default=True,
+    help="Edit the final token, or all.",
+)
+@click.option("--domain", default="mixed", show_default=True, help="Prompt domain.")
+@click.option("--sula", is_flag=True, help="Label sequences in the place of a domain; see `llmgeom sula`.")
+@click.option("--prior", default="two-point", show_default=True, help="Of the label sequences.")
+@click.option(
+    "--k", "ks", type=Listed(int, "whole numbers"), default="1,2,4,8", show_default=True, help="Labels shown."
+)
+@click.option("--n", type=int, help="Prompts. [default: 75, or 20 for each k with --sula]")
+@click.option("--limit", type=int, help="A pool of at most LIMIT prompts.")
+@click.option("--controls", default=199, show_default=True, help="Draws of each control.")
+@click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
+@click.option("--seed", default=0, show_default=True, help="Fixes prompts, halves and controls.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-ablate-DOMAIN-MODE-HASH]")
+@_say_options
+def ablate(**options: Any) -> int:
+    """Is the entropy axis used? Edit it, and hold what changes in the output against edits of the same size."""
+    from llmgeom.experiments.ablation import Request, perform
 
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
     with _progress(say["quiet"] or say["as_json"]) as progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -276,10 +277,14 @@ def test_the_digest_changes_with_a_byte_or_a_name_of_a_file_and_with_nothing_els
 def test_the_declared_claims_are_the_few_that_the_papers_stand_on():
     every = entries()
     claims = [entry for entry in every if entry.claim]
-    assert 6 <= len(claims) <= 9
+    # Holm's correction is over the claims of one record: each command has few.
+    of_command = Counter(
+        entry.probe.split("_")[0] if entry.probe[:4] in ("sula", "abla") else "scan" for entry in claims
+    )
+    assert of_command == {"scan": 8, "sula": 4, "ablation": 5}
     for entry in claims:
         assert entry.claim[0].isupper() and entry.claim.endswith(".") and len(entry.claim.split()) > 8
-        assert "Paper" in entry.source
+        assert "Paper" in entry.source or "derived here" in entry.source
     # Rank correlations without a sign have their own scale.
     assert {entry.scale for entry in every if entry.unit == "|rho|"} == {"folded"}
 

@@ -1,0 +1,647 @@
+"""Is the direction along which values are ordered by entropy used? It is edited, and held against edits as large."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom import __version__, claims
+from llmgeom.batch import Batch, Text
+from llmgeom.capture import Site
+from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.edits import Edit, Where
+from llmgeom.errors import Refused
+from llmgeom.experiments import request
+from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, Move, readout_direction, rescaled, ridge
+from llmgeom.experiments.scanning import POOL
+from llmgeom.information import bits, kl
+from llmgeom.plan import BATCH_TOKENS
+from llmgeom.prompts.domains import Domain
+from llmgeom.prompts.pool import stratify
+from llmgeom.prompts.sula import Sula, available, prior
+from llmgeom.readout import folds
+from llmgeom.record import Record, write_whole
+from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.scan import NULLS, prompts_hash, versions
+from llmgeom.stats import LEAST_UNITS, jackknife, spearman
+from llmgeom.store import digest
+from llmgeom.subject import Subject
+
+DIRECTIONS, MODES = ("pc1", "ridge"), ("cut", "only", "shift")
+DOSES = {"cut": (0.5, 1.0), "only": (0.5, 1.0), "shift": (-2.0, -1.0, 1.0, 2.0)}
+JUDGED = {"cut": (1,), "only": (1,), "shift": (0, 3)}  # places in DOSES; several are averaged, prompt by prompt
+CONTROL = "ablation_control"
+KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, beside equal edits", "rise of the read-out's error"
+EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
+AT_ONCE = 256  # rows in a pass: several copies of the prompts, each edited in its own way
+FEW = 39  # draws behind the band at doses and layers that decide nothing: the fewest that carry 95 %
+Copy = Mapping[int, Move]  # what is done to one copy of the prompts, by layer
+Draw = Callable[[float], Copy]  # at a dose
+Progress = Callable[[str, int, int], None]
+
+
+# ---- passes over the prompts that are measured ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """Half B, ready to be read under many edits: a pass holds several copies of it, each edited in its own way.
+
+    batch     token ids.   entropy  [prompt] bits, of the clean model.   read  [prompt d_model] residual -> bits.
+    pair      [prompt 2] ids of the two labels, or of the clean model's two most likely tokens.
+    exact     [prompt 2] exact log-probabilities of the labels, nats; None where the prompts have no exact answer.
+    """
+
+    subject: Subject
+    batch: Batch
+    layers: tuple[int, ...]
+    positions: Literal["query", "all"]
+    entropy: np.ndarray
+    read: Callable[[np.ndarray], np.ndarray]
+    pair: Tensor
+    exact: Tensor | None
+    batch_tokens: int = BATCH_TOKENS
+
+    @cached_property
+    def _clean(self) -> dict[int, tuple[Tensor, Tensor]]:
+        return {}
+
+    def reference(self, copies: int) -> tuple[Tensor, Tensor]:
+        """The clean model in the very packing of an edited pass: what no edit reaches differs by exactly nothing."""
+        if copies not in self._clean:
+            self._clean[copies] = self._pass([dict.fromkeys(self.layers, lambda x, _: torch.zeros_like(x))] * copies)
+        return self._clean[copies]
+
+    def run(self, copies: Sequence[Copy], progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray]:
+        """[copy prompt] by effect: kl, of clean and edited, bits; error, its rise in the read-out of entropy, bits^2;
+        odds, |change of the pair's log-odds|, bits; with an exact answer evidence, the rise of KL(exact || model)."""
+        n, found = len(self.batch), []
+        at_once = max(1, AT_ONCE // n)
+        for at in range(0, len(copies), at_once):
+            chunk = copies[at : at + at_once]
+            clean, edited = self.reference(len(chunk)), self._pass(chunk)
+            for j in range(len(chunk)):
+                rows = slice(j * n, (j + 1) * n)
+                found.append(self._effects(*(tensor[rows] for tensor in (*clean, *edited))))
+            if progress:
+                progress(at + len(chunk), len(copies))
+        return {name: np.stack([one[name] for one in found]) for name in found[0]}
+
+    def _pass(self, copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
+        rows = self.batch.take([*range(len(self.batch))] * len(copies))
+        edits = [Edit("value", self._edit(copies, layer), (layer,), self.positions) for layer in self.layers]
+        seen = self.subject.capture(rows, {Site.LOG_PROBS, Site.RESIDUAL}, edits, batch_tokens=self.batch_tokens)
+        return seen.log_probs, seen.layers(Site.RESIDUAL)[-1]
+
+    def _edit(self, copies: Sequence[Copy], layer: int) -> Callable[[Tensor, Where], Tensor]:
+        def function(x: Tensor, where: Where) -> Tensor:
+            at = where.query if self.positions == "query" else torch.ones_like(where.query)
+            row, position = at.nonzero(as_tuple=True)
+            before, prompt = x[row, position].flatten(1).double().cpu(), where.prompt[row].cpu()
+            copy, prompt = prompt // len(self.batch), prompt % len(self.batch)
+            after = before.clone()
+            for j in copy.unique().tolist():
+                mine = copy == j
+                after[mine] += copies[j][layer](before[mine], prompt[mine])
+            x = x.clone()
+            x[row, position] = after.to(x).unflatten(1, x.shape[2:])
+            return x
+
+        return function
+
+    def _effects(self, log_p: Tensor, stream: Tensor, log_q: Tensor, edited: Tensor) -> dict[str, np.ndarray]:
+        log_p, log_q = (log.double().log_softmax(-1) for log in (log_p, log_q))  # float32 sums to 1 within 1e-7 only
+        missed = [np.square(self.read(x.double().numpy()) - self.entropy) for x in (stream, edited)]
+        two_p, two_q = (log.gather(1, self.pair) for log in (log_p, log_q))
+        odds = (two_q - two_p) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
+        found = {"kl": kl(log_p, log_q).clamp_min(0), "odds": odds.abs()}
+        if self.exact is not None:
+            found["evidence"] = kl(self.exact, two_q.log_softmax(1)) - kl(self.exact, two_p.log_softmax(1))
+        return {"error": missed[1] - missed[0]} | {name: bits(nats.numpy()) for name, nats in found.items()}
+
+
+@dataclass(frozen=True, eq=False)
+class Effects:
+    """What an edit and its controls did, by effect: `own` [dose prompt]; `null`, kind -> [draw prompt] a dose."""
+
+    mode: Mode
+    own: Mapping[str, np.ndarray]
+    null: Mapping[str, Sequence[Mapping[str, np.ndarray]]]
+
+    @classmethod
+    def of(
+        cls,
+        bench: Bench,
+        mode: Mode,
+        own: Draw,
+        draws: Mapping[str, Sequence[Draw]],
+        tell: Progress | None,
+        few: int = FEW,
+    ) -> Effects:
+        null = {
+            kind: [
+                bench.run(
+                    [one(dose) for one in (some if place in JUDGED[mode] else some[:few])],
+                    (lambda i, n, kind=kind, dose=dose: tell(f"{kind}, dose {dose:g}", i, n)) if tell else None,
+                )
+                for place, dose in enumerate(DOSES[mode])
+            ]
+            for kind, some in draws.items()
+        }
+        return cls(mode, bench.run([own(dose) for dose in DOSES[mode]]), null)
+
+    def judged(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """[prompt] at the dose that decides, and kind -> [draw] means over prompts."""
+        places = list(JUDGED[self.mode])
+        return self.own[effect][places].mean(0), {
+            kind: np.mean([doses[i][effect] for i in places], 0).mean(1) for kind, doses in self.null.items()
+        }
+
+    def bands(self, effect: str) -> np.ndarray:
+        """[dose bound] of the kind that lies higher."""
+        each = range(len(DOSES[self.mode]))
+        return np.concatenate(
+            [layer_band({k: doses[i][effect].mean(1)[:, None] for k, doses in self.null.items()}) for i in each]
+        )
+
+    def headline(self, probe: str, name: str, effect: str, units: np.ndarray, claimed: bool = True) -> Headline:
+        """Held against every kind; without its claim where one of its nulls could not be had."""
+        claim, (each, null) = declared(probe)[name], self.judged(effect)
+        if claim.scale == "log" and min(each.mean(), *(draws.min() for draws in null.values())) <= 0:
+            claim = replace(claim, scale="identity")  # an edit that reaches nothing does exactly nothing
+        span = jackknife(np.mean, each, units)
+        nulls = [Null.of(kind, each.mean(), draws, claim.side) for kind, draws in null.items()]
+        claim = claim if claimed else replace(claim, claim="")
+        return headline(claim, each.mean(), span, nulls, n=len(each), units=len(set(units)))
+
+
+# ---- results --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Ablation(Result):
+    """What the edit of one axis does, beside edits as large."""
+
+    TITLE: ClassVar[str] = "Ablation of the entropy axis"
+    MEANING: ClassVar[str] = (
+        "The values are moved along the direction by which they are ordered by entropy, and what the model then says "
+        "is compared with what it said. An axis that is used changes it more than directions moved as far, and "
+        "more than others that carry as much variance; one that can only be read does not."
+    )
+    COMPUTED: ClassVar[str] = (
+        "Axis from half of the units, effects on the other. z = (x - mean) / sd, c = z . u; cut: x - dose sd (c u); "
+        "only: x - dose sd (z - c u); shift: x + dose spread sd u. Decided at dose 1, or over shifts of -2 and 2. KL "
+        "of the next-token distributions, clean against edited. Read-out: ridge of entropy on the last residual "
+        "stream, fitted on the clean first half. Intervals are jackknifed over units. Never measured: c itself after "
+        "the edit, which is so by construction."
+    )
+    NULL: ClassVar[str] = (
+        "Same size: random directions of the space that the values span, orthogonal to the axis, moved at each "
+        "position exactly as far. Same variance: random sets of the other principal components with the "
+        "variance of the axis."
+    )
+    FAILURE_MODES: ClassVar[str] = (
+        "At the final token of one layer only what this token passes to itself there is edited. Two edits of the same "
+        "variance on one half differ on the other: compare their lengths. Where even replacing the values by their "
+        "mean does little, nothing about the axis follows."
+    )
+
+    dose: np.ndarray = quantity("dose", "dose", "of the edit")
+    kl: np.ndarray = quantity(
+        "dose",
+        "bits",
+        "KL(clean || edited), mean over prompts",
+        Figure("curve", band="kl_null", interval="kl_interval"),
+    )
+    kl_null: np.ndarray = quantity("dose bound", "bits", "band of the controls, the higher kind")
+    kl_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over units")
+    error: np.ndarray = quantity("dose", "bits^2", "rise of the read-out's error", Figure("curve", band="error_null"))
+    error_null: np.ndarray = quantity("dose bound", "bits^2", "band of the controls, the higher kind")
+    length: np.ndarray = quantity("edit", "of the values' own", "mean length of the edits that decide, final token")
+    scale: float = quantity("", "bits", "KL when the values are replaced by their mean: what there is to lose")
+    tenth: float = quantity("", "bits", "a tenth of that")
+    share: float = quantity("", "fraction", "of the standardised variance that lies along the axis, first half")
+    rho: float = quantity("", "rho", "Spearman's, of c and entropy in the half that is measured")
+    headlines: tuple[Headline, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layers(Result):
+    """The same edit at every layer, one at a time."""
+
+    TITLE: ClassVar[str] = "Ablation of the entropy axis, layer by layer"
+    MEANING: ClassVar[str] = (
+        "Each layer alone, with its own axis. The layer that decides is the last, declared before; none is picked here."
+    )
+    COMPUTED: ClassVar[str] = "As for the last layer, at the dose that decides."
+    NULL: ClassVar[str] = f"The same two kinds of control, {FEW} draws a layer; the higher band."
+    FAILURE_MODES: ClassVar[str] = "Many layers, no correction: one that leaves its band by a little means nothing."
+
+    kl: np.ndarray = quantity(
+        "layer", "bits", "KL(clean || edited), mean over prompts", Figure("curve", band="kl_null", beside="tenth")
+    )
+    kl_null: np.ndarray = quantity("layer bound", "bits", "band of the controls")
+    tenth: np.ndarray = quantity(
+        "layer", "bits", "a tenth of the KL when the layer's values are replaced by their mean"
+    )
+    headlines: tuple[Headline, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found(Result):
+    """A direction that must be found: where it is not, no other result here says that a direction is unused."""
+
+    TITLE: ClassVar[str] = "Positive control: the read-out direction of two tokens"
+    MEANING: ClassVar[str] = (
+        "Removing from the last layer's values what its output weights turn into the log-odds of two tokens must move "
+        "these log-odds, or the instrument is blind here."
+    )
+    COMPUTED: ClassVar[str] = (
+        "d = sum over the query heads of each kv head of W_O (g * (u_A - u_B)): u rows of the output embedding, g the "
+        "final norm's weight, A and B the two labels or the two likeliest tokens. x - dose ((x - mean) . d) d / |d|^2 "
+        "at the final token."
+    )
+    NULL: ClassVar[str] = "Same size: random directions of the values' span, orthogonal to d, moved exactly as far."
+    FAILURE_MODES: ClassVar[str] = (
+        "d is exact where attention is added to the last residual stream as it is; the last MLP and norms after "
+        "attention are passed over. A final token that does not attend to itself passes nothing on."
+    )
+
+    dose: np.ndarray = quantity("dose", "dose", "of the edit")
+    odds: np.ndarray = quantity(
+        "dose", "bits", "|change of the log-odds of the two tokens|, mean", Figure("curve", band="odds_null")
+    )
+    odds_null: np.ndarray = quantity("dose bound", "bits", "band of random edits of the same size")
+    headlines: tuple[Headline, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
+
+
+def _together(axes: Mapping[int, Axis], mode: Mode, count: int, seed: int) -> tuple[Draw, dict[str, list[Draw]]]:
+    """The edit of several layers' axes at once, and controls that are drawn for each layer alone and made at once."""
+    drawn = {layer: axis.draws(mode, count, (seed, layer)) for layer, axis in axes.items()}
+    kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in of for of in drawn.values())]
+
+    def at(kind: str, i: int) -> Draw:
+        return lambda dose: {layer: of[kind][i](dose) for layer, of in drawn.items()}
+
+    def own(dose: float) -> Copy:
+        return {layer: axis.itself(mode, dose) for layer, axis in axes.items()}
+
+    return own, {kind: [at(kind, i) for i in range(count)] for kind in kinds}
+
+
+def _scale(bench: Bench, axes: Mapping[int, Axis]) -> float:
+    """Bits: KL when the values are replaced by half A's mean, constant coordinates too."""
+    return float(bench.run([{n: lambda x, _, mean=axis.mean: mean - x for n, axis in axes.items()}])["kl"].mean())
+
+
+def _lengths(
+    values: Mapping[int, Tensor], axes: Mapping[int, Axis], dose: float, some: Sequence[Sequence[Draw]]
+) -> np.ndarray:
+    """[edit] mean length of what is added at a dose over that of x - mean; some: the draws of each edit."""
+
+    def of(draw: Draw) -> float:
+        moved = draw(dose).items()
+        return float(np.mean([one(x := values[n], None).norm(dim=1).mean() / whole(x, n) for n, one in moved]))
+
+    def whole(x: Tensor, layer: int) -> Tensor:
+        return (x - axes[layer].mean).norm(dim=1).mean()
+
+    return np.array([np.mean([of(draw) for draw in draws]) for draws in some])
+
+
+def measure_axis(
+    probe: str,
+    bench: Bench,
+    axes: Mapping[int, Axis],
+    values: Mapping[int, Tensor],
+    mode: Mode,
+    count: int,
+    seed: int,
+    tell: Progress | None,
+) -> Ablation:
+    """The axes of `bench.layers` edited together, against `count` draws of each control. Raises Refused: few units."""
+    own, draws = _together(axes, mode, count, seed)
+    made, units, doses = Effects.of(bench, mode, own, draws, tell), np.array(bench.batch.unit), DOSES[mode]
+    scale, warnings = _scale(bench, axes), []
+    last = max(axes)
+    c = axes[last].z(values[last]) @ axes[last].u
+    if VARIANCE not in draws:
+        least = min(axis.shortfall for axis in axes.values())
+        warnings.append(
+            f"no edit of the same variance: all other components carry {least:.2f} of the axis's; held against edits "
+            "of the same size alone, the result is a measurement and no claim"
+        )
+    # Where there is less to lose than the effect of interest, FAIL is as good as certain; and where a tenth of it is
+    # less than the margin, so is equivalence.
+    whole = VARIANCE in draws
+    open_ = {KL: scale > declared(probe)[KL].effect, EQUAL: scale / 10 > declared(probe)[EQUAL].margin}
+    for name in [name for name, is_open in open_.items() if not is_open]:
+        warnings.append(
+            f"replacing the values by their mean changes {scale:.3g} bits, too little for '{name}' to be decided by "
+            f"{declared(probe)[name].smallest:g} bits: it is a measurement and no claim"
+        )
+    named = [(name, "kl", whole and is_open) for name, is_open in open_.items()] + [(ERROR, "error", True)]
+    named += [(EVIDENCE, "evidence", True)] if bench.exact is not None else []
+    spans = [jackknife(np.mean, each, units) for each in made.own["kl"]]
+    return Ablation(
+        dose=np.array(doses),
+        kl=made.own["kl"].mean(1),
+        kl_null=made.bands("kl"),
+        kl_interval=np.array([[span.low, span.high] for span in spans]),
+        error=made.own["error"].mean(1),
+        error_null=made.bands("error"),
+        length=_lengths(values, axes, doses[JUDGED[mode][-1]], [[own], *(some[:FEW] for some in draws.values())]),
+        scale=scale,
+        tenth=scale / 10,
+        share=float(np.mean([axis.share for axis in axes.values()])),
+        rho=spearman(c.numpy(), bench.entropy),
+        headlines=tuple(made.headline(probe, name, effect, units, claimed) for name, effect, claimed in named),
+        ticks={"dose": doses, "edit": ("axis", *draws)},
+        warnings=tuple(warnings),
+        notes=(f"mode {mode}, layer{'s' * (len(axes) > 1)} {', '.join(map(str, axes))}, {bench.positions} positions",),
+    )
+
+
+def measure_found(bench: Bench, axis: Axis, direction: Tensor, count: int, seed: int, tell: Progress | None) -> Found:
+    """The last layer's values cut along a direction of each prompt's own, d [prompt coordinate] in x, against random
+    directions of the span of half A made orthogonal to it and moved as far."""
+    (layer,) = bench.layers
+    d = direction / direction.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    span = torch.cat([axis.u[None], axis.others])
+    rng = np.random.default_rng([seed, layer, 2])
+    random = (torch.from_numpy(rng.standard_normal((count, len(span)))) @ span) * axis.sd
+
+    def cut(x: Tensor, mine: Tensor) -> Tensor:
+        return -((x - axis.mean) * mine).sum(1, keepdim=True) * mine
+
+    def own(dose: float) -> Copy:
+        return {layer: lambda x, prompt: dose * cut(x, d[prompt])}
+
+    def at(s: Tensor) -> Draw:
+        def move(x: Tensor, prompt: Tensor) -> Tensor:
+            mine = s - (d[prompt] @ s)[:, None] * d[prompt]
+            mine = mine / mine.norm(dim=1, keepdim=True)
+            return rescaled(cut(x, mine), cut(x, d[prompt]).norm(dim=1, keepdim=True))
+
+        return lambda dose: {layer: lambda x, prompt: dose * move(x, prompt)}
+
+    made = Effects.of(bench, "cut", own, {SIZE: [at(s) for s in random]}, tell)
+    return Found(
+        dose=np.array(DOSES["cut"]),
+        odds=made.own["odds"].mean(1),
+        odds_null=made.bands("odds"),
+        headlines=(made.headline(CONTROL, ODDS, "odds", np.array(bench.batch.unit)),),
+        ticks={"dose": DOSES["cut"]},
+    )
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def examine(
+    subject: Subject,
+    batch: Batch,
+    *,
+    directions: Sequence[str] = DIRECTIONS,
+    mode: Mode = "cut",
+    layers: Sequence[int] | Literal["last", "each"] = "last",
+    positions: Literal["query", "all"] = "query",
+    controls: int = 199,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Record:
+    """Axes from one half of the units, effects of editing them on the other, `controls` draws of each kind.
+
+    Raises Refused: a layer that does not exist; fewer than 5 units in a half; a batch with positions of its own.
+    """
+    started, last = time.time(), len(subject.blocks) - 1
+    chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
+    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
+        raise Refused(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
+    if batch.query is not None:
+        raise Refused("an axis is edited where a prompt ends; this batch examines positions of its own: give prompts")
+    half = folds(batch.unit, seed, 2)
+    whole = replace(batch, inputs=subject.tokens(batch))
+    fit, held = (whole.take(np.flatnonzero(half == one)) for one in (0, 1))
+    if (least := min(len(set(part.unit)) for part in (fit, held))) < LEAST_UNITS:
+        raise Refused(
+            f"{len(set(batch.unit))} units leave {least} in a half; {LEAST_UNITS} in each are needed: add templates"
+        )
+    sites = {Site.VALUE, Site.RESIDUAL, Site.ENTROPY}
+    seen = {"fit": subject.capture(fit, sites, batch_tokens=batch_tokens)}
+    seen["held"] = subject.capture(held, sites | {Site.LOG_PROBS}, batch_tokens=batch_tokens)
+    entropy = {name: bits(one.entropy.double().numpy()) for name, one in seen.items()}
+    value = {name: [x.flatten(1).double() for x in one.layers(Site.VALUE)] for name, one in seen.items()}
+    stream = seen["fit"].layers(Site.RESIDUAL)[-1].double().numpy()
+    centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
+    w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.unit, seed)
+    exact = held.posterior.predictive[:, -1].double() if held.posterior and "first" in held.columns else None
+    pair = seen["held"].log_probs.topk(2).indices if exact is None else _labels(subject, held)
+    bare = replace(held, posterior=None, columns={})
+
+    def read(x: np.ndarray) -> np.ndarray:
+        return (x - centre) / sd @ w + intercept
+
+    def bench(layers: tuple[int, ...], where: Literal["query", "all"] = positions) -> Bench:
+        return Bench(subject, bare, layers, where, entropy["held"], read, pair, exact, batch_tokens)
+
+    def axes(direction: str, layers: Sequence[int]) -> dict[int, Axis]:
+        return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], fit.unit, direction, seed) for n in layers}
+
+    def told(name: str) -> Progress | None:
+        return (lambda what, done, total: progress(f"{name}: {what}", done, total)) if progress else None
+
+    def axis(direction: str) -> Ablation:
+        probe = f"ablation_{direction}"
+        values = {n: value["held"][n] for n in chosen}
+        return measure_axis(probe, bench(chosen), axes(direction, chosen), values, mode, controls, seed, told(probe))
+
+    def layered(direction: str) -> Layers:
+        rows = []
+        for n, one in axes(direction, range(last + 1)).items():
+            at = bench((n,))
+            own, draws = _together({n: one}, mode, min(FEW, controls), seed)
+            each, null = Effects.of(at, mode, own, draws, told(f"layer {n}")).judged("kl")
+            rows.append(
+                (each.mean(), *layer_band({k: d[:, None] for k, d in null.items()})[0], _scale(at, {n: one}) / 10)
+            )
+        found = np.array(rows)
+        return Layers(kl=found[:, 0], kl_null=found[:, 1:3], tenth=found[:, 3])
+
+    def found() -> Found:
+        aimed = readout_direction(subject, pair)
+        return measure_found(bench((last,), "query"), axes("pc1", (last,))[last], aimed, controls, seed, told(CONTROL))
+
+    measures: dict[str, Callable[[], Result]] = {CONTROL: found}
+    for direction in directions:
+        measures[f"ablation_{direction}"] = lambda direction=direction: axis(direction)
+        if layers == "each":
+            measures[f"ablation_{direction}_layers"] = lambda direction=direction: layered(direction)
+    results, unmeasured = {}, {}
+    for name, measure in measures.items():
+        try:
+            results[name] = measure().lowered()
+        except Refused as refusal:
+            unmeasured[name] = str(refusal)
+    results = claims.judge(results)
+    return Record(
+        results=results,
+        unmeasured=unmeasured,
+        prompts=_columns(subject, batch.take(np.flatnonzero(half == 1)), held, entropy["held"]),
+        subject={k: v for k, v in subject.facts.items() if v is not None},
+        source=dict(batch.source),
+        facts={
+            "llmgeom": __version__,
+            "seed": seed,
+            "nulls": controls,
+            "prompts_hash": prompts_hash(whole.inputs),
+            "claims_hash": claims.digest(),
+            "prompts": len(held),
+            "units": len(set(held.unit)),
+            "estimated on": len(fit),
+            "axis": {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions},
+            "versions": versions(),
+            **(facts or {}),
+        },
+        warnings=tuple(_limits(subject, results, controls)),
+        run={
+            "seconds": round(time.time() - started, 3),
+            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        },
+    )
+
+
+def _labels(subject: Subject, batch: Batch) -> Tensor:
+    """[prompt 2] the ids of the labels."""
+    words = zip(batch.columns["first"], batch.columns["second"], strict=True)
+    ids = [[subject.tokenizer(f" {one}", add_special_tokens=False)["input_ids"] for one in two] for two in words]
+    if any(len(one) != 1 for two in ids for one in two):
+        raise Refused("a label is several tokens of this tokenizer; use the labels that `prompts.sula.available` finds")
+    return torch.tensor(ids)[..., 0]
+
+
+def _columns(subject: Subject, asked: Batch, held: Batch, entropy: np.ndarray) -> dict[str, tuple]:
+    ids, lengths = held.inputs.ids.tolist(), held.inputs.lengths.tolist()
+    decode = subject.tokenizer.decode if subject.tokenizer else lambda row: " ".join(map(str, row))
+    return {
+        "tags": ("",) * len(held),
+        "domain": (str(held.source.get("name", "")),) * len(held),
+        "template": held.unit,
+        **{name: tuple(map(str, column)) for name, column in held.columns.items()},
+        "text": asked.text
+        if isinstance(asked.inputs, Text)
+        else tuple(decode(r[:n]) for r, n in zip(ids, lengths, strict=True)),
+        "entropy": tuple(round(float(h), 6) for h in entropy),
+        "tokens": tuple(lengths),
+    }
+
+
+def _limits(subject: Subject, results: Mapping[str, Any], controls: int):
+    if controls < NULLS:
+        yield f"only {controls} draws of each null: at least {NULLS} are needed to decide at p < .05"
+    if CONTROL not in results or results[CONTROL].headlines[0].verdict != "PASS":
+        yield "the positive control was not found: that an axis does no more than other edits says nothing here"
+    if subject.facts.get("note"):
+        yield subject.facts["note"]
+
+
+@dataclass(frozen=True)
+class Request(request.Request):
+    """What is asked for; its fields are the flags of `llmgeom ablate`."""
+
+    VERB: ClassVar[str] = "ablate"
+    FLAGS: ClassVar[dict[str, str]] = {"directions": "--direction", "ks": "--k"}
+    LISTED: ClassVar[tuple[str, ...]] = ("ks",)
+
+    axis: str = "entropy"
+    directions: tuple[str, ...] = DIRECTIONS
+    mode: str = "cut"
+    layers: str = "last"
+    positions: str = "query"
+    domain: str = "mixed"
+    sula: bool = False
+    prior: str = "two-point"
+    ks: tuple[int, ...] = (1, 2, 4, 8)
+    n: int | None = None
+    limit: int | None = None
+    controls: int = 199
+    batch_tokens: int = BATCH_TOKENS
+    seed: int = 0
+    out: str | None = None
+
+
+def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
+    """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
+    layers: Any = asked.layers
+    if asked.layers not in ("last", "each"):
+        if not all(part.strip().isdigit() for part in asked.layers.split(",")):
+            raise Refused(f"--layers {asked.layers}: expected last, each, or numbers with commas between, e.g. 3,7")
+        layers = tuple(int(part) for part in asked.layers.split(","))
+    for flag, given, known in (
+        ("--axis", (asked.axis,), ("entropy",)),
+        ("--direction", asked.directions, DIRECTIONS),
+        ("--mode", (asked.mode,), MODES),
+        ("--positions", (asked.positions,), ("query", "all")),
+    ):
+        if wrong := [one for one in given if one not in known]:
+            raise Refused(f"{flag} {wrong[0]}: expected {' or '.join(known)}")
+    n = asked.n or (20 if asked.sula else 75)
+    for flag, value, least in (
+        ("--n", n, 5 if asked.sula else 20),
+        ("--controls", asked.controls, 1),
+        ("--seed", asked.seed, 0),
+    ):
+        if value < least:
+            raise Refused(f"{flag} {value}: expected at least {least}")
+    if asked.sula and min(asked.ks) < 1:
+        raise Refused(f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence")
+    given, domain = prior(asked.prior), Domain(asked.domain)
+    located = asked.locate()
+    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("out", "offline", "device")}
+    spec = digest(spec | {"revision": located.revision})
+    what = f"ablate-{'sula' if asked.sula else asked.domain}-{asked.mode}"
+    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
+    request.check_folder(out, spec)
+    subject = asked.load()
+    if asked.sula:
+        batch = Sula(available(subject.tokenizer), given, ks=asked.ks).sample(n, asked.seed)
+    else:
+        pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
+        batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
+    record = examine(
+        subject,
+        batch,
+        directions=asked.directions,
+        mode=asked.mode,
+        layers=layers,
+        positions=asked.positions,
+        controls=asked.controls,
+        seed=asked.seed,
+        batch_tokens=asked.batch_tokens,
+        progress=progress,
+        facts={"spec": spec, "command": asked.command()},
+    )
+    record.save(out)
+    from llmgeom.reports import page
+
+    write_whole(out / "report.html", page([record]).encode())
+    return out, record

@@ -1,0 +1,452 @@
+"""An edit of the axis is what its formula says, its controls are as large, and only what reaches the output counts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom import claims
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Site
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.experiments import ablation, axis
+from llmgeom.experiments.ablation import CONTROL, DOSES, EQUAL, KL, MODES, Bench, Request, examine, perform
+from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, gain, readout_direction, ridge, subsets
+from llmgeom.prompts.sula import Sula, available
+from llmgeom.readout import folds, read
+from llmgeom.record import Record
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, VOCAB
+
+torch.set_num_threads(1)
+KINDS = ("gpt_neox", "llama", "mistral")
+LAYER = 1
+PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
+
+
+def random_prompts(seed: int = 0, units: int = 20) -> Batch:
+    """Two prompts a unit, of 5 to 12 random tokens (longer than Mistral's window of 7); the pads are random too."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (2 * units, 12), generator=rng)
+    lengths = torch.randint(5, 13, (2 * units,), generator=rng)
+    return Batch(Tokens(ids, lengths), tuple(str(i // 2) for i in range(2 * units)), {"kind": "random", "name": "r"})
+
+
+BATCH, MANY = random_prompts(), random_prompts(1, 40)
+HALF = folds(BATCH.unit, 0, 2)
+FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
+
+
+def values(subject: Subject, batch: Batch) -> torch.Tensor:
+    return subject.capture(batch, {Site.VALUE}).layers(Site.VALUE)[LAYER].double().flatten(1)
+
+
+def axis_of(subject: Subject, direction: str = "pc1", fit: Batch = FIT) -> Axis:
+    return Axis.of(values(subject, fit).numpy(), subject.entropy(fit), fit.unit, direction, 0)
+
+
+def bench_of(subject: Subject, positions="query", batch: Batch = HELD, layers=(LAYER,)) -> Bench:
+    pair = subject.capture(batch, {Site.LOG_PROBS}).log_probs.topk(2).indices
+    return Bench(subject, batch, layers, positions, subject.entropy(batch), lambda x: x.sum(1), pair, None)
+
+
+def edited(bench: Bench, move) -> tuple[torch.Tensor, torch.Tensor]:
+    """[batch position coordinate] the edited values of LAYER, in the order of the plan; [batch position] ends."""
+    seen = []
+    edit = Edit("value", bench._edit([{LAYER: move}], LAYER), (LAYER,), bench.positions)
+    spy = Edit("value", lambda x, where: seen.append((x.double().flatten(2), where.query)) or x, (LAYER,))
+    bench.subject.capture(bench.batch, {Site.VALUE}, [edit, spy])
+    (found,) = seen
+    return found
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def subject(request) -> Subject:
+    return Subject.of(FAMILIES[request.param].model(), name=request.param)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
+
+
+# ---- the axis -------------------------------------------------------------------------------------------------------
+
+
+def test_pc1_is_the_direction_of_most_variance_turned_towards_entropy():
+    rng = np.random.default_rng(0)
+    hidden, noise = rng.standard_normal(40), rng.standard_normal((40, 6))
+    x = 5 + 3 * (hidden[:, None] * np.array([1, -1, 1, 0, 0, 0]) + 0.3 * noise) * np.arange(1, 7)
+    x[:, 5] = 2.0  # constant
+    for sign in (1, -1):
+        axis = Axis.of(x, sign * hidden, [str(i) for i in range(40)], "pc1", 0)
+        z = axis.z(torch.from_numpy(x)).numpy()
+        assert axis.u[5] == 0 and (z[:, 5] == 0).all()
+        assert axis.u[:3].sign().tolist() == [sign, -sign, sign] and float(axis.u.norm()) == pytest.approx(1)
+        assert axis.spread**2 == pytest.approx(np.linalg.eigvalsh(z.T @ z / 40)[-1])
+        assert axis.share == pytest.approx(axis.spread**2 / 5)
+        assert float((axis.others @ axis.u).abs().max()) < 1e-9
+
+
+def test_ridge_is_the_readout_of_the_instrument():
+    """The same penalties, folds and standardisation: the other half is predicted as `readout.read` predicts a fold."""
+    rng = np.random.default_rng(1)
+    x, units = rng.standard_normal((60, 30)) * np.arange(1, 31), [str(i // 2) for i in range(60)]
+    y = x[:, 3] + 5 * rng.standard_normal(60)
+    fit, held = np.arange(40), np.arange(40, 60)
+    mean, sd = x[fit].mean(0), x[fit].std(0)
+    w, intercept = ridge((x[fit] - mean) / sd, y[fit], units[:40], 0)
+    fold = np.append(folds(units[:40], 0), np.full(20, 5))
+    expected = read(x, y[:, None], fold).prediction[held, 0]
+    np.testing.assert_allclose((x[held] - mean) / sd @ w + intercept, expected, 1e-9)
+    axis = Axis.of(x[fit], y[fit], units[:40], "ridge", 0)
+    np.testing.assert_allclose(axis.u, w / np.linalg.norm(w))
+
+
+def test_values_that_do_not_vary_have_no_axis():
+    with pytest.raises(Refused, match="all 4 coordinates are constant over 10 prompts"):
+        Axis.of(np.ones((10, 4)), np.arange(10.0), list("abcdefghij"), "pc1", 0)
+
+
+# ---- the edits ------------------------------------------------------------------------------------------------------
+
+
+def test_cut_and_only_share_the_values_between_them(subject):
+    axis, x = axis_of(subject), values(subject, HELD)
+    cut, only = (x + axis.itself(mode, 1.0)(x, None) for mode in ("cut", "only"))
+    # x - sd c u + x - sd (z - c u) - x = x - sd z = mean
+    torch.testing.assert_close(cut + only - x, axis.mean.expand_as(x))
+    assert float((axis.z(cut) @ axis.u).abs().max()) < 1e-9, "nothing is left along the axis"
+    shifted = x + axis.itself("shift", -2.0)(x, None)
+    torch.testing.assert_close(axis.z(shifted) @ axis.u, axis.z(x) @ axis.u - 2 * axis.spread)
+
+
+@pytest.mark.parametrize("positions", ["query", "all"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_control_of_the_same_size_moves_every_position_as_far(subject, mode, positions):
+    axis, bench = axis_of(subject, "ridge"), bench_of(subject, positions)
+    x, last = edited(bench, lambda x, _: 0 * x)
+    touched = last if positions == "query" else torch.ones_like(last)
+    assert last.sum() == len(HELD)
+    draws = axis.draws(mode, 5, (0, LAYER))[SIZE]
+    for dose in DOSES[mode]:
+        own = edited(bench, axis.itself(mode, dose))[0] - x
+        assert (own[~touched] == 0).all() and (own[touched].norm(dim=1) > 1e-4).all()
+        for draw in draws:
+            moved = edited(bench, draw(dose))[0] - x
+            assert (moved[~touched] == 0).all()
+            torch.testing.assert_close(moved.norm(dim=-1), own.norm(dim=-1), rtol=1e-4, atol=1e-6)
+            cosine = (moved * own)[touched].sum(1) / own[touched].norm(dim=1) ** 2
+            assert cosine.abs().mean() < (0.99 if mode == "only" else 0.6), "another direction"
+
+
+def test_a_cut_of_the_same_size_is_towards_less_and_orthogonal_to_the_axis(llama):
+    axis, x = axis_of(llama), values(llama, HELD)
+    for draw in axis.draws("cut", 5, (0, LAYER))[SIZE]:
+        moved = axis.z(x + draw(0.01)(x, None)) - axis.z(x)
+        r = moved[0] / moved[0].norm()
+        assert float((moved @ axis.u).abs().max()) < 1e-9
+        assert (moved @ r * (axis.z(x) @ r) < 0).all()
+
+
+@pytest.mark.parametrize("direction", ["pc1", "ridge"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_control_of_the_same_variance_has_it(subject, mode, direction):
+    axis, x = axis_of(subject, direction), values(subject, FIT)
+    z = axis.z(x)
+    varies = axis.sd > 0
+    draws = axis.draws(mode, 6, (0, LAYER))[VARIANCE]
+    sizes = set()
+    for draw in draws:
+        moved = (draw(1.0)(x, None) / axis.sd)[:, varies]
+        kept = -moved if mode == "cut" else z[:, varies] + moved if mode == "only" else moved
+        assert float(kept.square().sum(1).mean()) == pytest.approx(axis.spread**2, rel=1e-6)
+        assert float((kept @ axis.u[varies]).abs().max()) < 1e-6
+        sizes.add(round(float(kept[0, 0]), 6))
+    assert len(sizes) == 6, "the draws differ"
+
+
+def test_sets_of_components_reach_the_variance_with_one_taken_in_part():
+    variances = np.array([0.5, 0.4, 0.3, 0.2, 0.1])
+    found = subsets(variances, 0.75, 200, np.random.default_rng(0))
+    np.testing.assert_allclose(found**2 @ variances, 0.75)
+    assert (((found > 0) & (found < 1 - 1e-9)).sum(1) <= 1).all()
+    assert ((found > 0).mean(0) > 0.3).all(), "every component has its turn"
+
+
+def test_where_the_rest_has_less_variance_the_control_cannot_be_had(llama):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((30, 1)) * np.ones(8) + 0.1 * rng.standard_normal((30, 8))
+    axis = Axis.of(x, x[:, 0], [str(i) for i in range(30)], "pc1", 0)
+    assert axis.shortfall < 0.1 and list(axis.draws("cut", 3, (0, 0))) == [SIZE]
+
+
+# ---- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_effects_are_what_the_log_probabilities_say(subject):
+    bench, axis = bench_of(subject), axis_of(subject)
+    found = bench.run([{LAYER: axis.itself("cut", dose)} for dose in (0.0, 1.0)])
+    assert (found["kl"][0] == 0).all() and (found["odds"][0] == 0).all() and (found["error"][0] == 0).all()
+    clean = subject.capture(HELD, {Site.LOG_PROBS, Site.RESIDUAL})
+    x = values(subject, HELD)
+    target = (x + axis.itself("cut", 1.0)(x, None)).float()
+
+    def write(y, where):
+        y = y.clone()
+        y[where.query] = target[where.prompt].view(-1, *y.shape[2:])
+        return y
+
+    edit = Edit("value", write, (LAYER,))
+    other = subject.capture(HELD, {Site.LOG_PROBS, Site.RESIDUAL}, [edit])
+    p, q = (one.log_probs.double() for one in (clean, other))
+    np.testing.assert_allclose(found["kl"][1], ((p.exp() * (p - q)).sum(1) / np.log(2)).numpy(), rtol=2e-2, atol=2e-6)
+    two = p.topk(2).indices
+    odds = [one.gather(1, two)[:, 0] - one.gather(1, two)[:, 1] for one in (p, q)]
+    np.testing.assert_allclose(found["odds"][1], ((odds[1] - odds[0]).abs() / np.log(2)).numpy(), atol=1e-5)
+    read_out = [one.layers(Site.RESIDUAL)[-1].double().sum(1).numpy() for one in (clean, other)]
+    missed = [np.square(one - subject.entropy(HELD)) for one in read_out]
+    np.testing.assert_allclose(found["error"][1], missed[1] - missed[0], rtol=1e-3, atol=1e-4)
+
+
+def test_copies_of_a_pass_are_edited_each_in_its_own_way(subject):
+    axis, bench = axis_of(subject), bench_of(subject)
+    copies = [{LAYER: axis.itself("shift", dose)} for dose in (0.0, 1.0, -1.0, 2.0)] * 5
+    together = bench.run(copies)["kl"]
+    for i in (1, 6, 19):
+        np.testing.assert_allclose(together[i], bench.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
+
+
+def outcome(record: Record) -> dict[tuple[str, str], claims.Headline]:
+    return {(probe, h.name): h for probe, m in record.results.items() for h in m.headlines}
+
+
+def planted(name: str) -> Subject:
+    """A model whose last attention writes c, the score on its own PC1, and little else, along one direction."""
+    family = FAMILIES[name]
+    subject = Subject.of(family.model(), name=name)
+    fit = MANY.take(np.flatnonzero(folds(MANY.unit, 0, 2) == 0))
+    axis = axis_of(subject, fit=fit)
+    heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
+    dual = torch.where(axis.sd > 0, axis.u / axis.sd, 0.0).view(kv_heads, 1, -1).expand(-1, heads // kv_heads, -1)
+    output = family.part(subject.model, LAYER, family.output)
+    u = subject.model.get_output_embeddings().weight[5]
+    attention = family.part(subject.model, LAYER, family.projection)
+    queries = (
+        family.layer(subject.model, LAYER).get_submodule(f"{family.attention}.q_proj")
+        if heads > kv_heads
+        else attention
+    )
+    with torch.no_grad():
+        # Without queries every head attends alike; otherwise heads would mix what is orthogonal back into c.
+        for parameter in queries.parameters():
+            parameter.unflatten(0, (heads, -1, subject.facts["head_dim"]))[:, 0].zero_()
+        output.weight.mul_(0.02).add_(torch.outer(u / u.norm(), dual.flatten().float()) * PLANTED[name])
+    return subject
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_an_axis_that_the_output_is_made_of_passes(name):
+    record = examine(planted(name), MANY, directions=("pc1",), controls=39)
+    found = outcome(record)
+    used, equal = found["ablation_pc1", KL], found["ablation_pc1", EQUAL]
+    assert used.verdict == "PASS" and used.p == 1 / 40 and used.value > 20 * used.null_high, used
+    # With less than a tenth of a bit to lose, equivalence within a hundredth is no claim.
+    lost = record.results["ablation_pc1"].arrays["scale"]
+    assert lost == pytest.approx(used.value, rel=1e-2), "there is nothing beside the axis to lose"
+    assert equal.verdict == ("FAIL" if lost > 0.1 else "above null"), equal.why
+    assert not record.unmeasured
+
+
+def test_values_that_do_not_reach_the_output_do_exactly_nothing_and_nothing_passes(subject):
+    family = FAMILIES[subject.name]
+    deaf = Subject.of(family.model(), name=subject.name)
+    with torch.no_grad():
+        for parameter in family.part(deaf.model, LAYER, family.output).parameters():
+            parameter.zero_()
+    record = examine(deaf, BATCH, directions=("pc1",), controls=20)
+    found = outcome(record)
+    assert {h.value for (_, name), h in found.items()} == {0.0}
+    assert {h.claim for (probe, _), h in found.items() if probe != CONTROL} == {""}
+    assert "PASS" not in {h.verdict for h in found.values()}
+    assert any("changes 0 bits, too little for" in w for w in record.results["ablation_pc1"].warnings)
+    assert any("the positive control was not found" in w for w in record.warnings)
+
+
+def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(subject):
+    """One token attends to itself alone, so a move of its values reaches the stream through W_O and nothing else."""
+    family = FAMILIES[subject.name]
+    model = family.model()
+    one = Subject.of(model, name=subject.name)
+    with torch.no_grad():
+        for name, parameter in family.layer(model, LAYER).named_parameters():
+            if "down_proj" in name:
+                parameter.zero_()  # Llama's MLP would read what attention wrote; NeoX's does not
+    ids = torch.arange(10, 22)[:, None]
+    batch = Batch(Tokens(ids, torch.ones(12, dtype=torch.int64)), tuple(map(str, range(12))), {})
+    pair = torch.stack([torch.arange(30, 42), torch.arange(50, 62)], 1)
+    d = readout_direction(one, pair)
+    step = torch.randn(d.shape[1], generator=torch.Generator().manual_seed(0))
+
+    def move(x, where):
+        return x + step.view(x.shape[2:])
+
+    before, after = (
+        one.capture(batch, {Site.RESIDUAL}, edits).layers(Site.RESIDUAL)[-1].double()
+        for edits in ([], [Edit("value", move, (LAYER,))])
+    )
+    norm = model.get_submodule({"gpt_neox": "gpt_neox.final_layer_norm"}.get(subject.name, "model.norm"))
+    u = model.get_output_embeddings().weight.detach().double()
+    wanted = norm.weight.detach().double() * (u[pair[:, 0]] - u[pair[:, 1]])
+    torch.testing.assert_close(((after - before) * wanted).sum(1), d @ step.double(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "start"), [("gemma2", "model.norm", 1), ("opt", "model.decoder.final_layer_norm", 0)]
+)
+def test_the_gain_of_the_final_norm_is_read_however_it_is_stored(name, path, start):
+    subject = Subject.of(FAMILIES[name].model(), name=name)
+    weight = subject.model.get_submodule(path).weight.detach().double() + start
+    torch.testing.assert_close(gain(subject, len(weight)), weight, rtol=1e-4, atol=1e-5)
+
+
+def test_where_the_weights_are_not_known_the_control_is_not_measured(llama, monkeypatch):
+    def unknown(*_):
+        raise Unavailable("how model type 'x' lays out its output weights is not known")
+
+    monkeypatch.setattr(axis.weights, "output_weight", unknown)
+    record = examine(llama, BATCH, directions=("pc1",), controls=5)
+    assert record.unmeasured == {CONTROL: "how model type 'x' lays out its output weights is not known"}
+    assert "ablation_pc1" in record.results and any("positive control was not found" in w for w in record.warnings)
+
+
+def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, monkeypatch):
+    asked = {"controls": 5, "mode": "shift", "directions": ("ridge",)}
+    torch.manual_seed(1)
+    first = examine(llama, BATCH, **asked)
+    random.seed(2)
+    np.random.seed(2)
+    torch.manual_seed(2)
+    again = examine(llama, BATCH, **asked)
+    assert outcome(again) == outcome(first)
+    monkeypatch.setattr(ablation, "AT_ONCE", 50)
+    other = outcome(examine(llama, BATCH, batch_tokens=60, **asked))
+    for key, h in outcome(first).items():
+        assert other[key].value == pytest.approx(h.value, abs=1e-5, rel=1e-4)
+        assert other[key].null_high == pytest.approx(h.null_high, abs=1e-5, rel=1e-4)
+        assert other[key].verdict == h.verdict
+
+
+def test_several_layers_are_edited_together_and_each_alone(llama):
+    both = examine(llama, BATCH, directions=("pc1",), layers=(0, 1), controls=5)
+    each = examine(llama, BATCH, directions=("pc1",), layers="each", controls=5)
+    alone = each.results["ablation_pc1_layers"].arrays
+    last = outcome(each)["ablation_pc1", KL]
+    assert alone["kl"].shape == (2,) and alone["kl"][1] == pytest.approx(last.value, rel=1e-6)
+    assert alone["kl"][0] != pytest.approx(alone["kl"][1], rel=0.1)
+    assert outcome(both)["ablation_pc1", KL].value > max(alone["kl"]) / 2
+    assert both.facts["axis"]["layers"] == [0, 1]
+    assert outcome(examine(llama, BATCH, directions=("pc1",), layers=(0,), controls=5))[
+        "ablation_pc1", KL
+    ].value == pytest.approx(alone["kl"][0], rel=1e-6)
+
+
+def test_axes_come_from_whole_units_that_are_not_measured(llama):
+    record = examine(llama, BATCH, directions=("pc1",), controls=5)
+    assert set(record.prompts["template"]) == set(HELD.unit) and not {*HELD.unit} & {*FIT.unit}
+    changed = FIT.inputs.ids.clone()
+    changed[:, 0] = 5
+    ids = BATCH.inputs.ids.clone()
+    ids[np.flatnonzero(HALF == 0)] = changed
+    other = examine(llama, replace(BATCH, inputs=Tokens(ids, BATCH.inputs.lengths)), directions=("pc1",), controls=5)
+    assert other.prompts["text"] == record.prompts["text"]
+    assert outcome(other)["ablation_pc1", KL].value != outcome(record)["ablation_pc1", KL].value
+
+
+@pytest.mark.parametrize("layers", [(2,), (0, -1)])
+def test_a_layer_that_does_not_exist_is_refused(llama, layers):
+    with pytest.raises(Refused, match=rf"--layers {min(layers) if -1 in layers else 2}: llama has layers 0 to 1"):
+        examine(llama, BATCH, layers=layers)
+
+
+def test_few_units_are_refused(llama):
+    with pytest.raises(Refused, match="6 units leave 3 in a half; 5 in each are needed"):
+        examine(llama, BATCH.take(range(12)))
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pythia() -> Subject:
+    return Subject.load("pocket:pythia", device="cpu", offline=True)
+
+
+def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
+    batch = Sula(available(pythia.tokenizer), ks=(1, 2)).sample(12, 0)
+    record = examine(pythia, batch, directions=("pc1",), controls=2, positions="all")
+    assert outcome(record)["ablation_pc1", "rise of the evidence error"].n == len(record.prompts["text"])
+    held = batch.take(np.flatnonzero(folds(batch.unit, 0, 2) == 1))
+    assert record.prompts["text"] == held.text
+    ids = [[pythia.tokenizer(f" {w}")["input_ids"][0] for w in pair] for pair in
+           zip(held.columns["first"], held.columns["second"], strict=True)]  # fmt: skip
+    exact = held.posterior.predictive[:, -1]
+    bench = Bench(
+        pythia, replace(held, posterior=None), (0,), "query", np.zeros(len(held)), lambda x: x.sum(1),
+        torch.tensor(ids), exact,
+    )  # fmt: skip
+    found = bench.run([{0: lambda x, _: -0.9 * x}])["evidence"][0]
+    edit = Edit("value", lambda x, _: 0.1 * x, (0,), "query")
+    after, before = (
+        pythia.capture(held, {Site.LOG_PROBS}, edits).log_probs.double().gather(1, torch.tensor(ids))
+        for edits in ([edit], [])
+    )
+    missed = [
+        np.array([float(e.exp() @ (e - row.log_softmax(0))) / np.log(2) for e, row in zip(exact, one, strict=True)])
+        for one in (after, before)
+    ]
+    np.testing.assert_allclose(found, missed[0] - missed[1], atol=1e-5)
+
+
+def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
+    asked = Request(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="only",
+                    positions="all", layers="1,3", out=str(tmp_path / "run"))  # fmt: skip
+    out, record = perform(asked)
+    assert (
+        Record.load(out)
+        .facts["command"]
+        .startswith(
+            "llmgeom ablate --device cpu --offline --direction ridge --mode only --layers 1,3 --positions all --n 20"
+        )
+    )
+    assert (
+        set(record.results) == {CONTROL, "ablation_ridge"}
+        and record.facts["estimated on"] + record.facts["prompts"] == 20
+    )
+    assert record.results["ablation_ridge"].arrays["scale"] > 0
+    assert "Positive control" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"layers": "3;7"}, "--layers 3;7: expected last, each, or numbers"),
+        ({"axis": "size"}, "--axis size: expected entropy"),
+        ({"directions": ("pc2",)}, "--direction pc2: expected pc1 or ridge"),
+        ({"mode": "drop"}, "--mode drop: expected cut or only or shift"),
+        ({"positions": "final"}, "--positions final: expected query or all"),
+        ({"n": 5}, "--n 5: expected at least 20"),
+        ({"controls": 0}, "--controls 0: expected at least 1"),
+        ({"sula": True, "ks": (0, 1)}, "--k 0,1: expected at least 1"),
+        ({"domain": "maths"}, "unknown domain 'maths'"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
+    monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
+    with pytest.raises(Refused, match=says):
+        perform(Request(**wrong))
