@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from llmgeom import hub
 from llmgeom.cli import main
 from llmgeom.probes import names
 from llmgeom.record import Record
@@ -252,7 +253,7 @@ def test_list_and_doctor():
     assert "math" in domains and "mixed" in domains
     shown = call("doctor")
     assert shown.exit_code == 0, shown.output
-    assert "Python" in shown.stdout and "pocket models: pythia" in shown.stdout
+    assert "Python" in shown.stdout and f"pocket models: {', '.join(hub.pockets())}" in shown.stdout
 
 
 def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_path):
