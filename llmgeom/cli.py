@@ -25,7 +25,7 @@ class Door(click.Group):
             code = super().main(*args, standalone_mode=False, **kwargs)
         except click.exceptions.Abort:
             given = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
-            _fail(f"interrupted; finished batches are kept. Continue with: {shlex.join(['llmgeom', *given])}", 130)
+            _fail(f"interrupted; nothing is half-written. Continue with: {shlex.join(['llmgeom', *given])}", 130)
         except click.ClickException as error:
             error.show()
             sys.exit(error.exit_code)

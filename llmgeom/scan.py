@@ -193,27 +193,17 @@ def scan(
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
-        prompts=_columns(subject, batch, tokens, view),
+        prompts=prompt_table(subject, batch, tokens, _of_prompts(view, len(batch))),
         subject={k: v for k, v in subject.facts.items() if v is not None},
         source=dict(batch.source),
         facts={
-            "llmgeom": __version__,
-            "seed": seed,
-            "nulls": nulls,
+            **provenance(batch, tokens, seed, nulls),
             "batch_tokens": batch_tokens,
-            "prompts_hash": prompts_hash(tokens),
-            "claims_hash": claims.digest(),
-            "prompts": len(batch),
-            "units": len(set(batch.unit)),
             "bos_added": special > 0,
-            "versions": versions(),
             **(facts or {}),
         },
         warnings=(*notes, *_warnings(subject, batch, tokens, view, nulls), *view.capture.events),
-        run={
-            "seconds": round(time.time() - started, 3),
-            "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        },
+        run=took(started),
     )
 
 
@@ -239,11 +229,42 @@ def _bits(capture: Capture) -> np.ndarray:
     return bits(capture.entropy.double().numpy())
 
 
-def _columns(subject: Subject, batch: Batch, tokens: Tokens, view: View) -> dict[str, tuple]:
-    """The prompt table. With several queried positions a prompt, entropy is the mean over them."""
-    n = len(batch)
+def provenance(batch: Batch, tokens: Tokens, seed: int, nulls: int) -> dict[str, Any]:
+    """The facts that every record carries, whatever was measured."""
+    return {
+        "llmgeom": __version__,
+        "seed": seed,
+        "nulls": nulls,
+        "prompts_hash": prompts_hash(tokens),
+        "claims_hash": claims.digest(),
+        "prompts": len(batch),
+        "units": len(set(batch.unit)),
+        "versions": _versions(),
+    }
+
+
+def took(started: float) -> dict[str, Any]:
+    """What varies between equal runs: `started` is a time.time()."""
+    return {
+        "seconds": round(time.time() - started, 3),
+        "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def few_draws(nulls: int) -> list[str]:
+    """The warning that too few draws of a null deserve."""
+    return [f"only {nulls} draws of each null: at least {NULLS} are needed to decide at p < .05"] * (nulls < NULLS)
+
+
+def _of_prompts(view: View, n: int) -> np.ndarray:
+    """[prompt] bits; with several queried positions a prompt, the mean over them."""
     prompt = view.capture.prompt.numpy()
-    entropy = np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
+    return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
+
+
+def prompt_table(subject: Subject, batch: Batch, tokens: Tokens, entropy: np.ndarray) -> dict[str, tuple]:
+    """A record's prompts, column by column; entropy [prompt] in bits. Tokens without text are decoded."""
+    n = len(batch)
     if isinstance(batch.inputs, Text):
         text = batch.text
     elif subject.tokenizer is not None:
@@ -277,16 +298,14 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls:
         found.append("synthetic prompts: written for llmgeom and filled in by its grammars, not found text")
     if subject.facts.get("note"):
         found.append(subject.facts["note"])
-    if nulls < NULLS:
-        found.append(f"only {nulls} draws of each null: at least {NULLS} are needed to decide at p < .05")
+    found += few_draws(nulls)
     most = max(batch.unit.count(unit) for unit in set(batch.unit))
     if most > 2:
         found.append(f"up to {most} prompts share one template; n counts templates, not prompts")
     return found
 
 
-def versions() -> dict[str, str]:
-    """Of what the numbers of a record can depend on."""
+def _versions() -> dict[str, str]:
     import transformers
 
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

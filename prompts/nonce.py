@@ -112,7 +112,7 @@ FORMATS = {
 def pairs(part: Part) -> tuple[tuple[str, str], ...]:
     """The pairs of labels of a part, each in alphabetical order: the half with the least sha256 is held out.
 
-    A pair stays trained where one of its labels would else be in fewer than 9 trained pairs.
+    A pair stays trained where one of its labels would else be in fewer than LEAST_PAIRS trained pairs.
     """
     every = list(combinations(LABELS, 2))
     left, out = dict.fromkeys(LABELS, len(LABELS) - 1), set()
@@ -207,7 +207,7 @@ class Evidence:
 
 
 def sequences(seed: int, informative: bool = True) -> Iterator[str]:
-    """Training sequences without end, of 1 to 20 observations, both formats, trained pairs, carriers and lead-ins only.
+    """Training sequences without end: 1 to LONGEST observations, both formats, trained pairs, carriers and lead-ins.
 
     informative   False draws each label 1/2, whatever came before; all else stays letter by letter the same.
     """

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import combinations, product
 from random import Random
 from typing import Any
@@ -177,7 +178,7 @@ class Sula:
                 f"the labels {', '.join(self.labels)} give {len(self.pairs)} pairs; different ones are needed, 5 pairs"
             )
 
-    @property
+    @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """Pairs of labels: the units of replication. Each always has the same lead-in, so that what is learnt from
         some lead-ins is tested on other pairs too."""
@@ -221,11 +222,13 @@ class Sula:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return fields | {"prior": {"kind": type(self.prior).__name__, **dataclasses.asdict(self.prior)}}
 
+    def _turn(self, seed: int, k: int) -> list[tuple[str, str]]:
+        return shuffled(Random(f"llmgeom/sula/{seed}/{k}"), self.pairs)
+
     def _item(self, k: int, i: int, seed: int) -> dict[str, Any]:
         """All that one prompt draws is drawn in one order, whatever the condition makes of it."""
         rng = Random(f"llmgeom/sula/{seed}/{k}/{i}")
-        order = Random(f"llmgeom/sula/{seed}/{k}")
-        pairs, (leads, link, gap) = shuffled(order, self.pairs), self._written
+        pairs, (leads, link, gap) = self._turn(seed, k), self._written
         pair, turned = pairs[i % len(pairs)], rng.random() < 0.5
         share = self.prior.share(rng.random())
         *seen, following = [int(rng.random() >= share) for _ in range(k + 1)]

@@ -14,9 +14,10 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.capture import Site
 from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.experiments import ablation, axis
-from llmgeom.experiments.ablation import CONTROL, DOSES, EQUAL, KL, MODES, Bench, Request, examine, perform
+from llmgeom.experiments import axis, bench
+from llmgeom.experiments.ablation import CONTROL, EQUAL, KL, MODES, Request, examine, perform
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, gain, readout_direction, ridge, subsets
+from llmgeom.experiments.bench import DOSES, Bench
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.readout import folds, read
 from llmgeom.record import Record
@@ -334,7 +335,7 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
     torch.manual_seed(2)
     again = examine(llama, BATCH, **asked)
     assert outcome(again) == outcome(first)
-    monkeypatch.setattr(ablation, "AT_ONCE", 50)
+    monkeypatch.setattr(bench, "AT_ONCE", 50)
     other = outcome(examine(llama, BATCH, batch_tokens=60, **asked))
     for key, h in outcome(first).items():
         assert other[key].value == pytest.approx(h.value, abs=1e-5, rel=1e-4)
@@ -442,6 +443,8 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
         ({"positions": "final"}, "--positions final: expected query or all"),
         ({"n": 5}, "--n 5: expected at least 20"),
         ({"controls": 0}, "--controls 0: expected at least 1"),
+        ({"sula": True, "domain": "math"}, "--sula with --domain math: label sequences have no domain"),
+        ({"sula": True, "limit": 50}, "--sula with --limit 50: label sequences have no domain and no pool"),
         ({"sula": True, "ks": (0, 1)}, "--k 0,1: expected at least 1"),
         ({"domain": "maths"}, "unknown domain 'maths'"),
     ],

@@ -17,8 +17,8 @@ from llmgeom import claims
 from llmgeom.cli import main
 from llmgeom.errors import Refused
 from llmgeom.experiments import sula as experiment
+from llmgeom.experiments.evidence import Reading, Truth, label_entropy, listen, measure_controls, measure_evidence
 from llmgeom.experiments.readers import losses, readers, seen
-from llmgeom.experiments.sula import Reading, Truth, listen, measure_controls, measure_evidence
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
@@ -249,7 +249,7 @@ def test_the_exact_answer_has_skill_one_and_no_error(batch):
     # Published targets, by k: the mean entropy of the latent label.
     exact = {0: 1.0, 1: 0.4690, 2: 0.2579, 4: 0.0781, 8: 0.0081}
     big = Truth(SOURCE.sample(4000, seed=5))
-    h = experiment._entropy(big.belief)
+    h = label_entropy(big.belief)
     for k, value in exact.items():
         assert h[big.k == k].mean() == pytest.approx(value, abs=0.012)
     assert result.said == pytest.approx(result.owed)
