@@ -83,6 +83,15 @@ def _model_options(command):
     return command
 
 
+_protocol_option = click.option(
+    "--protocol",
+    type=click.Choice(["sound", "published"]),
+    default="sound",
+    show_default=True,
+    help="published: by the papers' definitions, flaws included; `llmgeom audit` sets both side by side.",
+)
+
+
 def _say_options(command):
     for option in reversed(
         [
@@ -109,6 +118,7 @@ def _say_options(command):
 @click.option("--n", type=int, help="Prompts a domain, spread evenly over entropy. [default: 75; fewer in small ones]")
 @click.option("--limit", type=int, help="Use only the first LIMIT prompts of a file, or a pool of at most LIMIT.")
 @click.option("--probes", help="Comma-separated probe names. [default: all; see `llmgeom list probes`]")
+@_protocol_option
 @click.option(
     "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
 )
@@ -156,10 +166,10 @@ class Listed(click.ParamType):
 @click.option(
     "--template",
     type=click.Choice(["colon", "is", "plain", "instructed"]),
-    default="colon",
-    show_default=True,
-    help="colon `w: label`, is `w is label`, plain without a lead-in (as published), instructed: the prior is stated.",
+    help="colon `w: label`, is `w is label`, plain without a lead-in (as published), instructed: the prior is stated."
+    " [default: colon; plain with --protocol published]",
 )
+@_protocol_option
 @click.option(
     "--k", "ks", type=Listed(int, "whole numbers"), default="0,1,2,4,8", show_default=True, help="Labelled words shown."
 )
@@ -221,6 +231,56 @@ def ablate(**options: Any) -> int:
     with _progress(say["quiet"] or say["as_json"]) as progress:
         out, record = perform(Request(**options), progress)
     return _show(out, [record], say)
+
+
+def _trilogy_options(command):
+    for option in reversed(
+        [
+            click.option("--n", type=int, help="Prompts a domain. [default: 75]"),
+            click.option("--limit", type=int, help="A pool of at most LIMIT prompts a domain."),
+            click.option("--nulls", default=20, show_default=True, help="Draws of each null."),
+            click.option("--controls", default=199, show_default=True, help="Draws of each control of the ablation."),
+            click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and controls."),
+            click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
+            click.option("--quiet", "-q", is_flag=True, help="No progress."),
+        ]
+    ):
+        command = option(command)
+    return command
+
+
+@main.command(epilog="Example:  llmgeom audit --model EleutherAI/pythia-410m")
+@_model_options
+@_trilogy_options
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-audit-HASH]")
+def audit(**options: Any) -> None:
+    """Paper III's tables by the published definitions and by sound ones, side by side, and why they differ."""
+    from llmgeom.experiments import audit
+
+    _show_rows(audit, options)
+
+
+@main.command(epilog="Example:  llmgeom reproduce predictions --model EleutherAI/pythia-410m")
+@click.argument("what", type=click.Choice(["predictions"]))
+@_model_options
+@_trilogy_options
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-predictions-HASH]")
+def reproduce(what: str, **options: Any) -> None:
+    """The trilogy's testable predictions, put to one model, each with its verdict."""
+    from llmgeom.experiments import predictions
+
+    _show_rows(predictions, options)
+
+
+def _show_rows(experiment: Any, options: dict[str, Any]) -> None:
+    as_json, quiet = options.pop("as_json"), options.pop("quiet")
+    with _progress(quiet or as_json) as progress:
+        out, found = experiment.perform(experiment.Request(**options), progress)
+    if as_json:
+        body = {"schema_version": 1, "run_dir": str(out), "report": str(out / "report.html"), **found.to_dict()}
+        click.echo(json.dumps(body, sort_keys=True, ensure_ascii=False))
+    else:
+        click.echo("\n".join([*found.lines(), f"page: {out / 'report.html'}"]))
 
 
 @main.command(name="list", epilog="Example:  llmgeom list probes")

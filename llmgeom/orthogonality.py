@@ -31,6 +31,11 @@ def random_cosine(dim: int) -> float:
     return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
 
 
+def late(layers: int) -> int:
+    """How many layers count as the last ones: a sixth of them, at least one (Paper III: "the last 3-4" of 24)."""
+    return max(1, round(layers / 6))
+
+
 def simplex_cosine(vectors: int) -> float:
     """|cosine| of any two corners of a regular simplex of `vectors` corners about its centre, 1 / (m - 1).
 

@@ -1,4 +1,7 @@
-"""One probe a file: NEEDS, a Result, measure(view). A file that is there is a probe that is there."""
+"""One probe a file: NEEDS, a Result, measure(view). A file that is there is a probe that is there.
+
+Those of probes/published/ measure as the papers define it, flaws included; their names begin with `published_`.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,41 @@ import difflib
 import importlib
 import pkgutil
 from collections.abc import Iterable
+from pathlib import Path
 from types import ModuleType
 
 from llmgeom.errors import Refused
 
+PROTOCOLS = ("sound", "published")
+PUBLISHED = "published"
 
-def names() -> tuple[str, ...]:
-    """The probes by name, without importing any."""
-    return tuple(sorted(module.name for module in pkgutil.iter_modules(__path__)))
+
+def names(protocol: str = "sound") -> tuple[str, ...]:
+    """The probes of a protocol by name, without importing any. Raises Refused for another protocol."""
+    if protocol not in PROTOCOLS:
+        raise Refused(f"--protocol {protocol}: expected {' or '.join(PROTOCOLS)}")
+    if protocol == PUBLISHED:
+        return tuple(f"{PUBLISHED}_{name}" for name in _files(str(Path(__path__[0]) / PUBLISHED)))
+    return _files(*__path__)
+
+
+def _files(*folders: str) -> tuple[str, ...]:
+    return tuple(sorted(module.name for module in pkgutil.iter_modules(folders) if not module.ispkg))
 
 
 def check(only: Iterable[str]) -> tuple[str, ...]:
-    """The names, each known. Raises Refused with the nearest name."""
-    only = tuple(only)
+    """The names, each known in one protocol or the other. Raises Refused with the nearest name."""
+    only, every = tuple(only), (*names(), *names(PUBLISHED))
     for name in only:
-        if name not in names():
-            near = difflib.get_close_matches(name, names(), 1)
+        if name not in every:
+            near = difflib.get_close_matches(name, every, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise Refused(f"unknown probe {name!r}: {hint}known: {', '.join(names())}")
+            raise Refused(f"unknown probe {name!r}: {hint}known: {', '.join(every)}")
     return only
 
 
 def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
-    """Probe modules by name: all, or `only` these."""
+    """Probe modules by name: all sound ones, or `only` these, of either protocol."""
     chosen = names() if only is None else check(only)
-    return {name: importlib.import_module(f"llmgeom.probes.{name}") for name in chosen}
+    place = {name: name.replace(f"{PUBLISHED}_", f"{PUBLISHED}.") for name in chosen}
+    return {name: importlib.import_module(f"llmgeom.probes.{where}") for name, where in place.items()}

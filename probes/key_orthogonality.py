@@ -17,6 +17,7 @@ from llmgeom.orthogonality import (
     class_cosine,
     cosines,
     gaussian_like,
+    late,
     mean_abs_cosine,
     pair_mean,
     permuted_class_cosine,
@@ -38,7 +39,8 @@ WORK = 10**9  # multiplications that all permutations together may cost: about a
 SPECTRUM_DRAWS = 8
 GROUPS = 32
 CLAIMS = declared("key_orthogonality")
-COLUMNS, WHOLE, BY_HEAD = "columns of W_K", "token keys, all heads together", "token keys, by head"
+COLUMNS, DEPTH = "columns of W_K", "columns of W_K, last layers less others"
+WHOLE, BY_HEAD = "token keys, all heads together", "token keys, by head"
 SEEN, CLASSES = "token keys as queries see them", "class-mean keys"
 SEEN_CENTRED = f"{SEEN}, centred"
 RAW, CENTRED = 0, 1
@@ -246,6 +248,7 @@ def measure(view: View) -> Result:
         headlines.append(_row(COLUMNS, float(heads.mean()), _over(interval, "heads"), draws, len(heads)))
     else:
         warnings.append(f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map")
+    headlines += _depth(own, twins)
     sets = own.sets()
     theirs = {name: np.array([_value(*twin.sets()[name]) for twin in twins]) for name in sets}
     for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
@@ -285,6 +288,22 @@ def measure(view: View) -> Result:
         return Result(**fields, headlines=tuple(headlines))
     row, more = _class_means(view, classes)
     return WithClasses(**fields, **more, headlines=(*headlines, row))
+
+
+def _depth(own: Reading, twins: list[Reading]) -> list[Headline]:
+    """How much larger |cos| of columns is in the last layers; none where these, or the others, are a single head."""
+    layers, heads = own.columns.shape[:2]
+    last = np.repeat(np.arange(layers) >= layers - late(layers), heads)
+    if min(last.sum(), (~last).sum()) < 2 or len(last) < LEAST_UNITS:
+        return []
+
+    def gain(reading: Reading, kept: np.ndarray) -> float:
+        x = reading.columns[..., RAW].ravel()
+        return float(x[kept[last[kept]]].mean() - x[kept[~last[kept]]].mean())
+
+    every = np.arange(len(last))
+    interval = _over(jackknife(lambda kept: gain(own, kept), every, every), "heads")
+    return [_row(DEPTH, gain(own, every), interval, np.array([gain(twin, every) for twin in twins]), len(every))]
 
 
 def _curves(name: str, own: Reading, twins: list[Reading], centred_null: bool) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ import html
 import math
 import textwrap
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
@@ -55,3 +55,12 @@ def compact(values: Any) -> list[float]:
 
 def titled(meaning: str, unit: str) -> str:
     return f"{meaning} [{unit}]" if unit else meaning
+
+
+def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Rows under a title and column heads, columns two spaces apart; nothing where there are no rows."""
+    if rows:
+        cells = [(title, *head), *(tuple(map(visible, row)) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        yield ""
+        yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

@@ -305,7 +305,9 @@ def test_a_label_of_several_tokens_is_refused(pythia):
 # ---- pocket models: one trained on evidence, two that were not ------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "learnt"), [("pocket:pythia", True), ("pocket:pythia@step0", False)])
+@pytest.mark.parametrize(
+    ("name", "learnt"), [("pocket:pythia", True), ("pocket:pythia@step0", False), ("pocket:llama-noicl", False)]
+)
 def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
     record = experiment.examine(subject, Sula(available(subject.tokenizer)), n=30)

@@ -420,7 +420,7 @@ class Request(request.Request):
     out: str | None = None
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
+def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
     layers: Any = asked.layers
     if asked.layers not in ("last", "each"):
@@ -455,7 +455,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
     what = f"ablate-{'sula' if asked.sula else asked.domain}-{asked.mode}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
     request.check_folder(out, spec)
-    subject = asked.load()
+    subject = subject or asked.load()
     if asked.sula:
         batch = Sula(available(subject.tokenizer), given, ks=asked.ks).sample(n, asked.seed)
     else:

@@ -15,7 +15,7 @@ import numpy as np
 from llmgeom import stats
 from llmgeom.errors import Refused
 from llmgeom.record import Record
-from llmgeom.reports.text import numbers, visible
+from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Headline
 
 ALPHA, LEVEL = 0.05, 0.95
@@ -399,7 +399,7 @@ def _lines(c: Comparison) -> Iterator[str]:
         for probe, found in groupby(pair.differences, key=lambda d: d.probe):
             rows += [(f"[{probe}]", *[""] * 8), *map(_row, found)]
         head = (pair.reference, pair.record, "difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
-        yield from _grid(f"{pair.record} less {pair.reference}", head, rows)
+        yield from grid(f"{pair.record} less {pair.reference}", head, rows)
         yield from (f"† {note}" for note in dict.fromkeys(d.note for d in pair.differences if d.note))
         head = ("value", "95 % interval", "95 % of the null", "p", "n")
         rows = [
@@ -407,7 +407,7 @@ def _lines(c: Comparison) -> Iterator[str]:
              f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.units} units")
             for s in pair.similarities
         ]  # fmt: skip
-        yield from _grid(f"places of the prompts in {pair.record} and in {pair.reference}", head, rows)
+        yield from grid(f"places of the prompts in {pair.record} and in {pair.reference}", head, rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
     for nature, titles in SIGNATURES.items():
         rows = []
@@ -415,7 +415,7 @@ def _lines(c: Comparison) -> Iterator[str]:
             held = getattr(a, nature)
             values = (f"{held[title][0]:.3g}" if title in held else "–" for title in titles)
             rows.append((a.record, a.attention, a.window, *values))
-        yield from _grid(f"{nature} signatures", ("attention", "window", *titles), rows)
+        yield from grid(f"{nature} signatures", ("attention", "window", *titles), rows)
     yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
 
 
@@ -424,12 +424,3 @@ def _row(d: Difference) -> tuple[str, ...]:
     found = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
     lacking = f" (needs n >= {d.needed} units)" if d.verdict == "undecided" and d.units < d.needed else ""
     return (d.headline + " †" * bool(d.note), *found, d.verdict + lacking)
-
-
-def _grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Rows under a title and column heads, columns two spaces apart; nothing where there are no rows."""
-    if rows:
-        cells = [(title, *head), *(tuple(map(visible, row)) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        yield ""
-        yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)

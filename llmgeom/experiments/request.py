@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Request:
     """What is asked of a command that reads one model; its fields are the command's flags.
 
-    VERB    the command; FLAGS, the flag of a field that is not called as its field; LISTED, fields whose flag takes
+    VERB    the command, one word or two; FLAGS, the flag of a field that is not called as its field; LISTED, fields whose flag takes
             several values at once, with commas between.
     """
 
@@ -39,7 +39,7 @@ class Request:
 
     def command(self) -> str:
         """The command that repeats this: what differs from the defaults, less where the output goes."""
-        words = ["llmgeom", self.VERB]
+        words = ["llmgeom", *self.VERB.split()]
         for field in fields(self):
             value = getattr(self, field.name)
             if value == field.default or field.name == "out":

@@ -42,6 +42,7 @@ class Request(request.Request):
     n: int | None = None
     limit: int | None = None
     probes: tuple[str, ...] | None = None
+    protocol: str = "sound"
     nulls: int = 20
     batch_tokens: int = 4096
     seed: int = 0
@@ -109,7 +110,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     ):
         if value is not None and value < least:
             raise Refused(f"{flag} {value}: expected at least {least}")
-    chosen = probes.names() if asked.probes is None else probes.check(asked.probes)
+    chosen = probes.names(asked.protocol) if asked.probes is None else probes.check(asked.probes)
     pools = _pools(asked)
     located = asked.locate()
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
@@ -155,9 +156,11 @@ def _pools(asked: Request) -> dict[str, Batch]:
     return pools
 
 
-def perform(plan: Plan, progress: Progress | None = None) -> Iterator[tuple[Path, Record]]:
-    """Load the model, scan each pool, save each record, and at the end write the page. Yields (folder, record)."""
-    subject = plan.request.load()
+def perform(
+    plan: Plan, progress: Progress | None = None, subject: Subject | None = None
+) -> Iterator[tuple[Path, Record]]:
+    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record)."""
+    subject = subject or plan.request.load()
     modules = probes.known(plan.probes)
     store = str(cache_folder() / "captures")
     records = []

@@ -10,17 +10,19 @@ from typing import Any, ClassVar
 
 from llmgeom import claims
 from llmgeom.errors import Refused
-from llmgeom.experiments import request
+from llmgeom.experiments import published, request
 from llmgeom.experiments.evidence import (
     BELIEF,
     CONTROLS,
     EVIDENCE,
     Reading,
+    Truth,
     listen,
     measure_belief,
     measure_controls,
     measure_evidence,
 )
+from llmgeom.experiments.published import measure_published
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
 from llmgeom.record import Record, write_whole
@@ -38,11 +40,13 @@ def examine(
     n: int = 50,
     seed: int = 0,
     nulls: int = NULLS,
+    protocol: str = "sound",
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
     """Ask the model, and `nulls` re-initialised twins, `n` prompts a number of observations in every condition.
 
+    protocol    "published": by Paper III's definitions, flaws included.
     Raises Refused: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
     """
     if subject.tokenizer is None:
@@ -50,7 +54,8 @@ def examine(
     if max(source.ks) < 2:
         raise Refused(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
     started = time.time()
-    batches = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS}
+    conditions = CONDITIONS if protocol == "sound" else published.CONDITIONS
+    batches = {name: replace(source, condition=name).sample(n, seed) for name in conditions}
 
     def listened(who: Subject) -> dict[str, Reading]:
         return {name: listen(who, batch, inside=name == "main") for name, batch in batches.items()}
@@ -67,6 +72,9 @@ def examine(
         BELIEF: lambda: measure_belief(source, main, own["main"], [twin["main"] for twin in twins], seed),
         CONTROLS: lambda: measure_controls(batches, own, twins),
     }
+    if protocol == "published":
+        truth = {name: Truth(batch) for name, batch in batches.items()}
+        measures = {published.PROBE: lambda: measure_published(source, truth, own, twins)}
     results, unmeasured = {}, {}
     for i, (name, measure) in enumerate(measures.items()):
         if progress:
@@ -86,7 +94,11 @@ def examine(
         },
         subject={k: v for k, v in subject.facts.items() if v is not None},
         source=dict(main.source),
-        facts={**provenance(main, tokens, seed, nulls), "conditions": dict(CONDITIONS), **(facts or {})},
+        facts={
+            **provenance(main, tokens, seed, nulls),
+            "conditions": {name: CONDITIONS[name] for name in conditions},
+            **(facts or {}),
+        },
         warnings=(*few_draws(nulls), *filter(None, [subject.facts.get("note")])),
         run=took(started),
     )
@@ -101,7 +113,8 @@ class Request(request.Request):
     LISTED: ClassVar[tuple[str, ...]] = ("ks", "labels")
 
     prior: str = "two-point"
-    template: str = "colon"
+    template: str | None = None
+    protocol: str = "sound"
     ks: tuple[int, ...] = (0, 1, 2, 4, 8)
     labels: tuple[str, ...] = ()
     n: int = 50
@@ -110,23 +123,33 @@ class Request(request.Request):
     out: str | None = None
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
+def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom sula`: check, load, examine, save the record and its page; (folder, record)."""
     given = prior(asked.prior)
     for flag, value, least in (("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0)):
         if value < least:
             raise Refused(f"{flag} {value}: expected at least {least}")
-    Sula(asked.labels or nonce.LABELS[:16], given, asked.template, asked.ks)  # refused before anything is loaded
+    template = asked.template or ("colon" if asked.protocol == "sound" else published.TEMPLATE)
+    Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
     located = asked.locate()
     spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("out", "offline", "device")}
     spec = digest(spec | {"revision": located.revision})
-    what = f"sula-{asked.prior}-{asked.template}"
+    what = f"sula-{asked.prior}-{template}{'-published' * (asked.protocol == 'published')}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what.replace(":", "-"), spec)
     request.check_folder(out, spec)
-    subject = asked.load()
-    source = Sula(asked.labels or available(subject.tokenizer), given, asked.template, asked.ks)
+    subject = subject or asked.load()
+    source = Sula(asked.labels or available(subject.tokenizer), given, template, asked.ks)
     told = {"spec": spec, "command": asked.command()}
-    record = examine(subject, source, n=asked.n, seed=asked.seed, nulls=asked.nulls, progress=progress, facts=told)
+    record = examine(
+        subject,
+        source,
+        n=asked.n,
+        seed=asked.seed,
+        nulls=asked.nulls,
+        protocol=asked.protocol,
+        progress=progress,
+        facts=told,
+    )
     record.save(out)
     from llmgeom.reports import page
 

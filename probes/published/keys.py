@@ -1,0 +1,167 @@
+"""Key orthogonality by each definition that the papers and their code use, beside the baselines that they quote."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.orthogonality import cosines, late, mean_abs_cosine, random_cosine
+from llmgeom.probes.key_orthogonality import token_ids
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import Needs, View
+from llmgeom.stats import LEAST_UNITS, Interval, jackknife
+from llmgeom.subject import Subject
+from llmgeom.weights import key_weight
+
+CLAIMS = declared("published_keys")
+COLUMNS, SIGNED = "columns of W_K, early layers", "signed, raw embeddings by head"
+HEADS, EMBEDDINGS = "final token's keys, between heads", "token embeddings, no layer"
+QUOTED = (  # as printed for a random W_K, whatever the model: Paper III, sections 2 and 4.4; 4.2; 4.5 and Table 2
+    ("quoted, Gaussian W_K", 0.40, 0.45),
+    ("quoted, model width", 0.02, 0.04),
+    ("quoted, head width 64", 0.11, 0.11),
+)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is taken from one model: mean |cos| of W_K's columns [layer kv_head]; the embeddings of tokens [token
+    d_model] and their keys in the first layer by W_K alone [kv_head token head_dim]; its sizes."""
+
+    columns: np.ndarray
+    embeddings: np.ndarray
+    keys: np.ndarray
+    heads: int
+
+
+def read(subject: Subject, batch: Batch) -> Reading | str:
+    """A Reading of one model, or the sentence that says why there is none."""
+    layers, kv_heads = range(len(subject.blocks)), subject.facts["kv_heads"]
+    ids = token_ids(subject, batch)
+    if len(ids) < LEAST_UNITS:
+        return f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_UNITS}"
+    try:
+        weights = [[_numpy(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
+    except Refused as why:
+        return str(why)
+    embeddings = _numpy(subject.model.get_input_embeddings().weight[ids])
+    return Reading(
+        columns=np.array([[float(mean_abs_cosine(w.T)) for w in layer] for layer in weights]),
+        embeddings=embeddings,
+        keys=np.stack([embeddings @ w for w in weights[0]]),
+        heads=subject.facts["heads"],
+    )
+
+
+def _numpy(x) -> np.ndarray:
+    return x.detach().double().cpu().numpy()
+
+
+NEEDS = Needs(frozenset({Site.KEY}), shuffled=False, read=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """Four numbers that are called key orthogonality, and what they were compared with."""
+
+    TITLE: ClassVar[str] = "Key orthogonality, as published"
+    MEANING: ClassVar[str] = (
+        "Different things go by this name in the papers and in their code, and were compared with baselines that are "
+        "not theirs. Each is given as defined, against the same measure of untrained models."
+    )
+    COMPUTED: ClassVar[str] = (
+        "Mean cosine over distinct pairs. Columns: |cos| of each head's W_K columns in d_model dimensions, all layers "
+        "but the last sixth (Paper III, 4.2). Signed: keys of single tokens, embedding times W_K without norm or "
+        "bias, first layer, signs kept so that they cancel (qkv_analysis.py). Between heads: |cos| of the last layer's "
+        "keys at the final token, reshaped by the number of query heads whatever the number of key heads "
+        "(analyze_icl_sula.py). Embeddings: |cos| of token embeddings; no layer enters (analyze_geometry.py). "
+        "Intervals are jackknifed over heads, tokens, or templates."
+    )
+    NULL: ClassVar[str] = (
+        "The same model re-initialised. The quoted baselines are drawn beside the exact ones for Gaussian vectors."
+    )
+    FAILURE_MODES: ClassVar[str] = "See key_orthogonality, which measures each sense under its own name."
+
+    columns: np.ndarray = quantity("layer", "|cos|", "columns of W_K, mean over heads", Figure("curve"))
+    baseline: np.ndarray = quantity(
+        "baseline", "|cos|", "what a random W_K gives, as quoted and exactly", Figure("curve", interval="range")
+    )
+    range: np.ndarray = quantity("baseline bound", "|cos|", "the range quoted")
+    headlines: tuple[Headline, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measure(view: View) -> Result:
+    """Each definition with its null. Raises Unavailable where the weights cannot be read."""
+    own = view.reading
+    if isinstance(own, str):
+        raise Unavailable(own)
+    twins = [twin for twin in view.twin_readings if not isinstance(twin, str)]
+    if not twins:
+        raise Refused("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+    (layers, kv_heads), d_model = own.columns.shape, own.embeddings.shape[1]
+    early = layers - late(layers)
+    made, warnings = [], []
+    heads = own.columns[:early].ravel()
+    if len(heads) >= LEAST_UNITS:
+        interval = jackknife(np.mean, heads, np.arange(len(heads)))
+        null = [twin.columns[:early].mean() for twin in twins]
+        made.append(_row(COLUMNS, heads.mean(), interval, null, len(heads), len(heads)))
+    else:
+        warnings.append(f"{COLUMNS}: {len(heads)} heads are too few for an interval")
+    tokens = len(own.embeddings)
+    for name, square in ((SIGNED, _signed), (EMBEDDINGS, lambda one: cosines(one.embeddings))):
+        mine, rows = square(own), np.arange(tokens)
+        interval = jackknife(lambda kept, mine=mine: _pairs(mine[np.ix_(kept, kept)]), rows, rows)
+        made.append(_row(name, _pairs(mine), interval, [_pairs(square(twin)) for twin in twins], tokens, tokens))
+    if own.heads > 1:  # one head has no other
+        each = _between(view.capture, own.heads)
+        null = [_between(twin, own.heads).mean() for twin in view.twins]
+        interval = jackknife(np.mean, each, view.units)
+        made.append(_row(HEADS, each.mean(), interval, null, len(each), len(set(view.units))))
+    head_dim = own.keys.shape[-1]
+    exact = (("Gaussian, model width", random_cosine(d_model)), ("Gaussian, head width", random_cosine(head_dim)))
+    ranges = [*QUOTED, *((name, value, value) for name, value in exact)]
+    cut = f"{kv_heads} key heads are cut into {own.heads} pieces of {head_dim * kv_heads // own.heads}"
+    return Result(
+        columns=own.columns.mean(1),
+        baseline=np.array([(low + high) / 2 for _, low, high in ranges]),
+        range=np.array([[low, high] for _, low, high in ranges]),
+        headlines=tuple(made),
+        ticks={"baseline": tuple(name for name, _, _ in ranges)},
+        warnings=tuple(warnings),
+        notes=(cut,) if own.heads != kv_heads else (),
+    )
+
+
+def _signed(one: Reading) -> np.ndarray:
+    """[token token] cosines with their signs, mean over heads."""
+    unit = one.keys / np.linalg.norm(one.keys, axis=-1, keepdims=True)
+    return (unit @ unit.swapaxes(-1, -2)).mean(0)
+
+
+def _pairs(square: np.ndarray) -> float:
+    m = len(square)
+    return float((square.sum() - np.trace(square)) / (m * (m - 1)))
+
+
+def _between(capture: Capture, heads: int) -> np.ndarray:
+    """[row] mean |cos| between what the code takes for heads: the last layer's keys cut into `heads` equal pieces."""
+    keys = capture.layers(Site.KEY)[-1].flatten(1).double().numpy()
+    return mean_abs_cosine(keys.reshape(len(keys), heads, -1))
+
+
+def _row(name: str, value: float, interval: Interval, draws: list, n: int, units: int) -> Headline:
+    claim, value = CLAIMS[name], float(value)
+    null = Null.of("re-initialised", value, np.array(draws), claim.side)
+    return headline(claim, value, interval, [null], n=n, units=units)

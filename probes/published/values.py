@@ -1,0 +1,196 @@
+"""The value manifold as Paper III and its code measured it: not standardised, and the fused projection misread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline
+from llmgeom.errors import Refused
+from llmgeom.plan import plan
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import Needs, View
+from llmgeom.stats import jackknife, shares, standardised
+from llmgeom.subject import Subject
+
+CLAIMS = declared("published_values")
+BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10
+RAW, MISREAD, MISREAD_RAW = "not standardised", "misread layout", "misread layout, not standardised"
+PR, PEARSON = f"participation ratio of the {KEPT} largest", "|Pearson| of PC1 and entropy"
+FUSED = "query_key_value"
+
+
+@dataclass(frozen=True)
+class Misread:
+    """What Paper III's code took for values: [prompt coordinate], and the number of heads."""
+
+    values: np.ndarray
+    heads: int
+
+    @property
+    def true(self) -> float:
+        """The share of these coordinates that are values. Block 3 h + i of the projection, each a head wide, holds head
+        h's query, key and value for i = 0, 1, 2; what is read are the last third of the blocks."""
+        return float((np.arange(2 * self.heads, 3 * self.heads) % 3 == 2).mean())
+
+
+@torch.no_grad()
+def misread(subject: Subject, batch: Batch) -> Misread | None:
+    """The last layer's "values" by hf_activations.py, in GPT-NeoX; None where no projection is fused that way.
+
+    The fused output holds each head's query, key and value in turn; the code reads it as all queries, all keys, all
+    values, so that its "values" are the last third.
+    """
+    fused = getattr(subject.blocks[-1].attention, FUSED, None)
+    if not isinstance(fused, torch.nn.Linear):
+        return None
+    tokens, seen, rows = subject.tokens(batch), [], {}
+    hook = fused.register_forward_hook(lambda module, given, out: seen.append(out))
+    try:
+        for members in map(list, plan(tokens.lengths.tolist())):
+            seen.clear()
+            ids = tokens.ids[members, : int(tokens.lengths[members].max())]
+            subject.model(input_ids=ids.to(subject.model.device), use_cache=False)
+            out = seen[0].double().cpu().numpy()
+            rows |= {i: out[row, tokens.lengths[i] - 1] for row, i in enumerate(members)}
+    finally:
+        hook.remove()
+    whole = np.stack([rows[i] for i in range(len(batch))])
+    return Misread(whole[:, -whole.shape[1] // 3 :], subject.facts["heads"])
+
+
+NEEDS = Needs(frozenset({Site.VALUE}), read=misread)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """Shares of variance and a correlation, each by a published definition."""
+
+    TITLE: ClassVar[str] = "Value manifold, as published"
+    MEANING: ClassVar[str] = (
+        "What the published definitions give on this model, and what they give on untrained models, on scrambled text "
+        "and on columns that were permuted and so have nothing in common. Where these give as much, the definition "
+        "does not see what the model has learnt."
+    )
+    COMPUTED: ClassVar[str] = (
+        "Last layer, final token. Not standardised: PCA of centred values, so that one coordinate of large variance "
+        "is a component. Misread layout (GPT-NeoX): the last third of the fused projection, which in its true layout "
+        "holds queries and keys as well. Participation ratio: of the ten largest eigenvalues, so at most 10. "
+        "Bootstrap: rows drawn with replacement, whose copies raise shares. Intervals of the headlines are "
+        "jackknifed over templates."
+    )
+    NULL: ClassVar[str] = (
+        "The same model re-initialised, prompts with all tokens but the last shuffled, and each column of the same "
+        "matrix permuted; each through the same definition."
+    )
+    FAILURE_MODES: ClassVar[str] = (
+        "All of it: see the sound probe value_manifold. Paper III does not say which of its numbers were "
+        "standardised; its figures cannot have been."
+    )
+
+    bootstrap: np.ndarray = quantity(
+        "bootstrapped", "fraction", "PC1 share, standardised, over rows drawn with replacement", Figure("curve")
+    )
+    scores: np.ndarray = quantity(
+        "prompt component", "units of the values", "PC1 and PC2 of centred values, last layer", Figure("scatter")
+    )
+    true: float = quantity("", "fraction", "of the coordinates that are taken for values, those that are values")
+    headlines: tuple[Headline, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measure(view: View) -> Result:
+    """Every published variant with its nulls. Raises Refused where no coordinate varies, and for too few units."""
+    values = _last(view.capture)
+    found = {RAW: (_raw, values, [*map(_last, view.twins)], [*map(_last, view.shuffled)])}
+    if view.reading is not None:
+        theirs = [twin.values for twin in view.twin_readings]
+        found[MISREAD] = (_standard, view.reading.values, theirs, [])
+        found[MISREAD_RAW] = (_raw, view.reading.values, theirs, [])
+    made = []
+    for name, (of, x, twins, shuffled) in found.items():
+        for place, share in enumerate(("PC1 share", "PC1+PC2 share")):
+            made.append(_row(view, f"{share}, {name}", lambda y, of=of, i=place: of(y)[i], x, twins, shuffled))
+    twins, shuffled = [*map(_last, view.twins)], [*map(_last, view.shuffled)]
+    made.append(_row(view, PR, _ratio, values, twins, shuffled))
+    made.append(_correlation(view, values, twins))
+    rng = np.random.default_rng(view.seed)
+    again = np.array([_standard(values[rng.integers(len(values), size=len(values))])[0] for _ in range(BOOTSTRAPS)])
+    point = _standard(values)[0]
+    return Result(
+        bootstrap=np.array([point, again.mean(), *np.quantile(again, (0.025, 0.975))]),
+        scores=_scores(values),
+        true=view.reading.true if view.reading else 1.0,
+        headlines=tuple(made),
+        ticks={"bootstrapped": ("without", "mean", "low", "high")},
+        notes=(f"of the misread values, {view.reading.true:.0%} are values",) if view.reading else (),
+    )
+
+
+def _last(capture: Capture) -> np.ndarray:
+    return capture.layers(Site.VALUE)[-1].flatten(1).double().numpy()
+
+
+def _eigenvalues(x: np.ndarray) -> np.ndarray:
+    """Of the covariance of centred rows, largest first."""
+    x = x - x.mean(0)
+    if not x.any():
+        raise Refused("the values of the last layer are the same for every prompt")
+    return np.square(np.linalg.svd(x, compute_uv=False))
+
+
+def _raw(x: np.ndarray) -> tuple[float, float]:
+    """PC1 and PC1+PC2 shares of centred rows, not standardised."""
+    values = _eigenvalues(x)
+    return float(values[0] / values.sum()), float(values[:2].sum() / values.sum())
+
+
+def _standard(x: np.ndarray) -> tuple[float, float]:
+    spectrum = shares(x)
+    return spectrum.pc1, spectrum.pc12
+
+
+def _ratio(x: np.ndarray) -> float:
+    """(sum)^2 / sum of squares over the ten largest eigenvalues of standardised rows."""
+    values = _eigenvalues(standardised(x))[:KEPT]
+    return float(values.sum() ** 2 / np.square(values).sum())
+
+
+def _scores(x: np.ndarray) -> np.ndarray:
+    left, size, _ = np.linalg.svd(x - x.mean(0), full_matrices=False)
+    return left[:, :2] * size[:2]
+
+
+def _row(view: View, name: str, of: Callable[[np.ndarray], float], x, twins: list, shuffled: list) -> Headline:
+    claim, rng = CLAIMS[name], np.random.default_rng(view.seed)
+    permuted = [of(rng.permuted(x, axis=0)) for _ in range(PERMUTATIONS)]
+    value = of(x)
+    draws = {"re-initialised": [of(y) for y in twins], "shuffled prompts": [of(y) for y in shuffled]}
+    nulls = [
+        Null.of(key, value, np.array(null), claim.side)
+        for key, null in {**draws, "permuted columns": permuted}.items()
+        if len(null)
+    ]
+    interval = jackknife(of, x, view.units, "log")
+    return headline(claim, value, interval, nulls, n=len(x), units=len(set(view.units)))
+
+
+def _correlation(view: View, values: np.ndarray, twins: list) -> Headline:
+    def pearson(x: np.ndarray, rows: np.ndarray) -> float:
+        first = shares(x[rows]).scores[:, 0]
+        return abs(float(np.corrcoef(first, view.entropy[rows])[0, 1]))
+
+    every, claim = np.arange(len(values)), CLAIMS[PEARSON]
+    value, draws = pearson(values, every), np.array([pearson(x, every) for x in twins])
+    interval = jackknife(lambda rows: pearson(values, rows), every, view.units)
+    null = Null.of("re-initialised", value, draws, claim.side)
+    return headline(claim, value, interval, [null], n=len(every), units=len(set(view.units)))

@@ -1,0 +1,327 @@
+"""The published definitions, each against code that follows the paper's own words; and the tables made of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from sklearn.decomposition import PCA
+
+from llmgeom.capture import Capture, Site
+from llmgeom.cli import main
+from llmgeom.experiments import audit, predictions, published, trilogy
+from llmgeom.experiments.evidence import Reading, Truth, label_entropy
+from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
+from llmgeom.probes import known, names
+from llmgeom.probes.published import focus, keys, values
+from llmgeom.prompts import nonce
+from llmgeom.prompts.sula import Sula
+from llmgeom.scan import View, scan
+from llmgeom.stats import shares
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, ragged
+
+LENGTHS = tuple(range(4, 24))
+SOURCE = Sula(nonce.LABELS[:12], template="plain")
+
+
+def subject_of(family: str) -> Subject:
+    return Subject.of(FAMILIES[family].model(), name=family)
+
+
+def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, reading=None) -> View:
+    """A view whose last layer's values are these, of models whose values are `draws`."""
+    batch = replace(ragged(lengths=(5,) * len(values)), unit=tuple(f"t{i // 2}" for i in range(len(values))))
+
+    def of(x: np.ndarray) -> Capture:
+        rows = torch.arange(len(x))
+        last = torch.full((len(x),), 4)
+        return Capture(batch, rows, last, last + 1, {(Site.VALUE, 0): torch.from_numpy(x)[:, None]})
+
+    return View(of(values), entropy, twins=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), reading=reading)
+
+
+# ---- values ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_misread_projection_is_what_the_published_reshape_gives():
+    subject, batch = subject_of("gpt_neox"), ragged(lengths=LENGTHS)
+    found = values.misread(subject, batch)
+    layer = subject.model.gpt_neox.layers[-1]
+    heads = subject.facts["heads"]
+    for i, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            hidden = subject.model(batch.inputs.ids[i : i + 1, :length], output_hidden_states=True).hidden_states[-2]
+            fused = layer.attention.query_key_value(layer.input_layernorm(hidden[0, -1]))
+        wrong = fused.reshape(3, heads, -1)[2].flatten()
+        np.testing.assert_allclose(found.values[i], wrong.numpy(), rtol=1e-4, atol=1e-5)
+    # Pythia-410M's 16 heads: the "values" are head 10's, and all of the last five heads.
+    assert values.Misread(np.zeros((1, 16)), 16).true == pytest.approx(0.375)
+    right = subject.capture(batch, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
+    width = right.shape[-1]
+    place = [p for p in range(2 * heads, 3 * heads) if p % 3 == 2]
+    for p in place:
+        block = found.values[:, (p - 2 * heads) * width : (p - 2 * heads + 1) * width]
+        np.testing.assert_allclose(block, right[:, p // 3], rtol=1e-4, atol=1e-5)
+    assert found.true == len(place) / heads
+
+
+def test_other_layouts_are_not_misread():
+    assert values.misread(subject_of("llama"), ragged(lengths=LENGTHS)) is None
+
+
+def test_two_large_coordinates_are_all_that_an_unstandardised_share_sees():
+    rng = np.random.default_rng(0)
+
+    def cloud() -> np.ndarray:
+        x = rng.standard_normal((60, 200))
+        x[:, :2] *= 200
+        return x
+
+    x, entropy = cloud(), rng.random(60)
+    result = values.measure(clouds(x, [cloud() for _ in range(20)], entropy))
+    found = {h.name: h for h in result.headlines}
+    share = found[f"PC1+PC2 share, {values.RAW}"]
+    assert share.value == pytest.approx(PCA(2).fit(x).explained_variance_ratio_.sum()) and share.value > 0.99
+    # Its own nulls are as high, permuted columns too: nothing is seen.
+    assert share.null_low > 0.99 and share.verdict == "not above null"
+    assert shares(x).pc12 < 0.1
+    assert found[f"PC1 share, {values.RAW}"].value == pytest.approx(PCA(1).fit(x).explained_variance_ratio_[0])
+    assert result.scores == pytest.approx(
+        PCA(2).fit_transform(x) * np.sign(PCA(2).fit_transform(x)[0] * result.scores[0])
+    )
+    z = (x - x.mean(0)) / x.std(0)
+    ten = PCA(10).fit(z).explained_variance_
+    assert found[values.PR].value == pytest.approx(ten.sum() ** 2 / np.square(ten).sum())
+    first = PCA(1).fit_transform(z)[:, 0]
+    assert found[values.PEARSON].value == pytest.approx(abs(np.corrcoef(first, entropy)[0, 1]))
+    # Rows drawn with replacement raise a share of noise: the whole interval lies above the value itself.
+    point, mean, low, _ = result.bootstrap
+    assert point == pytest.approx(shares(x).pc1) and mean > low > point
+
+
+def test_permuted_columns_are_the_same_columns():
+    """What is large because the columns go together is not large once they are permuted."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((60, 1)) * np.ones(50) + 0.1 * rng.standard_normal((60, 50))
+    result = values.measure(clouds(x, [rng.standard_normal((60, 50)) for _ in range(20)], rng.random(60)))
+    share = result.headlines[0]
+    assert share.value > 0.9 and share.null_high < 0.5 and share.verdict == "above null"
+
+
+# ---- focus and keys -------------------------------------------------------------------------------------------------
+
+
+def test_focusing_is_that_of_eager_attention():
+    subject, batch = subject_of("llama"), ragged(lengths=LENGTHS)
+    view = View(
+        subject.capture(batch, focus.NEEDS.sites),
+        np.zeros(len(batch)),
+        twins=(subject.twin(1).capture(batch, focus.NEEDS.sites),),
+        shuffled=(subject.twin(2).capture(batch, focus.NEEDS.sites),),
+        reading=focus.everywhere(subject, batch),
+        twin_readings=(focus.everywhere(subject.twin(1), batch),),
+    )
+    result = focus.measure(view)
+    subject.model.set_attn_implementation("eager")
+    final, every = [], []
+    for i, length in enumerate(LENGTHS):
+        with torch.no_grad():
+            rows = subject.model(batch.inputs.ids[i : i + 1, :length], output_attentions=True).attentions
+        weights = torch.stack(rows)[:, 0].double()  # [layer head query key]
+        entropy = -(weights * weights.clamp_min(1e-300).log2()).sum(-1)
+        final.append(entropy[:, :, -1].mean(1).numpy())
+        every.append(entropy.mean((1, 2)).numpy())
+    final, every = np.mean(final, 0), np.mean(every, 0)
+    found = {h.name: h.value for h in result.headlines}
+    assert found[focus.FINAL] == pytest.approx(1 - final[-1] / final[0], abs=1e-4)
+    assert found[focus.EVERY] == pytest.approx(1 - every[-1] / every[0], abs=1e-4)
+    np.testing.assert_allclose(result.every, every, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt_neox"])
+def test_keys_are_compared_as_the_papers_code_compares_them(family):
+    subject, batch = subject_of(family), ragged(lengths=LENGTHS)
+    own, seen = keys.read(subject, batch), subject.capture(batch, keys.NEEDS.sites)
+    twins = [subject.twin(1), subject.twin(2)]
+    view = View(
+        seen,
+        np.zeros(len(batch)),
+        twins=tuple(twin.capture(batch, keys.NEEDS.sites) for twin in twins),
+        reading=own,
+        twin_readings=tuple(keys.read(twin, batch) for twin in twins),
+    )
+    found = {h.name: h.value for h in keys.measure(view).headlines}
+    heads = subject.facts["heads"]
+
+    def mean_over_pairs(vectors, of=abs):
+        unit = [v / np.linalg.norm(v) for v in np.asarray(vectors, dtype=float)]
+        return np.mean([of(unit[i] @ unit[j]) for i in range(len(unit)) for j in range(i)])
+
+    flat = seen.layers(Site.KEY)[-1].flatten(1).double().numpy()
+    pieces = [np.split(row, heads) for row in flat]  # by query heads, whatever the number of key heads
+    assert found[keys.HEADS] == pytest.approx(np.mean([mean_over_pairs(p) for p in pieces]))
+    assert found[keys.EMBEDDINGS] == pytest.approx(mean_over_pairs(own.embeddings))
+    signed = np.mean([mean_over_pairs(head, of=float) for head in own.keys])
+    assert found[keys.SIGNED] == pytest.approx(signed)
+    # Two layers: the early one is layer 0.
+    if keys.COLUMNS in found:
+        assert found[keys.COLUMNS] == pytest.approx(own.columns[0].mean())
+
+
+def test_quoted_baselines_stand_beside_the_exact_ones():
+    subject, batch = subject_of("llama"), ragged(lengths=LENGTHS)
+    record = scan(subject, batch, {"published_keys": keys}, nulls=1)
+    of = record.results["published_keys"]
+    baseline = dict(zip(of.ticks["baseline"], of.arrays["baseline"], strict=True))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((4000, subject.facts["d_model"]))
+    x /= np.linalg.norm(x, axis=1, keepdims=True)
+    measured = np.abs((x[:2000] * x[2000:]).sum(1)).mean()
+    assert baseline["Gaussian, model width"] == pytest.approx(measured, rel=0.05)
+    assert baseline["quoted, Gaussian W_K"] == pytest.approx(0.425)
+
+
+# ---- SULA -----------------------------------------------------------------------------------------------------------
+
+
+def heard(p: np.ndarray, value: np.ndarray) -> Reading:
+    log_p = np.log(np.stack([p, 1 - p], 1))
+    return Reading(log_p, np.ones(len(p)), np.ones(len(p)), value=value)
+
+
+def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_good():
+    truth = {name: Truth(replace(SOURCE, condition=name).sample(200, 0)) for name in published.CONDITIONS}
+    rng, n = np.random.default_rng(0), len(truth["main"].batch)
+    target = label_entropy(truth["main"].belief)
+    value = np.outer(target, rng.standard_normal(16)) + 0.05 * rng.standard_normal((n, 16)) + 3
+    model = {name: heard(np.exp(one.belief[:, 0]), value) for name, one in truth.items()}
+    # The right answer to the question that is asked, the next label, misses the published target.
+    right = {name: heard(np.exp(one.log_p[:, 0]), value) for name, one in truth.items()}
+    noise = {name: heard(np.full(n, 0.5), rng.standard_normal((n, 16))) for name in truth}
+    with pytest.raises(Exception, match="same for every prompt"):
+        published.measure_published(SOURCE, truth, model, [noise])
+    noise = {name: heard(0.5 + 0.01 * rng.random(n), rng.standard_normal((n, 16))) for name in truth}
+    result = published.measure_published(SOURCE, truth, model, [noise] * 3)
+    found = {h.name: h.value for h in result.headlines}
+    assert found[published.ERROR] == pytest.approx(0, abs=1e-8)
+    assert found[published.PEARSON] == pytest.approx(1) and found[published.REMAP] == pytest.approx(0, abs=1e-8)
+    assert found[published.RANKED] > 0.9
+    assert result.constant == pytest.approx(0.328, abs=0.015)
+    # 1 bit is expected of an observer who is entitled to less (0.5475, 0.4228, 0.3155 bits at k = 2, 4, 8).
+    entitled = np.mean([1, 0.4690, 0.5475, 0.4228, 0.3155])
+    assert found[published.SHUFFLED] == pytest.approx(1 - entitled, abs=0.03)
+    assert result.after < 1e-12
+    missed = published.measure_published(SOURCE, truth, right, [noise] * 3)
+    # Exact entropies of the next label and of the latent class at k = 0, 1, 2, 4, 8: PAPER III's own target.
+    gap = np.mean([0, 0.6801 - 0.4690, 0.5893 - 0.2579, 0.5040 - 0.0781, 0.4725 - 0.0081])
+    assert missed.headlines[0].value == pytest.approx(gap, abs=0.02)
+
+
+def test_the_axis_is_pc1_and_the_cut_leaves_rounding():
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((50, 8)) + 5
+    x[:, 3] = 1.0  # a coordinate that does not vary has no part in it
+    u, score = published._axis(x)
+    z = np.delete((x - x.mean(0)) / np.where(x.std(0) > 0, x.std(0), 1), 3, 1)
+    pca = PCA(1).fit(z)
+    assert abs(np.delete(u, 3) @ pca.components_[0]) == pytest.approx(1) and u[3] == 0
+    assert np.abs(score) == pytest.approx(np.abs(pca.transform(z)[:, 0]))
+
+
+# ---- the tables -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every run of an audit, as small as can be."""
+    asked = audit.Request(n=20, limit=90, nulls=2, controls=2, offline=True, device="cpu",
+                          out=str(tmp_path_factory.mktemp("audit") / "run"))  # fmt: skip
+    return asked, *trilogy.perform(asked, published=True)
+
+
+def test_an_audit_has_both_numbers_of_every_row(runs):
+    _, out, records = runs
+    assert set(records) == {MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE}
+    assert all((out / name / "record.json").exists() for name in records)
+    found = audit.audit(records)
+    for one in found.rows:
+        assert one.published and one.sound, (one.row.place, one.missing)
+        held = records[one.row.sound[0]].results[one.row.sound[1]]
+        assert one.sound in held.headlines
+    assert "misread" in found.rows[0].published.name
+    text = "\n".join(found.lines())
+    assert all(row.place in text and row.why in text for row in audit.ROWS)
+    assert len(found.measured().headlines) == 2 * len(audit.ROWS)
+
+
+def test_where_the_layout_cannot_be_misread_the_next_definition_is_taken(runs):
+    *_, records = runs
+    held = records[MIXED].results["published_values"]
+    plain = replace(held, headlines=tuple(h for h in held.headlines if "misread" not in h.name))
+    others = records | {MIXED: replace(records[MIXED], results=records[MIXED].results | {"published_values": plain})}
+    row = audit.audit(others).rows[0]
+    assert row.published.name == "PC1 share, not standardised" and not row.missing
+    gone = replace(records[MIXED], results={}, unmeasured={"published_values": "there are no values"})
+    lacking = audit.audit(others | {MIXED: gone}).rows[0]
+    assert (
+        lacking.published is None
+        and "there are no values" in lacking.missing
+        and "value_manifold" not in lacking.missing
+    )
+    assert "not measured" in "\n".join(audit.audit(others | {MIXED: gone}).lines())
+
+
+def test_predictions_are_corrected_for_their_own_number(runs):
+    *_, records = runs
+    found = predictions.predictions(records)
+    claimed = [h for _, h, _ in found.rows if h is not None and h.claim]
+    assert len(claimed) == 12 and all("Holm over 12 claims" in h.why for h in claimed)
+    absent = [p for p, h, _ in found.rows if h is None]
+    assert absent == [p for p in predictions.PREDICTIONS if p.needs]
+    assert all(f"not measured: needs {p.needs}" in "\n".join(found.lines()) for p in absent)
+
+
+@pytest.mark.parametrize("command", [["audit"], ["reproduce", "predictions"]])
+def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, command, monkeypatch, tmp_path):
+    *_, records = runs
+
+    def performed(given, published, progress=None):
+        assert published == (command == ["audit"]) and given.nulls == 2
+        return tmp_path, records
+
+    monkeypatch.setattr(trilogy, "perform", performed)
+    done = CliRunner().invoke(main, [*command, "--nulls", "2", "--quiet", "--offline"], prog_name="llmgeom")
+    assert done.exit_code == 0, done.output
+    assert "pocket:pythia" in done.stdout and str(tmp_path / "report.html") in done.stdout
+    page = (tmp_path / "report.html").read_text()
+    assert f"llmgeom {' '.join(command)} --offline --nulls 2" in page
+    told = json.loads(CliRunner().invoke(main, [*command, "--nulls", "2", "--json"]).stdout)
+    assert (
+        told["model"] == "pocket:pythia" and len(told["rows"]) > 15 and told["report"] == str(tmp_path / "report.html")
+    )
+
+
+def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(trilogy.Request, "load", lambda self: pytest.fail("loaded"))
+    for given, says in (({"controls": 0}, "--controls 0"), ({"nulls": 0}, "--nulls 0"), ({"n": 3}, "--n 3")):
+        with pytest.raises(Exception, match=says):
+            trilogy.perform(audit.Request(**given, out=str(tmp_path / "run")), published=True)
+
+
+def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
+    assert all(name.startswith("published_") for name in names("published"))
+    assert not set(names("published")) & set(names())
+    run = ["scan", "--protocol", "published", "--domain", "math", "--n", "20", "--limit", "90", "--nulls", "2"]
+    done = CliRunner().invoke(main, [*run, "--quiet", "--json", "--out", str(tmp_path / "run")], prog_name="llmgeom")
+    assert done.exit_code == 0, done.output
+    rows = json.loads(done.stdout)["verdicts"]
+    assert {row["probe"] for row in rows} == set(names("published"))
+    assert not {row["verdict"] for row in rows} & {"PASS", "FAIL", "INCONCLUSIVE"}
+    for name, module in known(names("published")).items():
+        for text in ("TITLE", "MEANING", "COMPUTED", "NULL", "FAILURE_MODES"):
+            assert len(getattr(module.Result, text)) > 5, (name, text)
