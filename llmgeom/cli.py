@@ -288,10 +288,11 @@ def _show_rows(experiment: Any, options: dict[str, Any]) -> None:
 def list_(what: str) -> None:
     """What there is: pocket models, prompt domains, probes, and the claims that a scan can pass or fail."""
     if what == "probes":
-        from llmgeom.probes import known
+        from llmgeom.probes import PROTOCOLS, known, names
 
-        for name, module in known().items():
-            click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}")
+        for protocol in PROTOCOLS:
+            for name, module in known(names(protocol)).items():
+                click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}")
     elif what == "claims":
         from llmgeom.claims import entries
 
