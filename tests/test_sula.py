@@ -17,8 +17,16 @@ from llmgeom import claims
 from llmgeom.cli import main
 from llmgeom.errors import Refused
 from llmgeom.experiments import sula as experiment
-from llmgeom.experiments.evidence import Reading, Truth, label_entropy, listen, measure_controls, measure_evidence
-from llmgeom.experiments.readers import losses, readers, seen
+from llmgeom.experiments.evidence import (
+    Reading,
+    Truth,
+    label_entropy,
+    listen,
+    measure_belief,
+    measure_controls,
+    measure_evidence,
+)
+from llmgeom.experiments.readers import advantage, losses, readers, seen
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
@@ -254,6 +262,59 @@ def test_the_exact_answer_has_skill_one_and_no_error(batch):
         assert h[big.k == k].mean() == pytest.approx(value, abs=0.012)
     assert result.said == pytest.approx(result.owed)
     assert np.abs(result.drawn - result.owed).max() < 0.35  # 24 prompts a decile
+
+
+def test_the_best_reader_is_chosen_where_it_is_not_scored():
+    each = np.array([[1.0, 1, 5, 5], [5, 5, 1, 1], [2, 2, 2, 3]])  # two that are not Bayesian, one that is
+    half = np.array([True, True, False, False])
+    assert advantage(each, half, [False, False, True]).tolist() == [3, 3, 3, 2]
+
+
+def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
+    truth = Truth(batch)
+    median = np.median(label_entropy(truth.log_p)[truth.told])
+    p = next(p for p in np.linspace(0.5, 1, 100_001) if label_entropy(np.log([p, 1 - p + 1e-12])) <= median)
+    p = p + 1e-6 * np.random.default_rng(0).random(len(batch))
+    found = measure_evidence(SOURCE, batch, says(p), strangers(len(batch))).headlines
+    assert {h.name: h.value for h in found}["error of H label, below a constant's"] == pytest.approx(0, abs=1e-3)
+
+
+def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
+    k, rng = Truth(batch).k, np.random.default_rng(0)
+    p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
+    result = measure_evidence(SOURCE, batch, says(p), strangers(len(batch)))
+    given = {h.name: h for h in result.headlines}["rho of H label and exact entropy, given k"]
+    assert abs(given.value) < 0.2 and given.verdict != "above null"
+    exact = label_entropy(Truth(batch).log_p)
+    assert scipy_stats.spearmanr(label_entropy(says(p).log_p)[k > 1], exact[k > 1])[0] > 0.2  # k would carry it
+    # Deciles are the model's own: its answers rise along them, and what they are worth does not.
+    assert (np.diff(result.said) > 0).all() and np.ptp(result.owed) < 0.5
+
+
+def test_what_knows_only_the_number_of_labels_holds_no_belief(batch):
+    truth, rng = Truth(batch), np.random.default_rng(0)
+    shape = (3, len(batch), 6)
+
+    def told(signal: np.ndarray) -> Reading:
+        x = rng.standard_normal(shape) * 0.1 + signal[:, None]
+        loud = 1000 * rng.standard_normal((len(batch), 1))  # one coordinate of large variance must not be PC1
+        return replace(says(np.full(len(batch), 0.5)), residual=x, value=np.hstack([x[-1], loud]))
+
+    strangers_ = [told(0 * truth.k) for _ in range(3)]
+    blind = measure_belief(SOURCE, batch, told(truth.k.astype(float)), strangers_, 0)
+    assert blind.decoded.max() < 0.05 and blind.odds.max() < 0.05
+    knows = measure_belief(SOURCE, batch, told(label_entropy(truth.log_p)), strangers_, 0)
+    assert knows.decoded.min() > 0.5
+    assert {h.name: h.value for h in knows.headlines}["|rho| of PC1 and exact entropy, given k"] > 0.5
+
+
+def test_what_is_said_before_any_evidence_enters_no_headline(batch):
+    truth, twins = Truth(batch), strangers(len(batch))
+    p = 0.2 + 0.6 * np.exp(truth.log_p[:, 0])
+    wild = np.where(truth.k == 0, 0.99, p)
+    usual, other = (measure_evidence(SOURCE, batch, says(one), twins) for one in (p, wild))
+    assert [replace(h, needed=0) for h in other.headlines] == [replace(h, needed=0) for h in usual.headlines]
+    assert other.error[0] > usual.error[0] + 0.5 and other.error[1:] == pytest.approx(usual.error[1:])
 
 
 def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):

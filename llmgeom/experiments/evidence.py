@@ -15,7 +15,7 @@ from llmgeom.capture import Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused
 from llmgeom.experiments.exam import skill
-from llmgeom.experiments.readers import losses, readers, seen
+from llmgeom.experiments.readers import advantage, losses, readers, seen
 from llmgeom.information import bits
 from llmgeom.prompts.sula import Sula
 from llmgeom.readout import decodability_interval, folds, read
@@ -301,20 +301,14 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     def read_as(who: Reading) -> np.ndarray:
         return np.stack([losses(reader, labels, who.log_p[told], half) for reader in made])
 
-    def advantage(each: np.ndarray) -> np.ndarray:
-        """[prompt] bits a label by which the best other reader loses to the best Bayesian one; 0 where k = 0."""
+    def gained(each: np.ndarray) -> np.ndarray:
+        """[prompt] bits a label; 0 where k = 0."""
         gain = np.zeros(len(k))
-        for held in (False, True):
-            choose, out = half != held, half == held
-            best = {
-                kind: min((i for i, r in enumerate(made) if r.bayesian is kind), key=lambda i: each[i, choose].mean())
-                for kind in (True, False)
-            }
-            gain[told[out]] = each[best[False], out] - each[best[True], out]
+        gain[told] = advantage(each, half, [reader.bayesian for reader in made])
         return gain
 
     as_read = read_as(own)
-    gains = [advantage(as_read), *(advantage(read_as(twin)) for twin in twins)]
+    gains = [gained(as_read), *(gained(read_as(twin)) for twin in twins)]
 
     def error(target: np.ndarray) -> Callable[[Reading, np.ndarray], float]:
         def below(who: Reading, rows: np.ndarray) -> float:

@@ -102,3 +102,19 @@ def losses(
             ).x
         found[out] = missed(out, values)
     return found
+
+
+def advantage(each: np.ndarray, half: np.ndarray, bayesian: Sequence[bool]) -> np.ndarray:
+    """[prompt] bits by which the best other reader loses to the best Bayesian one; each [reader prompt] bits.
+
+    The best of a kind is chosen on the prompts of one half and scored on those of the other.
+    """
+    gain = np.empty(each.shape[1])
+    for held in (False, True):
+        choose, out = half != held, half == held
+        best = {
+            kind: min((i for i, one in enumerate(bayesian) if one is kind), key=lambda i: each[i, choose].mean())
+            for kind in (True, False)
+        }
+        gain[out] = each[best[False], out] - each[best[True], out]
+    return gain

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class Request:
     """What is asked of a command that reads one model; its fields are the command's flags.
 
-    VERB    the command, one word or two; FLAGS, the flag of a field that is not called as its field; LISTED, fields whose flag takes
-            several values at once, with commas between.
+    VERB    the command, one word or two; FLAGS, the flag of a field that is not called as its field; LISTED, fields
+            whose flag takes several values at once, with commas between.
     """
 
     VERB: ClassVar[str] = ""
