@@ -249,6 +249,7 @@ def test_the_exact_answer_has_skill_one_and_no_error(batch):
     result = measure_evidence(SOURCE, batch, says(np.exp(truth.log_p[:, 0])), strangers(len(batch)))
     found = {h.name: h for h in result.headlines}
     assert found["skill"].value == pytest.approx(1, abs=1e-9)
+    assert found["Bayesian over other readers"].value == pytest.approx(1)
     assert found["error of H label, below a constant's"].value == pytest.approx(1, abs=1e-9)
     assert found["rho of H label and exact entropy, given k"].value == pytest.approx(1)
     assert result.h_label == pytest.approx(result.h_exact)
@@ -268,6 +269,15 @@ def test_the_best_reader_is_chosen_where_it_is_not_scored():
     each = np.array([[1.0, 1, 5, 5], [5, 5, 1, 1], [2, 2, 2, 3]])  # two that are not Bayesian, one that is
     half = np.array([True, True, False, False])
     assert advantage(each, half, [False, False, True]).tolist() == [3, 3, 3, 2]
+
+
+def test_where_counting_and_bayes_agree_the_claim_is_left_out():
+    # After two labels, alike or not, a majority rule with the right error is the exact answer.
+    source = Sula(LABELS, ks=(0, 2))
+    batch = source.sample(60, 0)
+    result = measure_evidence(source, batch, says(np.exp(Truth(batch).log_p[:, 0])), strangers(len(batch)))
+    assert result.attainable < 1e-9 and "Bayesian over other readers" not in {h.name for h in result.headlines}
+    assert any("answers as one that counts" in warning for warning in result.warnings)
 
 
 def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):

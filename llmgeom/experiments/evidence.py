@@ -24,6 +24,8 @@ from llmgeom.stats import Interval, correlation_interval, jackknife, spearman, s
 from llmgeom.subject import Subject
 
 AT_ONCE = 256
+BAYES = "Bayesian over other readers"
+LEAST_GAIN = 1e-4  # bits a label
 EVIDENCE, BELIEF, CONTROLS = "sula", "sula_belief", "sula_controls"
 
 
@@ -146,7 +148,8 @@ class Evidence(Result):
         "the whole vocabulary. Errors of H label are against the exact entropy of the next label, which stays above a "
         "floor, and against that of the latent class, as published. Readers: KL(model || reader) in bits a label, "
         "parameters fitted to the model's answers on half of the label pairs and scored on the other; the best reader "
-        "of a kind is chosen on the first half too. Intervals are jackknifed over label pairs."
+        "of a kind is chosen on the first half too; their difference is given over that of a model whose answers are "
+        "exact, on the same prompts. Intervals are jackknifed over label pairs."
     )
     NULL: ClassVar[str] = "The same model re-initialised: what an untrained network does with the same prompts."
     FAILURE_MODES: ClassVar[str] = (
@@ -176,6 +179,7 @@ class Evidence(Result):
         "reader", "bits", "KL(model || reader) a label, held-out pairs", Figure("curve", interval="reader_interval")
     )
     reader_interval: np.ndarray = quantity("reader bound", "bits", "95 % interval over label pairs")
+    attainable: float = quantity("", "bits", "what an exact model gains a label by being read as Bayesian")
     headlines: tuple[Headline, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
@@ -298,8 +302,8 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     _, pair = np.unique(unit, return_inverse=True)
     half = np.random.default_rng(0).permutation(pair.max() + 1)[pair[told]] % 2 == 0
 
-    def read_as(who: Reading) -> np.ndarray:
-        return np.stack([losses(reader, labels, who.log_p[told], half) for reader in made])
+    def read_as(log_p: np.ndarray) -> np.ndarray:
+        return np.stack([losses(reader, labels, log_p[told], half) for reader in made])
 
     def gained(each: np.ndarray) -> np.ndarray:
         """[prompt] bits a label; 0 where k = 0."""
@@ -307,8 +311,12 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         gain[told] = advantage(each, half, [reader.bayesian for reader in made])
         return gain
 
-    as_read = read_as(own)
-    gains = [gained(as_read), *(gained(read_as(twin)) for twin in twins)]
+    as_read = read_as(own.log_p)
+    attainable = float(gained(read_as(truth.log_p))[told].mean())
+    bayesian = []
+    if attainable > LEAST_GAIN:
+        gains = [gained(as_read), *(gained(read_as(twin.log_p)) for twin in twins)]
+        bayesian = [(BAYES, lambda gain, rows: float(gain[rows].mean() / attainable), gains, told, None)]
 
     def error(target: np.ndarray) -> Callable[[Reading, np.ndarray], float]:
         def below(who: Reading, rows: np.ndarray) -> float:
@@ -331,7 +339,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         EVIDENCE,
         (
             ("skill", skilled, everyone, told, None),
-            ("Bayesian over other readers", lambda gain, rows: float(gain[rows].mean()), gains, told, None),
+            *bayesian,
             ("rho of H label and exact entropy, given k", ranked, everyone, several, same_k),
             ("error of H label, below a constant's", error(h_exact), everyone, told, None),
             ("error of H label, latent class, below a constant's", error(h_latent), everyone, told, None),
@@ -360,12 +368,15 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         reader_interval=np.array([[span.low, span.high] for span in spans]),
         headlines=headlines,
         ticks={"k": tuple(ks), "reader": tuple(reader.name for reader in made)},
-        warnings=tuple(_doubts(own, told)),
+        attainable=attainable,
+        warnings=tuple(_doubts(own, told, attainable)),
         notes=("k = 0 enters no headline: there is nothing to weigh",) * (0 in ks),
     )
 
 
-def _doubts(own: Reading, told: np.ndarray):
+def _doubts(own: Reading, told: np.ndarray, attainable: float):
+    if attainable <= LEAST_GAIN:
+        yield f"{BAYES}: not measured, because on these prompts an exact model answers as one that counts; add larger k"
     mass = own.mass[told].mean()
     if mass < 0.5:
         yield f"the two labels have {mass:.1%} of the model's probability: what is renormalised is a small part of it"
