@@ -316,7 +316,7 @@ def test_declared_names_are_escaped_for_plotly_too():
     drawn = json.loads(Tree(page([odd_scatter()])).scripts["data"])["figures"][0]
     assert drawn["layout"]["xaxis"]["title"]["text"] == "&lt;i&gt; 1 [&lt;u&gt;]"
     assert drawn["layout"]["yaxis"]["title"]["text"] == "there is no second component"
-    assert drawn["colour"] == "" and len(drawn["x"]) == 10
+    assert "record" not in drawn and len(drawn["data"][0]["x"]) == 10
 
 
 def test_a_quantity_that_does_not_fit_its_figure_is_named():
