@@ -61,7 +61,7 @@ def test_reports_read_only_the_numpy_layer():
     "code",
     [
         "import llmgeom",
-        "import llmgeom.record, llmgeom.reports",
+        "import llmgeom.record, llmgeom.reports, llmgeom.progress",
         "import llmgeom.cli; llmgeom.cli.main(['--help'], standalone_mode=False)",
         "import llmgeom.cli; llmgeom.cli.main(['scan', '--help'], standalone_mode=False)",
         "import llmgeom.cli; llmgeom.cli.main(['list', 'domains'], standalone_mode=False)",
