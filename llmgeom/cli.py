@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import click
 
 from llmgeom import __version__, hub
 from llmgeom.errors import Refused
+from llmgeom.progress import bar
 
 
 class Door(click.Group):
@@ -138,7 +138,7 @@ def scan(**options: Any) -> int:
     if say["dry_run"]:
         _show_estimate(estimate(plan), say["as_json"])
         return 0
-    with _progress(say["quiet"] or say["as_json"]) as progress:
+    with bar(say["quiet"] or say["as_json"]) as progress:
         done = list(perform(plan, progress))
     return _show(plan.out, [record for _, record in done], say)
 
@@ -184,7 +184,7 @@ def sula(**options: Any) -> int:
     from llmgeom.experiments.sula import Request, perform
 
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with _progress(say["quiet"] or say["as_json"]) as progress:
+    with bar(say["quiet"] or say["as_json"]) as progress:
         out, record = perform(Request(**options), progress)
     return _show(out, [record], say)
 
@@ -228,7 +228,7 @@ def ablate(**options: Any) -> int:
     from llmgeom.experiments.ablation import Request, perform
 
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with _progress(say["quiet"] or say["as_json"]) as progress:
+    with bar(say["quiet"] or say["as_json"]) as progress:
         out, record = perform(Request(**options), progress)
     return _show(out, [record], say)
 
@@ -274,7 +274,7 @@ def reproduce(what: str, **options: Any) -> None:
 
 def _show_rows(experiment: Any, options: dict[str, Any]) -> None:
     as_json, quiet = options.pop("as_json"), options.pop("quiet")
-    with _progress(quiet or as_json) as progress:
+    with bar(quiet or as_json) as progress:
         out, found = experiment.perform(experiment.Request(**options), progress)
     if as_json:
         body = {"schema_version": 1, "run_dir": str(out), "report": str(out / "report.html"), **found.to_dict()}
@@ -433,30 +433,6 @@ def _show_estimate(cost: dict[str, Any], as_json: bool) -> None:
             f"longest {row['longest']}, captures {row['capture_bytes'] / 2**20:.1f} MiB"
         )
     click.echo(f"about {cost['minutes_on_this_cpu']} minutes of matrix products on this CPU; out: {cost['out']}")
-
-
-@contextmanager
-def _progress(silent: bool):
-    """A progress bar on standard error, one line a stage; None where silent."""
-    if silent:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=console, transient=True) as bar:
-        tasks: dict[str, Any] = {}
-
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                for task in tasks.values():
-                    bar.update(task, visible=False)
-                tasks[stage] = bar.add_task(stage, total=total)
-            bar.update(tasks[stage], completed=done, total=total)
-
-        yield progress
 
 
 if __name__ == "__main__":

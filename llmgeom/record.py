@@ -46,6 +46,15 @@ class Record:
     def title(self) -> str:
         return f"{self.subject['name']} on {self.source.get('name', 'prompts')}"
 
+    def __repr__(self) -> str:
+        return f"<Record {self.title!r}: {', '.join([*self.results, *self.unmeasured])}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the run line, warnings and verdicts of the page. `reports.figures` has its figures."""
+        from llmgeom.reports import panel
+
+        return panel(self)
+
     def save(self, folder: str | os.PathLike) -> None:
         """Write record.json, arrays.safetensors and prompts.jsonl; each appears whole or not at all.
 

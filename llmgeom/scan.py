@@ -18,12 +18,12 @@ from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
+from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.store import digest
 from llmgeom.subject import Subject
 
 NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
-Progress = Callable[[str, int, int], None]
 
 
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
@@ -190,6 +190,8 @@ def scan(
             results[name] = probe.measure(replace(view, reading=own.get(name), twin_readings=theirs)).lowered()
         except Refused as refusal:
             unmeasured[name] = str(refusal)
+        if progress:
+            progress(f"measuring {name}", done + 1, len(able))
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,

@@ -1,6 +1,7 @@
-"""Records as one HTML page that opens from disk, and as the rows of a verdict table."""
+"""Records as one HTML page that opens from disk, as rows of a verdict table, and as what a notebook shows."""
 
-from llmgeom.reports.page import page
+from llmgeom.reports.figures import figures
+from llmgeom.reports.page import page, panel
 from llmgeom.reports.verdicts import table
 
-__all__ = ["page", "table"]
+__all__ = ["figures", "page", "panel", "table"]

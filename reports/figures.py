@@ -2,17 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmgeom.reports.prompts import ordered
+from llmgeom.record import Record
+from llmgeom.reports.prompts import COLOURS, marks, ordered, prompt_columns
 from llmgeom.reports.text import compact, numbers, plotly_text, titled
 from llmgeom.result import Measured, Quantity
 
-LINE, NULL = "#0072B2", "#6b6b6b"
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+LINE, NULL, INK = COLOURS[0], "#6b6b6b", "#1a1a1a"
+ORDER = ("scatter", "curve", "heatmap")
+FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}
+AXIS = {
+    "automargin": True,
+    "zeroline": False,
+    "showline": True,
+    "gridcolor": "#e4e4e4",
+    "linecolor": "#767676",
+    "ticks": "outside",
+    "exponentformat": "power",
+    "title": {"standoff": 10, "font": {"size": 15}},
+}
+TEMPLATE = {
+    "layout": {
+        "height": 420,
+        "margin": {"l": 70, "r": 24, "t": 16, "b": 60},
+        "xaxis": AXIS,
+        "yaxis": AXIS,
+        "hovermode": "closest",
+        "font": FONT,
+        "paper_bgcolor": "#fff",
+        "plot_bgcolor": "#fff",
+        "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+        "hoverlabel": {"align": "left", "bgcolor": "#fff", "bordercolor": INK, "font": FONT},
+    },
+    "data": {"heatmap": [{"colorscale": "Cividis"}]},
+}
 
 
 @dataclass(frozen=True)
@@ -27,6 +58,40 @@ class Drawn:
     rows: tuple[tuple[str, ...], ...]
     choices: tuple[str, ...] = ()
     chosen: str = ""
+
+
+def figures(record: Record) -> dict[str, dict[str, Figure]]:
+    """Every figure of the record's page as a Plotly figure, by probe and quantity, in the order of the page.
+
+    A scatter has the colours that the page shows first. Raises ValueError as `draw` does.
+    """
+    from plotly.graph_objects import Figure
+
+    shared = prompt_columns(record.prompts)
+    found: dict[str, dict[str, Figure]] = {}
+    for probe, measured in sorted(record.results.items()):
+        found[probe] = {}
+        for name in pictured(measured):
+            spec = draw(measured, name, "", 0, record.prompts).spec
+            layout = {"template": TEMPLATE, **spec["layout"]}
+            found[probe][name] = Figure(spec["data"] if "data" in spec else coloured(spec, **shared), layout)
+    return found
+
+
+def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequence[str]) -> list[dict[str, Any]]:
+    """The traces of a scatter of prompts; page.js does the same whenever another column is chosen."""
+    per_point = {"x": spec["x"], "y": spec["y"], "hovertext": hover}
+    return [
+        {key: value for key, value in trace.items() if key != "rows"}
+        | {key: [values[i] for i in trace["rows"]] for key, values in per_point.items()}
+        for trace in columns[spec["colour"]]
+    ]
+
+
+def pictured(measured: Measured) -> list[str]:
+    """The quantities that have a figure, in the order in which they are shown."""
+    declared = {name: quantity.figure for name, quantity in measured.quantities.items() if quantity.figure}
+    return sorted(declared, key=lambda name: (ORDER.index(declared[name].kind), name))
 
 
 def draw(measured: Measured, name: str, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:
@@ -130,12 +195,18 @@ def _scatter(declared: Quantity, points: np.ndarray, place: str, record: int, pr
     layout = {
         "xaxis": {"title": {"text": plotly_text(across)}},
         "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x"},
+        "legend": {"x": 1.02, "y": 1, "yanchor": "top", "orientation": "v"},
     }
+    where = {"x": compact(x), "y": compact(y)}
+    if chosen:
+        drawn = where | {"record": record, "colour": chosen}
+    else:
+        drawn = {"data": [marks(color=LINE) | where | {"hovertext": [str(i) for i in range(len(x))]}]}
     return Drawn(
         place,
         f"{sentence(declared)} A point a {row}; the same scale on both axes.",
         f"Scatter of {len(points)} {row}s: {across} from {span(x)}, {up} from {span(y)}",
-        {"x": compact(x), "y": compact(y), "record": record, "colour": chosen, "layout": layout},
+        drawn | {"layout": layout},
         (row, across, up),
         tuple((str(i), f"{a:.4g}", f"{b:.4g}") for i, (a, b) in enumerate(zip(x, y, strict=True))),
         choices,

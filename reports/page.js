@@ -2,48 +2,19 @@
 // Prompts are hostile text: strings in the data block were escaped for Plotly where it was written, and nothing here is
 // ever read as HTML.
 const content = JSON.parse(document.getElementById("data").textContent);
-// The eighth stands for all categories beyond seven.
-const COLOURS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#9a9a9a"];
-const SHAPES = ["circle", "square", "diamond", "cross", "triangle-up", "x", "star", "circle-open"];
 const CONFIG = { displayModeBar: false, displaylogo: false, showSendToCloud: false, plotlyServerURL: "", responsive: true };
-const FONT = { family: "system-ui, sans-serif", size: 14, color: "#1a1a1a" };
-const AXIS = {
-  automargin: true, zeroline: false, showline: true, gridcolor: "#e4e4e4", linecolor: "#767676", ticks: "outside",
-  exponentformat: "power", title: { standoff: 10, font: { size: 15 } },
-};
-const TEMPLATE = {
-  layout: {
-    height: 420, margin: { l: 70, r: 24, t: 16, b: 60 }, xaxis: AXIS, yaxis: AXIS, hovermode: "closest",
-    font: FONT, paper_bgcolor: "#fff", plot_bgcolor: "#fff",
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom" },
-    hoverlabel: { align: "left", bgcolor: "#fff", bordercolor: "#1a1a1a", font: FONT },
-  },
-  data: { heatmap: [{ colorscale: "Cividis" }] },
-};
 
+// As `coloured` does in figures.py.
 function scatter(figure, colour) {
   const { columns, hover } = content.records[figure.record];
-  const column = columns[colour];
-  const trace = (keep, marker, name) => ({
-    x: figure.x.filter(keep), y: figure.y.filter(keep), mode: "markers", name, hoverinfo: "text",
-    hovertext: figure.x.map((_, i) => (column ? hover[i] : `${i}`)).filter(keep),
-    marker: { size: 9, line: { width: 0.75, color: "#1a1a1a" }, ...marker },
-  });
-  if (!column) return [trace(() => true, { color: COLOURS[0] })];
-  if (!column.names) {
-    const colorbar = { title: { text: column.title, side: "top", font: FONT } };
-    return [trace(() => true, { color: column.values, colorscale: "Cividis", colorbar })];
-  }
-  return column.names.map((name, code) =>
-    trace((_, i) => column.values[i] === code, { color: COLOURS[code], symbol: SHAPES[code] }, name));
+  return columns[colour].map(({ rows, ...trace }) => ({
+    ...trace, x: rows.map((i) => figure.x[i]), y: rows.map((i) => figure.y[i]), hovertext: rows.map((i) => hover[i]),
+  }));
 }
 
 function plot(figure, colour) {
-  const side = { x: 1.02, y: 1, yanchor: "top", orientation: "v" };
-  const data = figure.data || scatter(figure, colour);
-  const layout = { template: TEMPLATE, ...structuredClone(figure.layout) };
-  if (!figure.data) Object.assign(layout, { legend: side, showlegend: data.length > 1 || Boolean(data[0].name) });
-  return Plotly.react(figure.id, data, layout, CONFIG);
+  const layout = { template: content.template, ...structuredClone(figure.layout) };
+  return Plotly.react(figure.id, figure.data || scatter(figure, colour), layout, CONFIG);
 }
 
 async function start() {

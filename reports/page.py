@@ -15,12 +15,11 @@ import jinja2
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.figures import draw
+from llmgeom.reports.figures import TEMPLATE, draw, pictured
 from llmgeom.reports.prompts import UNITS, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
-FIGURE_ORDER = ("scatter", "curve", "heatmap")
 RUN_LINE_WIDTH = 140
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "parity")
 
@@ -39,6 +38,7 @@ def page(records: Sequence[Record]) -> str:
     data = {
         "figures": [{"id": d.id, **d.spec} for part in parts for section in part["sections"] for d in section["drawn"]],
         "records": [prompt_columns(record.prompts) for record in records],
+        "template": TEMPLATE,
     }
     # Only these two scripts may run: a prompt that found a way into the page would still be text.
     allowed = Markup(f"'{_hash(script)}' '{plotly_hash}'")
@@ -55,6 +55,26 @@ def page(records: Sequence[Record]) -> str:
         script=Markup(script),
         plotly=Markup(plotly),
         data=Markup(_json(data)),
+    )
+
+
+def panel(record: Record) -> str:
+    """What the page of a record opens with, as a piece of HTML for a notebook: the run line, warnings and verdicts.
+
+    Equal records give equal text. It holds no script, no figure and no prompt.
+    """
+    (label,) = labels([record])
+    return (
+        _environment()
+        .get_template("panel.html")
+        .render(
+            css=Markup(_file("page.css")),
+            parts=[{"label": label, "run_line": _run_line(record)}],
+            warnings=_warnings([label], [record]),
+            rows=lines([record]),
+            icons=ICONS,
+            sections={},
+        )
     )
 
 
@@ -85,15 +105,14 @@ def _part(place: int, label: str, record: Record) -> dict[str, Any]:
 
 def _section(place: int, number: int, probe: str, record: Record) -> dict[str, Any]:
     measured = record.results[probe]
-    pictured = {name: q.figure for name, q in measured.quantities.items() if q.figure}
-    names = sorted(pictured, key=lambda name: (FIGURE_ORDER.index(pictured[name].kind), name))
     scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
     return {
         "id": f"probe-{place}-{number}",
         "probe": probe,
         "measured": measured,
         "drawn": [
-            draw(measured, name, f"figure-{place}-{number}-{i}", place, record.prompts) for i, name in enumerate(names)
+            draw(measured, name, f"figure-{place}-{number}-{i}", place, record.prompts)
+            for i, name in enumerate(pictured(measured))
         ],
         "scalars": [
             (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)

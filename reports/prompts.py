@@ -10,16 +10,22 @@ from typing import Any
 from llmgeom.reports.text import compact, plotly_text, titled, written
 
 UNITS = {"entropy": "bits", "tokens": "count"}
-SHOWN_CATEGORIES = 7  # as many as the colour-blind-safe palette of page.js has
+# Colour-blind-safe; the eighth stands for all categories beyond seven.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#9a9a9a")
+SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "circle-open")
+SHOWN_CATEGORIES = len(COLOURS) - 1
 
 
 def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
-    """What every scatter of a record shares: the hover text of each prompt and the columns to colour by."""
-    columns: dict[str, Any] = {}
+    """What every scatter of a record shares: the hover text of each prompt, and the traces of each column to colour by,
+    where `rows` stands for the x, y and hover text of those prompts."""
+    columns: dict[str, list[dict[str, Any]]] = {}
     for name in ordered(prompts):
         values, title = prompts[name], plotly_text(titled(name, UNITS.get(name, "")))
         if numeric(values):
-            columns[name] = {"title": title, "values": compact(values)}
+            bar = {"title": {"text": title, "side": "top", "font": {"size": 14}}}
+            trace = marks(color=compact(values), colorscale="Cividis", colorbar=bar)
+            columns[name] = [trace | {"rows": list(range(len(values)))}]
         elif name != "text":
             words = [written(v) for v in values]
             counted = Counter(words)
@@ -27,12 +33,24 @@ def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
             names = [plotly_text(word or "(none)", 30, 60) for word in sorted(kept)]
             others = [f"{len(counted) - len(kept)} others"] if len(counted) > len(kept) else []
             code = {word: i for i, word in enumerate(sorted(kept))}
-            columns[name] = {"title": title, "names": names + others, "values": [code.get(w, len(kept)) for w in words]}
+            rows: list[list[int]] = [[] for _ in names + others]
+            for i, word in enumerate(words):
+                rows[code.get(word, len(kept))].append(i)
+            columns[name] = [
+                marks(color=COLOURS[c], symbol=SHAPES[c]) | {"name": shown, "showlegend": True, "rows": rows[c]}
+                for c, shown in enumerate(names + others)
+            ]
     hover = []
     for i, text in enumerate(prompts.get("text", ())):
         facts = [f"{titled(c, UNITS.get(c, ''))} {written(prompts[c][i])}" for c in ordered(prompts) if c != "text"]
         hover.append(f"prompt {i}<br>{plotly_text(written(text))}<br><i>{plotly_text('; '.join(facts))}</i>")
     return {"columns": columns, "hover": hover}
+
+
+def marks(**marker: Any) -> dict[str, Any]:
+    """A trace of a scatter, but for where its points lie and what they say."""
+    outlined = {"size": 9, "line": {"width": 0.75, "color": "#1a1a1a"}}
+    return {"mode": "markers", "hoverinfo": "text", "marker": outlined | marker}
 
 
 def ordered(prompts: Mapping[str, tuple]) -> list[str]:

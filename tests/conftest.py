@@ -11,7 +11,7 @@ from jaxtyping import install_import_hook
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = ("attention", "capture", "information", "manifold", "orthogonality", "readout", "stats", "weights")
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
-LONGEST = ("test_verdicts.py",)
+LONGEST = ("test_verdicts.py", "test_notebooks.py")
 
 _seconds: dict[str, float] = defaultdict(float)
 

@@ -244,6 +244,20 @@ def test_verdicts_are_plain_html_before_any_script():
     )
 
 
+def test_each_claim_stands_above_its_own_verdicts():
+    record = synthetic()
+    measured = record.results["focus"]
+    of = {
+        probe: replace(measured, headlines=(headline("KL of the edit", "FAIL", claim=f"Claim of {probe}."),))
+        for probe in ("a", "b")
+    }
+    record = replace(record, results=of, unmeasured={})
+    for records in ([record], [record, record]):
+        rows = re.findall(r'<tr class="(claim|FAIL)">(?:<td colspan="8">(.*?)</td>)?', page(records))
+        verdicts = [("FAIL", "")] * len(records)
+        assert rows == [("claim", "Claim of a."), *verdicts, ("claim", "Claim of b."), *verdicts]
+
+
 def test_page_reaches_for_nothing_outside_itself(hostile):
     html = page([hostile])
     assert not re.search(r"(?i)https?://|//cdn|@import|url\(", html)
@@ -302,7 +316,7 @@ def test_declared_names_are_escaped_for_plotly_too():
     drawn = json.loads(Tree(page([odd_scatter()])).scripts["data"])["figures"][0]
     assert drawn["layout"]["xaxis"]["title"]["text"] == "&lt;i&gt; 1 [&lt;u&gt;]"
     assert drawn["layout"]["yaxis"]["title"]["text"] == "there is no second component"
-    assert drawn["colour"] == "" and len(drawn["x"]) == 10
+    assert "record" not in drawn and len(drawn["data"][0]["x"]) == 10
 
 
 def test_a_quantity_that_does_not_fit_its_figure_is_named():

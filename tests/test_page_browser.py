@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import pytest
 
 from llmgeom.reports import page
+from llmgeom.reports.figures import coloured, draw
+from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import visible
 from tests.test_page import HOSTILE, odd_scatter, synthetic
 
@@ -84,6 +86,15 @@ def test_the_scatter_can_be_coloured_by_another_column(view, column, traces):
     figure.locator("select").select_option(column)
     assert figure.locator(".scatterlayer .trace").count() == traces
     assert figure.locator("path.point").count() == 75
+
+
+@pytest.mark.parametrize("column", ["domain", "template", "tokens", "entropy"])
+def test_points_are_coloured_as_in_a_notebook(view, column):
+    record = synthetic(hostile=HOSTILE)
+    view.locator("figure:has(select)").first.locator("select").select_option(column)
+    spec = draw(record.results["manifold"], "scores", "", 0, record.prompts).spec | {"colour": column}
+    drawn = view.evaluate("document.querySelector('figure:has(select) .js-plotly-plot').data")
+    assert drawn == coloured(spec, **prompt_columns(record.prompts))
 
 
 def test_search_keeps_the_rows_that_match(view):

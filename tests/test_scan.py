@@ -118,8 +118,8 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
     needs = probe(lambda v: Seen(mean=np.zeros(2)), twins=False, shuffled=False)
-    scan(subject, batch, {"seen": needs}, nulls=20, progress=lambda stage, done, total: stages.append(stage))
-    assert stages == ["prompts", "measuring seen"]
+    scan(subject, batch, {"seen": needs}, nulls=20, progress=lambda *told: stages.append(told))
+    assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
 
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):

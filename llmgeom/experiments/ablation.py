@@ -19,10 +19,11 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.errors import Refused
 from llmgeom.experiments import request
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled, ridge
-from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects, Progress
+from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
 from llmgeom.experiments.scanning import POOL
 from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
+from llmgeom.progress import Progress
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior

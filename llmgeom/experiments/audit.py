@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom.experiments import trilogy
-from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, Progress
+from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
+from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Headline, Measured

@@ -18,6 +18,7 @@ from llmgeom.edits import Edit, Where
 from llmgeom.experiments.axis import Mode, Move
 from llmgeom.information import bits, kl
 from llmgeom.plan import BATCH_TOKENS
+from llmgeom.progress import Progress
 from llmgeom.result import Headline
 from llmgeom.stats import jackknife
 from llmgeom.subject import Subject
@@ -28,7 +29,6 @@ AT_ONCE = 256  # rows in a pass: several copies of the prompts, each edited in i
 FEW = 39  # draws behind the band at doses and layers that decide nothing: the fewest that carry 95 %
 Copy = Mapping[int, Move]  # what is done to one copy of the prompts, by layer
 Draw = Callable[[float], Copy]  # at a dose
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, eq=False)

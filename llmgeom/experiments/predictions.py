@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 from llmgeom import claims
 from llmgeom.experiments import trilogy
-from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, Progress
+from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA
+from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Headline, Measured

@@ -13,6 +13,7 @@ from llmgeom import hub, probes
 from llmgeom.batch import Batch
 from llmgeom.errors import Refused
 from llmgeom.experiments import request
+from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.store import cache_folder, digest
 
@@ -25,7 +26,6 @@ POOL = 1000
 FEWEST = 10
 DOCUMENTS = "hf:"
 FINAL = "the"  # the word that stands in the most templates of every domain
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,14 +23,13 @@ from llmgeom.experiments.evidence import (
     measure_evidence,
 )
 from llmgeom.experiments.published import measure_published
+from llmgeom.progress import Progress
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
 from llmgeom.record import Record, write_whole
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
 from llmgeom.store import digest
 from llmgeom.subject import Subject
-
-Progress = Callable[[str, int, int], None]
 
 
 def examine(

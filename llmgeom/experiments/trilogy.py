@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -10,12 +10,12 @@ from typing import Any, ClassVar
 from llmgeom import probes
 from llmgeom.errors import Refused
 from llmgeom.experiments import ablation, request, scanning, sula
+from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Headline, Measured
 from llmgeom.store import digest
 
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)

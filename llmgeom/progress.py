@@ -1,0 +1,52 @@
+"""How far a long run is, one line for its present stage: on standard error, or under the cell of a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from html import escape
+from typing import Any
+
+Progress = Callable[[str, int, int], None]  # stage, done, total
+
+
+@contextmanager
+def bar(silent: bool = False) -> Iterator[Progress | None]:
+    """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None where silent."""
+    if silent:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Rich
+
+    console = Console(stderr=True)
+    if console.is_jupyter:
+        yield _cell()
+        return
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Rich(*columns, console=console, transient=True) as shown:
+        tasks: dict[str, Any] = {}
+
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    shown.update(task, visible=False)
+                tasks[stage] = shown.add_task(stage, total=total)
+            shown.update(tasks[stage], completed=done, total=total)
+
+        yield progress
+
+
+def _cell() -> Progress:
+    """One output that is replaced. Rich's own bar needs ipywidgets here, and a saved notebook would not keep it."""
+    from IPython.display import display
+
+    shown = display({"text/plain": ""}, raw=True, display_id=True)
+
+    def progress(stage: str, done: int, total: int) -> None:
+        text = f"{stage}: {done} of {total}"
+        html = f'<progress value="{done}" max="{total}"></progress> {escape(text)}'
+        shown.update({"text/plain": text, "text/html": html}, raw=True)
+
+    return progress

@@ -1,0 +1,118 @@
+# %% [markdown]
+# # A scan
+#
+# How does a language model hold its uncertainty? A scan reads the last token of prompts inside the model and asks
+# whether what it finds there is ordered by the entropy of the next token. Every number comes with an interval and with
+# nulls: the same pipeline on the model re-initialised, and on the prompts with their tokens shuffled.
+
+# %%
+MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
+
+# %% [markdown]
+# `pocket:pythia` has a million parameters and ships with llmgeom. It checks the instrument; it is no evidence about
+# language models. The line above is the only one to change for another: a hub id, or a folder written by
+# `save_pretrained`.
+
+# %%
+from pathlib import Path
+
+from llmgeom import Subject
+from llmgeom.probes import known
+from llmgeom.progress import bar
+from llmgeom.prompts.domains import Domain
+from llmgeom.prompts.pool import stratify
+from llmgeom.reports import figures, page
+from llmgeom.scan import scan
+
+subject = Subject.load(MODEL)
+subject.facts["parity"]
+
+# %% [markdown]
+# What is captured was checked against the model itself: logits with and without capture, attention rows times values
+# against attention's output, the residual stream against the sum of what is written to it. These are the largest
+# relative differences.
+#
+# ## Prompts
+#
+# A pool of prompts is run once for its entropies, and 75 prompts are taken from it, 15 from each fifth of entropy, at
+# most two of a template. **Made small:** the pool has 300 prompts; `llmgeom scan` takes 1,000.
+
+# %%
+pool = subject.fitting(Domain("math").sample(300, seed=0))
+entropy = subject.entropy(pool)
+batch = stratify(pool, entropy, n=75, seed=0)
+print(
+    f"{len(batch)} prompts of {len(set(batch.unit))} templates; pool: {entropy.min():.1f} to {entropy.max():.1f} bits"
+)
+batch.text[:3]
+
+# %% [markdown]
+# ## The scan
+#
+# 20 draws of each null are the default and the fewest with which anything can be decided at p < .05; more make the
+# bands finer. **Left out:** `llmgeom scan` also takes second samples (prompts without regard to entropy, of equal
+# lengths, with one final token, of mixed domains). `domain_restriction` compares domains, so here it is not measured,
+# and says so.
+
+# %%
+with bar() as progress:
+    record = scan(subject, batch, known(), nulls=20, seed=0, progress=progress)
+record
+
+# %% [markdown]
+# ## What a verdict means
+#
+# A headline that the papers stand on is a claim, written down with its smallest effect of interest before anything was
+# measured (`llmgeom list claims`):
+#
+# - **PASS**: the interval clears every null, and p < .05 after Holm's correction over the claims of this record.
+# - **FAIL**: an effect of the declared size is excluded. Never for lack of prompts.
+# - **INCONCLUSIVE**: neither; the verdict says how many templates would settle it.
+#
+# The others are measurements: *above null* (or *below null*) when the interval clears the null and p < .05 against
+# every null; *not above null* when the declared effect is excluded; *undecided* otherwise; *no null* where there is
+# nothing to hold it against. n counts prompts; prompts of one template are not independent, so the interval and p go by
+# units, that is, templates.
+#
+# ## Figures
+#
+# `figures` gives those of the page as Plotly figures, by probe and quantity.
+
+# %%
+drawn = figures(record)
+{probe: list(found) for probe, found in drawn.items()}
+
+# %%
+drawn["value_manifold"]["scores"]
+
+# %%
+drawn["value_manifold"]["pc12"]
+
+# %%
+drawn["attention_focus"]["mean_entropy"]
+
+# %% [markdown]
+# ## The same before training
+#
+# An untrained model has nothing that training makes. What clears a null here too says something about the prompts or
+# the instrument, or is chance: of measurements without an effect, one in twenty clears it. `@step0` is the shipped
+# model before its first step; a model of the hub is re-initialised by its own config.
+
+# %%
+untrained = Subject.load(f"{MODEL}@step0") if MODEL.startswith("pocket:") else subject.twin(0)
+with bar() as progress:
+    before = scan(untrained, batch, known(), nulls=20, seed=0, progress=progress)
+before
+
+# %% [markdown]
+# ## Keep it
+#
+# The run folder is the one that `llmgeom scan` writes: `Record.load`, `llmgeom report` and `llmgeom compare` read it.
+# The page has both records side by side, every figure and every prompt, and needs no network.
+
+# %%
+out = Path("runs/notebook-scan")
+record.save(out)
+before.save(out / "untrained")
+(out / "report.html").write_text(page([record, before]), encoding="utf-8")
+sorted(str(path) for path in out.rglob("*") if path.is_file())

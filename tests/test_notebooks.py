@@ -1,0 +1,240 @@
+"""The notebooks run as committed, a record shows itself in them, and nothing in a record becomes part of a notebook."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import nbformat
+import pytest
+from jupyter_client.kernelspec import KernelSpec
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+from plotly.graph_objects import Figure
+
+from llmgeom import progress
+from llmgeom.record import Record
+from llmgeom.reports import figures, page, panel
+from tests.notebooks import FOLDER, converted, written
+from tests.test_page import HOSTILE, Tree, odd_scatter, shape, synthetic
+
+PLOTLY = "application/vnd.plotly.v1+json"
+CPU_SECONDS = 120
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.py"))
+SAVED = {"scan": ("notebook-scan", "notebook-scan/untrained"), "entropy_axis_ablation": ("notebook-ablation",)}
+FIGURES = {
+    "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
+    "entropy_axis_ablation": (("ablation_pc1", "kl"), ("ablation_control", "odds")),
+}
+LAST = {"scan": "measuring value_manifold", "entropy_axis_ablation": "dose 1"}
+
+
+class Here(AsyncKernelManager):
+    """The kernel of this very Python, whatever is registered on the machine, or nothing."""
+
+    kernel_spec = KernelSpec(
+        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python"
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """A notebook after its last cell: all outputs, where it wrote, and the CPU time of its kernel."""
+
+    name: str
+    outputs: list[dict]
+    folder: Path
+    seconds: float
+
+    def shown(self, kind: str) -> list:
+        """Everything shown of one MIME type, in order."""
+        return [out["data"][kind] for out in self.outputs if kind in out.get("data", {})]
+
+
+@pytest.fixture(scope="module", params=NOTEBOOKS)
+def run(request, tmp_path_factory) -> Run:
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    client = NotebookClient(
+        notebook,
+        kernel_manager_class=Here,
+        resources={"metadata": {"path": str(folder)}},
+        timeout=1200,
+    )
+    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython")}
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    client.execute(env={**os.environ, **quiet})
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Run(name, [out for cell in notebook.cells for out in cell.get("outputs", [])], folder / "runs", seconds)
+
+
+# ---- what is committed ----------------------------------------------------------------------------------------------
+
+
+def test_the_notebooks_are_these():
+    assert sorted(SAVED) == NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_notebook_is_the_script_without_outputs(name):
+    script, notebook = ((FOLDER / f"{name}.{kind}").read_text(encoding="utf-8") for kind in ("py", "ipynb"))
+    assert notebook == written(script), "run: make notebooks"
+    read = nbformat.reads(notebook, as_version=4)
+    nbformat.validate(read)
+    code = [cell for cell in read.cells if cell.cell_type == "code"]
+    assert len(code) > 8 and not any(cell.outputs or cell.execution_count for cell in code)
+    # Judged apart from the converter: the code cells, one after the other, are the script.
+    assert ast.dump(ast.parse("\n".join(cell.source for cell in code))) == ast.dump(ast.parse(script))
+
+
+def test_a_script_that_is_no_notebook_is_refused():
+    text, code = converted("# %% [markdown]\n# # A\n#\n# b\n\n# %%\nx = 1\n\nx\n").cells
+    assert (text.cell_type, text.source) == ("markdown", "# A\n\nb")
+    assert (code.cell_type, code.source) == ("code", "x = 1\n\nx")
+    for wrong in ("import os\n# %%\n", "# %% [raw]\n# a\n", "# %% [markdown]\nno comment\n"):
+        with pytest.raises(ValueError, match=r"# %%"):
+            converted(wrong)
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_one_line_names_the_model(name):
+    script = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+    code = [line for line in script.splitlines() if not line.startswith("#")]
+    named = [line for line in code if re.search(r"pocket:\w|EleutherAI", line)]
+    assert named == ['MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"']
+
+
+# ---- run ------------------------------------------------------------------------------------------------------------
+
+
+def test_it_runs_in_time_and_complains_of_nothing(run):
+    assert not [out for out in run.outputs if out.output_type == "error"]
+    # tqdm, imported by transformers, says that its own bars would like ipywidgets.
+    assert not [out for out in run.outputs if out.get("name") == "stderr" and "TqdmWarning" not in out.text]
+    assert 2 < run.seconds < CPU_SECONDS
+
+
+def test_the_records_shown_are_the_records_saved(run):
+    records = [Record.load(run.folder / folder) for folder in SAVED[run.name]]
+    shown = [html for html in run.shown("text/html") if 'class="verdicts"' in html]
+    assert shown == [panel(record) for record in records]
+    for record, html in zip(records, shown, strict=True):
+        headlines = [h for measured in record.results.values() for h in measured.headlines]
+        assert len(headlines) > 3 and html.count('data-label="verdict"') == len(headlines)
+        assert all(f"</span> {h.verdict}</b>" in html for h in headlines)
+        assert html.count("not measured, because") == len(record.unmeasured)
+    assert (run.folder / SAVED[run.name][0] / "report.html").read_text(encoding="utf-8") == page(records)
+
+
+def test_the_figures_shown_are_those_of_the_record(run):
+    drawn = figures(Record.load(run.folder / SAVED[run.name][0]))
+    expected = [json.loads(drawn[probe][quantity].to_json()) for probe, quantity in FIGURES[run.name]]
+    shown = run.shown(PLOTLY)[: len(expected)]
+    assert [{key: one[key] for key in ("data", "layout")} for one in shown] == expected
+
+
+def test_progress_reaches_its_end(run):
+    told = [text for text in run.shown("text/plain") if re.fullmatch(r".*: \d+ of \d+", text)]
+    assert len(told) == len(SAVED[run.name]) and all(LAST[run.name] in text for text in told)
+    for text in told:
+        done, total = re.search(r"(\d+) of (\d+)$", text).groups()
+        assert done == total != "0"
+    assert sum("<progress value" in html for html in run.shown("text/html")) == len(told)
+
+
+@pytest.mark.parametrize("run", ["entropy_axis_ablation"], indirect=True)
+def test_the_edit_of_one_s_own_agrees_with_what_the_experiment_measured(run):
+    plain = run.shown("text/plain")
+    assert "0.0" in plain, "an edit that changes nothing"
+    ((own, theirs),) = [ast.literal_eval(text) for text in plain if re.fullmatch(r"\([\d.e-]+, [\d.e-]+\)", text)]
+    assert own == pytest.approx(theirs, rel=1e-3) and own > 1e-3
+    (line,) = run.shown(PLOTLY)[-1]["data"]
+    assert line["y"][-1] == own and len(line["y"]) == 4
+
+
+def test_a_stage_is_text_in_a_notebook(monkeypatch):
+    shown = []
+    handle = SimpleNamespace(update=lambda bundle, raw: shown.append(bundle))
+    monkeypatch.setattr("IPython.display.display", lambda *_, **__: handle)
+    progress._cell()("<script>", 1, 2)
+    (bundle,) = shown
+    assert bundle["text/plain"] == "<script>: 1 of 2"
+    assert bundle["text/html"] == '<progress value="1" max="2"></progress> &lt;script&gt;: 1 of 2'
+
+
+def test_progress_leaves_standard_output_alone_elsewhere(capsys):
+    with progress.bar() as tell:
+        tell("a", 1, 2)
+        tell("b", 1, 1)
+    with progress.bar(silent=True) as tell:
+        assert tell is None
+    assert capsys.readouterr().out == ""
+
+
+# ---- a record shows itself ------------------------------------------------------------------------------------------
+
+
+def test_hostile_strings_leave_no_element_and_no_attribute_in_what_a_notebook_shows():
+    hostile = synthetic(hostile=HOSTILE, name=HOSTILE[0] + HOSTILE[4], source=HOSTILE[1])
+    tame = [re.sub(r"[^a-z ]", "x", text) for text in HOSTILE]
+    html = hostile._repr_html_()
+    assert shape(html) == shape(synthetic(hostile=tame, name="x", source="x")._repr_html_())
+    assert "<script" not in html and "&lt;/script&gt;&lt;script&gt;alert(1)" in html
+    assert "<img" not in html and not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066\ud800-\udfff]", html)
+
+
+def test_what_a_notebook_shows_has_the_numbers_and_the_gaps():
+    text = Tree(synthetic()._repr_html_()).text
+    for words in ("0.412 fraction", "0.392 to 0.432", "0.110 to 0.190: re-initialised twins, 20 draws", "0.048",
+                  "75 prompts, 38 units", "above null", "undecided", "because the model has no tokenizer for digits",
+                  "a pocket model checks the instrument", "pocket:pythia @ step143000"):  # fmt: skip
+        assert words in text, words
+
+
+def test_its_plain_text_is_one_line_without_prompts():
+    text = repr(synthetic(hostile=HOSTILE, name=HOSTILE[4]))
+    assert text.isprintable() and len(text) < 200 and "manifold" in text
+
+
+def test_the_style_stays_inside():
+    (style,) = re.findall(r"<style>(.*?)</style>", synthetic()._repr_html_(), flags=re.DOTALL)
+    assert re.match(r"\s*\.llmgeom, #llmgeom \{", style) and style.rstrip().endswith("}")
+    depths, depth = [], 0
+    for sign in re.sub(r"[^{}]", "", style):
+        depth += 1 if sign == "{" else -1
+        depths.append(depth)
+    assert depths[-1] == 0 and 0 not in depths[:-1]
+
+
+def test_showing_a_record_needs_neither_torch_nor_plotly():
+    code = (
+        "import sys; from tests.test_page import synthetic; synthetic()._repr_html_();"
+        "print([m for m in ('torch', 'transformers', 'plotly', 'IPython') if m in sys.modules])"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent
+    )
+    assert run.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("record", [synthetic(hostile=HOSTILE), odd_scatter()], ids=["hostile", "odd"])
+def test_the_figures_are_those_of_the_page(record):
+    data = json.loads(Tree(page([record])).scripts["data"])
+    drawn = [figure for found in figures(record).values() for figure in found.values()]
+    assert len(drawn) == len(data["figures"]) > 0
+    for ours, theirs in zip(drawn, data["figures"], strict=True):
+        expected = Figure(theirs.get("data", ours.data), {"template": data["template"], **theirs["layout"]})
+        assert ours.to_json() == expected.to_json()
+        if "data" not in theirs:  # the page shares out the points among traces; test_page_browser looks at which
+            hover = data["records"][0]["hover"]
+            points = [point for t in ours.data for point in zip(t.x, t.y, t.hovertext, strict=True)]
+            assert sorted(points) == sorted(zip(theirs["x"], theirs["y"], hover, strict=True))
