@@ -61,12 +61,14 @@ class Reading:
 
 def listen(subject: Subject, batch: Batch, inside: bool = False) -> Reading:
     """Read the labels' probabilities, and where `inside` the last token's residual stream and values."""
-    ids = {word: subject.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in _words(batch)}
+    named = list(zip(batch.columns["first"], batch.columns["second"], strict=True))
+    words = sorted({word for pair in named for word in pair})
+    ids = {word: subject.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}
     if several := [word for word, tokens in ids.items() if len(tokens) != 1]:
         raise Refused(
             f"{', '.join(several)}: not single tokens of this tokenizer; leave --labels out to have some found"
         )
-    columns = torch.tensor([[ids[w][0] for w in pair] for pair in zip(*_named(batch), strict=True)])
+    columns = torch.tensor([[ids[w][0] for w in pair] for pair in named])
     sites = {Site.LOG_PROBS, Site.ENTROPY} | ({Site.RESIDUAL, Site.VALUE} if inside else set())
     parts = []
     for rows in torch.arange(len(batch)).split(AT_ONCE):
@@ -83,14 +85,6 @@ def listen(subject: Subject, batch: Batch, inside: bool = False) -> Reading:
     )
     value = np.concatenate([part[3] for part in parts]) if inside else None
     return Reading(picked - mass[:, None], np.exp(mass), entropy, residual, value)
-
-
-def _named(batch: Batch) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    return batch.columns["first"], batch.columns["second"]
-
-
-def _words(batch: Batch) -> list[str]:
-    return sorted({word for column in _named(batch) for word in column})
 
 
 def label_entropy(log_p: np.ndarray) -> np.ndarray:
