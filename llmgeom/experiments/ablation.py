@@ -18,19 +18,18 @@ from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
 from llmgeom.errors import Refused
 from llmgeom.experiments import request
-from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled, ridge
+from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects, Progress
+from llmgeom.experiments.halves import Halves
 from llmgeom.experiments.scanning import POOL
-from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
-from llmgeom.readout import folds
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Figure, Headline, Result, quantity
-from llmgeom.scan import few_draws, prompt_table, provenance, took
-from llmgeom.stats import LEAST_UNITS, jackknife, spearman
+from llmgeom.scan import few_draws, took
+from llmgeom.stats import jackknife, spearman
 from llmgeom.store import digest
 from llmgeom.subject import Subject
 
@@ -193,7 +192,7 @@ def measure_axis(
     seed: int,
     tell: Progress | None,
 ) -> Ablation:
-    """The axes of `bench.layers` edited together, against `count` draws of each control. Raises Refused: few units."""
+    """The axes of `bench.places` edited together, against `count` draws of each control. Raises Refused: few units."""
     own, draws = _together(axes, mode, count, seed)
     made, units, doses = Effects.of(bench, mode, own, draws, tell), np.array(bench.batch.unit), DOSES[mode]
     scale, warnings = _scale(bench, axes), []
@@ -239,7 +238,7 @@ def measure_axis(
 def measure_found(bench: Bench, axis: Axis, direction: Tensor, count: int, seed: int, tell: Progress | None) -> Found:
     """The last layer's values cut along a direction of each prompt's own, d [prompt coordinate] in x, against random
     directions of the span of half A made orthogonal to it and moved as far."""
-    (layer,) = bench.layers
+    (layer,) = bench.places
     d = direction / direction.norm(dim=1, keepdim=True).clamp_min(1e-300)
     span = torch.cat([axis.u[None], axis.others])
     rng = np.random.default_rng([seed, layer, 2])
@@ -294,35 +293,12 @@ def examine(
     chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
         raise Refused(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
-    if batch.query is not None:
-        raise Refused("an axis is edited where a prompt ends; this batch examines positions of its own: give prompts")
-    half = folds(batch.unit, seed, 2)
-    whole = replace(batch, inputs=subject.tokens(batch))
-    fit, held = (whole.take(np.flatnonzero(half == one)) for one in (0, 1))
-    if (least := min(len(set(part.unit)) for part in (fit, held))) < LEAST_UNITS:
-        raise Refused(
-            f"{len(set(batch.unit))} units leave {least} in a half; {LEAST_UNITS} in each are needed: add templates"
-        )
-    sites = {Site.VALUE, Site.RESIDUAL, Site.ENTROPY}
-    seen = {"fit": subject.capture(fit, sites, batch_tokens=batch_tokens)}
-    seen["held"] = subject.capture(held, sites | {Site.LOG_PROBS}, batch_tokens=batch_tokens)
-    entropy = {name: bits(one.entropy.double().numpy()) for name, one in seen.items()}
-    value = {name: [x.flatten(1).double() for x in one.layers(Site.VALUE)] for name, one in seen.items()}
-    stream = seen["fit"].layers(Site.RESIDUAL)[-1].double().numpy()
-    centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
-    w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.unit, seed)
-    exact = held.posterior.predictive[:, -1].double() if held.posterior and "first" in held.columns else None
-    pair = seen["held"].log_probs.topk(2).indices if exact is None else _labels(subject, held)
-    bare = replace(held, posterior=None, columns={})
-
-    def read(x: np.ndarray) -> np.ndarray:
-        return (x - centre) / sd @ w + intercept
-
-    def bench(layers: tuple[int, ...], where: Literal["query", "all"] = positions) -> Bench:
-        return Bench(subject, bare, layers, where, entropy["held"], read, pair, exact, batch_tokens)
+    halves = Halves.of(subject, batch, {Site.VALUE}, seed, batch_tokens)
+    entropy = halves.entropy
+    value = {name: [x.flatten(1).double() for x in one.layers(Site.VALUE)] for name, one in halves.seen.items()}
 
     def axes(direction: str, layers: Sequence[int]) -> dict[int, Axis]:
-        return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], fit.unit, direction, seed) for n in layers}
+        return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], halves.fit.unit, direction, seed) for n in layers}
 
     def told(name: str) -> Progress | None:
         return (lambda what, done, total: progress(f"{name}: {what}", done, total)) if progress else None
@@ -330,12 +306,14 @@ def examine(
     def axis(direction: str) -> Ablation:
         probe = f"ablation_{direction}"
         values = {n: value["held"][n] for n in chosen}
-        return measure_axis(probe, bench(chosen), axes(direction, chosen), values, mode, controls, seed, told(probe))
+        return measure_axis(
+            probe, halves.bench(chosen, positions), axes(direction, chosen), values, mode, controls, seed, told(probe)
+        )
 
     def layered(direction: str) -> Layers:
         rows = []
         for n, one in axes(direction, range(last + 1)).items():
-            at = bench((n,))
+            at = halves.bench((n,), positions)
             own, draws = _together({n: one}, mode, min(FEW, controls), seed)
             each, null = Effects.of(at, mode, own, draws, told(f"layer {n}")).judged("kl")
             rows.append(
@@ -345,8 +323,9 @@ def examine(
         return Layers(kl=found[:, 0], kl_null=found[:, 1:3], tenth=found[:, 3])
 
     def found() -> Found:
-        aimed = readout_direction(subject, pair)
-        return measure_found(bench((last,), "query"), axes("pc1", (last,))[last], aimed, controls, seed, told(CONTROL))
+        aimed = readout_direction(subject, halves.pair)
+        at = halves.bench((last,), "query")
+        return measure_found(at, axes("pc1", (last,))[last], aimed, controls, seed, told(CONTROL))
 
     measures: dict[str, Callable[[], Result]] = {CONTROL: found}
     for direction in directions:
@@ -360,31 +339,12 @@ def examine(
         except Refused as refusal:
             unmeasured[name] = str(refusal)
     results = claims.judge(results)
-    asked = batch.take(np.flatnonzero(half == 1))
-    return Record(
-        results=results,
-        unmeasured=unmeasured,
-        prompts=prompt_table(subject, asked, held.inputs, entropy["held"]),
-        subject={k: v for k, v in subject.facts.items() if v is not None},
-        source=dict(batch.source),
-        facts={
-            **provenance(held, whole.inputs, seed, controls),
-            "estimated on": len(fit),
-            "axis": {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions},
-            **(facts or {}),
-        },
+    edited = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
+    return replace(
+        halves.record(results, unmeasured, controls, {"axis": edited, **(facts or {})}),
         warnings=tuple(_limits(subject, results, controls)),
         run=took(started),
     )
-
-
-def _labels(subject: Subject, batch: Batch) -> Tensor:
-    """[prompt 2] the ids of the labels."""
-    words = zip(batch.columns["first"], batch.columns["second"], strict=True)
-    ids = [[subject.tokenizer(f" {one}", add_special_tokens=False)["input_ids"] for one in two] for two in words]
-    if any(len(one) != 1 for two in ids for one in two):
-        raise Refused("a label is several tokens of this tokenizer; use the labels that `prompts.sula.available` finds")
-    return torch.tensor(ids)[..., 0]
 
 
 def _limits(subject: Subject, results: Mapping[str, Any], controls: int):
