@@ -17,10 +17,11 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
 from llmgeom.errors import Refused
-from llmgeom.experiments import request
+from llmgeom.experiments import parts, request
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects, Progress
 from llmgeom.experiments.halves import Halves
+from llmgeom.experiments.replacing import Kind
 from llmgeom.experiments.scanning import POOL
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.prompts.domains import Domain
@@ -28,7 +29,7 @@ from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Figure, Headline, Result, quantity
-from llmgeom.scan import few_draws, took
+from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import jackknife, spearman
 from llmgeom.store import digest
 from llmgeom.subject import Subject
@@ -363,6 +364,9 @@ class Request(request.Request):
     FLAGS: ClassVar[dict[str, str]] = {"directions": "--direction", "ks": "--k"}
     LISTED: ClassVar[tuple[str, ...]] = ("ks",)
 
+    heads: str | None = None
+    blocks: str | None = None
+    nulls: int = NULLS
     axis: str = "entropy"
     directions: tuple[str, ...] = DIRECTIONS
     mode: str = "cut"
@@ -379,9 +383,29 @@ class Request(request.Request):
     seed: int = 0
     out: str | None = None
 
+    @property
+    def kind(self) -> Kind | None:
+        """Heads, blocks, or None for an axis. Raises Refused where it is more than one of them."""
+        if self.heads and self.blocks:
+            raise Refused(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is replaced; give one")
+        kind = "heads" if self.heads else "blocks" if self.blocks else None
+        if kind and getattr(self, kind) != "all":
+            raise Refused(f"--{kind} {getattr(self, kind)}: expected all")
+        for field in ("directions", "mode", "layers", "controls") if kind else ("nulls",):
+            given, default = getattr(self, field), getattr(Request, field)
+            if given != default:
+                flag, said = self.FLAGS.get(field, f"--{field}"), given[0] if isinstance(given, tuple) else given
+                raise Refused(
+                    f"--{kind} with {flag} {said}: that says how an axis is edited; leave one out"
+                    if kind
+                    else f"{flag} {said}: an axis is held against --controls; leave it out, or give --heads or --blocks"
+                )
+        return kind
+
 
 def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
+    kind = asked.kind
     layers: Any = asked.layers
     if asked.layers not in ("last", "each"):
         if not all(part.strip().isdigit() for part in asked.layers.split(",")):
@@ -399,6 +423,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
     for flag, value, least in (
         ("--n", n, 5 if asked.sula else 20),
         ("--controls", asked.controls, 1),
+        ("--nulls", asked.nulls, 1),
         ("--seed", asked.seed, 0),
     ):
         if value < least:
@@ -410,9 +435,11 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
         raise Refused(f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence")
     given, domain = prior(asked.prior), Domain(asked.domain)
     located = asked.locate()
-    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("out", "offline", "device")}
+    # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
+    unnamed = ("out", "offline", "device", *(() if kind else ("heads", "blocks", "nulls")))
+    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in unnamed}
     spec = digest(spec | {"revision": located.revision})
-    what = f"ablate-{'sula' if asked.sula else asked.domain}-{asked.mode}"
+    what = f"ablate-{'sula' if asked.sula else asked.domain}-{kind or asked.mode}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
     request.check_folder(out, spec)
     subject = asked.load()
@@ -421,19 +448,18 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
     else:
         pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
         batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
-    record = examine(
-        subject,
-        batch,
-        directions=asked.directions,
-        mode=asked.mode,
-        layers=layers,
-        positions=asked.positions,
-        controls=asked.controls,
-        seed=asked.seed,
-        batch_tokens=asked.batch_tokens,
-        progress=progress,
-        facts={"spec": spec, "command": asked.command()},
-    )
+    shared = {
+        "positions": asked.positions,
+        "seed": asked.seed,
+        "batch_tokens": asked.batch_tokens,
+        "progress": progress,
+        "facts": {"spec": spec, "command": asked.command()},
+    }
+    if kind:
+        record = parts.examine(subject, batch, kind, nulls=asked.nulls, **shared)
+    else:
+        chosen = {"directions": asked.directions, "mode": asked.mode, "layers": layers}
+        record = examine(subject, batch, controls=asked.controls, **chosen, **shared)
     record.save(out)
     from llmgeom.reports import page
 

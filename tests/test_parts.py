@@ -1,0 +1,548 @@
+"""A head or a block replaced does what plain hooks on the model's own modules do; what stands out is found apart."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from scipy import stats as scipy_stats
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Site
+from llmgeom.cli import main
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.experiments import parts, replacing
+from llmgeom.experiments.ablation import Request, perform
+from llmgeom.experiments.bench import Bench
+from llmgeom.experiments.halves import Halves
+from llmgeom.experiments.parts import (
+    BRANCH,
+    EVIDENCE,
+    LARGEST,
+    OVER_LAST,
+    OVER_MEDIAN,
+    SECOND,
+    SHARE,
+    WEAKEST,
+    examine,
+    found_apart,
+    of_blocks,
+    of_heads,
+)
+from llmgeom.experiments.replacing import DONORS, WAYS, Replaced, donors, sites
+from llmgeom.prompts.sula import Sula, available
+from llmgeom.readout import folds
+from llmgeom.record import Record
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, VOCAB, Family, first, hooked
+
+torch.set_num_threads(1)
+KINDS = ("gpt_neox", "llama")
+HEADS = 8
+
+
+def random_prompts(seed: int = 0, units: int = 12, each: int = 1) -> Batch:
+    """Prompts of 3 to 10 random tokens; the pads are random too."""
+    rng = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (each * units, 10), generator=rng)
+    lengths = torch.randint(3, 11, (each * units,), generator=rng)
+    unit = tuple(str(i // each) for i in range(each * units))
+    return Batch(Tokens(ids, lengths), unit, {"kind": "random", "name": "r"})
+
+
+BATCH = random_prompts()
+HALF = folds(BATCH.unit, 0, 2)
+FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
+
+
+def replaced(subject: Subject, kind: str, positions: str = "query", batch: Batch = BATCH) -> Replaced:
+    return Replaced.of(Halves.of(subject, batch, sites(kind), 0, 4096), kind, positions)
+
+
+def of_layers(name: str, layers: int) -> Family:
+    family = FAMILIES[name]
+    return replace(family, settings=family.settings | {"num_hidden_layers": layers})
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def family(request) -> Family:
+    return FAMILIES[request.param]
+
+
+@pytest.fixture(scope="module")
+def subject(family) -> Subject:
+    return Subject.of(family.model(), name=family.name)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
+
+
+def outcome(record: Record, probe: str) -> dict:
+    return {h.name: h for h in record.results[probe].headlines}
+
+
+# ---- an oracle that shares nothing with edits: plain hooks, a prompt at a time ---------------------------------------
+
+
+def alone(batch: Batch) -> list[torch.Tensor]:
+    return [ids[None, :n] for ids, n in zip(batch.inputs.ids, batch.inputs.lengths.tolist(), strict=True)]
+
+
+@torch.no_grad()
+def last_log_probs(model, ids: torch.Tensor) -> torch.Tensor:
+    return model(ids).logits[0, -1].double().log_softmax(-1)
+
+
+@torch.no_grad()
+def heads_of(family: Family, model, layer: int, ids: torch.Tensor) -> torch.Tensor:
+    """[position head head_dim] what arrives at W_O."""
+    seen = []
+    output = family.part(model, layer, family.output)
+    with hooked(output.register_forward_pre_hook(lambda _m, args: seen.append(args[0][0].clone()))):
+        model(ids)
+    return seen[0].unflatten(-1, (HEADS, -1)).double()
+
+
+@torch.no_grad()
+def writes_of(family: Family, model, layer: int, path: str, ids: torch.Tensor) -> torch.Tensor:
+    """[position d_model] what the module adds."""
+    seen = []
+    with hooked(family.part(model, layer, path).register_forward_hook(lambda _m, _a, out: seen.append(first(out)))):
+        model(ids)
+    return seen[0].reshape(ids.shape[1], -1).double().clone()
+
+
+def head_set(family: Family, model, layer: int, head: int, value: torch.Tensor, at: slice):
+    def hook(_module, args):
+        z = args[0].clone().unflatten(-1, (HEADS, -1))
+        z[0, at, head] = value.float()
+        return (z.flatten(-2),)
+
+    return family.part(model, layer, family.output).register_forward_pre_hook(hook)
+
+
+def write_set(family: Family, model, layer: int, path: str, value: torch.Tensor, at: slice):
+    def hook(_module, _args, out):
+        x = first(out).clone()
+        x[0, at] = value.float()
+        return (x, *out[1:]) if isinstance(out, tuple) else x
+
+    return family.part(model, layer, path).register_forward_hook(hook)
+
+
+def kl_of(model, ids: torch.Tensor, *handles) -> float:
+    with hooked(*handles):
+        q = last_log_probs(model, ids)
+    p = last_log_probs(model, ids)
+    return float((p.exp() * (p - q)).sum() / np.log(2))
+
+
+LAST, LATER = slice(-1, None), slice(1, None)
+
+
+@pytest.mark.parametrize(("positions", "at"), [("query", LAST), ("all", LATER)])
+def test_a_head_set_to_0_or_to_its_mean_is_what_hooks_before_w_o_do(family, subject, positions, at):
+    model, made = subject.model, replaced(subject, "heads", positions)
+    assert list(made.effects) == (["zero", "mean", "interchange"] if positions == "query" else ["zero", "mean"])
+    for layer, head in ((0, 1), (0, 6), (1, 0), (1, 7)):
+        mean = torch.cat([heads_of(family, model, layer, ids)[at, head] for ids in alone(FIT)]).mean(0)
+        part = layer * HEADS + head
+        assert made.parts[part].name == f"L{layer}H{head}"
+        for way, value in (("zero", torch.zeros_like(mean)), ("mean", mean)):
+            expected = [kl_of(model, ids, head_set(family, model, layer, head, value, at)) for ids in alone(HELD)]
+            assert min(expected) > 1e-5
+            np.testing.assert_allclose(made.effects[way]["kl"][part], expected, rtol=2e-3, atol=1e-7)
+
+
+def test_an_exchanged_head_is_what_a_hook_does_that_writes_the_donor_s(family, subject):
+    model, made = subject.model, replaced(subject, "heads")
+    given = donors(HELD.unit, DONORS, 0)
+    for layer, head in ((0, 2), (1, 5)):
+        z = [heads_of(family, model, layer, ids)[-1, head] for ids in alone(HELD)]
+        expected = [
+            np.mean([kl_of(model, ids, head_set(family, model, layer, head, z[j], LAST)) for j in given[:, i]])
+            for i, ids in enumerate(alone(HELD))
+        ]
+        np.testing.assert_allclose(made.effects["interchange"]["kl"][layer * HEADS + head], expected, 2e-3, 1e-7)
+
+
+@pytest.mark.parametrize(("positions", "at"), [("query", LAST), ("all", LATER)])
+def test_branches_and_blocks_are_what_hooks_on_the_writers_do(family, subject, positions, at):
+    model, made = subject.model, replaced(subject, "blocks", positions)
+    assert list(made.effects) == ["zero", "mean"]
+    paths = {"attention": (family.attention_write,), "mlp": (family.mlp_write,)}
+    paths["block"] = paths["attention"] + paths["mlp"]
+    for i, (name, of) in enumerate(paths.items()):
+        for layer in (0, 1):
+            assert made.parts[2 * i + layer].name == f"L{layer} {name}"
+            mean = {p: torch.cat([writes_of(family, model, layer, p, x)[at] for x in alone(FIT)]).mean(0) for p in of}
+            for way, values in (("zero", {p: torch.zeros(64) for p in of}), ("mean", mean)):
+                expected = [
+                    kl_of(model, ids, *(write_set(family, model, layer, p, values[p], at) for p in of))
+                    for ids in alone(HELD)
+                ]
+                np.testing.assert_allclose(made.effects[way]["kl"][2 * i + layer], expected, rtol=2e-3, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "embedding", "norm"), [
+    ("gpt_neox", "gpt_neox.embed_in", "gpt_neox.final_layer_norm"), ("llama", "model.embed_tokens", "model.norm"),
+])  # fmt: skip
+def test_bypassing_all_that_writes_leaves_the_embedding(name, embedding, norm):
+    """Layer 1 writes nothing; without block 0 the logits are those of the final token's own embedding."""
+    family = FAMILIES[name]
+    model = family.model()
+    with torch.no_grad():
+        for path in (family.attention_write, family.mlp_write):
+            module = family.part(model, 1, path)
+            for parameter in (module.dense if path == "attention" else
+                              getattr(module, "o_proj", None) or getattr(module, "down_proj", None)
+                              or module.dense_4h_to_h).parameters():  # fmt: skip
+                parameter.zero_()
+        ends = torch.tensor([int(ids[0, -1]) for ids in alone(HELD)])
+        x = model.get_submodule(norm)(model.get_submodule(embedding)(ends))
+        q = model.get_output_embeddings()(x).double().log_softmax(-1)
+        p = torch.stack([last_log_probs(model, ids) for ids in alone(HELD)])
+    made = replaced(Subject.of(model, name=name), "blocks").effects["zero"]["kl"]
+    expected = (p.exp() * (p - q)).sum(1) / np.log(2)
+    np.testing.assert_allclose(made[4], expected.numpy(), rtol=1e-4)
+    assert (made[[1, 3, 5]] == 0).all() and (made[[0, 2, 4]] > 0).all()
+
+
+# ---- answers known beforehand ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(name):
+    family, layer, head = FAMILIES[name], 1, 3
+    model = family.model()
+    with torch.no_grad():
+        for one in (0, 1):
+            weight = family.part(model, one, family.output).weight.unflatten(1, (HEADS, -1))
+            weight[:, [h for h in range(HEADS) if (one, h) != (layer, head)]] = 0
+    record = examine(Subject.of(model, name=name), random_prompts(units=14), "heads", nulls=3)
+    assert not record.unmeasured
+    for way in WAYS["heads"]:
+        measured, found = record.results[f"heads_{way}"], outcome(record, f"heads_{way}")
+        kl = measured.arrays["kl"]
+        assert kl.shape == (2, HEADS) and kl[layer, head] > 0.01 and np.count_nonzero(kl) == 1
+        assert found[SHARE].value == 1 and found[SECOND].value == 0
+        assert measured.arrays["above_half"] == 1 and measured.arrays["equal"] == 1 / 16
+        assert found[LARGEST].value == pytest.approx(kl[layer, head]) and found[LARGEST].n == 7
+        assert found[SHARE].null_high < 0.3, "in a re-initialised model all heads are heard"
+        assert any(note.endswith("L1H3, L1H3") for note in measured.notes) and not measured.warnings
+
+
+def test_who_gives_to_himself_is_moved_by_exactly_nothing(subject, monkeypatch):
+    before = replaced(subject, "heads").effects["interchange"]
+    assert (before["kl"] > 0).all()
+    monkeypatch.setattr(replacing, "donors", lambda units, count, seed: np.tile(np.arange(len(units)), (count, 1)))
+    after = replaced(subject, "heads").effects["interchange"]
+    assert (after["kl"] == 0).all() and (after["odds"] == 0).all() and (after["error"] == 0).all()
+
+
+def test_where_nothing_reaches_the_output_there_is_no_share(family):
+    model = family.model()
+    with torch.no_grad():
+        for layer in (0, 1):
+            for parameter in family.part(model, layer, family.output).parameters():
+                parameter.zero_()
+    record = examine(Subject.of(model, name=family.name), BATCH, "heads", nulls=1)
+    assert not record.results and set(record.unmeasured) == {f"heads_{way}" for way in WAYS["heads"]}
+    assert all("is a share of nothing: what was replaced does not reach" in why for why in record.unmeasured.values())
+
+
+def test_a_middle_block_that_writes_nothing_is_the_weakest():
+    family = of_layers("llama", 4)
+    model = family.model()
+    with torch.no_grad():
+        for path in ("self_attn.o_proj", "mlp.down_proj"):
+            family.layer(model, 2).get_submodule(path).weight.zero_()
+    record = examine(Subject.of(model, name="llama"), random_prompts(units=14), "blocks", nulls=3)
+    for way in WAYS["blocks"]:
+        measured, found = record.results[f"blocks_{way}"], outcome(record, f"blocks_{way}")
+        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST}
+        assert all(measured.arrays[name][2] == 0 for name in ("attention", "mlp", "block", "relative"))
+        assert (measured.arrays["block"][[0, 1, 3]] > 0.05).all()
+        assert found[WEAKEST].value == found[OVER_MEDIAN].value == found[OVER_LAST].value == 0
+        assert any(note.endswith("on the other: 2, 2") for note in measured.notes)
+
+
+# ---- donors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [tuple("aabbbcdde"), tuple("abcdef"), tuple("eeeeeabcd")])
+def test_a_donor_is_of_another_unit_and_every_unit_gives_to_one(units):
+    found, names = donors(units, DONORS, 5), np.array(units)
+    assert found.shape == (DONORS, len(units))
+    pairs = set()
+    for draw in found:
+        to = {(own, names[donor]) for own, donor in zip(units, draw, strict=True)}
+        assert all(own != other for own, other in to)
+        assert len(to) == len({other for _, other in to}) == len(set(units)), "a permutation of units"
+        assert not pairs & to, "nobody gives twice to the same"
+        pairs |= to
+    random.seed(1)
+    np.random.seed(1)
+    assert (donors(units, DONORS, 5) == found).all() and (donors(units, DONORS, 6) != found).any()
+
+
+def test_any_prompt_of_the_other_unit_may_be_the_donor():
+    units = tuple("aaabbbccc")
+    drawn = {int(d) for seed in range(40) for d in donors(units, 2, seed)[0]}
+    assert drawn == set(range(9))
+
+
+# ---- what stands out, found apart -----------------------------------------------------------------------------------
+
+
+def test_the_largest_is_found_on_one_half_and_taken_on_the_other():
+    each = np.array([[5.0, 5, 1, 1], [2, 2, 9, 9], [3, 3, 4, 4]])
+    half = np.array([0, 0, 1, 1])
+    value, which = found_apart(each, half, 0)
+    # Part 0 is largest on half 0 and tells of half 1; part 1 is largest on half 1 and tells of half 0.
+    assert value.tolist() == [2, 2, 1, 1] and which == (0, 1)
+    assert found_apart(each, half, 1)[0].tolist() == [3, 3, 4, 4]
+    assert found_apart(each, half, -1)[0].tolist() == [5, 5, 9, 9]
+    assert found_apart(each, half, 0, 1)[0].tolist() == [2.5, 2.5, 2.5, 2.5]
+
+
+def test_what_chance_adds_to_a_maximum_is_not_in_it():
+    rng, half = np.random.default_rng(0), np.arange(20) % 2
+    apart, naive = [], []
+    for _ in range(400):
+        each = 1 + rng.standard_normal((16, 20))
+        largest, every = of_heads({"kl": each}, half)[SHARE]
+        apart.append(largest.sum() / every.sum())
+        naive.append(each.mean(1).max() / each.mean(1).sum())
+    assert np.mean(apart) == pytest.approx(1 / 16, abs=0.002) and np.mean(naive) > 1.3 / 16
+
+
+def test_fractions_of_heads_and_blocks_by_hand():
+    kl = np.array([[8.0, 8], [4, 4], [2, 2], [1, 1]])
+    half = np.array([0, 1])
+    over = {name: a.sum() / b.sum() for name, (a, b) in of_heads({"kl": kl, "evidence": -kl}, half).items()}
+    assert over == {LARGEST: 8, SHARE: 8 / 15, SECOND: 0.5, EVIDENCE: -1}
+    for block, weakest, median in (([9.0, 2, 4, 7, 1], 2, 4), ([9.0, 2, 4, 1], 2, 3), ([5.0, 3, 1], 3, 3)):
+        layers = len(block)
+        stacked = np.repeat(np.array([[1.0] * layers, [3.0] * layers, block]).reshape(-1, 1), 2, 1)
+        effects = {"kl": stacked, "evidence": stacked}
+        over = {name: a.sum() / b.sum() for name, (a, b) in of_blocks(effects, half).items()}
+        beside = {OVER_MEDIAN: weakest / median, OVER_LAST: weakest / block[-1]}
+        assert over == {BRANCH: 3, WEAKEST: weakest, EVIDENCE: max(block)} | beside
+        assert median == np.median(block)
+
+
+def test_intervals_delete_whole_units(llama):
+    batch = random_prompts(units=12, each=2)
+    record = examine(llama, batch, "heads", nulls=1)
+    made = replaced(llama, "heads", batch=batch)
+    names, half = np.unique(made.units), folds(made.units, 0, 2)
+    quantile = scipy_stats.t.ppf(0.975, len(names) - 1)
+    assert len(made.units) == 2 * len(names)
+    for way in WAYS["heads"]:
+        kl = made.effects[way]["kl"]
+        above, below = of_heads({"kl": kl}, half)[SHARE]
+        logs = np.log([above[made.units != name].sum() / below[made.units != name].sum() for name in names])
+        error = np.sqrt((len(names) - 1) * np.square(logs - logs.mean()).mean())
+        h = outcome(record, f"heads_{way}")[SHARE]
+        ends = np.exp(np.log(h.value) + np.array([-1, 1]) * quantile * error)
+        assert (h.low, h.high) == pytest.approx(ends) and (h.n, h.units) == (len(made.units), len(names))
+        # The jackknife of a mean over units of one size is Student's interval of the units' means.
+        means = np.array([kl[:, made.units == name].mean(1) for name in names])
+        half_width = quantile * means.std(0, ddof=1) / np.sqrt(len(names))
+        arrays = record.results[f"heads_{way}"].arrays
+        np.testing.assert_allclose(arrays["interval"][..., 1].ravel(), means.mean(0) + half_width)
+        np.testing.assert_allclose(arrays["interval"][..., 0].ravel(), means.mean(0) - half_width)
+        assert arrays["above_half"] == sum(one > max(means.mean(0)) / 2 for one in means.mean(0)) > 1
+
+
+def test_without_a_middle_only_the_branches_are_compared(subject):
+    record = examine(subject, BATCH, "blocks", nulls=2)
+    for way in WAYS["blocks"]:
+        assert set(outcome(record, f"blocks_{way}")) == {BRANCH}
+        measured = record.results[f"blocks_{way}"]
+        assert measured.notes == ("replaced at the final token", "2 layers: none is in the middle")
+        attention, mlp = measured.arrays["attention"], measured.arrays["mlp"]
+        h = outcome(record, f"blocks_{way}")[BRANCH]
+        assert h.value == pytest.approx(mlp.sum() / attention.sum()) and h.low < h.value < h.high
+        block = measured.arrays["block"]
+        np.testing.assert_allclose(measured.arrays["relative"], block / block.mean(), err_msg="of two, the median")
+
+
+# ---- the run --------------------------------------------------------------------------------------------------------
+
+
+def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
+    record = examine(llama, BATCH, "heads", nulls=1, seed=3)
+    alone = examine(llama.twin(4), BATCH, "heads", nulls=1, seed=3)
+    for way in WAYS["heads"]:
+        for name, h in outcome(record, f"heads_{way}").items():
+            assert h.null_low == h.null_high == outcome(alone, f"heads_{way}")[name].value
+            assert h.null == "re-initialised twins (1 draws)"
+    assert "only 1 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings
+    blocks, other = (examine(who, BATCH, "blocks", nulls=1, seed=3) for who in (llama, llama.twin(4)))
+    for name in ("attention", "mlp", "block", "relative"):
+        null = blocks.results["blocks_mean"].arrays[f"{name}_null"]
+        np.testing.assert_array_equal(null, np.repeat(other.results["blocks_mean"].arrays[name][:, None], 2, 1))
+
+
+def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, monkeypatch):
+    first_run = replaced(llama, "heads").effects
+    torch.manual_seed(5)
+    np.random.seed(5)
+    again = replaced(llama, "heads").effects
+    monkeypatch.setattr("llmgeom.experiments.bench.AT_ONCE", 60)
+    other = Replaced.of(Halves.of(llama, BATCH, {Site.Z}, 0, 90), "heads", "query").effects
+    for way, effects in first_run.items():
+        assert (again[way]["kl"] == effects["kl"]).all()
+        np.testing.assert_allclose(other[way]["kl"], effects["kl"], rtol=1e-3, atol=1e-8)
+
+
+def test_two_halves_that_disagree_are_told(llama):
+    record = examine(llama, random_prompts(units=14), "heads", nulls=1)
+    told = [m.warnings for m in record.results.values() if len({*m.notes[1].split(": ")[1].split(", ")}) == 2]
+    assert told and all("the two halves of the units find two largest heads" in w[0] for w in told)
+
+
+def test_a_largest_head_that_does_next_to_nothing_is_told(llama):
+    record = examine(llama.twin(0), BATCH, "heads", nulls=1)
+    assert all("less than 0.01: shares of so little" in m.warnings[-1] for m in record.results.values())
+
+
+def test_writes_that_are_not_known_are_refused(llama):
+    blind = replace(llama, facts={**llama.facts, "parity": {"writes": "unavailable: post-norm"}})
+    with pytest.raises(Unavailable, match="writes to the residual stream are unavailable: post-norm"):
+        examine(blind, BATCH, "blocks", nulls=1)
+
+
+def test_a_batch_with_positions_of_its_own_is_refused(llama):
+    query = torch.ones(BATCH.inputs.ids.shape, dtype=torch.bool)
+    with pytest.raises(Refused, match="an edit is made where a prompt ends; this batch examines positions of its own"):
+        examine(llama, replace(BATCH, query=query), "heads", nulls=1)
+
+
+# ---- the bench ------------------------------------------------------------------------------------------------------
+
+
+def bench_of(subject: Subject, places, positions="query") -> Bench:
+    pair = subject.capture(HELD, {Site.LOG_PROBS}).log_probs.topk(2).indices
+    return Bench(subject, HELD, places, positions, subject.entropy(HELD), lambda x: x.sum(1), pair, None)
+
+
+def test_a_number_alone_names_a_layer_s_values(llama):
+    def move(x, _):
+        return -0.5 * x
+
+    by_number, by_name = bench_of(llama, (1,)).run([{1: move}]), bench_of(llama, (("value", 1),)).run([
+        {("value", 1): move}
+    ])  # fmt: skip
+    assert (by_number["kl"] > 0).all() and (by_number["kl"] == by_name["kl"]).all()
+
+
+def test_copies_edited_in_different_places_do_not_mix(llama):
+    places = (("z", 0), ("mlp_write", 1), 1)
+    bench = bench_of(llama, places)
+    copies = [{}, *({place: lambda x, _: -0.5 * x} for place in places), dict.fromkeys(places, lambda x, _: -0.5 * x)]
+    together = bench.run(copies)["kl"]
+    assert (together[0] == 0).all() and (together[1:] > 0).all()
+    for i in range(1, 5):
+        np.testing.assert_allclose(together[i], bench.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
+
+
+def test_later_positions_are_all_but_the_first(llama):
+    seen = []
+    bench = bench_of(llama, (("z", 1),), "later")
+    edit = Edit("z", bench._edit([{("z", 1): lambda x, _: -x}], ("z", 1)), (1,))
+    llama.capture(HELD, {Site.Z}, [edit, Edit("z", lambda x, _: seen.append(x) or x, (1,))])
+    (x,) = seen
+    assert (x[:, 1:] == 0).all() and (x[:, 0] != 0).any(-1).all()
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pythia() -> Subject:
+    return Subject.load("pocket:pythia", device="cpu", offline=True)
+
+
+def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
+    batch = Sula(available(pythia.tokenizer), ks=(1, 2)).sample(12, 0)
+    held = batch.take(np.flatnonzero(folds(batch.unit, 0, 2) == 1))
+    record = examine(pythia, batch, "blocks", nulls=1)
+    assert {EVIDENCE, BRANCH} < set(outcome(record, "blocks_zero"))
+    pair = [[pythia.tokenizer(f" {w}")["input_ids"][0] for w in two] for two in
+            zip(held.columns["first"], held.columns["second"], strict=True)]  # fmt: skip
+    exact, layer = held.posterior.predictive[:, -1].double(), pythia.model.gpt_neox.layers[2]
+
+    def wipe(_module, _args, out):
+        x = first(out).clone()
+        x[:, -1] = 0
+        return (x, *out[1:]) if isinstance(out, tuple) else x
+
+    missed = {True: [], False: []}
+    for wiped in missed:
+        for text, two, e in zip(held.text, pair, exact, strict=True):
+            ids = torch.tensor([pythia.tokenizer(text)["input_ids"]])
+            handles = [m.register_forward_hook(wipe) for m in (layer.attention, layer.mlp)] if wiped else []
+            with hooked(*handles):
+                log_q = last_log_probs(pythia.model, ids)[two].log_softmax(0)
+            missed[wiped].append(float(e.exp() @ (e - log_q)) / np.log(2))
+    rise = np.mean(missed[True]) - np.mean(missed[False])
+    assert abs(rise) > 1e-3
+    assert record.results["blocks_zero"].arrays["evidence"][2] == pytest.approx(rise, rel=1e-3)
+
+
+def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
+    asked = Request(offline=True, device="cpu", limit=60, n=20, nulls=1, heads="all", positions="all",
+                    out=str(tmp_path / "run"))  # fmt: skip
+    out, record = perform(asked)
+    assert Record.load(out).facts["command"] == (
+        "llmgeom ablate --device cpu --offline --heads all --nulls 1 --positions all --n 20 --limit 60"
+    )
+    assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
+    assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
+    assert record.facts["estimated on"] + record.facts["prompts"] == 20
+    text = (out / "report.html").read_text()
+    assert "Heads, one at a time: set to the mean" in text and "Heat map of 4 layers by 4 heads" in text
+    assert "replaced at every position but the first" in text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"heads": "all", "blocks": "all"}, "--heads all with --blocks all: one or the other is replaced; give one"),
+        ({"heads": "3.1"}, "--heads 3.1: expected all"),
+        ({"blocks": "last"}, "--blocks last: expected all"),
+        ({"heads": "all", "mode": "shift"}, "--heads with --mode shift: that says how an axis is edited; leave one"),
+        ({"blocks": "all", "directions": ("pc1",)}, "--blocks with --direction pc1: that says how an axis is edited"),
+        ({"heads": "all", "layers": "each"}, "--heads with --layers each: that says how an axis is edited"),
+        ({"heads": "all", "controls": 20}, "--heads with --controls 20: that says how an axis is edited"),
+        ({"nulls": 5}, "--nulls 5: an axis is held against --controls; leave it out, or give --heads or --blocks"),
+        ({"heads": "all", "nulls": 0}, "--nulls 0: expected at least 1"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
+    monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
+    with pytest.raises(Refused, match=says):
+        perform(Request(**wrong))
+
+
+def test_the_door_refuses_in_one_sentence():
+    shown = CliRunner().invoke(main, ["ablate", "--heads", "all", "--mode", "only", "-q"], prog_name="llmgeom")
+    assert shown.exit_code == 1 and shown.stderr.startswith("llmgeom: --heads with --mode only: that says how")
+    assert len(shown.stderr.strip().splitlines()) == 1
+
+
+def test_every_headline_of_the_parts_is_declared(subject):
+    names = {h.name for kind in WAYS for m in examine(subject, BATCH, kind, nulls=1).results.values()
+             for h in m.headlines}  # fmt: skip
+    declared = {*parts.declared("heads"), *parts.declared("blocks")}
+    assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE}
