@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -31,6 +31,7 @@ from llmgeom.experiments.parts import (
     WEAKEST,
     examine,
     found_apart,
+    headlines,
     of_blocks,
     of_heads,
 )
@@ -38,6 +39,7 @@ from llmgeom.experiments.replacing import DONORS, WAYS, Replaced, donors, sites
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.readout import folds
 from llmgeom.record import Record
+from llmgeom.store import digest
 from llmgeom.subject import Subject
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 
@@ -363,6 +365,13 @@ def test_intervals_delete_whole_units(llama):
         assert arrays["above_half"] == sum(one > max(means.mean(0)) / 2 for one in means.mean(0)) > 1
 
 
+def test_a_share_of_few_prompts_is_at_most_the_whole():
+    largest = np.array([100.0, 1, 1, 1, 1, 1])
+    fractions = {SHARE: (largest, largest + 1.5)}
+    (h,) = headlines("heads", fractions, [fractions], np.arange(6))
+    assert 0 < h.low < h.value < h.high == 1
+
+
 def test_without_a_middle_only_the_branches_are_compared(subject):
     record = examine(subject, BATCH, "blocks", nulls=2)
     for way in WAYS["blocks"]:
@@ -509,7 +518,8 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     )
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
     assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
-    assert record.facts["estimated on"] + record.facts["prompts"] == 20
+    assert record.facts["estimated on"] + record.facts["prompts"] == 20 and record.facts["nulls"] == 1
+    assert "(1 draws)" in outcome(record, "heads_mean")[SHARE].null
     text = (out / "report.html").read_text()
     assert "Heads, one at a time: set to the mean" in text and "Heat map of 4 layers by 4 heads" in text
     assert "replaced at every position but the first" in text
@@ -533,6 +543,23 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, 
     monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
     with pytest.raises(Refused, match=says):
         perform(Request(**wrong))
+
+
+def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypatch):
+    def stop(folder, spec):
+        raise Refused(spec)
+
+    monkeypatch.setattr("llmgeom.experiments.request.check_folder", stop)
+
+    def spec(**asked) -> str:
+        with pytest.raises(Refused) as told:
+            perform(Request(offline=True, **asked))
+        return str(told.value)
+
+    since = {"heads", "blocks", "nulls", "out", "offline", "device"}
+    named = {f.name: getattr(Request, f.name) for f in fields(Request) if f.name not in since}
+    assert spec() == digest(named | {"revision": Request().locate().revision})
+    assert len({spec(), spec(heads="all"), spec(blocks="all"), spec(heads="all", nulls=2)}) == 4
 
 
 def test_the_door_refuses_in_one_sentence():
