@@ -189,9 +189,16 @@ def sula(**options: Any) -> int:
     return _show(out, [record], say)
 
 
-@main.command(epilog="Example:  llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all")
+@main.command(
+    epilog="Example:  llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all\n\n"
+    "Example:  llmgeom ablate --model EleutherAI/pythia-70m --heads all --domain math"
+)
 @_model_options
 @click.option("--axis", type=click.Choice(["entropy"]), default="entropy", show_default=True, help="What is edited.")
+@click.option("--heads", type=click.Choice(["all"]), help="Instead of an axis: each head replaced, one at a time.")
+@click.option(
+    "--blocks", type=click.Choice(["all"]), help="Instead of an axis: each attention, MLP and block replaced."
+)
 @click.option(
     "--direction",
     "directions",
@@ -208,7 +215,7 @@ def sula(**options: Any) -> int:
     type=click.Choice(["query", "all"]),
     default="query",
     show_default=True,
-    help="Edit the final token, or all.",
+    help="Edit the final token, or all (of heads and blocks: but the first).",
 )
 @click.option("--domain", default="mixed", show_default=True, help="Prompt domain.")
 @click.option("--sula", is_flag=True, help="Label sequences in the place of a domain; see `llmgeom sula`.")
@@ -218,13 +225,17 @@ def sula(**options: Any) -> int:
 )
 @click.option("--n", type=int, help="Prompts. [default: 75, or 20 for each k with --sula]")
 @click.option("--limit", type=int, help="A pool of at most LIMIT prompts.")
-@click.option("--controls", default=199, show_default=True, help="Draws of each control.")
+@click.option("--controls", default=199, show_default=True, help="Of an axis: draws of each control.")
+@click.option("--nulls", default=20, show_default=True, help="Of heads and blocks: re-initialised twins.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, halves and controls.")
-@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-ablate-DOMAIN-MODE-HASH]")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]")
 @_say_options
 def ablate(**options: Any) -> int:
-    """Is the entropy axis used? Edit it, and hold what changes in the output against edits of the same size."""
+    """Is the entropy axis used? Edit it, and hold what changes in the output against edits of the same size.
+
+    With --heads all or --blocks all: which heads, or blocks, does the output need? Replace each, one at a time.
+    """
     from llmgeom.experiments.ablation import Request, perform
 
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}

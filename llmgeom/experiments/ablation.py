@@ -17,21 +17,21 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
 from llmgeom.errors import Refused
-from llmgeom.experiments import request
-from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled, ridge
+from llmgeom.experiments import parts, request
+from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
+from llmgeom.experiments.halves import Halves
+from llmgeom.experiments.replacing import Kind
 from llmgeom.experiments.scanning import POOL
-from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
-from llmgeom.readout import folds
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Figure, Headline, Result, quantity
-from llmgeom.scan import few_draws, prompt_table, provenance, took
-from llmgeom.stats import LEAST_UNITS, jackknife, spearman
+from llmgeom.scan import NULLS, few_draws, took
+from llmgeom.stats import jackknife, spearman
 from llmgeom.store import digest
 from llmgeom.subject import Subject
 
@@ -194,7 +194,7 @@ def measure_axis(
     seed: int,
     tell: Progress | None,
 ) -> Ablation:
-    """The axes of `bench.layers` edited together, against `count` draws of each control. Raises Refused: few units."""
+    """The axes of `bench.places` edited together, against `count` draws of each control. Raises Refused: few units."""
     own, draws = _together(axes, mode, count, seed)
     made, units, doses = Effects.of(bench, mode, own, draws, tell), np.array(bench.batch.unit), DOSES[mode]
     scale, warnings = _scale(bench, axes), []
@@ -240,7 +240,7 @@ def measure_axis(
 def measure_found(bench: Bench, axis: Axis, direction: Tensor, count: int, seed: int, tell: Progress | None) -> Found:
     """The last layer's values cut along a direction of each prompt's own, d [prompt coordinate] in x, against random
     directions of the span of half A made orthogonal to it and moved as far."""
-    (layer,) = bench.layers
+    (layer,) = bench.places
     d = direction / direction.norm(dim=1, keepdim=True).clamp_min(1e-300)
     span = torch.cat([axis.u[None], axis.others])
     rng = np.random.default_rng([seed, layer, 2])
@@ -295,35 +295,12 @@ def examine(
     chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
         raise Refused(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
-    if batch.query is not None:
-        raise Refused("an axis is edited where a prompt ends; this batch examines positions of its own: give prompts")
-    half = folds(batch.unit, seed, 2)
-    whole = replace(batch, inputs=subject.tokens(batch))
-    fit, held = (whole.take(np.flatnonzero(half == one)) for one in (0, 1))
-    if (least := min(len(set(part.unit)) for part in (fit, held))) < LEAST_UNITS:
-        raise Refused(
-            f"{len(set(batch.unit))} units leave {least} in a half; {LEAST_UNITS} in each are needed: add templates"
-        )
-    sites = {Site.VALUE, Site.RESIDUAL, Site.ENTROPY}
-    seen = {"fit": subject.capture(fit, sites, batch_tokens=batch_tokens)}
-    seen["held"] = subject.capture(held, sites | {Site.LOG_PROBS}, batch_tokens=batch_tokens)
-    entropy = {name: bits(one.entropy.double().numpy()) for name, one in seen.items()}
-    value = {name: [x.flatten(1).double() for x in one.layers(Site.VALUE)] for name, one in seen.items()}
-    stream = seen["fit"].layers(Site.RESIDUAL)[-1].double().numpy()
-    centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
-    w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.unit, seed)
-    exact = held.posterior.predictive[:, -1].double() if held.posterior and "first" in held.columns else None
-    pair = seen["held"].log_probs.topk(2).indices if exact is None else _labels(subject, held)
-    bare = replace(held, posterior=None, columns={})
-
-    def read(x: np.ndarray) -> np.ndarray:
-        return (x - centre) / sd @ w + intercept
-
-    def bench(layers: tuple[int, ...], where: Literal["query", "all"] = positions) -> Bench:
-        return Bench(subject, bare, layers, where, entropy["held"], read, pair, exact, batch_tokens)
+    halves = Halves.of(subject, batch, {Site.VALUE}, seed, batch_tokens)
+    entropy = halves.entropy
+    value = {name: [x.flatten(1).double() for x in one.layers(Site.VALUE)] for name, one in halves.seen.items()}
 
     def axes(direction: str, layers: Sequence[int]) -> dict[int, Axis]:
-        return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], fit.unit, direction, seed) for n in layers}
+        return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], halves.fit.unit, direction, seed) for n in layers}
 
     def told(name: str) -> Progress | None:
         return (lambda what, done, total: progress(f"{name}: {what}", done, total)) if progress else None
@@ -331,12 +308,14 @@ def examine(
     def axis(direction: str) -> Ablation:
         probe = f"ablation_{direction}"
         values = {n: value["held"][n] for n in chosen}
-        return measure_axis(probe, bench(chosen), axes(direction, chosen), values, mode, controls, seed, told(probe))
+        return measure_axis(
+            probe, halves.bench(chosen, positions), axes(direction, chosen), values, mode, controls, seed, told(probe)
+        )
 
     def layered(direction: str) -> Layers:
         rows = []
         for n, one in axes(direction, range(last + 1)).items():
-            at = bench((n,))
+            at = halves.bench((n,), positions)
             own, draws = _together({n: one}, mode, min(FEW, controls), seed)
             each, null = Effects.of(at, mode, own, draws, told(f"layer {n}")).judged("kl")
             rows.append(
@@ -346,8 +325,9 @@ def examine(
         return Layers(kl=found[:, 0], kl_null=found[:, 1:3], tenth=found[:, 3])
 
     def found() -> Found:
-        aimed = readout_direction(subject, pair)
-        return measure_found(bench((last,), "query"), axes("pc1", (last,))[last], aimed, controls, seed, told(CONTROL))
+        aimed = readout_direction(subject, halves.pair)
+        at = halves.bench((last,), "query")
+        return measure_found(at, axes("pc1", (last,))[last], aimed, controls, seed, told(CONTROL))
 
     measures: dict[str, Callable[[], Result]] = {CONTROL: found}
     for direction in directions:
@@ -361,31 +341,12 @@ def examine(
         except Refused as refusal:
             unmeasured[name] = str(refusal)
     results = claims.judge(results)
-    asked = batch.take(np.flatnonzero(half == 1))
-    return Record(
-        results=results,
-        unmeasured=unmeasured,
-        prompts=prompt_table(subject, asked, held.inputs, entropy["held"]),
-        subject={k: v for k, v in subject.facts.items() if v is not None},
-        source=dict(batch.source),
-        facts={
-            **provenance(held, whole.inputs, seed, controls),
-            "estimated on": len(fit),
-            "axis": {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions},
-            **(facts or {}),
-        },
+    edited = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
+    return replace(
+        halves.record(results, unmeasured, controls, {"axis": edited, **(facts or {})}),
         warnings=tuple(_limits(subject, results, controls)),
         run=took(started),
     )
-
-
-def _labels(subject: Subject, batch: Batch) -> Tensor:
-    """[prompt 2] the ids of the labels."""
-    words = zip(batch.columns["first"], batch.columns["second"], strict=True)
-    ids = [[subject.tokenizer(f" {one}", add_special_tokens=False)["input_ids"] for one in two] for two in words]
-    if any(len(one) != 1 for two in ids for one in two):
-        raise Refused("a label is several tokens of this tokenizer; use the labels that `prompts.sula.available` finds")
-    return torch.tensor(ids)[..., 0]
 
 
 def _limits(subject: Subject, results: Mapping[str, Any], controls: int):
@@ -404,6 +365,9 @@ class Request(request.Request):
     FLAGS: ClassVar[dict[str, str]] = {"directions": "--direction", "ks": "--k"}
     LISTED: ClassVar[tuple[str, ...]] = ("ks",)
 
+    heads: str | None = None
+    blocks: str | None = None
+    nulls: int = NULLS
     axis: str = "entropy"
     directions: tuple[str, ...] = DIRECTIONS
     mode: str = "cut"
@@ -420,9 +384,29 @@ class Request(request.Request):
     seed: int = 0
     out: str | None = None
 
+    @property
+    def kind(self) -> Kind | None:
+        """Heads, blocks, or None for an axis. Raises Refused where it is more than one of them."""
+        if self.heads and self.blocks:
+            raise Refused(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is replaced; give one")
+        kind = "heads" if self.heads else "blocks" if self.blocks else None
+        if kind and getattr(self, kind) != "all":
+            raise Refused(f"--{kind} {getattr(self, kind)}: expected all")
+        for field in ("directions", "mode", "layers", "controls") if kind else ("nulls",):
+            given, default = getattr(self, field), getattr(Request, field)
+            if given != default:
+                flag, said = self.FLAGS.get(field, f"--{field}"), given[0] if isinstance(given, tuple) else given
+                raise Refused(
+                    f"--{kind} with {flag} {said}: that says how an axis is edited; leave one out"
+                    if kind
+                    else f"{flag} {said}: an axis is held against --controls; leave it out, or give --heads or --blocks"
+                )
+        return kind
+
 
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
+    kind = asked.kind
     layers: Any = asked.layers
     if asked.layers not in ("last", "each"):
         if not all(part.strip().isdigit() for part in asked.layers.split(",")):
@@ -440,6 +424,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     for flag, value, least in (
         ("--n", n, 5 if asked.sula else 20),
         ("--controls", asked.controls, 1),
+        ("--nulls", asked.nulls, 1),
         ("--seed", asked.seed, 0),
     ):
         if value < least:
@@ -451,9 +436,11 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         raise Refused(f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence")
     given, domain = prior(asked.prior), Domain(asked.domain)
     located = asked.locate()
-    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("out", "offline", "device")}
+    # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
+    unnamed = ("out", "offline", "device", *(() if kind else ("heads", "blocks", "nulls")))
+    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in unnamed}
     spec = digest(spec | {"revision": located.revision})
-    what = f"ablate-{'sula' if asked.sula else asked.domain}-{asked.mode}"
+    what = f"ablate-{'sula' if asked.sula else asked.domain}-{kind or asked.mode}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
     request.check_folder(out, spec)
     subject = subject or asked.load()
@@ -462,19 +449,18 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     else:
         pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
         batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
-    record = examine(
-        subject,
-        batch,
-        directions=asked.directions,
-        mode=asked.mode,
-        layers=layers,
-        positions=asked.positions,
-        controls=asked.controls,
-        seed=asked.seed,
-        batch_tokens=asked.batch_tokens,
-        progress=progress,
-        facts={"spec": spec, "command": asked.command()},
-    )
+    shared = {
+        "positions": asked.positions,
+        "seed": asked.seed,
+        "batch_tokens": asked.batch_tokens,
+        "progress": progress,
+        "facts": {"spec": spec, "command": asked.command()},
+    }
+    if kind:
+        record = parts.examine(subject, batch, kind, nulls=asked.nulls, **shared)
+    else:
+        chosen = {"directions": asked.directions, "mode": asked.mode, "layers": layers}
+        record = examine(subject, batch, controls=asked.controls, **chosen, **shared)
     record.save(out)
     from llmgeom.reports import page
 

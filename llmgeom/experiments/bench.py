@@ -13,21 +13,22 @@ from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.capture import Site
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.edits import Edit, Where
+from llmgeom.claims import Claim, Null, declared, headline, layer_band
+from llmgeom.edits import Edit, Point, Where
 from llmgeom.experiments.axis import Mode, Move
 from llmgeom.information import bits, kl
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.result import Headline
-from llmgeom.stats import jackknife
+from llmgeom.stats import Interval, jackknife
 from llmgeom.subject import Subject
 
 DOSES = {"cut": (0.5, 1.0), "only": (0.5, 1.0), "shift": (-2.0, -1.0, 1.0, 2.0)}
 JUDGED = {"cut": (1,), "only": (1,), "shift": (0, 3)}  # places in DOSES; several are averaged, prompt by prompt
 AT_ONCE = 256  # rows in a pass: several copies of the prompts, each edited in its own way
 FEW = 39  # draws behind the band at doses and layers that decide nothing: the fewest that carry 95 %
-Copy = Mapping[int, Move]  # what is done to one copy of the prompts, by layer
+Place = int | tuple[Point, int]  # where an edit acts: a point of a layer, or by its number alone a layer's values
+Copy = Mapping[Place, Move]  # what is done to one copy of the prompts; where it names nothing, nothing
 Draw = Callable[[float], Copy]  # at a dose
 
 
@@ -36,14 +37,16 @@ class Bench:
     """Half B, ready to be read under many edits: a pass holds several copies of it, each edited in its own way.
 
     batch     token ids.   entropy  [prompt] bits, of the clean model.   read  [prompt d_model] residual -> bits.
+    places    where copies may be edited.
+    positions "query", the final token; "all"; or "later", all but the first, where many models park their attention.
     pair      [prompt 2] ids of the two labels, or of the clean model's two most likely tokens.
     exact     [prompt 2] exact log-probabilities of the labels, nats; None where the prompts have no exact answer.
     """
 
     subject: Subject
     batch: Batch
-    layers: tuple[int, ...]
-    positions: Literal["query", "all"]
+    places: tuple[Place, ...]
+    positions: Literal["query", "all", "later"]
     entropy: np.ndarray
     read: Callable[[np.ndarray], np.ndarray]
     pair: Tensor
@@ -57,7 +60,7 @@ class Bench:
     def reference(self, copies: int) -> tuple[Tensor, Tensor]:
         """The clean model in the very packing of an edited pass: what no edit reaches differs by exactly nothing."""
         if copies not in self._clean:
-            self._clean[copies] = self._pass([dict.fromkeys(self.layers, lambda x, _: torch.zeros_like(x))] * copies)
+            self._clean[copies] = self._pass([dict.fromkeys(self.places, lambda x, _: torch.zeros_like(x))] * copies)
         return self._clean[copies]
 
     def run(self, copies: Sequence[Copy], progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray]:
@@ -77,20 +80,29 @@ class Bench:
 
     def _pass(self, copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
         rows = self.batch.take([*range(len(self.batch))] * len(copies))
-        edits = [Edit("value", self._edit(copies, layer), (layer,), self.positions) for layer in self.layers]
+        at = "query" if self.positions == "query" else "all"
+        edits = []
+        for place in self.places:
+            if any(place in copy for copy in copies):
+                point, layer = place if isinstance(place, tuple) else ("value", place)
+                edits.append(Edit(point, self._edit(copies, place), (layer,), at))
         seen = self.subject.capture(rows, {Site.LOG_PROBS, Site.RESIDUAL}, edits, batch_tokens=self.batch_tokens)
         return seen.log_probs, seen.layers(Site.RESIDUAL)[-1]
 
-    def _edit(self, copies: Sequence[Copy], layer: int) -> Callable[[Tensor, Where], Tensor]:
+    def _edit(self, copies: Sequence[Copy], place: Place) -> Callable[[Tensor, Where], Tensor]:
+        first = int(self.positions == "later")
+
         def function(x: Tensor, where: Where) -> Tensor:
             at = where.query if self.positions == "query" else torch.ones_like(where.query)
-            row, position = at.nonzero(as_tuple=True)
+            row, position = at[:, first:].nonzero(as_tuple=True)
+            position = position + first
             before, prompt = x[row, position].flatten(1).double().cpu(), where.prompt[row].cpu()
             copy, prompt = prompt // len(self.batch), prompt % len(self.batch)
             after = before.clone()
             for j in copy.unique().tolist():
-                mine = copy == j
-                after[mine] += copies[j][layer](before[mine], prompt[mine])
+                if place in copies[j]:
+                    mine = copy == j
+                    after[mine] += copies[j][place](before[mine], prompt[mine])
             x = x.clone()
             x[row, position] = after.to(x).unflatten(1, x.shape[2:])
             return x
@@ -155,9 +167,13 @@ class Effects:
     def headline(self, probe: str, name: str, effect: str, units: np.ndarray, claimed: bool = True) -> Headline:
         """Held against every kind; without its claim where one of its nulls could not be had."""
         claim, (each, null) = declared(probe)[name], self.judged(effect)
-        if claim.scale == "log" and min(each.mean(), *(draws.min() for draws in null.values())) <= 0:
-            claim = replace(claim, scale="identity")  # an edit that reaches nothing does exactly nothing
-        span = jackknife(np.mean, each, units)
-        nulls = [Null.of(kind, each.mean(), draws, claim.side) for kind, draws in null.items()]
         claim = claim if claimed else replace(claim, claim="")
-        return headline(claim, each.mean(), span, nulls, n=len(each), units=len(set(units)))
+        return beside(claim, each.mean(), jackknife(np.mean, each, units), null, units)
+
+
+def beside(claim: Claim, value: float, span: Interval, null: Mapping[str, np.ndarray], units: np.ndarray) -> Headline:
+    """A value of prompts of these units, held against draws of each kind."""
+    if claim.scale == "log" and min(value, *(draws.min() for draws in null.values())) <= 0:
+        claim = replace(claim, scale="identity")  # an edit that reaches nothing does exactly nothing
+    nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
+    return headline(claim, value, span, nulls, n=len(units), units=len(set(units)))

@@ -1,0 +1,157 @@
+"""Heads and blocks replaced one at a time, by 0, by a mean, or by what another prompt has there, and what each did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.capture import Site
+from llmgeom.edits import Point
+from llmgeom.experiments.axis import Move
+from llmgeom.experiments.bench import Copy, Place
+from llmgeom.experiments.halves import Halves
+
+Kind = Literal["heads", "blocks"]
+Way = Literal["zero", "mean", "interchange"]
+Positions = Literal["query", "all"]
+WAYS: dict[Kind, tuple[Way, ...]] = {"heads": ("zero", "mean", "interchange"), "blocks": ("zero", "mean")}
+POINTS: dict[Kind, tuple[Point, ...]] = {"heads": ("z",), "blocks": ("attention_write", "mlp_write")}
+BRANCHES: dict[str, tuple[Point, ...]] = {
+    "attention": ("attention_write",),
+    "mlp": ("mlp_write",),
+    "block": ("attention_write", "mlp_write"),
+}
+WHERE: dict[Positions, str] = {
+    "query": "replaced at the final token",
+    "all": "replaced at every position but the first, the mean being taken over all of these",
+}
+DONORS = 4  # prompts whose z takes the place of a prompt's own, one after another; each of another unit
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is replaced at once: these coordinates of these places."""
+
+    name: str
+    places: tuple[Place, ...]
+    columns: slice = field(default_factory=lambda: slice(None))
+
+
+def parts(kind: Kind, layers: int, heads: int = 0, head_dim: int = 0) -> tuple[Part, ...]:
+    """Every query head, layer by layer; or every layer's attention, then every MLP, then every block."""
+    if kind == "heads":
+        cut = [slice(head * head_dim, (head + 1) * head_dim) for head in range(heads)]
+        return tuple(
+            Part(f"L{layer}H{head}", (("z", layer),), cut[head]) for layer in range(layers) for head in range(heads)
+        )
+    return tuple(
+        Part(f"L{layer} {name}", tuple((point, layer) for point in points))
+        for name, points in BRANCHES.items()
+        for layer in range(layers)
+    )
+
+
+def donors(units: Sequence[str], count: int, seed: int) -> np.ndarray:
+    """[draw prompt] for each prompt one of another unit: units in a random ring, and in draw i the unit i + 1 further.
+
+    No unit gives to itself, none gives twice to the same, and in a draw each gives to one other.
+    """
+    rng = np.random.default_rng([seed, 3])
+    names = np.array(units)
+    ring = rng.permutation(np.unique(names))
+    place = {name: i for i, name in enumerate(ring.tolist())}
+    return np.array(
+        [
+            [rng.choice(np.flatnonzero(names == ring[(place[name] + step) % len(ring)])) for name in names.tolist()]
+            for step in range(1, count + 1)
+        ]
+    )
+
+
+def zero(x: Tensor, prompt: Tensor) -> Tensor:
+    """To 0."""
+    return -x
+
+
+def towards(mean: Tensor) -> Move:
+    """To the mean [coordinate]."""
+    return lambda x, prompt: mean - x
+
+
+def exchanged(own: Tensor, donor: np.ndarray) -> Move:
+    """To what the donor has, own[donor[prompt]], by what it has more than one's own: who gives to himself is moved by
+    exactly nothing, in whatever packing x was computed."""
+    given = own[torch.from_numpy(donor)] - own
+    return lambda x, prompt: given[prompt]
+
+
+def _within(move: Move, columns: slice) -> Move:
+    def only(x: Tensor, prompt: Tensor) -> Tensor:
+        kept = torch.zeros_like(x)
+        kept[:, columns] = move(x, prompt)[:, columns]
+        return kept
+
+    return only
+
+
+@dataclass(frozen=True, eq=False)
+class Replaced:
+    """What replacing each part did: by way and effect [part prompt], bits; units: of the prompts."""
+
+    parts: tuple[Part, ...]
+    layers: int
+    positions: Positions
+    units: np.ndarray
+    effects: Mapping[Way, Mapping[str, np.ndarray]]
+
+    @classmethod
+    def of(
+        cls, halves: Halves, kind: Kind, positions: Positions, tell: Callable[[int, int], None] | None = None
+    ) -> Replaced:
+        """Means from one half of the units, effects on the other.
+
+        positions   "query": at the final token. "all": at every position but the first, to which many models tie
+                    what no head says, and by the mean over all those positions; there is no interchange then, for
+                    prompts differ in length.
+        """
+        subject, layers, fit, later = halves.subject, len(halves.subject.blocks), halves.seen["fit"], slice(None)
+        if positions == "all":
+            fit = subject.capture(halves.fit, sites(kind), positions="all", batch_tokens=halves.batch_tokens)
+            later = fit.position > 0
+        places: list[Place] = [(point, layer) for point in POINTS[kind] for layer in range(layers)]
+        # Stacked, so that layers of unlike heads are refused and not cut in the wrong places.
+        every = parts(kind, layers, *(halves.seen["fit"].z.shape[2:] if kind == "heads" else ()))
+        mean = {(p, n): fit.layers(Site(p))[n][later].flatten(1).double().mean(0) for p, n in places}
+        own = {(p, n): halves.seen["held"].layers(Site(p))[n].flatten(1).double() for p, n in places}
+        moves: dict[Way, list[Callable[[Place], Move]]] = {
+            "zero": [lambda place: zero],
+            "mean": [lambda place: towards(mean[place])],
+            "interchange": [
+                lambda place, donor=donor: exchanged(own[place], donor)
+                for donor in donors(halves.held.unit, DONORS, halves.seed)
+            ],
+        }
+        ways = [way for way in WAYS[kind] if way != "interchange" or positions == "query"]
+        copies: list[Copy] = [
+            {place: _within(to(place), part.columns) for place in part.places}
+            for way in ways
+            for part in every
+            for to in moves[way]
+        ]
+        found = halves.bench(tuple(places), "query" if positions == "query" else "later").run(copies, tell)
+        effects: dict[Way, dict[str, np.ndarray]] = {way: {} for way in ways}
+        ends = np.cumsum([len(every) * len(moves[way]) for way in ways])[:-1]
+        for name, each in found.items():
+            for way, mine in zip(ways, np.split(each, ends), strict=True):
+                effects[way][name] = mine.reshape(len(every), len(moves[way]), -1).mean(1)
+        return cls(every, layers, positions, np.array(halves.held.unit), effects)
+
+
+def sites(kind: Kind) -> set[Site]:
+    """What has to be captured of the clean model."""
+    return {Site(point) for point in POINTS[kind]}
