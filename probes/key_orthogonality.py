@@ -19,7 +19,6 @@ from llmgeom.orthogonality import (
     gaussian_like,
     late,
     mean_abs_cosine,
-    pair_mean,
     permuted_class_cosine,
     random_cosine,
     seen_through,
@@ -334,7 +333,16 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
         groups = every % GROUPS if len(every) > 2 * GROUPS else every
         return _value(x, True), jackknife(lambda rows: _value(x[:, rows], True), every, groups)
     square = cosines(x).mean(0)
-    return float(pair_mean(square)), jackknife(lambda rows: float(pair_mean(square[np.ix_(rows, rows)])), every, every)
+    np.fill_diagonal(square, 0)
+    sums = square.sum(0)
+
+    def pairs(rows: np.ndarray) -> float:
+        # Sum over the kept = all, less twice the sums of the left out, who are few, plus what is among these.
+        out = np.setdiff1d(every, rows, assume_unique=True)
+        total = sums.sum() - 2 * sums[out].sum() + square[np.ix_(out, out)].sum()
+        return float(total / (len(rows) * (len(rows) - 1)))
+
+    return pairs(every), jackknife(pairs, every, every)
 
 
 def _over(interval: Interval, what: str) -> Interval:
