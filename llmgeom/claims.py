@@ -33,6 +33,7 @@ from llmgeom.stats import (
 
 FOLDER = Path(__file__).parent / "claims"
 ALPHA = 0.05
+NO_END = -1e9  # of a range that has no lower end: a Headline holds finite numbers
 Side = Literal["upper", "lower"]
 
 
@@ -49,7 +50,8 @@ class Claim:
     null         what it is held against and what is replicated, in words; the probe makes it.
     source       where the claim is printed; published: what was printed.
     counts       what n counts.
-    equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre.
+    equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre; where it is
+                 also `one_sided`, at most that far above it: less than the null is no effect of this kind either.
     """
 
     probe: str
@@ -64,6 +66,7 @@ class Claim:
     source: str = ""
     published: str = ""
     equivalence: bool = False
+    one_sided: bool = False
     margin: float = 0.0
     counts: str = "prompts"
 
@@ -75,7 +78,12 @@ class Claim:
     def lines(self) -> list[str]:
         """The entry as a person reads it: the headline, then what it says, what decides it, and where it is from."""
         if self.equivalence:
-            rule = f"PASS within {self.margin:g} {self.unit} of the centre of every null"
+            where = (
+                "at most {} above the centre of every null"
+                if self.one_sided
+                else "within {} of the centre of every null"
+            )
+            rule = f"PASS {where.format(f'{self.margin:g} {self.unit}')}"
         else:
             way, sign = ("above", "+") if self.side == "upper" else ("below", "-")
             rule = f"PASS {way} every null; FAIL where null {sign} {self.effect:g} {self.unit} is excluded"
@@ -150,6 +158,8 @@ def _entry(entry: Mapping, where: str) -> Claim:
     amount, other = ("margin", "effect") if made.equivalence else ("effect", "margin")
     if not getattr(made, amount) > 0 or other in entry or made.smallest == float("inf"):
         raise ValueError(f"{where}: give {amount}, a number above 0, and no {other}")
+    if made.one_sided and not made.equivalence:
+        raise ValueError(f"{where}: one_sided is of an equivalence claim; give equivalence = true, or leave it out")
     if made.equivalence and not made.claim:
         raise ValueError(f"{where}: equivalence is a claim; give its sentence")
     return made
@@ -223,7 +233,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         needed=_needed(claim, interval, units),
     )
     if claim.equivalence:
-        return _equivalent(common, interval, [null.centre for null in nulls])
+        return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
     made = replace(
         common,
         margin=float(sign * max(sign * null.margin for null in nulls)),
@@ -258,9 +268,9 @@ def _measured(h: Headline) -> tuple:
     return word, why
 
 
-def _equivalent(h: Headline, interval: Interval, centres: list[float]) -> Headline:
+def _equivalent(h: Headline, interval: Interval, centres: list[float], one_sided: bool) -> Headline:
     """Two one-sided tests: within the margin of every null's centre, hence within the overlap of those ranges."""
-    near, far = max(centres) - h.effect, min(centres) + h.effect
+    near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
     h = replace(h, margin_low=near, margin=far, p_claim=equivalence_p(h.value, interval, near, far, h.units))
     if near < h.low and h.high < far:
         return replace(h, verdict="not above null", why=f"the interval of {_found(h)} stays within {_mark(h)}")
@@ -325,7 +335,7 @@ def _found(h: Headline) -> str:
 def _mark(h: Headline) -> str:
     """What the interval is held against, effect included."""
     if h.equivalence:
-        return f"{h.margin_low:.3g} to {h.margin:.3g}"
+        return f"{'at most' if h.margin_low == NO_END else f'{h.margin_low:.3g} to'} {h.margin:.3g}"
     return f"{h.margin:.3g} {'+' if h.side == 'upper' else '-'} {h.effect:.3g}"
 
 

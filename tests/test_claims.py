@@ -191,6 +191,18 @@ def test_a_claim_of_no_effect_is_two_one_sided_tests():
     assert equal(0.75, 0.10).verdict == "above null" and equal(0.25, 0.10).verdict == "below null"
 
 
+def test_no_more_than_the_null_has_no_lower_end():
+    far_below, more, wide = (
+        judged(equal(*case, one_sided=True))[0] for case in ((0.1, 0.05), (0.75, 0.1), (0.52, 0.12))
+    )
+    assert (far_below.verdict, more.verdict, wide.verdict) == ("PASS", "FAIL", "INCONCLUSIVE")
+    assert "stays within at most 0.6" in far_below.why and "lies outside at most 0.6" in more.why
+    # Only the upper end is tested.
+    error = 0.05 / scipy_stats.t.ppf(0.975, 39)
+    assert equal(0.55, 0.05, one_sided=True).p_claim == pytest.approx(scipy_stats.t.sf(0.05 / error, 39))
+    assert "at most 0.1 fraction above" in claim(equivalence=True, margin=0.1, one_sided=True).lines()[1]
+
+
 def test_no_effect_must_hold_against_every_null():
     nulls = [Null.of("a", 0.5, np.linspace(0.4, 0.6, 21)), Null.of("b", 0.5, np.linspace(0.55, 0.75, 21))]
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
