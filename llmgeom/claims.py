@@ -78,12 +78,8 @@ class Claim:
     def lines(self) -> list[str]:
         """The entry as a person reads it: the headline, then what it says, what decides it, and where it is from."""
         if self.equivalence:
-            where = (
-                "at most {} above the centre of every null"
-                if self.one_sided
-                else "within {} of the centre of every null"
-            )
-            rule = f"PASS {where.format(f'{self.margin:g} {self.unit}')}"
+            near = "at most {} above" if self.one_sided else "within {} of"
+            rule = f"PASS {near.format(f'{self.margin:g} {self.unit}')} the centre of every null"
         else:
             way, sign = ("above", "+") if self.side == "upper" else ("below", "-")
             rule = f"PASS {way} every null; FAIL where null {sign} {self.effect:g} {self.unit} is excluded"
@@ -335,7 +331,7 @@ def _found(h: Headline) -> str:
 def _mark(h: Headline) -> str:
     """What the interval is held against, effect included."""
     if h.equivalence:
-        return f"{'at most' if h.margin_low == NO_END else f'{h.margin_low:.3g} to'} {h.margin:.3g}"
+        return f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
     return f"{h.margin:.3g} {'+' if h.side == 'upper' else '-'} {h.effect:.3g}"
 
 

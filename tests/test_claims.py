@@ -192,11 +192,10 @@ def test_a_claim_of_no_effect_is_two_one_sided_tests():
 
 
 def test_no_more_than_the_null_has_no_lower_end():
-    far_below, more, wide = (
-        judged(equal(*case, one_sided=True))[0] for case in ((0.1, 0.05), (0.75, 0.1), (0.52, 0.12))
-    )
+    cases = (0.1, 0.05), (0.75, 0.1), (0.52, 0.12)
+    far_below, more, wide = (judged(equal(*case, one_sided=True))[0] for case in cases)
     assert (far_below.verdict, more.verdict, wide.verdict) == ("PASS", "FAIL", "INCONCLUSIVE")
-    assert "stays within at most 0.6" in far_below.why and "lies outside at most 0.6" in more.why
+    assert "within the range up to 0.6" in far_below.why and "outside the range up to 0.6" in more.why
     # Only the upper end is tested.
     error = 0.05 / scipy_stats.t.ppf(0.975, 39)
     assert equal(0.55, 0.05, one_sided=True).p_claim == pytest.approx(scipy_stats.t.sf(0.05 / error, 39))
