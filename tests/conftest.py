@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# One thread each, said before numpy or torch is loaded: workers and the commands they start share few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 from collections import defaultdict
 
 import pytest

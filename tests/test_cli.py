@@ -258,8 +258,9 @@ def test_list_and_doctor():
 
 def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_path):
     out = tmp_path / "run"
-    env = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache")}
-    args = [sys.executable, "-m", "llmgeom", "scan", "--domain", "math", "--n", "40", "--limit", "150"]
+    env = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    asked = ["scan", "--domain", "math", "--n", "40", "--limit", "150", "--nulls", "6", "--probes", "value_manifold"]
+    args = [sys.executable, "-m", "llmgeom", *asked]
     process = subprocess.Popen(
         [*args, "--out", str(out)],
         stderr=subprocess.PIPE,
@@ -276,7 +277,7 @@ def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_pa
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert f"Continue with: llmgeom scan --domain math --n 40 --limit 150 --out {out}" in stderr
+    assert f"Continue with: llmgeom {' '.join(asked)} --out {out}" in stderr
     again = subprocess.run([*args, "--out", str(out)], capture_output=True, text=True, env=env)
     assert again.returncode == 0, again.stderr
     assert (out / "report.html").exists()
