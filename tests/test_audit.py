@@ -13,8 +13,10 @@ from sklearn.decomposition import PCA
 
 from llmgeom.capture import Capture, Site
 from llmgeom.cli import main
+from llmgeom.errors import Refused
 from llmgeom.experiments import audit, predictions, published, trilogy
 from llmgeom.experiments.evidence import Reading, Truth, label_entropy
+from llmgeom.experiments.scanning import Request, prepare
 from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
 from llmgeom.probes import known, names
 from llmgeom.probes.published import focus, keys, values
@@ -316,6 +318,8 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, 
 def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
     assert all(name.startswith("published_") for name in names("published"))
     assert not set(names("published")) & set(names())
+    with pytest.raises(Refused, match="--protocol published with --probes value_manifold: that probe is sound"):
+        prepare(Request(protocol="published", probes=("value_manifold",), out=str(tmp_path / "no")))
     run = ["scan", "--protocol", "published", "--domain", "math", "--n", "20", "--limit", "90", "--nulls", "2"]
     done = CliRunner().invoke(main, [*run, "--quiet", "--json", "--out", str(tmp_path / "run")], prog_name="llmgeom")
     assert done.exit_code == 0, done.output

@@ -111,6 +111,8 @@ def prepare(asked: Request, write: bool = True) -> Plan:
         if value is not None and value < least:
             raise Refused(f"{flag} {value}: expected at least {least}")
     chosen = probes.names(asked.protocol) if asked.probes is None else probes.check(asked.probes)
+    if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
+        raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     pools = _pools(asked)
     located = asked.locate()
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
