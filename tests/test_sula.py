@@ -313,7 +313,7 @@ def test_what_knows_only_the_number_of_labels_holds_no_belief(batch):
     strangers_ = [told(0 * truth.k) for _ in range(3)]
     blind = measure_belief(SOURCE, batch, told(truth.k.astype(float)), strangers_, 0)
     assert blind.decoded.max() < 0.05 and blind.odds.max() < 0.05
-    knows = measure_belief(SOURCE, batch, told(label_entropy(truth.log_p)), strangers_, 0)
+    knows = measure_belief(SOURCE, batch, told(10 * label_entropy(truth.log_p)), strangers_, 0)
     assert knows.decoded.min() > 0.5
     assert {h.name: h.value for h in knows.headlines}["|rho| of PC1 and exact entropy, given k"] > 0.5
 
