@@ -15,7 +15,17 @@ from llmgeom.capture import Site
 from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable
 from llmgeom.experiments import axis, bench
-from llmgeom.experiments.ablation import CONTROL, EQUAL, KL, MODES, Request, examine, perform
+from llmgeom.experiments.ablation import (
+    CONTROL,
+    EQUAL,
+    KL,
+    MODES,
+    Request,
+    _together,
+    examine,
+    measure_found,
+    perform,
+)
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, gain, readout_direction, ridge, subsets
 from llmgeom.experiments.bench import DOSES, Bench
 from llmgeom.prompts.sula import Sula, available
@@ -355,6 +365,36 @@ def test_several_layers_are_edited_together_and_each_alone(llama):
     assert outcome(examine(llama, BATCH, directions=("pc1",), layers=(0,), controls=5))[
         "ablation_pc1", KL
     ].value == pytest.approx(alone["kl"][0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("mode", "decides"), [("cut", [1]), ("only", [1]), ("shift", [0, 3])])
+def test_the_verdict_is_of_the_whole_edit(llama, mode, decides):
+    record = examine(llama, BATCH, directions=("pc1",), controls=5, mode=mode)
+    arrays = record.results["ablation_pc1"].arrays
+    assert arrays["dose"][decides].tolist() == ([-2.0, 2.0] if mode == "shift" else [1.0])
+    assert outcome(record)["ablation_pc1", KL].value == pytest.approx(arrays["kl"][decides].mean())
+    assert arrays["tenth"] == pytest.approx(arrays["scale"] / 10)
+
+
+def test_every_layer_draws_its_own_controls(llama):
+    axis, x = axis_of(llama), values(llama, HELD)
+    _, draws = _together({0: axis, 1: axis}, "cut", 3, 0)
+    for kind in (SIZE, VARIANCE):
+        for draw in draws[kind]:
+            moves = draw(1.0)
+            assert not torch.allclose(moves[0](x, None), moves[1](x, None))
+
+
+def test_the_positive_control_cuts_what_differs_from_the_mean(llama):
+    bench, axis = bench_of(llama), axis_of(llama)
+    d = torch.nn.functional.normalize(torch.randn(len(HELD), len(axis.u), dtype=torch.float64), dim=1)
+    found = measure_found(bench, axis, 3 * d, 5, 0, None)
+
+    def cut(x, prompt):
+        return torch.stack([-((one - axis.mean) @ d[p]) * d[p] for one, p in zip(x, prompt, strict=True)])
+
+    expected = bench.run([{LAYER: cut}])["odds"].mean()
+    assert found.headlines[0].value == pytest.approx(expected, rel=1e-6) and expected > 0
 
 
 def test_axes_come_from_whole_units_that_are_not_measured(llama):
