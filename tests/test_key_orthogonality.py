@@ -342,3 +342,22 @@ def test_what_cannot_be_read_is_a_row_with_its_reason():
     assert probe.read(Subject.of(FAMILIES["llama"].model()), few).startswith("the prompts hold 2 different tokens")
     with pytest.raises(Refused, match="no re-initialised model was read"):
         probe.measure(replace(view(), twin_readings=()))
+
+
+def test_the_last_layers_are_told_from_the_others():
+    """Twelve layers of two heads: the last sixth is two layers, here .3 less orthogonal."""
+    rng = np.random.default_rng(0)
+
+    def reading(rise: float) -> Reading:
+        columns = np.full((12, 2, 2), 0.1) + 0.01 * rng.random((12, 2, 2))
+        columns[-2:] += rise
+        keys = np.zeros((1, 3, 2))
+        return Reading(columns, columns, keys, keys, 8, False)
+
+    own, twins = reading(0.3), [reading(0.0) for _ in range(20)]
+    (found,) = probe._depth(own, twins)
+    expected = own.columns[-2:, :, 0].mean() - own.columns[:-2, :, 0].mean()
+    assert found.value == pytest.approx(expected) and found.verdict == "above null" and found.n == 24
+    assert probe._depth(reading(-0.05), twins)[0].verdict != "above null"
+    one_layer = replace(own, columns=own.columns[:1])
+    assert probe._depth(one_layer, twins) == []
