@@ -219,7 +219,7 @@ def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_go
     assert found[published.SHUFFLED] == pytest.approx(1 - entitled, abs=0.03)
     assert result.after < 1e-12
     missed = published.measure_published(SOURCE, truth, right, [noise] * 3)
-    # Exact entropies of the next label and of the latent class at k = 0, 1, 2, 4, 8: PAPER III's own target.
+    # Exact entropies of the next label and of the latent class at k = 0, 1, 2, 4, 8: Paper III's own target.
     gap = np.mean([0, 0.6801 - 0.4690, 0.5893 - 0.2579, 0.5040 - 0.0781, 0.4725 - 0.0081])
     assert missed.headlines[0].value == pytest.approx(gap, abs=0.02)
 
