@@ -25,17 +25,22 @@ def bar(silent: bool = False) -> Iterator[Progress | None]:
         yield _cell()
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Rich(*columns, console=console, transient=True) as shown:
-        tasks: dict[str, Any] = {}
+    shown = Rich(*columns, console=console, transient=True)
+    tasks: dict[str, Any] = {}
 
-        def progress(stage: str, done: int, total: int) -> None:
-            if stage not in tasks:
-                for task in tasks.values():
-                    shown.update(task, visible=False)
-                tasks[stage] = shown.add_task(stage, total=total)
-            shown.update(tasks[stage], completed=done, total=total)
+    def progress(stage: str, done: int, total: int) -> None:
+        shown.start()  # not before there is something to show: a refusal stands on a line of its own
+        if stage not in tasks:
+            for task in tasks.values():
+                shown.update(task, visible=False)
+            tasks[stage] = shown.add_task(stage, total=total)
+        shown.update(tasks[stage], completed=done, total=total)
 
+    try:
         yield progress
+    finally:
+        if tasks:
+            shown.stop()
 
 
 def _cell() -> Progress:

@@ -315,6 +315,33 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, 
             trilogy.perform(audit.Request(**given, out=str(tmp_path / "run")), published=True)
 
 
+def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tmp_path, monkeypatch):
+    asked, _, records = runs
+
+    def loaded(self):
+        raise RuntimeError("loaded")
+
+    monkeypatch.setattr(trilogy.Request, "load", loaded)
+    held = tmp_path / "held"
+    records[SULA].save(held)
+    before = (held / "record.json").read_bytes()
+    with pytest.raises(Refused, match="held holds another run; choose another --out"):
+        trilogy.perform(replace(asked, out=str(held)), published=True)
+    assert (held / "record.json").read_bytes() == before and not (held / MIXED).exists()
+    begun = tmp_path / "begun"  # the scans and their page are there, the table is not
+    records[MIXED].save(begun / MIXED)
+    (begun / "report.html").write_text("the scans")
+    with pytest.raises(RuntimeError, match="loaded"):
+        trilogy.perform(replace(asked, out=str(begun)), published=True)
+    # The same command again, after its end, and not another one.
+    again = replace(asked, out=str(tmp_path / "again"))
+    trilogy.save(tmp_path / "again", again, records, "audit", audit.audit(records).measured())
+    with pytest.raises(RuntimeError, match="loaded"):
+        trilogy.perform(again, published=True)
+    with pytest.raises(Refused, match="holds another run"):
+        trilogy.perform(replace(again, controls=3), published=True)
+
+
 def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
     assert all(name.startswith("published_") for name in names("published"))
     assert not set(names("published")) & set(names())

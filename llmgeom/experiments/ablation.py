@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -32,7 +32,6 @@ from llmgeom.record import Record, write_whole
 from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import jackknife, spearman
-from llmgeom.store import digest
 from llmgeom.subject import Subject
 
 DIRECTIONS, MODES = ("pc1", "ridge"), ("cut", "only", "shift")
@@ -437,9 +436,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     given, domain = prior(asked.prior), Domain(asked.domain)
     located = asked.locate()
     # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
-    unnamed = ("out", "offline", "device", *(() if kind else ("heads", "blocks", "nulls")))
-    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in unnamed}
-    spec = digest(spec | {"revision": located.revision})
+    spec = asked.spec(located, without=() if kind else ("heads", "blocks", "nulls"))
     what = f"ablate-{'sula' if asked.sula else asked.domain}-{kind or asked.mode}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
     request.check_folder(out, spec)

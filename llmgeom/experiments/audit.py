@@ -171,10 +171,11 @@ class Audit:
 
     def lines(self) -> list[str]:
         """A table for a terminal, safe to print, with the reasons under it."""
-        head = ("as published", "95 % of its null", "", "sound", "95 % interval", "95 % of its null", "verdict")
+        cells = ("95 % interval", "95 % of its null", "n")
+        head = ("as published", *cells, "|  sound", *cells, "verdict")
         rows, reasons = [], []
         for place, found in enumerate(self.rows, 1):
-            rows.append((f"{place} {found.row.place}", *_cells(found.published), *_verdict(found.sound)))
+            rows.append((f"{place} {found.row.place}", *_cells(found.published), *_sound(found.sound)))
             reasons.append(f"{place} {found.row.why}" + (f" (not measured: {found.missing})" if found.missing else ""))
         title = f"{self.model}: Paper III by its definitions and by sound ones"
         return [*map(visible, grid(title, head, rows)), "", *map(visible, reasons)]
@@ -203,7 +204,6 @@ class Audit:
 
 def audit(records: Mapping[str, Record]) -> Audit:
     """Each row from the records of `trilogy.perform`."""
-
     rows = []
     for row in ROWS:
         tried = [trilogy.find(records, *one) for one in row.published]
@@ -213,19 +213,17 @@ def audit(records: Mapping[str, Record]) -> Audit:
     return Audit(str(records[MIXED].subject["name"]), tuple(rows))
 
 
-def _cells(h: Headline | None) -> tuple[str, str, str]:
-    if h is None:
-        return ("not measured", "", "|")
-    value, low, high = numbers(h.value, h.null_low, h.null_high)
-    return (f"{value} {h.unit}", f"{low} to {high}", "|")
-
-
-def _verdict(h: Headline | None) -> tuple[str, str, str, str]:
+def _cells(h: Headline | None) -> tuple[str, str, str, str]:
     if h is None:
         return ("not measured", "", "", "")
     value, low, high = numbers(h.value, h.low, h.high)
     null = "{} to {}".format(*numbers(h.null_low, h.null_high))
-    return (f"{value} {h.unit} ({h.name})", f"{low} to {high}", null, h.verdict)
+    return (f"{value} {h.unit}", f"{low} to {high}", null, f"{h.n} {h.counts}")
+
+
+def _sound(h: Headline | None) -> tuple[str, ...]:
+    value, *rest = _cells(h)
+    return (f"|  {value} ({h.name})" if h else f"|  {value}", *rest, h.verdict if h else "")
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,10 @@ def headlines(kind: Kind, own: Fractions, twins: Sequence[Fractions], units: np.
 
 
 def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Heads:
+    """Heads replaced in one way, beside those of the twins; half [prompt] 0 or 1, by unit: one finds, one measures.
+
+    Raises Refused as `headlines`, and for fewer than 5 units.
+    """
     effects, units, layers = own.effects[way], own.units, own.layers
     kl, made = effects["kl"], of_heads(effects, half)
     found = headlines("heads", made, [of_heads(twin.effects[way], half) for twin in twins], units)
@@ -248,6 +252,7 @@ def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.n
 
 
 def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Blocks:
+    """Attentions, MLPs and whole blocks replaced in one way, as `measure_heads`."""
     effects, units, layers = own.effects[way], own.units, own.layers
     found = headlines("blocks", of_blocks(effects, half), [of_blocks(twin.effects[way], half) for twin in twins], units)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom import hub
 from llmgeom.errors import Refused
+from llmgeom.store import digest
 
 if TYPE_CHECKING:
     from llmgeom.subject import Subject
@@ -53,6 +54,13 @@ class Request:
                 for one in value if isinstance(value, tuple) else (value,):
                     words += [flag, str(one)]
         return shlex.join(words)
+
+    def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: str) -> str:
+        """Hash of what decides the bytes of a run: every flag but `without`, where the output goes, what it runs on and
+        whether the hub may be asked; the commit that was found; and what else is named."""
+        left_out = {"out", "offline", "device", *without}
+        asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
+        return digest(asked | {"revision": located.revision} | more)
 
     def locate(self) -> hub.Located:
         """Where the model is. Raises Refused where it is not."""

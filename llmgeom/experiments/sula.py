@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +28,6 @@ from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
 from llmgeom.record import Record, write_whole
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
-from llmgeom.store import digest
 from llmgeom.subject import Subject
 
 
@@ -131,8 +130,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     template = asked.template or ("colon" if asked.protocol == "sound" else published.TEMPLATE)
     Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
     located = asked.locate()
-    spec = {f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("out", "offline", "device")}
-    spec = digest(spec | {"revision": located.revision})
+    spec = asked.spec(located)
     what = f"sula-{asked.prior}-{template}{'-published' * (asked.protocol == 'published')}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what.replace(":", "-"), spec)
     request.check_folder(out, spec)

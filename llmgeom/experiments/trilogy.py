@@ -13,7 +13,6 @@ from llmgeom.experiments import ablation, request, scanning, sula
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Headline, Measured
-from llmgeom.store import digest
 
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"
 
@@ -45,9 +44,10 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
     if asked.controls < 1:
         raise Refused(f"--controls {asked.controls}: expected at least 1")
     located = asked.locate()
-    spec = digest({f.name: getattr(asked, f.name) for f in fields(asked) if f.name not in ("out", "offline", "device")}
-                  | {"revision": located.revision, "what": asked.WHAT})  # fmt: skip
+    spec = asked.spec(located, what=asked.WHAT)
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, asked.WHAT, spec)
+    if (out / "record.json").exists():  # the scans' page alone is what an interrupted run leaves there
+        request.check_folder(out, spec)
     common: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(request.Request)}
     common |= {"seed": asked.seed}
     names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
@@ -93,7 +93,7 @@ def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, se
         prompts=first.prompts,
         subject=first.subject,
         source={"kind": "runs", "name": ", ".join(records)},
-        facts={**first.facts, "command": asked.command()},
+        facts={**first.facts, "spec": asked.spec(asked.locate(), what=asked.WHAT), "command": asked.command()},
         warnings=tuple(dict.fromkeys(warning for one in records.values() for warning in one.warnings)),
         run=first.run,
     )
