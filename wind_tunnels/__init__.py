@@ -1,1 +1,102 @@
-"""Exact sources: tasks whose Bayesian posterior is known in closed form."""
+"""Exact sources: tasks whose Bayesian posterior is known in closed form. One task a file; a file that is there is a task
+that is there."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+import re
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from llmgeom.errors import Refused
+
+if TYPE_CHECKING:
+    from llmgeom.wind_tunnels.task import Task
+
+NOT_TASKS = frozenset({"task", "answers", "laws", "train", "models"})
+
+
+def names() -> tuple[str, ...]:
+    """The tasks by name, without importing any."""
+    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in NOT_TASKS))
+
+
+def named(spec: str) -> Task:
+    """`NAME`, `NAME:field=value,field=value`, or of a file of yours `path/to/file.py:CLASS[:field=value,...]`.
+
+    Raises Refused for what is not there, a field that the task does not have, and a value that does not fit it.
+    """
+    name, _, rest = spec.partition(":")
+    if name.endswith(".py"):
+        named, _, rest = rest.partition(":")
+        kind, spelt = _of_file(name, named), f"{name}:{named}"
+    elif name in names():
+        kind, spelt = _only(importlib.import_module(f"llmgeom.wind_tunnels.{name}")), name
+    else:
+        near = difflib.get_close_matches(name, names(), 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise Refused(f"unknown task {name!r}: {hint}known: {', '.join(names())}, or path/to/file.py:CLASS")
+    return kind(**_values(kind, spelt, rest))
+
+
+def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
+    """field=value pairs with commas between; a value may hold commas itself."""
+    hints, known = get_type_hints(kind), {f.name: f for f in fields(kind)}
+    found: dict[str, Any] = {}
+    for part in re.split(r",(?=\w+=)", text) if text else ():
+        key, equals, value = part.partition("=")
+        if not equals or key not in known:
+            flags = ", ".join(f"{f.name} ({hints[f.name].__name__}, {_default(f)})" for f in known.values())
+            raise Refused(f"{spelt}: no field {part!r}; it has {flags}")
+        try:
+            found[key] = _boolean(value) if hints[key] is bool else hints[key](value)
+        except ValueError:
+            raise Refused(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}") from None
+    return found
+
+
+def _default(field: Any) -> str:
+    return "no default" if field.default is MISSING else f"default {field.default}"
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"
+
+
+def _only(module: Any) -> type[Task]:
+    """The task that a file of ours defines."""
+    from llmgeom.wind_tunnels.task import Task
+
+    own = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]
+    (kind,) = [v for v in own if v.__module__ == module.__name__]
+    return kind
+
+
+def _of_file(path: str, name: str) -> type[Task]:
+    from llmgeom.wind_tunnels.task import Task
+
+    place = Path(path)
+    if not place.is_file():
+        raise Refused(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
+    module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)
+    module = importlib.util.module_from_spec(module_spec)
+    # Dataclasses look their module up by name.
+    import sys
+
+    sys.modules[module_spec.name] = module
+    module_spec.loader.exec_module(module)
+    kind = getattr(module, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Task) and is_dataclass(kind)):
+        here = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
+        raise Refused(
+            f"{path} has no task {name!r}: a frozen dataclass that extends llmgeom.wind_tunnels.task.Task; "
+            f"found {', '.join(here) or 'none'}"
+        )
+    kind.SPELT = f"{place.resolve()}:{name}"
+    return kind

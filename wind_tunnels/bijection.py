@@ -1,0 +1,115 @@
+"""Bijection elimination: an unknown one-to-one map of keys to values is shown pair by pair."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmgeom.errors import Refused
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, uniform
+
+
+@dataclass(frozen=True)
+class Bijection(Task):
+    """A one-to-one map of keys to values, shown pair by pair.
+
+    vocab         V keys and V values; tokens 0 .. V - 1 are keys, V .. 2V - 1 values (the papers' production format:
+                  k1, v1, k2, v2, ..., kL).
+    pairs         L; at each key its value is asked.
+    replacement   keys may come again. Without it keys tell nothing, and what values are left is all there is to know.
+    sticky        with replacement, in training only: the probability that a key is one already seen. The exact answer
+                  does not depend on how keys are chosen; with keys drawn evenly nothing is learnt for a long time.
+
+    A key seen before has its value; another key has each of the V - m values not yet used, m being the number of
+    distinct keys seen: entropy log2(V - m) bits (Paper I section 3, as its production code formats it).
+    """
+
+    vocab: int = 8
+    pairs: int = 7
+    replacement: bool = False
+    sticky: float = 0.6
+
+    def __post_init__(self) -> None:
+        if self.vocab < 2 or self.pairs < 1 or not 0 <= self.sticky <= 1:
+            raise Refused(f"{self.title}: expected vocab of 2 or more, pairs of 1 or more, sticky between 0 and 1")
+        if self.pairs > self.vocab and not self.replacement:
+            raise Refused(f"{self.title}: {self.pairs} pairs of {self.vocab} keys need replacement=true")
+
+    @property
+    def vocabulary(self) -> int:
+        return 2 * self.vocab
+
+    @property
+    def length(self) -> int:
+        return 2 * self.pairs - 1
+
+    @property
+    def query(self) -> tuple[int, ...]:
+        return tuple(range(0, self.length, 2))
+
+    @property
+    def answers(self) -> Categorical:
+        return Categorical(tuple(range(self.vocab, 2 * self.vocab)))
+
+    @property
+    def log2_hypotheses(self) -> float:
+        """log2 V!"""
+        return math.lgamma(self.vocab + 1) / math.log(2)
+
+    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+        """The value of each key, [n vocab]."""
+        return torch.rand(n, self.vocab, generator=generator, device=generator.device).argsort(1)
+
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+        n, device = len(hypothesis), generator.device
+        if self.replacement:
+            keys = torch.randint(self.vocab, (n, self.pairs), generator=generator, device=device)
+            if training:
+                keys = self._stuck(keys, generator)
+        else:
+            keys = torch.rand(n, self.vocab, generator=generator, device=device).argsort(1)[:, : self.pairs]
+        values = hypothesis.gather(1, keys)
+        tokens = torch.stack([keys, values + self.vocab], -1).flatten(1)
+        return Drawn(tokens[:, :-1], values)
+
+    def _stuck(self, keys: Tensor, generator: torch.Generator) -> Tensor:
+        """Each key but the first replaced by that of a random earlier place, with probability `sticky`."""
+        lots = torch.rand(2, *keys.shape, generator=generator, device=keys.device)
+        keys = keys.clone()
+        for t in range(1, self.pairs):
+            earlier = keys.gather(1, (lots[0, :, t : t + 1] * t).long())[:, 0]
+            keys[:, t] = torch.where(lots[1, :, t] < self.sticky, earlier, keys[:, t])
+        return keys
+
+    def log_predictive(self, inputs: Tensor) -> Tensor:
+        keys, values = self._pairs(inputs)
+        used = self._used(values)
+        # [sequence query earlier]: which earlier pairs have the key that is asked about.
+        same = (keys[:, :, None] == keys[:, None, :]).tril(-1)
+        known = torch.zeros(*keys.shape, self.vocab, dtype=torch.bool, device=inputs.device)
+        if self.pairs > 1:
+            shown = torch.nn.functional.one_hot(values, self.vocab).bool()
+            known = (same[:, :, :-1, None] & shown[:, None]).any(2)
+        possible = torch.where(known.any(-1, keepdim=True), known, ~used).double()
+        return (possible / possible.sum(-1, keepdim=True)).log()
+
+    def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
+        """memoryless: each value alike, since a key alone tells nothing. bag of values: those not yet used, alike,
+        whatever the key; without replacement that is exact."""
+        left = (~self._used(self._pairs(inputs)[1])).double()
+        left = torch.where(left.sum(-1, keepdim=True) > 0, left, 1.0)
+        bag = (left / left.sum(-1, keepdim=True)).log()
+        return {"memoryless": uniform(inputs, self.pairs, self.vocab), "bag of values": bag}
+
+    def _pairs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [sequence query] and the values shown, one fewer."""
+        return inputs[:, 0::2], inputs[:, 1::2] - self.vocab
+
+    def _used(self, values: Tensor) -> Tensor:
+        """Which values were shown before each query, [sequence query value] bool."""
+        shown = torch.nn.functional.one_hot(values, self.vocab)
+        return torch.nn.functional.pad(shown.cumsum(1), (0, 0, 1, 0))[:, : self.pairs] > 0

@@ -1,0 +1,208 @@
+"""What a wind tunnel is: hypotheses drawn from a prior, a sequence drawn from each, and the exact answer at each query."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import ClassVar, Literal
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from llmgeom.batch import Batch, Posterior, Rows, Tokens
+from llmgeom.errors import Refused
+from llmgeom.wind_tunnels.answers import Answers, Categorical, Gaussian
+
+__all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "seeded", "uniform"]
+
+Split = Literal["any", "seen", "held-out"]
+SPLITS: tuple[Split, ...] = ("any", "seen", "held-out")
+BUCKETS = 10  # one of them is held out
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Sequences on the device where they were drawn, and what was drawn at each query.
+
+    inputs      token ids [sequence seq] int64, or real rows [sequence seq feature] float32.
+    target      [sequence query]: the number of the outcome, int64; where the answers are Gaussian the value, float32.
+    """
+
+    inputs: Tensor
+    target: Tensor
+
+
+class Task(ABC):
+    """A wind tunnel: a frozen dataclass whose fields are its spec. A subclass gives `vocabulary`, `length`, `query`,
+    `answers`, `draw`, `log_predictive`, and where it can `hypothesis`; its first docstring line is its title.
+
+    A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that hypotheses can be held
+    out of training by their hash. What a model is asked stands at the same positions in every sequence.
+
+    memorisable   why a table could stand in for inference (one sentence), empty where it cannot. Such a task holds no
+                  hypothesis out.
+    """
+
+    memorisable: ClassVar[str] = ""
+
+    # ---- what a task says of itself ---------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Token ids of inputs and answers: 0 .. vocabulary - 1. Where inputs are rows: outputs of the model's head."""
+
+    @property
+    def features(self) -> int:
+        """Real numbers in a row of inputs; 0 where inputs are tokens."""
+        return 0
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Positions of a sequence."""
+
+    @property
+    @abstractmethod
+    def query(self) -> tuple[int, ...]:
+        """The positions at which an answer is asked, ascending. The answer itself stands later, or nowhere."""
+
+    @property
+    @abstractmethod
+    def answers(self) -> Answers:
+        """What the outcomes are: some of the tokens, or real numbers."""
+
+    @property
+    def trained(self) -> int:
+        """How many queries, the first ones, a loss is on: the horizon. All of them unless the task has one."""
+        return len(self.query)
+
+    @property
+    def log2_hypotheses(self) -> float:
+        """log2 of how many hypotheses the prior is spread over; inf where they are a continuum."""
+        return math.inf
+
+    # ---- drawing ----------------------------------------------------------------------------------------------------
+
+    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+        """n independent draws from the prior, [n ...]; one row is one hypothesis. None by default."""
+        return torch.zeros(n, 0, device=generator.device)
+
+    def cell(self, hypothesis: Tensor) -> Int[Tensor, "n column"]:
+        """What is hashed to hold a hypothesis out: its integers, or real numbers in cells a quarter wide."""
+        flat = hypothesis.flatten(1)
+        return (flat * 4).floor().long() if flat.is_floating_point() else flat.long()
+
+    @abstractmethod
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+        """One sequence a hypothesis. With `training` the inputs may be drawn otherwise where the posterior does not
+        depend on how (sticky keys)."""
+
+    def drawn(self, n: int, generator: torch.Generator, split: Split = "any", training: bool = False) -> Drawn:
+        """n sequences of a split, on the generator's device. Raises Refused for a split that the task does not have."""
+        if split != "any" and self.memorisable:
+            raise Refused(f"{self.title} holds no hypotheses out: {self.memorisable}")
+        return self.draw(self._hypotheses(n, generator, split), generator, training)
+
+    def _hypotheses(self, n: int, generator: torch.Generator, split: Split) -> Tensor:
+        """The first n of a fixed number of draws that are in the split.
+
+        How many are drawn does not depend on what is drawn, so that nothing waits for the device and a CUDA graph can
+        hold it; the reserve is eight standard deviations.
+        """
+        if split == "any":
+            return self.hypothesis(n, generator)
+        share = 1 / BUCKETS if split == "held-out" else 1 - 1 / BUCKETS
+        many = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
+        found = self.hypothesis(many, generator)
+        wanted = held_out(self.cell(found)) == (split == "held-out")
+        return found[torch.argsort(~wanted, stable=True)[:n]]
+
+    # ---- exact answers ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def log_predictive(self, inputs: Tensor) -> Tensor:
+        """What Bayes' rule says at each query, from the inputs up to it: [sequence query outcome] log-probabilities in
+        nats, or where the answers are Gaussian [sequence query 2], mean and log variance."""
+
+    def log_belief(self, inputs: Tensor) -> Tensor | None:
+        """log P(latent state | inputs up to each query) in nats, [sequence query state]; None where it has none."""
+        return None
+
+    def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
+        """By name, what predictors that do not infer would say, as `log_predictive` says it. Uniform and constant ones
+        need not be here: every task is held against them."""
+        return {}
+
+    # ---- a batch ----------------------------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """NAME:field=value,... with the fields that differ from their defaults; `--task` reads it back. A task of your
+        own is named by its file."""
+        name = getattr(type(self), "SPELT", type(self).__module__.rsplit(".", 1)[-1])
+        given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{name}:{','.join(given)}" if given else name
+
+    def sample(self, n: int, seed: int, split: Split = "any", device: str = "cpu") -> Batch:
+        """n sequences with their exact answers, each a unit of its own; the same bits whatever ran before.
+
+        target and posterior are given query by query: [sequence query ...].
+        """
+        generator = seeded(f"sample/{split}", seed, device)
+        drawn = self.drawn(n, generator, split)
+        lengths = torch.full((n,), self.length)
+        exact = Posterior(self.log_predictive(drawn.inputs), self.log_belief(drawn.inputs))
+        return Batch(
+            inputs=Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths),
+            unit=tuple(f"sequence {i}" for i in range(n)),
+            source={"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)},
+            query=self.mask().expand(n, -1),
+            target=drawn.target,
+            posterior=exact,
+        )
+
+    def mask(self) -> Bool[Tensor, " seq"]:
+        """Which positions are queries."""
+        found = torch.zeros(self.length, dtype=torch.bool)
+        found[list(self.query)] = True
+        return found
+
+
+def seeded(purpose: str, seed: int, device: str | torch.device = "cpu") -> torch.Generator:
+    """A generator of its own for each purpose: training never draws what grading draws."""
+    whole = hashlib.sha256(f"llmgeom/{purpose}/{seed}".encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(whole[:8], "big") >> 1)
+
+
+def held_out(cells: Int[Tensor, "n column"]) -> Bool[Tensor, " n"]:
+    """Which hypotheses are never trained on: a tenth, by a hash that is the same on every device.
+
+    Each column is mixed in by a multiplication and a shift modulo 2^64 (the finaliser of SplitMix64: Steele, Lea &
+    Flood 2014), so that one column moved by one changes about half of the bits.
+    """
+    state = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
+    for column in cells.unbind(1):
+        state = state + column + _signed(0x9E3779B97F4A7C15)
+        for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+            state = (state ^ _right(state, shift)) * _signed(factor)
+        state = state ^ _right(state, 31)
+    return _right(state, 1) % BUCKETS == 0
+
+
+def _right(x: Tensor, by: int) -> Tensor:
+    """A logical shift: int64 shifts copy the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(x: int) -> int:
+    return x - (1 << 64) if x >> 63 else x
+
+
+def uniform(inputs: Tensor, queries: int, outcomes: int) -> Float[Tensor, "sequence query outcome"]:
+    """log 1/K at every query."""
+    return torch.full((len(inputs), queries, outcomes), -math.log(outcomes), device=inputs.device)
