@@ -54,7 +54,7 @@ class Recorder:
         edits: Sequence[Edit],
         where: tuple[Tensor, Tensor],
     ) -> None:
-        self.layer = {block.attention: index for index, block in enumerate(blocks)}
+        self.layer = {block.attention: index for index, block in enumerate(blocks) if block.attention is not None}
         self.rows = rows
         self.one_each = torch.equal(rows[0], torch.arange(len(where[0])))
         self.sites = sites

@@ -30,6 +30,11 @@ class Tokens:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    @property
+    def data(self) -> Tensor:
+        """What the model reads, [batch seq ...]."""
+        return self.ids
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -41,11 +46,17 @@ class Rows:
     def __len__(self) -> int:
         return self.values.shape[0]
 
+    @property
+    def data(self) -> Tensor:
+        """What the model reads, [batch seq ...]."""
+        return self.values
+
 
 @dataclass(frozen=True)
 class Posterior:
-    """The exact answer, log-probabilities in nats: `predictive` [batch seq outcome] of what comes next, and where the
-    task has a latent state, `belief` [batch seq state] about that."""
+    """The exact answer at the queried positions, log-probabilities in nats: `predictive` [batch query outcome] of what
+    is asked, and where the task has a latent state, `belief` [batch query state] about that. Where what is asked is a
+    real number, predictive is [batch query 2], mean and log variance of a Gaussian."""
 
     predictive: Tensor
     belief: Tensor | None = None
@@ -62,7 +73,7 @@ class Batch:
     unit       the cluster of each input: template, document or sequence. Inputs of one unit are not exchangeable
                with inputs of another; permutations, intervals and n go by unit.
     query      [batch seq] bool, the positions examined; None means the final real token of each input (prompts).
-    target     [batch seq] int64, the outcome that was drawn at each queried position; None for prompts.
+    target     [batch query], the outcome that was drawn at each queried position; None for prompts.
     columns    facts about each input by name (domain, tags ...), each of length batch; figures are coloured by them.
     posterior  the exact answer; None in the wild. Its absence is the difference between a tunnel and the wild.
     source     the spec that made this batch, as plain data: it is stored and hashed.

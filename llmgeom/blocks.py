@@ -13,12 +13,14 @@ from llmgeom.errors import UnsupportedModel
 class Block:
     """One layer: the layer module, its attention module, and the modules whose outputs are added to the residual.
 
+    attention is None in a model without (an LSTM), and so are the two writers then.
+
     The two writers are None where they could not be told by structure. Whoever builds on them checks the identity
     residual out = residual in + attention write + MLP write (Subject does so at load).
     """
 
     layer: nn.Module
-    attention: nn.Module
+    attention: nn.Module | None
     attention_writer: nn.Module | None
     mlp_writer: nn.Module | None
 
@@ -26,8 +28,11 @@ class Block:
 def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
     """The layers in order, found by the `layer_idx` that transformers gives every self-attention module.
 
+    A model that says why it has no attention (`without_attention`) is read between its layers alone.
     Raises UnsupportedModel where there is no complete run 0 .. L-1 of them.
     """
+    if without_attention(model):
+        return tuple(Block(layer, None, None, None) for layer in model.layers)
     found: dict[int, tuple[str, nn.Module]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -47,6 +52,11 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
             "reaches; try --backend tl, which reads models through TransformerLens"
         )
     return tuple(_block(modules, *found[index]) for index in range(len(found)))
+
+
+def without_attention(model: nn.Module) -> str:
+    """Why a model has no attention, as it says itself ("an LSTM has no attention"); empty where it has."""
+    return getattr(model, "without_attention", "")
 
 
 def _block(modules: dict[str, nn.Module], path: str, attention: nn.Module) -> Block:

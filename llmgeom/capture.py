@@ -49,6 +49,7 @@ class Site(StrEnum):
 
 ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
+ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE}  # what only a model with attention has
 
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.blocks import without_attention
 from llmgeom.capture import Site
 from llmgeom.errors import UnsupportedModel
 
@@ -27,16 +28,21 @@ def check(subject: Subject) -> dict[str, Any]:
     length = min(24, subject.facts["positions"] or 24)
     if subject.facts["window"] and subject.facts["window"] < 64:
         length = min(2 * subject.facts["window"], subject.facts["positions"] or 128)
-    ids = torch.randint(subject.facts["vocabulary"], (2, length), generator=generator)
-    tokens = Tokens(ids, torch.tensor([length, length - 3 if length > 4 else length]))
+    lengths = torch.tensor([length, length - 3 if length > 4 else length])
+    if subject.facts["features"]:
+        tokens = Rows(torch.randn(2, length, subject.facts["features"], generator=generator), lengths)
+    else:
+        tokens = Tokens(torch.randint(subject.facts["vocabulary"], (2, length), generator=generator), lengths)
     batch = Batch(tokens, ("a", "b"), {"kind": "parity"})
+    plain = _plain_log_probs(subject, tokens)
+    final = subject.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
+    report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
+    if why := without_attention(subject.model):
+        return report | {"writes": f"unavailable: {why}"}
     known = all(block.attention_writer is not None and block.mlp_writer is not None for block in subject.blocks)
     sites = {Site.ATTENTION, Site.VALUE, Site.Z, Site.RESIDUAL, Site.LOG_PROBS}
     writes = {Site.ATTENTION_WRITE, Site.MLP_WRITE} if known else set()
-    plain = _plain_log_probs(subject, tokens)
     seen = subject.capture(batch, sites | writes, positions="all", batch_tokens=2 * length)
-    final = subject.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
-    report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
     report["rows"] = max(
         _relative(_mix(row, value, seen.prompt, seen.position), z)
         for row, value, z in zip(seen.layers(Site.ATTENTION), seen.layers(Site.VALUE), seen.layers(Site.Z), strict=True)
@@ -62,12 +68,12 @@ def check(subject: Subject) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _plain_log_probs(subject: Subject, tokens: Tokens) -> Tensor:
+def _plain_log_probs(subject: Subject, tokens: Tokens | Rows) -> Tensor:
     """Log-probabilities at the final tokens with our function out of the way and the same logits kept."""
     rows = (torch.arange(len(tokens)), tokens.lengths - 1)
     hook = subject.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
     try:
-        return subject.logits(tokens.ids).float().log_softmax(-1).cpu()
+        return subject.logits(tokens.data).float().log_softmax(-1).cpu()
     finally:
         hook.remove()
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from html import escape
-from typing import Any
+from typing import Any, Protocol
 
-Progress = Callable[[str, int, int], None]  # stage, done, total
+
+class Progress(Protocol):
+    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None:
+        """note: what changes while the stage goes on."""
 
 
 @contextmanager
@@ -28,13 +31,14 @@ def bar(silent: bool = False) -> Iterator[Progress | None]:
     shown = Rich(*columns, console=console, transient=True)
     tasks: dict[str, Any] = {}
 
-    def progress(stage: str, done: int, total: int) -> None:
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
         shown.start()  # not before there is something to show: a refusal stands on a line of its own
         if stage not in tasks:
             for task in tasks.values():
                 shown.update(task, visible=False)
             tasks[stage] = shown.add_task(stage, total=total)
-        shown.update(tasks[stage], completed=done, total=total)
+        described = f"{stage}: {note}" if note else stage
+        shown.update(tasks[stage], completed=done, total=total, description=described)
 
     try:
         yield progress
@@ -49,8 +53,8 @@ def _cell() -> Progress:
 
     shown = display({"text/plain": ""}, raw=True, display_id=True)
 
-    def progress(stage: str, done: int, total: int) -> None:
-        text = f"{stage}: {done} of {total}"
+    def progress(stage: str, done: int, total: int, note: str = "") -> None:
+        text = f"{stage}: {done} of {total}{f', {note}' if note else ''}"
         html = f'<progress value="{done}" max="{total}"></progress> {escape(text)}'
         shown.update({"text/plain": text, "text/html": html}, raw=True)
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from llmgeom import __version__, claims
-from llmgeom.batch import Batch, Text, Tokens
+from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
 from llmgeom.information import bits
@@ -90,15 +90,15 @@ class View:
         return _units(self.capture)
 
 
-def shuffle(tokens: Tokens, keep: int, seed: int) -> Tokens:
+def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:
     """Every sequence with its tokens in random order, the first `keep` (special) and the final one left in place."""
     generator = np.random.default_rng(seed)
-    ids = tokens.ids.clone()
-    for row, length in zip(ids, tokens.lengths.tolist(), strict=True):
+    data = tokens.data.clone()
+    for row, length in zip(data, tokens.lengths.tolist(), strict=True):
         if length - 1 > keep:
             order = keep + generator.permutation(length - 1 - keep)
             row[keep : length - 1] = row[torch.from_numpy(order)]
-    return Tokens(ids, tokens.lengths)
+    return type(tokens)(data, tokens.lengths)
 
 
 def scan(
@@ -209,9 +209,9 @@ def scan(
     )
 
 
-def prompts_hash(tokens: Tokens) -> str:
+def prompts_hash(tokens: Tokens | Rows) -> str:
     """sha256 of the token ids and lengths: two runs on the same prompts have the same hash."""
-    return hashlib.sha256(tokens.ids.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest()
 
 
 def spec_hash(spec: Mapping[str, Any]) -> str:
@@ -264,11 +264,13 @@ def _of_prompts(view: View, n: int) -> np.ndarray:
     return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
 
 
-def prompt_table(subject: Subject, batch: Batch, tokens: Tokens, entropy: np.ndarray) -> dict[str, tuple]:
+def prompt_table(subject: Subject, batch: Batch, tokens: Tokens | Rows, entropy: np.ndarray) -> dict[str, tuple]:
     """A record's prompts, column by column; entropy [prompt] in bits. Tokens without text are decoded."""
     n = len(batch)
     if isinstance(batch.inputs, Text):
         text = batch.text
+    elif isinstance(tokens, Rows):
+        text = tuple(f"{n} rows of {unit}" for n, unit in zip(tokens.lengths.tolist(), batch.unit, strict=True))
     elif subject.tokenizer is not None:
         text = tuple(
             subject.tokenizer.decode(ids[:length])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,8 +19,8 @@ from torch import Tensor
 from llmgeom import hub, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.blocks import Block, blocks
-from llmgeom.capture import OUTPUTS, Capture, Key, Site
+from llmgeom.blocks import Block, blocks, without_attention
+from llmgeom.capture import ATTENDING, OUTPUTS, Capture, Key, Site
 from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable, UnsupportedModel
 from llmgeom.information import bits, entropy
@@ -58,11 +59,12 @@ class Subject:
         Raises UnsupportedModel where its attention cannot be read.
         """
         model = getattr(model, "_orig_mod", model).eval()
-        kind = interface_kind(model, name)
+        without = without_attention(model)
+        kind = "" if without else interface_kind(model, name)
         layers = blocks(model, name)  # before the facts: the config of an attention-free model has no heads to tell of
         found = {
             **describe(model, name),
-            "attention": f"{model.config._attn_implementation} through {kind}",
+            "attention": f"none: {without}" if without else f"{_attention(model)} through {kind}",
             **facts,
         }
         if len(layers) != found["layers"]:
@@ -112,9 +114,14 @@ class Subject:
             "trust_remote_code": trust_remote_code,
         }
         try:
-            with _undisturbed(located.local_only):
+            with undisturbed(located.local_only):
+                tokenizer = None
+                if hub.tunnel(located.path):
+                    # The one import that points up: architectures of ours must be known to transformers to be loaded.
+                    importlib.import_module("llmgeom.wind_tunnels.models")
+                else:
+                    tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
                 config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-                tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
                 loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
                     located.path,
                     output_loading_info=True,
@@ -174,10 +181,12 @@ class Subject:
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
-    def tokens(self, batch: Batch) -> Tokens:
-        """The batch as token ids, right-padded; special tokens as the tokenizer itself adds them.
+    def tokens(self, batch: Batch) -> Tokens | Rows:
+        """What the model reads, right-padded: token ids, special tokens as the tokenizer itself adds them, or the rows
+        of a model that reads rows of real numbers.
 
-        Raises Refused for a prompt without tokens, one longer than the model's positions, and rows of real numbers.
+        Raises Refused for a prompt without tokens, one longer than the model's positions, ids beyond its vocabulary,
+        and inputs of the kind that it does not read.
         """
         tokens = self._encoded(batch)
         lengths = tokens.lengths.tolist()
@@ -195,10 +204,20 @@ class Subject:
         lengths = self._encoded(batch).lengths.tolist()
         return batch.take([i for i, length in enumerate(lengths) if limit is None or length <= limit])
 
-    def _encoded(self, batch: Batch) -> Tokens:
+    def _encoded(self, batch: Batch) -> Tokens | Rows:
+        features = self.facts["features"]
         if isinstance(batch.inputs, Rows):
-            raise Refused(f"{self.name} reads tokens; this batch holds rows of real numbers")
+            width = batch.inputs.values.shape[-1]
+            if width != features:
+                reads = f"rows of {features} numbers" if features else "tokens"
+                raise Refused(f"{self.name} reads {reads}; this batch holds rows of {width} real numbers")
+            return batch.inputs
+        if features:
+            raise Refused(f"{self.name} reads rows of {features} real numbers; this batch holds text or tokens")
         if isinstance(batch.inputs, Tokens):
+            largest = int(batch.inputs.ids.max()) if batch.inputs.ids.numel() else 0
+            if largest >= self.facts["vocabulary"]:
+                raise Refused(f"{self.name} knows tokens below {self.facts['vocabulary']}; this batch holds {largest}")
             return batch.inputs
         if self.tokenizer is None:
             raise Refused(f"{self.name} has no tokenizer, so it cannot read text; pass one to Subject.of")
@@ -262,6 +281,8 @@ class Subject:
 
     def unavailable(self, sites: Iterable[Site]) -> str:
         """Why one of the sites cannot be captured from this model; empty where all can."""
+        if self.blocks[0].attention is None and ATTENDING & {*sites}:
+            return without_attention(self.model)
         if {*sites} & {Site.ATTENTION_WRITE, Site.MLP_WRITE} and "writes" in self.facts.get("parity", {}):
             return f"writes to the residual stream are {self.facts['parity']['writes']}"
         return ""
@@ -291,11 +312,12 @@ class Subject:
     @torch.no_grad()
     def _pass(self, tokens, where, members, sites, edits, batch) -> dict[Key, Tensor]:
         width = int(tokens.lengths[members].max())
-        ids, mask = tokens.ids[members, :width], where[members, :width]
+        inputs, mask = tokens.data[members, :width], where[members, :width]
         prompt, position = mask.nonzero(as_tuple=True)
         recorder = Recorder(self.blocks, (prompt, position), sites, edits, (torch.tensor(members), mask))
-        logits = self._run(recorder, ids)
-        if recorder.seen != list(range(len(self.blocks))):
+        logits = self._run(recorder, inputs)
+        attending = [i for i, block in enumerate(self.blocks) if block.attention is not None]
+        if recorder.seen != attending:
             raise UnsupportedModel(
                 f"{self.name}: attention ran in layers {recorder.seen} instead of each of 0 to {len(self.blocks) - 1} "
                 "once; this architecture cannot be captured"
@@ -317,19 +339,20 @@ class Subject:
 
     def _attached(self):
         """What must hold while passes run."""
-        return attached(self.model, self.name)
+        return nullcontext() if self.blocks[0].attention is None else attached(self.model, self.name)
 
-    def _run(self, recorder: Recorder, ids: Tensor) -> Tensor:
+    def _run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         """One forward that `recorder` sees; the logits of its rows, [row vocabulary]."""
         with recording(recorder, self.blocks, self.model.get_output_embeddings()):
-            return self.logits(ids)
+            return self.logits(inputs)
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def logits(self, inputs: Tensor) -> Tensor:
         """Logits of the rows the recorder asks for, [row vocabulary]; no mask: a causal token never sees right pads."""
-        device = self.model.get_input_embeddings().weight.device
-        ids = ids.to(device)
-        position_ids = torch.arange(ids.shape[1], device=device).expand_as(ids)
-        out = self.model(input_ids=ids, position_ids=position_ids, use_cache=False)
+        weight = self.model.get_input_embeddings().weight
+        inputs = inputs.to(weight.device)
+        read = {"rows": inputs.to(weight.dtype)} if self.facts["features"] else {"input_ids": inputs}
+        position_ids = torch.arange(inputs.shape[1], device=weight.device).expand(inputs.shape[:2])
+        out = self.model(**read, position_ids=position_ids, use_cache=False)
         return out.logits[:, 0]
 
     def _blame(self, tokens, prompt: int, edits, batch) -> str:
@@ -338,7 +361,7 @@ class Subject:
         rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
         where = (torch.tensor([prompt]), torch.ones(1, length, dtype=torch.bool))
         recorder = Recorder(self.blocks, rows, frozenset({Site.RESIDUAL}), edits, where)
-        self._run(recorder, tokens.ids[[prompt], :length])
+        self._run(recorder, tokens.data[[prompt], :length])
         bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
         place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
         text = batch.text[prompt][:60] if not isinstance(batch.inputs, Tokens | Rows) else ""
@@ -351,7 +374,7 @@ class Subject:
         spec = {
             "weights": self.weight_hash,
             "facts": {k: self.facts[k] for k in ("model_type", "dtype", "device", "attention")},
-            "tokens": hashlib.sha256(tokens.ids.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
+            "tokens": hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
             "positions": hashlib.sha256(where.numpy().tobytes()).hexdigest(),
             "plan": batches,
             "sites": sorted(sites),
@@ -371,7 +394,7 @@ class Subject:
 
 
 @contextmanager
-def _undisturbed(silent: bool):
+def undisturbed(silent: bool = False):
     """transformers' own progress bars off; where `silent`, no request to the hub. Both are as before afterwards."""
     bars = transformers.utils.logging.is_progress_bar_enabled()
     transformers.utils.logging.disable_progress_bar()
@@ -383,18 +406,23 @@ def _undisturbed(silent: bool):
             transformers.utils.logging.enable_progress_bar()
 
 
+def _attention(model: Any) -> str:
+    return model.config.get_text_config()._attn_implementation
+
+
 def describe(model: Any, name: str) -> dict[str, Any]:
     """The facts of a causal LM that its config and parameters tell."""
     config = model.config.get_text_config()
-    heads = config.num_attention_heads
+    heads = None if without_attention(model) else config.num_attention_heads
     parameter = next(model.parameters())
     return {
         "name": name,
-        "model_type": config.model_type,
+        "model_type": getattr(config, "mixer", config.model_type),
         "layers": config.num_hidden_layers,
         "heads": heads,
-        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "kv_heads": heads and (getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": heads and (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "features": getattr(model.config, "features", None),
         "d_model": config.hidden_size,
         "vocabulary": config.vocab_size,
         "positions": getattr(config, "max_position_embeddings", None),
@@ -424,14 +452,14 @@ def _init_seed(folder: str) -> int:
 
 def _queried(batch: Batch, tokens: Tokens, positions: Positions) -> Tensor:
     """[batch seq] bool: the rows to keep."""
-    real = torch.arange(tokens.ids.shape[1]) < tokens.lengths[:, None]
+    real = torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]
     if positions == "all":
         return real
     if positions != "query":
         raise Refused(f"positions {positions!r}: expected 'query' or 'all'")
     if batch.query is not None:
         return batch.query & real
-    return torch.arange(tokens.ids.shape[1]) == tokens.lengths[:, None] - 1
+    return torch.arange(tokens.data.shape[1]) == tokens.lengths[:, None] - 1
 
 
 def _assemble(batch, tokens, where, batches, parts, events) -> Capture:

@@ -1,5 +1,4 @@
-"""Exact sources: tasks whose Bayesian posterior is known in closed form. One task a file; a file that is there is a task
-that is there."""
+"""Exact sources, tasks whose Bayesian posterior is known; a file that is there is a task that is there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a wind tunnel is: hypotheses drawn from a prior, a sequence drawn from each, and the exact answer at each query."""
+"""What a wind tunnel is: a hypothesis drawn from a prior, a sequence drawn from it, the exact answer at each query."""
 
 from __future__ import annotations
 

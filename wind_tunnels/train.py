@@ -1,0 +1,518 @@
+"""Trains a model in a wind tunnel: fresh sequences every step, and a run that can be interrupted and continued."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+
+from llmgeom import hub, wind_tunnels
+from llmgeom.errors import Refused
+from llmgeom.information import bits
+from llmgeom.progress import Progress
+from llmgeom.record import write_whole
+from llmgeom.store import digest
+from llmgeom.subject import undisturbed
+from llmgeom.wind_tunnels.answers import Categorical
+from llmgeom.wind_tunnels.task import Split, Task, seeded
+
+RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
+EVERY = 30.0  # seconds between resume states
+LOOK = 50  # steps between looks at the losses: each look waits for the device
+FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
+JUDGED = 1024  # held-out sequences that choose a learning rate
+RESUME, TRAINING = "resume.safetensors", "training.json"
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, on what and how: everything that decides the weights. Its fields are the flags of `train`.
+
+    task          see `wind_tunnels.named`.
+    arch          see `wind_tunnels.models`; width, layers and heads are its shape; parameters, where it is not 0, has
+                  the width chosen so that the model has that many, within 2 %.
+    steps, batch  optimiser steps, and sequences in each; every step reads sequences drawn afresh.
+    lr            the highest learning rate, or "auto": chosen by successive halving on held-out sequences.
+    schedule      after `warmup` steps: "cosine" to 0, or "constant".
+    weight_decay  of AdamW, betas .9 and .98, on matrices alone; clip: largest norm of the gradient.
+    targets       "hard": the outcome drawn, so that Bayes' rule has to be found; "soft": the exact predictive, which
+                  is quicker and teaches the answer itself.
+    corrupt       the fraction of hard targets that are drawn again, evenly over the outcomes; see `corrupted`.
+    precision     of the forward pass, "float32" or "bf16" (autocast; weights stay float32).
+    compile       through torch.compile; graph: on a GPU, one CUDA graph a step.
+    snapshots     how many are kept, at steps that grow geometrically; step 0 and the last step are among them.
+    start         fine-tune this model instead of a fresh one: a folder, pocket:NAME or a hub id.
+    """
+
+    task: str
+    arch: str = "neox"
+    width: int = 64
+    layers: int = 2
+    heads: int = 4
+    parameters: int = 0
+    steps: int = 1000
+    batch: int = 128
+    lr: str = "3e-3"
+    schedule: str = "cosine"
+    warmup: int = 50
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    targets: str = "hard"
+    corrupt: float = 0.0
+    precision: str = "float32"
+    compile: bool = False
+    graph: bool = False
+    snapshots: int = 12
+    start: str | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("steps", self.steps, 1),
+            ("batch", self.batch, 1),
+            ("warmup", self.warmup, 0),
+            ("snapshots", self.snapshots, 2),
+            ("seed", self.seed, 0),
+        ):
+            if value < least:
+                raise Refused(f"--{name} {value}: expected at least {least}")
+        for name, word, words in (
+            ("schedule", self.schedule, ("cosine", "constant")),
+            ("targets", self.targets, ("hard", "soft")),
+            ("precision", self.precision, ("float32", "bf16")),
+        ):
+            if word not in words:
+                raise Refused(f"--{name} {word}: expected {' or '.join(words)}")
+        if not 0 <= self.corrupt <= 1:
+            raise Refused(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
+        if self.lr != "auto":
+            try:
+                good = float(self.lr) > 0
+            except ValueError:
+                good = False
+            if not good:
+                raise Refused(f"--lr {self.lr}: expected a number above 0, or auto")
+
+    def rate(self, step: int) -> float:
+        """The learning rate of a step over the highest: linear warm-up, then cosine to 0 or constant."""
+        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
+        if self.schedule == "constant":
+            return warm
+        return min(warm, (1 + math.cos(math.pi * step / self.steps)) / 2)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished training: where it is, and what the loss did, mean bits above the Bayes floor over LOOK steps."""
+
+    out: Path
+    lr: float
+    floor: float
+    curve: tuple[tuple[int, float], ...]
+
+
+def train(
+    asked: Training, out: str | os.PathLike, device: str | None = None, progress: Progress | None = None
+) -> Trained:
+    """Train, and leave in `out` a folder that loads like any model, its snapshots in `out/snapshots/stepN`.
+
+    The same call continues where an interrupted one was; in eager float32 on one machine it ends with the same bytes.
+    Raises Refused: a folder that holds something else, a loss that is not finite, a disk that is full.
+    """
+    out = Path(out)
+    task = wind_tunnels.named(asked.task)
+    if asked.corrupt and not isinstance(task.answers, Categorical):
+        raise Refused(
+            f"--corrupt {asked.corrupt}: {task.title} asks for real numbers; only outcomes can be drawn again"
+        )
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    spec = digest(asdict(asked) | {"task": task.title})
+    if done := _finished(out, spec):
+        return done
+    main = int(os.environ.get("RANK", "0")) == 0
+    if asked.lr == "auto":
+        lr, tried = _chosen(asked, out, spec, device, progress)
+    else:
+        lr, tried = float(asked.lr), {}
+    run = _Run(asked, task, lr, device)
+    start, curve = _resume(run, out / RESUME, spec)
+    shown = f"{task.title}, {asked.arch}"
+    saved, recent, began = time.monotonic(), [], time.process_time()
+    kept = snapshot_steps(asked.steps, asked.snapshots)
+    for step in range(start, asked.steps):
+        if main and step in kept:
+            _check(recent, step, out)
+            save_model(run.plain, out / "snapshots" / f"step{step}", run.facts(spec, step))
+        recent.append(run.step(step))
+        if (step + 1) % LOOK == 0 or step + 1 == asked.steps:
+            losses = _check(recent, step + 1, out)
+            curve.append((step + 1, bits(sum(losses) / len(losses)) - run.floor))
+            recent = []
+            if progress:
+                progress(shown, step + 1, asked.steps, f"{curve[-1][1]:.4f} bits above the Bayes floor")
+            if main and time.monotonic() - saved > EVERY:
+                _save_state(run, out / RESUME, step + 1, curve, spec, tried)
+                saved = time.monotonic()
+    if main:
+        facts = run.facts(spec, asked.steps) | {
+            "curve": curve,
+            "tried": tried,
+            "cpu_seconds_of_the_last_part": round(time.process_time() - began, 1),
+        }
+        save_model(run.plain, out / "snapshots" / f"step{asked.steps}", run.facts(spec, asked.steps))
+        save_model(run.plain, out, facts)
+        (out / RESUME).unlink(missing_ok=True)
+    return Trained(out, lr, run.floor, tuple(curve))
+
+
+# ---- one run --------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """Model, optimiser and data of one training, and how a step is made."""
+
+    def __init__(self, asked: Training, task: Task, lr: float, device: str) -> None:
+        self.asked, self.task, self.lr, self.device = asked, task, lr, device
+        self.plain = fresh(asked, task).to(device).train()
+        self.split: Split = "any" if task.memorisable else "seen"
+        self.generator = seeded("train", asked.seed, device)
+        self.query = torch.tensor(task.query, device=device)[: task.trained]
+        self.tokens = torch.tensor(getattr(task.answers, "tokens", ()), device=device)
+        self.floor = floor(task, asked.corrupt, asked.seed)
+        matrices = [p for p in self.plain.parameters() if p.dim() > 1]
+        rest = [p for p in self.plain.parameters() if p.dim() <= 1]
+        rate: Any = torch.tensor(lr, device=device) if asked.graph else lr
+        self.optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": asked.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+            lr=rate,
+            betas=(0.9, 0.98),
+            fused=True,
+            **({"capturable": True} if asked.graph else {}),
+        )
+        self.world, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        self.model: nn.Module = self.plain
+        if self.world > 1:
+            self.model = self._divided()
+        if asked.compile:
+            self.model = torch.compile(self.model)
+        self.replay: Callable[[], Tensor] | None = None
+
+    def _divided(self) -> nn.Module:
+        """Each process takes its share of one and the same batch, so that how many there are changes nothing."""
+        from accelerate import Accelerator
+
+        if self.asked.batch % self.world:
+            raise Refused(f"--batch {self.asked.batch}: {self.world} processes cannot share it evenly; give a multiple")
+        return Accelerator(cpu=self.device == "cpu").prepare_model(self.plain)
+
+    def step(self, step: int) -> Tensor:
+        """One optimiser step; its loss in nats a query, left on the device."""
+        rate = self.lr * self.asked.rate(step)
+        for group in self.optimizer.param_groups:
+            if self.asked.graph:
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+        if self.asked.graph and step >= 3:  # the first steps allocate what a graph must find in place
+            return self._replayed()
+        return self._eager()
+
+    def _eager(self) -> Tensor:
+        loss = self.loss()
+        self.optimizer.zero_grad(set_to_none=not self.asked.graph)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.plain.parameters(), self.asked.clip)
+        self.optimizer.step()
+        return loss.detach()
+
+    def _replayed(self) -> Tensor:
+        if self.replay is None:
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(self.generator)
+            with torch.cuda.graph(graph):
+                loss = self._eager()
+
+            def replay() -> Tensor:
+                graph.replay()
+                return loss.clone()
+
+            self.replay = replay
+        return self.replay()
+
+    def loss(self) -> Tensor:
+        """Mean over the sequences of a fresh batch and their trained queries."""
+        asked, task = self.asked, self.task
+        drawn = task.drawn(asked.batch, self.generator, self.split, training=True)
+        inputs, target = drawn.inputs, drawn.target[:, : task.trained]
+        if asked.corrupt:
+            target = redrawn(target, asked.corrupt, len(self.tokens), self.generator)
+        mine = slice(self.rank, None, self.world)
+        inputs, target = inputs[mine], target[mine]
+        narrow = asked.precision == "bf16"
+        with torch.autocast(torch.device(self.device).type, torch.bfloat16) if narrow else nullcontext():
+            logits = outputs(self.model, inputs, self.query)
+        if asked.targets == "soft":
+            exact = task.log_predictive(inputs)[:, : task.trained]
+            exact = corrupted(exact, asked.corrupt) if asked.corrupt else exact
+            answers = task.answers
+            return answers.cross_entropy(answers.exact(exact).float(), answers.read(logits)).mean()
+        if isinstance(task.answers, Categorical):
+            return nn.functional.cross_entropy(logits.float().flatten(0, 1), self.tokens[target].flatten())
+        return task.answers.loss(task.answers.read(logits), target).mean()
+
+    def facts(self, spec: str, step: int) -> dict[str, Any]:
+        """What a checkpoint says of itself."""
+        import transformers
+
+        return {
+            "spec": spec,
+            "training": asdict(self.asked),
+            "task": self.task.title,
+            "trained_queries": self.task.trained,
+            "lr": self.lr,
+            "step": step,
+            "floor_bits": self.floor,
+            "sequences": step * self.asked.batch,
+            "parameters": sum(p.numel() for p in self.plain.parameters()),
+            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        }
+
+
+def outputs(model: nn.Module, inputs: Tensor, query: Tensor) -> Tensor:
+    """A model's logits at the queries, [sequence query output]; inputs are tokens or rows."""
+    read = {"rows": inputs} if inputs.is_floating_point() else {"input_ids": inputs}
+    return model(**read, use_cache=False, logits_to_keep=query).logits
+
+
+def fresh(asked: Training, task: Task) -> nn.Module:
+    """The model before its first step, float32: the same bits whatever ran before."""
+    from llmgeom.wind_tunnels import models
+
+    if asked.start is not None:
+        return _loaded(asked.start, task)
+    shape: dict[str, Any] = {"width": asked.width, "layers": asked.layers, "heads": asked.heads}
+    given = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
+    if asked.parameters:
+        shape = models.matched(asked.arch, asked.parameters, **given, **shape)
+    return models.build(asked.arch, **given, **shape, seed=asked.seed)
+
+
+def _loaded(start: str, task: Task) -> nn.Module:
+    import transformers
+
+    from llmgeom.wind_tunnels import models  # noqa: F401  (makes our architectures known)
+
+    located = hub.locate(start)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            located.path, revision=located.revision, local_files_only=located.local_only, dtype=torch.float32
+        )
+    except Exception as error:
+        raise hub.explain(error, located) from error
+    features = getattr(model.config, "features", 0)
+    known = model.config.get_text_config().vocab_size
+    if features != task.features or known < task.vocabulary:
+        raise Refused(
+            f"--from {start}: it reads {f'rows of {features}' if features else f'{known} tokens'}; {task.title} needs "
+            f"{f'rows of {task.features}' if task.features else f'{task.vocabulary} tokens'}"
+        )
+    return model
+
+
+# ---- labels drawn again ---------------------------------------------------------------------------------------------
+
+
+def redrawn(target: Tensor, p: float, outcomes: int, generator: torch.Generator) -> Tensor:
+    """Each target with probability p replaced by an outcome drawn evenly. What is shown as input stays as it is."""
+    lots = torch.rand(target.shape, generator=generator, device=target.device)
+    other = torch.randint(outcomes, target.shape, generator=generator, device=target.device)
+    return torch.where(lots < p, other, target)
+
+
+def corrupted(log_predictive: Tensor, p: float) -> Tensor:
+    """The exact predictive of such targets: (1 - p) P(outcome) + p / K, in nats. Derived here: a target is that of the
+    task with probability 1 - p, else even, independently of everything that is shown."""
+    even = torch.full_like(log_predictive, math.log(p / log_predictive.shape[-1]) if p else -math.inf)
+    return torch.logaddexp(log_predictive + (math.log1p(-p) if p < 1 else -math.inf), even)
+
+
+def floor(task: Task, corrupt: float, seed: int) -> float:
+    """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean."""
+    drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen")
+    exact = task.log_predictive(drawn.inputs)[:, : task.trained]
+    exact = corrupted(exact, corrupt) if corrupt else exact
+    return float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
+
+
+# ---- the learning rate ----------------------------------------------------------------------------------------------
+
+
+def _chosen(asked: Training, out: Path, spec: str, device: str, progress: Progress | None) -> tuple[float, dict]:
+    """Read from the resumed run, or found anew."""
+    held = _facts_of_state(out / RESUME)
+    if held and held["spec"] == spec:
+        return held["lr"], held["tried"]
+    return tune(asked, device, progress)
+
+
+def tune(
+    asked: Training, device: str = "cpu", progress: Progress | None = None, rates: tuple[float, ...] = RATES
+) -> tuple[float, dict[str, dict[str, float]]]:
+    """The learning rate, by successive halving (Jamieson & Talwalkar 2016): every rate trains for an eighth of the
+    steps, the better half for a quarter, with the schedule of a run that long; judged by KL(Bayes || model) on held-out
+    sequences. Returns it and what was seen, bits by rate by round. Raises Refused where no rate gives a finite loss."""
+    task = wind_tunnels.named(asked.task)
+    left, seen = list(rates), {}
+    for part, divisor in enumerate((8, 4)):
+        short = replace(asked, steps=max(1, asked.steps // divisor), warmup=min(asked.warmup, asked.steps // divisor))
+        found = {}
+        for i, lr in enumerate(left):
+            run = _Run(short, task, lr, device)
+            for step in range(short.steps):
+                run.step(step)
+            found[lr] = gap(run.plain, task, asked.corrupt, asked.seed)
+            if progress:
+                progress(f"learning rate, round {part + 1}", i + 1, len(left))
+        finite = [lr for lr in left if math.isfinite(found[lr])]
+        seen[f"steps {short.steps}"] = {f"{lr:g}": value for lr, value in found.items() if math.isfinite(value)}
+        if not finite:
+            raise Refused(f"no learning rate of {', '.join(map(str, rates))} gives a finite loss; lower --clip or --lr")
+        left = sorted(finite, key=found.__getitem__)[: max(1, len(left) // 2)]
+    return left[0], seen
+
+
+@torch.no_grad()
+def gap(model: nn.Module, task: Task, corrupt: float, seed: int) -> float:
+    """KL(exact || model), bits a trained query, on held-out sequences (fresh ones where nothing can be held out)."""
+    device = next(model.parameters()).device
+    generator = seeded("tune", seed, device)
+    drawn = task.drawn(JUDGED, generator, "any" if task.memorisable else "held-out")
+    exact = task.log_predictive(drawn.inputs)[:, : task.trained]
+    exact = task.answers.exact(corrupted(exact, corrupt) if corrupt else exact)
+    query = torch.tensor(task.query, device=device)[: task.trained]
+    form = task.answers.read(outputs(model, drawn.inputs, query))
+    return float(bits(task.answers.kl(exact, form.double())).mean())
+
+
+# ---- what is kept ---------------------------------------------------------------------------------------------------
+
+
+def snapshot_steps(steps: int, count: int) -> frozenset[int]:
+    """Step 0, the last, and `count` - 2 between them at steps that grow geometrically (fewer where they coincide)."""
+    between = (round(steps ** (i / (count - 1))) for i in range(count - 1))
+    return frozenset({0, *between, steps})
+
+
+def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
+    """The model and what it was trained on, whole or not at all; what else is in the folder stays."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        with undisturbed():
+            model.save_pretrained(temporary)
+        (temporary / "model.safetensors").chmod(0o644)
+        write_whole(temporary / hub.TUNNEL, _json({"task": facts["task"], "trained": facts["trained_queries"]}))
+        write_whole(temporary / TRAINING, _json(facts))
+        if not folder.exists():
+            os.replace(temporary, folder)
+        else:
+            # training.json goes last: a folder that has it is finished.
+            for name in sorted(p.name for p in temporary.iterdir() if p.name != TRAINING):
+                os.replace(temporary / name, folder / name)
+            os.replace(temporary / TRAINING, folder / TRAINING)
+    except OSError as error:
+        raise Refused(
+            f"{folder} could not be written ({error.strerror}); free space or choose another --out"
+        ) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+
+
+def _finished(out: Path, spec: str) -> Trained | None:
+    """The training that `out` holds; None where there is none yet. Raises Refused for another run's folder."""
+    if (out / TRAINING).exists():
+        facts = json.loads((out / TRAINING).read_text())
+        if facts.get("spec") != spec:
+            raise Refused(
+                f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first"
+            )
+        return Trained(out, facts["lr"], facts["floor_bits"], tuple(map(tuple, facts["curve"])))
+    held = _facts_of_state(out / RESUME)
+    if held and held["spec"] != spec:
+        raise Refused(f"{out} holds another training, unfinished ({held['task']}); choose another --out, or remove it")
+    if (out / "config.json").exists() or (out / "record.json").exists():
+        raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    return None
+
+
+def _check(losses: list[Tensor], step: int, out: Path) -> list[float]:
+    """The losses as numbers. Raises Refused where one is not finite; what was saved before stays."""
+    found = torch.stack(losses).tolist() if losses else []
+    for i, loss in enumerate(found):
+        if not math.isfinite(loss):
+            state = _facts_of_state(out / RESUME)
+            last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
+            raise Refused(f"the loss is {loss} at step {step - len(found) + i}; {last}: lower --lr or raise --warmup")
+    return found
+
+
+def _save_state(run: _Run, path: Path, step: int, curve: list, spec: str, tried: Mapping) -> None:
+    """Everything the next step depends on, in one file."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in run.plain.state_dict().items()}
+    for i, state in enumerate(_states(run)):
+        tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
+    tensors["generator"] = run.generator.get_state()
+    facts = {"spec": spec, "step": step, "curve": curve, "task": run.task.title, "lr": run.lr, "tried": tried}
+    whole = save({k: v.contiguous() for k, v in tensors.items()}, {"llmgeom": json.dumps(facts)})
+    write_whole(path, whole)
+
+
+def _states(run: _Run) -> Iterator[dict[str, Tensor]]:
+    for group in run.optimizer.param_groups:
+        for parameter in group["params"]:
+            yield run.optimizer.state[parameter]
+
+
+def _facts_of_state(path: Path) -> dict[str, Any] | None:
+    if not path.exists():
+        return None
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        return json.loads(file.metadata()["llmgeom"])
+
+
+def _resume(run: _Run, path: Path, spec: str) -> tuple[int, list]:
+    """The step to go on with and the curve so far."""
+    facts = _facts_of_state(path)
+    if facts is None:
+        return 0, []
+    tensors = load_file(path)
+    prefix = "model."
+    run.plain.load_state_dict({k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
+    places = [(g, p) for g in run.optimizer.param_groups for p in g["params"]]
+    for i, (_, parameter) in enumerate(places):
+        prefix = f"optimizer.{i}."
+        state = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
+        run.optimizer.state[parameter] = {
+            k: v if k == "step" and not run.asked.graph and run.device == "cpu" else v.to(run.device)
+            for k, v in state.items()
+        }
+    run.generator.set_state(tensors["generator"])
+    return facts["step"], [tuple(point) for point in facts["curve"]]
