@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -113,6 +114,9 @@ def _say_options(command):
 @main.command(epilog="Example:  llmgeom scan --model EleutherAI/pythia-410m --domain math --n 75 --out runs/410m-math")
 @_model_options
 @click.option("--domain", "domains", multiple=True, help="Prompt domain; repeat for several. [default: mixed and math]")
+@click.option(
+    "--task", "tasks", multiple=True, help="A tunnel's task, e.g. bijection:vocab=20; repeat. [default: its own]"
+)
 @click.option("--prompts", "prompts_file", help="Your own prompts: .jsonl, .txt or - for standard input.")
 @click.option("--prompts-from", help="Reuse the prompts of an earlier run folder.")
 @click.option("--n", type=int, help="Prompts a domain, spread evenly over entropy. [default: 75; fewer in small ones]")
@@ -244,6 +248,60 @@ def ablate(**options: Any) -> int:
     return _show(out, [record], say)
 
 
+@main.command(
+    epilog="Example:  llmgeom train bijection:vocab=8 --arch llama --steps 600 --lr 1e-2 --out runs/bijection\n\n"
+    "Example:  llmgeom train coin --arch lstm --lr auto\n\n"
+    "Example:  llmgeom train path/to/file.py:MyTask --steps 2000"
+)
+@click.argument("task")
+@click.option("--arch", default="neox", show_default=True, help="See `llmgeom list architectures`.")
+@click.option("--width", default=64, show_default=True, help="Of the residual stream.")
+@click.option("--layers", default=2, show_default=True, help="Layers.")
+@click.option("--heads", default=4, show_default=True, help="Attention heads, or of a mamba2 mixer.")
+@click.option("--match-params", "parameters", default=0, help="Choose the width for this many parameters, within 2 %.")
+@click.option("--steps", default=1000, show_default=True, help="Optimiser steps.")
+@click.option("--batch", default=128, show_default=True, help="Sequences a step, drawn afresh.")
+@click.option("--lr", default="3e-3", show_default=True, help="Highest learning rate, or auto: successive halving.")
+@click.option("--schedule", type=click.Choice(["cosine", "constant"]), default="cosine", show_default=True)
+@click.option("--warmup", default=50, show_default=True, help="Steps of linear warm-up.")
+@click.option("--weight-decay", default=0.01, show_default=True, help="Of AdamW, on matrices.")
+@click.option("--clip", default=1.0, show_default=True, help="Largest norm of the gradient.")
+@click.option(
+    "--targets",
+    type=click.Choice(["hard", "soft"]),
+    default="hard",
+    show_default=True,
+    help="hard: the outcome drawn, so that Bayes' rule has to be found; soft: the exact answer itself.",
+)
+@click.option("--corrupt", default=0.0, show_default=True, help="Fraction of the hard targets drawn again, evenly.")
+@click.option("--precision", type=click.Choice(["float32", "bf16"]), default="float32", show_default=True)
+@click.option("--compile", is_flag=True, help="Through torch.compile; pays for itself in long runs.")
+@click.option("--cuda-graph", "graph", is_flag=True, help="One CUDA graph a step.")
+@click.option("--snapshots", default=12, show_default=True, help="Kept, step 0 and the last included.")
+@click.option("--from", "start", help="Fine-tune this model: a folder, pocket:NAME or a hub id.")
+@click.option("--seed", default=0, show_default=True, help="Fixes weights and data.")
+@click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]")
+@click.option("--out", type=click.Path(), help="Folder of the model. [default: runs/TASK-ARCH-HASH]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
+    """Train a small model in a wind tunnel, where the exact posterior is known. Run again to go on after a stop.
+
+    TASK: see `llmgeom list tasks`; its fields follow a colon, as in hmm:states=5,steps=20.
+    """
+    from llmgeom.wind_tunnels.train import Training, default_folder, train
+
+    asked = Training(**options)
+    with bar(quiet or as_json) as progress:
+        done = train(asked, out or default_folder(asked), device, progress)
+    if os.environ.get("RANK", "0") != "0":  # of several processes the first one speaks
+        return
+    if as_json:
+        click.echo(json.dumps({"schema_version": 1, "out": str(done.out), **done.to_dict()}, sort_keys=True))
+    else:
+        click.echo("\n".join(done.lines()))
+
+
 def _trilogy_options(command):
     for option in reversed(
         [
@@ -295,9 +353,10 @@ def _show_rows(experiment: Any, options: dict[str, Any]) -> None:
 
 
 @main.command(name="list", epilog="Example:  llmgeom list probes")
-@click.argument("what", type=click.Choice(["models", "domains", "probes", "claims"]))
+@click.argument("what", type=click.Choice(["models", "domains", "tasks", "architectures", "probes", "claims"]))
 def list_(what: str) -> None:
-    """What there is: pocket models, prompt domains, probes, and the claims that a scan can pass or fail."""
+    """What there is: pocket models, prompt domains, tasks and architectures of tunnels, probes, and the claims that a
+    scan can pass or fail."""
     if what == "probes":
         from llmgeom.probes import PROTOCOLS, known, names
 
@@ -310,6 +369,17 @@ def list_(what: str) -> None:
         for entry in entries():
             if entry.claim:
                 click.echo("\n".join(entry.lines()) + "\n")
+    elif what == "tasks":
+        from llmgeom import wind_tunnels
+
+        for name in wind_tunnels.names():
+            click.echo("\n".join(wind_tunnels.described(name)))
+        click.echo("or one of your own: path/to/file.py:CLASS (docs/tunnels.md)")
+    elif what == "architectures":
+        from llmgeom.wind_tunnels.models import ARCHITECTURES
+
+        for name, text in ARCHITECTURES.items():
+            click.echo(f"{name:10} {text}")
     elif what == "domains":
         from llmgeom.prompts.domains import Domain, known
 

@@ -160,6 +160,11 @@ def tunnel(folder: str) -> bool:
     return os.path.isfile(os.path.join(folder, TUNNEL))
 
 
+def tunnel_task(folder: str) -> str:
+    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it."""
+    return str(_json(os.path.join(folder, TUNNEL))["task"])
+
+
 def _json(path: str) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(path).read_bytes()))

@@ -42,6 +42,13 @@ def named(spec: str) -> Task:
     return kind(**_values(kind, spelt, rest))
 
 
+def described(name: str) -> list[str]:
+    """A task in words: its first line, and its fields with their defaults."""
+    kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.{name}"))
+    given = ", ".join(f"{f.name}={f.default}" for f in fields(kind))
+    return [f"{name:12} {kind.__doc__.strip().splitlines()[0]}", f"{'':12} {given}"]
+
+
 def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
     """field=value pairs with commas between; a value may hold commas itself."""
     hints, known = get_type_hints(kind), {f.name: f for f in fields(kind)}

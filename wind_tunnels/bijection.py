@@ -21,8 +21,9 @@ class Bijection(Task):
                   k1, v1, k2, v2, ..., kL).
     pairs         L; at each key its value is asked.
     replacement   keys may come again. Without it keys tell nothing, and what values are left is all there is to know.
-    sticky        with replacement, in training only: the probability that a key is one already seen. The exact answer
-                  does not depend on how keys are chosen; with keys drawn evenly nothing is learnt for a long time.
+    sticky        with replacement, in training only: the probability that a key is one seen before, else it is a new
+                  one. The exact answer does not depend on how keys are chosen; with keys drawn evenly, as they are in
+                  grading, nothing is learnt for a long time.
 
     A key seen before has its value; another key has each of the V - m values not yet used, m being the number of
     distinct keys seen: entropy log2(V - m) bits (Paper I section 3, as its production code formats it).
@@ -31,7 +32,7 @@ class Bijection(Task):
     vocab: int = 8
     pairs: int = 7
     replacement: bool = False
-    sticky: float = 0.6
+    sticky: float = 0.5
 
     def __post_init__(self) -> None:
         if self.vocab < 2 or self.pairs < 1 or not 0 <= self.sticky <= 1:
@@ -66,24 +67,25 @@ class Bijection(Task):
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
         n, device = len(hypothesis), generator.device
-        if self.replacement:
+        if self.replacement and training:
+            keys = self._stuck(n, generator)
+        elif self.replacement:
             keys = torch.randint(self.vocab, (n, self.pairs), generator=generator, device=device)
-            if training:
-                keys = self._stuck(keys, generator)
         else:
             keys = torch.rand(n, self.vocab, generator=generator, device=device).argsort(1)[:, : self.pairs]
         values = hypothesis.gather(1, keys)
         tokens = torch.stack([keys, values + self.vocab], -1).flatten(1)
         return Drawn(tokens[:, :-1], values)
 
-    def _stuck(self, keys: Tensor, generator: torch.Generator) -> Tensor:
-        """Each key but the first replaced by that of a random earlier place, with probability `sticky`."""
-        lots = torch.rand(2, *keys.shape, generator=generator, device=keys.device)
-        keys = keys.clone()
-        for t in range(1, self.pairs):
-            earlier = keys.gather(1, (lots[0, :, t : t + 1] * t).long())[:, 0]
-            keys[:, t] = torch.where(lots[1, :, t] < self.sticky, earlier, keys[:, t])
-        return keys
+    def _stuck(self, n: int, generator: torch.Generator) -> Tensor:
+        """Keys [n pairs]: with probability `sticky` one of those seen before, each alike, else one not yet seen."""
+        order = torch.rand(n, self.vocab, generator=generator, device=generator.device).argsort(1)
+        lots = torch.rand(2, n, self.pairs, generator=generator, device=generator.device)
+        fresh = lots[0] >= self.sticky
+        fresh[:, 0] = True
+        seen = (fresh.cumsum(1) - fresh.long()).clamp(max=self.vocab)  # distinct keys before each place
+        again = (lots[1] * seen).long().clamp(max=self.vocab - 1)
+        return order.gather(1, torch.where(fresh & (seen < self.vocab), seen.clamp(max=self.vocab - 1), again))
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         keys, values = self._pairs(inputs)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import Refused
+from llmgeom.information import bits
 from llmgeom.wind_tunnels.answers import Answers, Categorical, Gaussian
 
 __all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "seeded", "uniform"]
@@ -164,6 +165,31 @@ class Task(ABC):
             query=self.mask().expand(n, -1),
             target=drawn.target,
             posterior=exact,
+        )
+
+    def cut(self, n: int, seed: int, split: Split = "any") -> Batch:
+        """n sequences, each cut at one of its queries, so that what is asked stands at the end as in a prompt.
+
+        The query is drawn evenly; the first, before which nothing was seen, is left out where there are others.
+        columns: asked_at, its position, and exact_entropy in bits.
+        """
+        whole = self.sample(n, seed, split)
+        places = self.query[1:] or self.query
+        chosen = torch.randint(len(places), (n,), generator=seeded("cut", seed)) + len(self.query) - len(places)
+        rows, lengths = torch.arange(n), torch.tensor(self.query)[chosen] + 1
+        exact = whole.posterior.predictive[rows, chosen][:, None]
+        belief = whole.posterior.belief
+        entropy = bits(self.answers.entropy(self.answers.exact(exact)))[:, 0]
+        return Batch(
+            inputs=type(whole.inputs)(whole.inputs.data, lengths),
+            unit=whole.unit,
+            source=whole.source,
+            target=whole.target[rows, chosen][:, None],
+            columns={
+                "asked_at": tuple((lengths - 1).tolist()),
+                "exact_entropy": tuple(round(float(h), 6) for h in entropy),
+            },
+            posterior=Posterior(exact, None if belief is None else belief[rows, chosen][:, None]),
         )
 
     def mask(self) -> Bool[Tensor, " seq"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -120,6 +121,24 @@ class Trained:
     lr: float
     floor: float
     curve: tuple[tuple[int, float], ...]
+    parameters: int
+    gap: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        named = {"floor_bits": self.floor, "kl_bits": self.gap, "curve": [list(point) for point in self.curve]}
+        return {"lr": self.lr, "parameters": self.parameters, **named}
+
+    def lines(self) -> list[str]:
+        """What a terminal shows."""
+        step, above = self.curve[-1]
+        return [
+            f"{self.parameters:,} parameters, {step:,} steps, learning rate {self.lr:g}: loss {above:.4f} bits above "
+            f"the floor of {self.floor:.3f}",
+            f"KL(exact || model) {self.gap:.4f} bits a query, {JUDGED} sequences not trained on",
+            f"model: {self.out}",
+            f"next: llmgeom grade --model {shlex.quote(str(self.out))}",
+        ]
 
 
 def train(
@@ -140,12 +159,12 @@ def train(
     spec = digest(asdict(asked) | {"task": task.title})
     if done := _finished(out, spec):
         return done
-    main = int(os.environ.get("RANK", "0")) == 0
     if asked.lr == "auto":
         lr, tried = _chosen(asked, out, spec, device, progress)
     else:
         lr, tried = float(asked.lr), {}
     run = _Run(asked, task, lr, device)
+    main = run.rank == 0
     start, curve = _resume(run, out / RESUME, spec)
     shown = f"{task.title}, {asked.arch}"
     saved, recent, began = time.monotonic(), [], time.process_time()
@@ -168,12 +187,22 @@ def train(
         facts = run.facts(spec, asked.steps) | {
             "curve": curve,
             "tried": tried,
-            "cpu_seconds_of_the_last_part": round(time.process_time() - began, 1),
+            "kl_bits": gap(run.plain, task, asked.corrupt, asked.seed, "train/judged"),
+            "run": {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)},
         }
         save_model(run.plain, out / "snapshots" / f"step{asked.steps}", run.facts(spec, asked.steps))
         save_model(run.plain, out, facts)
         (out / RESUME).unlink(missing_ok=True)
-    return Trained(out, lr, run.floor, tuple(curve))
+    if run.world > 1:
+        torch.distributed.barrier()
+    return _finished(out, spec)
+
+
+def default_folder(asked: Training) -> Path:
+    """runs/TASK-ARCH-HASH, safe on every file system."""
+    title = wind_tunnels.named(asked.task).title
+    safe = "".join(c if c.isalnum() or c in "._=+" else "-" for c in title.rsplit("/", 1)[-1])
+    return Path("runs") / f"{safe}-{asked.arch}-{digest(asdict(asked))[:8]}"
 
 
 # ---- one run --------------------------------------------------------------------------------------------------------
@@ -349,7 +378,7 @@ def corrupted(log_predictive: Tensor, p: float) -> Tensor:
 
 def floor(task: Task, corrupt: float, seed: int) -> float:
     """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean."""
-    drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen")
+    drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
     exact = task.log_predictive(drawn.inputs)[:, : task.trained]
     exact = corrupted(exact, corrupt) if corrupt else exact
     return float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
@@ -393,10 +422,10 @@ def tune(
 
 
 @torch.no_grad()
-def gap(model: nn.Module, task: Task, corrupt: float, seed: int) -> float:
+def gap(model: nn.Module, task: Task, corrupt: float, seed: int, purpose: str = "tune") -> float:
     """KL(exact || model), bits a trained query, on held-out sequences (fresh ones where nothing can be held out)."""
     device = next(model.parameters()).device
-    generator = seeded("tune", seed, device)
+    generator = seeded(purpose, seed, device)
     drawn = task.drawn(JUDGED, generator, "any" if task.memorisable else "held-out")
     exact = task.log_predictive(drawn.inputs)[:, : task.trained]
     exact = task.answers.exact(corrupted(exact, corrupt) if corrupt else exact)
@@ -451,11 +480,16 @@ def _finished(out: Path, spec: str) -> Trained | None:
             raise Refused(
                 f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first"
             )
-        return Trained(out, facts["lr"], facts["floor_bits"], tuple(map(tuple, facts["curve"])))
-    held = _facts_of_state(out / RESUME)
-    if held and held["spec"] != spec:
-        raise Refused(f"{out} holds another training, unfinished ({held['task']}); choose another --out, or remove it")
-    if (out / "config.json").exists() or (out / "record.json").exists():
+        curve = tuple((step, above) for step, above in facts["curve"])
+        return Trained(out, facts["lr"], facts["floor_bits"], curve, facts["parameters"], facts["kl_bits"])
+    begun = out / "snapshots" / "step0" / TRAINING
+    if begun.exists():
+        held = json.loads(begun.read_text())
+        if held["spec"] != spec:
+            raise Refused(
+                f"{out} holds another training, unfinished ({held['task']}); choose another --out, or remove it"
+            )
+    elif any(out.glob("*.json")):
         raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
     out.mkdir(parents=True, exist_ok=True)
     return None

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 POOL = 1000
 FEWEST = 10
 DOCUMENTS = "hf:"
+SEQUENCES = 200  # of a task: they cost nothing
 FINAL = "the"  # the word that stands in the most templates of every domain
 
 
@@ -33,10 +34,11 @@ class Request(request.Request):
     """What is asked for; its fields are the flags of `llmgeom scan`."""
 
     VERB: ClassVar[str] = "scan"
-    FLAGS: ClassVar[dict[str, str]] = {"domains": "--domain", "prompts_file": "--prompts"}
+    FLAGS: ClassVar[dict[str, str]] = {"domains": "--domain", "tasks": "--task", "prompts_file": "--prompts"}
     LISTED: ClassVar[tuple[str, ...]] = ("probes",)
 
     domains: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
     prompts_file: str | None = None
     prompts_from: str | None = None
     n: int | None = None
@@ -64,7 +66,8 @@ class Plan:
     out: Path
 
     def folder(self, name: str) -> Path:
-        return self.out / name if len(self.pools) > 1 else self.out
+        safe = "".join(c if c.isalnum() or c in "._+-" else "-" for c in name)
+        return self.out / safe if len(self.pools) > 1 else self.out
 
     def n(self, name: str) -> int:
         """How many prompts are scanned.
@@ -84,7 +87,7 @@ class Plan:
             "revision": self.located.revision,
             "dtype": asked.dtype,
             "backend": asked.backend,
-            "prompts": digest({"text": self.pools[name].text, "unit": self.pools[name].unit}),
+            "prompts": digest(_content(self.pools[name])),
             "n": self.n(name),
             "probes": self.probes,
             "nulls": asked.nulls,
@@ -93,13 +96,21 @@ class Plan:
         }
 
 
+def _content(pool: Batch) -> Mapping[str, Any]:
+    """What decides the prompts of a pool: a task's spec, or the texts themselves."""
+    if pool.source.get("kind") == "task":
+        return pool.source
+    return {"text": pool.text, "unit": pool.unit}
+
+
 def prepare(asked: Request, write: bool = True) -> Plan:
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
     Raises Refused.
     """
-    if sum((bool(asked.domains), asked.prompts_file is not None, asked.prompts_from is not None)) > 1:
-        raise Refused("--domain, --prompts and --prompts-from exclude each other; give one")
+    given = (asked.domains, asked.tasks, asked.prompts_file is not None, asked.prompts_from is not None)
+    if sum(map(bool, given)) > 1:
+        raise Refused("--domain, --task, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
         raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
     for flag, value, least in (
@@ -113,10 +124,13 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     chosen = probes.names(asked.protocol) if asked.probes is None else probes.check(asked.probes)
     if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
         raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
-    pools = _pools(asked)
     located = asked.locate()
+    if not any(given) and hub.tunnel(located.path):
+        asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
+    pools = _pools(asked)
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
-    stratify = documents_asked or (asked.prompts_file is None and asked.prompts_from is None)
+    own = asked.prompts_file is not None or asked.prompts_from is not None or bool(asked.tasks)
+    stratify = documents_asked or not own
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
@@ -136,6 +150,12 @@ def _pools(asked: Request) -> dict[str, Batch]:
         if len(pool) < least:
             raise Refused(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
         return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
+    if asked.tasks:
+        from llmgeom import wind_tunnels
+
+        tasks = [wind_tunnels.named(spec) for spec in asked.tasks]
+        n = min(asked.n or SEQUENCES, asked.limit or SEQUENCES)
+        return {task.title: task.cut(n, asked.seed, "any" if task.memorisable else "held-out") for task in tasks}
     if asked.prompts_file is not None or asked.prompts_from is not None:
         if asked.prompts_from is not None:
             Record.load(asked.prompts_from)  # refuses what is no whole run

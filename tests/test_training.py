@@ -1,0 +1,302 @@
+"""Training in a tunnel: seeds decide it, a stop does not change it, and what goes wrong is said."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import wind_tunnels
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import train as trainer
+from llmgeom.wind_tunnels.task import held_out, seeded
+from llmgeom.wind_tunnels.train import Training, corrupted, gap, redrawn, snapshot_steps, train, tune
+
+SMALL = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=60, batch=16, lr="1e-2", warmup=5)
+
+
+def files(folder):
+    """Bytes by name of everything but what may vary between equal runs."""
+    found = {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    for name in [name for name in found if name.endswith("training.json")]:
+        found[name] = {k: v for k, v in json.loads(found[name]).items() if k != "run"}
+    return found
+
+
+def test_a_seed_decides_every_byte_whatever_ran_before(tmp_path):
+    train(SMALL, tmp_path / "a")
+    torch.manual_seed(123)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    train(SMALL, tmp_path / "b")
+    assert files(tmp_path / "a") == files(tmp_path / "b")
+    assert torch.equal(before, torch.get_rng_state())
+    other = train(trainer.replace(SMALL, seed=1), tmp_path / "c")
+    assert (other.out / "model.safetensors").read_bytes() != (tmp_path / "a/model.safetensors").read_bytes()
+
+
+def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "LOOK", 10)
+    whole = train(SMALL, tmp_path / "whole")
+    code = f"""
+import torch; torch.set_num_threads({torch.get_num_threads()})
+from llmgeom.wind_tunnels import train as t
+t.LOOK, t.EVERY = 10, 0.0
+whole = t._Run.step
+def step(run, i):
+    if i == 37: __import__("os").kill(__import__("os").getpid(), 9)
+    return whole(run, i)
+t._Run.step = step
+t.train(t.{SMALL!r}, {str(tmp_path / "cut")!r})
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert trainer._facts_of_state(tmp_path / "cut" / "resume.safetensors")["step"] == 30
+    steps = []
+    plain = trainer._Run.step
+    monkeypatch.setattr(trainer._Run, "step", lambda run, i: steps.append(i) or plain(run, i))
+    again = train(SMALL, tmp_path / "cut")
+    assert steps == list(range(30, 60))
+    assert files(tmp_path / "cut") == files(tmp_path / "whole")
+    assert (again.curve, again.gap) == (whole.curve, whole.gap)
+
+
+def test_a_finished_folder_is_returned_and_another_is_refused(tmp_path, monkeypatch):
+    first = train(SMALL, tmp_path / "a")
+    monkeypatch.setattr(trainer._Run, "step", lambda *_: pytest.fail("trained again"))
+    assert train(SMALL, tmp_path / "a") == first
+    with pytest.raises(Refused, match=r"holds another training \(bijection:vocab=4,pairs=3\); choose another --out"):
+        train(trainer.replace(SMALL, steps=61), tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b/config.json").write_text("{}")
+    with pytest.raises(Refused, match="holds something that is no training"):
+        train(SMALL, tmp_path / "b")
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step_and_the_last_good_state(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "LOOK", 10)
+    monkeypatch.setattr(trainer, "EVERY", 0.0)
+    plain = trainer._Run.step
+    bad = lambda run, i: torch.tensor(math.nan) if i == 27 else plain(run, i)  # noqa: E731
+    monkeypatch.setattr(trainer._Run, "step", bad)
+    with pytest.raises(Refused, match=r"the loss is nan at step 27; the state of step 20 is in .*: lower --lr"):
+        train(SMALL, tmp_path / "a")
+    assert not (tmp_path / "a/model.safetensors").exists()
+    monkeypatch.setattr(trainer._Run, "step", plain)
+    train(SMALL, tmp_path / "a")
+    monkeypatch.setattr(trainer, "EVERY", 30.0)
+    assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "training.json", "resume.safetensors"])
+def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name):
+    monkeypatch.setattr(trainer, "LOOK", 10)
+    monkeypatch.setattr(trainer, "EVERY", 0.0)
+    plain = os.replace
+
+    def full(source, target):
+        if str(target).endswith(name) and "snapshots" not in str(target):
+            raise OSError(28, "No space left on device")
+        return plain(source, target)
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(Refused, match="could not be written \\(No space left on device\\)"):
+        train(SMALL, tmp_path / "a")
+    assert not list(tmp_path.rglob("*.tmp*"))
+    monkeypatch.setattr(os, "replace", plain)
+    monkeypatch.setattr(trainer, "EVERY", 30.0)
+    train(SMALL, tmp_path / "a")
+    assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
+
+
+def test_snapshots_are_subjects_and_the_first_is_the_untrained_model(tmp_path):
+    done = train(SMALL, tmp_path / "a")
+    kept = {int(p.name.removeprefix("step")) for p in (done.out / "snapshots").iterdir()}
+    assert kept == snapshot_steps(60, 12) and {0, 1, 60} <= kept
+    first = Subject.load(str(done.out / "snapshots/step0"))
+    assert first.weight_hash == first.twin(SMALL.seed).weight_hash
+    last = Subject.load(str(done.out / "snapshots/step60"))
+    assert last.weight_hash == Subject.load(str(done.out)).weight_hash != first.weight_hash
+
+
+def test_snapshot_steps_grow_geometrically():
+    assert sorted(snapshot_steps(1000, 4)) == [0, 1, 10, 100, 1000]
+    assert sorted(snapshot_steps(3, 12)) == [0, 1, 2, 3]
+
+
+def test_no_held_out_hypothesis_is_trained_on(monkeypatch):
+    task, seen = wind_tunnels.named("bijection:vocab=4,pairs=3"), []
+    kind = type(task)
+    plain = kind.draw
+    spy = lambda self, hypothesis, *rest, **more: seen.append(hypothesis) or plain(self, hypothesis, *rest, **more)  # noqa: E731
+    monkeypatch.setattr(kind, "draw", spy)
+    run = trainer._Run(SMALL, task, 1e-2, "cpu")
+    seen.clear()
+    for i in range(20):
+        run.step(i)
+    trained = torch.cat(seen)
+    every = kind.hypothesis(task, 5000, seeded("x", 0))
+    assert not held_out(trained).any() and 0 < held_out(every).float().mean() < 0.5
+
+
+def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
+    """Cross-entropy less the mean exact entropy is KL >= 0, and a small model gets near it."""
+    asked = Training("bijection:vocab=4,pairs=3", width=32, layers=1, heads=2, steps=400, batch=128, lr="1e-2")
+    done = train(asked, tmp_path / "a")
+    task = wind_tunnels.named(asked.task)
+    values = task.sample(4000, 5).posterior.predictive
+    entropy = -(values.exp() * values.clamp_min(-1e30)).sum(-1).mean() / math.log(2)
+    assert done.floor == pytest.approx(float(entropy), abs=0.01)
+    assert -0.01 < done.curve[-1][1] < 0.03 and 0 < done.gap < 0.03
+    assert done.curve[0][1] > 0.1
+
+
+def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
+    """The soft loss is the mean of the hard one over what might be drawn: autograd on many draws says the same."""
+    task = wind_tunnels.named("coin:flips=3,prior=list:.2,.9")
+    asked = Training(task.title, arch="lstm", width=8, layers=1, heads=1, batch=20_000, lr="1e-2")
+    gradients = []
+    for targets in ("hard", "soft"):
+        run = trainer._Run(trainer.replace(asked, targets=targets), task, 1e-2, "cpu")
+        run.loss().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in run.plain.parameters()]))
+    assert torch.dist(*gradients) < 0.1 * gradients[1].norm()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25, 1.0])
+def test_corrupted_is_the_law_of_redrawn_targets(p):
+    predictive = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).double().log()
+    generator = seeded("test", 0)
+    clean = torch.multinomial(predictive.exp().expand(200_000, 4)[:, :].reshape(-1, 4), 1, generator=generator)
+    again = redrawn(clean, p, 4, generator)
+    share = torch.bincount(again.flatten(), minlength=4) / len(again)
+    assert torch.allclose(share.double(), corrupted(predictive, p)[0].exp(), atol=0.005)
+    assert torch.allclose(corrupted(predictive, p).exp().sum(-1), torch.ones(1).double())
+
+
+def test_what_is_shown_stays_true_when_labels_are_corrupted():
+    """Only targets are drawn again: the inputs of a corrupted training are those of a clean one."""
+    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
+    run = trainer._Run(trainer.replace(SMALL, corrupt=1.0), task, 1e-2, "cpu")
+    inputs = []
+    plain = trainer.outputs
+    try:
+        trainer.outputs = lambda model, x, query: inputs.append(x) or plain(model, x, query)
+        run.loss()
+    finally:
+        trainer.outputs = plain
+    clean = task.drawn(SMALL.batch, seeded("train", 0), "seen", training=True)
+    assert torch.equal(inputs[0], clean.inputs)
+    assert run.floor == pytest.approx(2.0, abs=1e-9)  # four outcomes, each alike
+
+
+def test_rates_warm_up_and_come_down():
+    cosine = Training("coin", steps=100, warmup=10)
+    assert [cosine.rate(i) for i in (0, 4, 9)] == pytest.approx([0.1, 0.5, 1.0], abs=0.03)
+    assert cosine.rate(50) == pytest.approx(0.5) and cosine.rate(99) < 0.001
+    assert Training("coin", schedule="constant", warmup=0).rate(999) == 1.0
+
+
+def test_tuning_takes_the_rate_that_learns():
+    asked = Training("coin:flips=6", arch="lstm", width=8, layers=1, heads=1, steps=160, batch=32, lr="auto", warmup=5)
+    lr, seen = tune(asked, rates=(1e-6, 1e-5, 1e-2, 1e6))
+    assert lr == 1e-2
+    assert list(seen) == ["steps 20", "steps 40"] and len(seen["steps 40"]) == 2
+
+
+def test_fine_tuning_starts_from_the_weights_given(tmp_path):
+    first = train(SMALL, tmp_path / "a")
+    asked = trainer.replace(SMALL, start=str(first.out), steps=1, warmup=1000)
+    second = train(asked, tmp_path / "b")
+    assert second.gap == pytest.approx(first.gap, abs=1e-3)
+    begun = Subject.load(str(second.out / "snapshots/step0"))
+    assert begun.weight_hash == Subject.load(str(first.out)).weight_hash
+    with pytest.raises(Refused, match="it reads 8 tokens; bijection needs 16 tokens"):
+        train(trainer.replace(asked, task="bijection"), tmp_path / "c")
+
+
+def test_a_pocket_model_can_be_fine_tuned(tmp_path):
+    asked = Training("coin:flips=4", start="pocket:llama", steps=30, batch=16, lr="1e-3", warmup=5, snapshots=2)
+    done = train(asked, tmp_path / "a")
+    task = wind_tunnels.named(asked.task)
+    untrained = Subject.load("pocket:llama").model
+    assert done.gap < 0.5 < gap(untrained, task, 0.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"steps": 0}, "--steps 0: expected at least 1"),
+        ({"lr": "fast"}, "--lr fast: expected a number above 0, or auto"),
+        ({"corrupt": 1.5}, "--corrupt 1.5: expected a fraction between 0 and 1"),
+        ({"targets": "warm"}, "--targets warm: expected hard or soft"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_sentence(given, said):
+    with pytest.raises(Refused, match=said):
+        Training("coin", **given)
+
+
+def test_processes_share_one_batch_and_change_nothing(tmp_path):
+    """Two processes of accelerate against one: the same losses but for the order of sums."""
+    flags = ["bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "60"]
+    flags += ["--batch", "16", "--lr", "1e-2", "--warmup", "5", "-q", "--device", "cpu"]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "llmgeom", "train"]
+    done = subprocess.run([*launch, *flags, "--out", str(tmp_path / "two")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("next: llmgeom grade") == 1
+    one = train(SMALL, tmp_path / "one")
+    two = json.loads((tmp_path / "two/training.json").read_text())
+    assert [above for _, above in two["curve"]] == pytest.approx([above for _, above in one.curve], abs=1e-4)
+
+
+def test_the_command_trains_and_says_where(tmp_path):
+    flags = ["train", "coin:flips=4", "--arch", "mlp", "--width", "8", "--layers", "1", "--heads", "1", "--steps", "20"]
+    result = CliRunner().invoke(main, [*flags, "--out", str(tmp_path / "a"), "-q"])
+    assert result.exit_code == 0, result.output
+    assert f"model: {tmp_path / 'a'}" in result.stdout and "bits a query" in result.stdout
+    as_json = CliRunner().invoke(main, [*flags, "--out", str(tmp_path / "a"), "--json"])
+    assert json.loads(as_json.stdout)["out"] == str(tmp_path / "a")
+
+
+def test_an_interrupted_command_says_how_to_go_on(tmp_path):
+    command = [
+        sys.executable,
+        "-m",
+        "llmgeom",
+        "train",
+        "coin",
+        "--steps",
+        "100000",
+        "-q",
+        "--out",
+        str(tmp_path / "a"),
+    ]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.time() + 60
+    while not (tmp_path / "a/snapshots/step1").exists() and time.time() < deadline:
+        time.sleep(0.05)
+    running.send_signal(signal.SIGINT)
+    _, stderr = running.communicate(timeout=60)
+    assert running.returncode == 130 and "Continue with: llmgeom train coin --steps 100000" in stderr
+    assert not list(tmp_path.rglob("*.tmp*"))
