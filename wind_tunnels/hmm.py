@@ -207,8 +207,8 @@ def hundredths(share: Float[Tensor, "*row column"]) -> Int[Tensor, "*row column"
     excess = entries.sum(-1, keepdim=True) - 100
     # Only rounding makes a row too small, by less than half of an entry each: one turn is enough.
     entries = entries + (torch.arange(columns, device=share.device) < -excess)
-    # Clamping makes it too large: where j of c entries are raised, by j^2 / (4 + j / 5) + (c - j) / 2 at most, and a turn
-    # takes one or more. A fixed number of turns, so that nothing waits for the device.
+    # Clamping makes it too large: where j of c entries are raised, by j^2 / (4 + j / 5) + (c - j) / 2 at most, and each
+    # turn takes one or more. A fixed number of turns, so that nothing waits for the device.
     for _ in range(columns**2 // 4):
         spare = entries > LEAST
         taken = spare & (spare.flip(-1).cumsum(-1).flip(-1) <= excess)
