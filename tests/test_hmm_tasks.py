@@ -210,13 +210,12 @@ def test_hundredths_are_mended_one_unit_at_a_time(columns):
     even = torch.empty(400, columns, dtype=torch.float64).exponential_(generator=generator)
     extreme = even**6  # few entries hold nearly everything, which is where most has to be taken back
     corner = torch.eye(columns, dtype=torch.float64)
-    # No two entries of a row round to the same number, or which of them comes first would decide.
     share = torch.cat([even, extreme, corner])
     share = share / share.sum(1, keepdim=True)
     found = hundredths(share).tolist()
     for row, expected in zip(found, map(brute_force.hundredths, share.tolist()), strict=True):
         assert sum(row) == 100 and min(row) >= 5
-        assert row == expected or (sorted(row) == sorted(expected) and len(set(row)) < len(row))
+        assert row == expected
 
 
 @pytest.mark.parametrize(("states", "symbols"), [(2, 2), (3, 2), (3, 4)])
@@ -257,15 +256,12 @@ def test_what_is_drawn_is_drawn_as_the_exact_answer_says(task):
 def test_what_comes_later_changes_no_answer_and_what_is_asked_about_does(task):
     inputs = task.drawn(200, seeded("causal", 0)).inputs
     other = task.drawn(200, seeded("causal", 1)).inputs
-    header = task.query[0] if task.features else max(task.query[0] - 1, 0)
+    exact, trivial = task.log_predictive(inputs), task.trivial(inputs)
     for number, q in enumerate(task.query):
         later = torch.cat([inputs[:, : q + 1], other[:, q + 1 :]], 1)
-        if q < header:
-            continue
-        exact, changed = task.log_predictive(inputs), task.log_predictive(later)
-        assert torch.equal(exact[:, : number + 1], changed[:, : number + 1])
-        for name, predictor in task.trivial(inputs).items():
-            assert torch.equal(predictor[:, : number + 1], task.trivial(later)[name][:, : number + 1])
+        assert torch.equal(exact[:, : number + 1], task.log_predictive(later)[:, : number + 1])
+        for name, predictor in task.trivial(later).items():
+            assert torch.equal(predictor[:, : number + 1], trivial[name][:, : number + 1])
         here = inputs.clone()
         here[:, q] = other[:, q]
         differs = (inputs[:, q] != other[:, q]).reshape(200, -1).any(1)

@@ -34,10 +34,11 @@ class HMM(Task):
     fixed     one pair of matrices, always the same, and no header.
     horizon   a loss is on the first so many observations only; 0: on all.
 
-    T_ij = P(s_t+1 = j | s_t = i) and E_io = P(o_t = o | s_t = i) are new in every sequence, in hundredths (`matrices`).
-    The belief is a_1(j) ~ E_j,o_1 / S, a_t+1(j) ~ E_j,o_t+1 sum_i a_t(i) T_ij, and the next observation has
-    sum_ij a_t(i) T_ij E_jo (Paper I's HMM task, as its production code formats it; there the target is a_t itself, here
-    what was drawn. Rows, and the next observation, are ours).
+    T_ij = P(s_t+1 = j | s_t = i) and E_io = P(o_t = o | s_t = i) are new in every sequence: rows of Dirichlet(1, ...),
+    in hundredths and none below .05 (`hundredths`). The belief is a_1(j) ~ E_j,o_1 / S and then
+    a_t+1(j) ~ E_j,o_t+1 sum_i a_t(i) T_ij, where ~ is "in proportion to"; the next observation is o with probability
+    sum_ij a_t(i) T_ij E_jo (Paper I's HMM task, as its production code formats it. There the target is a_t itself, here
+    what was drawn; rows, and the next observation, are ours).
     """
 
     states: int = 3
