@@ -409,6 +409,29 @@ def test_keys_and_first_states_are_even_and_later_ones_follow_the_matrix():
     assert ((pairs - expected).abs() < 4.5 * (expected / 60_000).sqrt()).all()
 
 
+@pytest.mark.parametrize("task", [HMM(3, 4, 9, fixed=True), HMM(3, 4, 9), KeyedHMM(3, 4, 9, chains=2)], ids=spelt)
+def test_states_move_and_emit_as_often_as_the_matrices_say(task):
+    """Summed over all steps, fine enough to see one hundredth go astray."""
+    n, generator = 30_000, seeded("frequency", 0)
+    hypothesis = task.hypothesis(n, generator)
+    drawn = task.draw(hypothesis, generator)
+    states, shown = drawn.target, drawn.inputs[:, -9:]
+    keyed = isinstance(task, KeyedHMM)
+    symbols = (shown[..., 10:14] if keyed else shown[..., -4:]).argmax(-1)
+    # Only where the same chain has its turn twice running is it known where it came from.
+    keys = shown[..., 14:].argmax(-1) if keyed else torch.zeros_like(states)
+    again = keys[:, :-1] == keys[:, 1:]
+    move, emission = (hypothesis.double() / 100).split([3, 4], -1)
+    for matrix, before, after, known in [
+        (emission, states, symbols, torch.ones_like(states, dtype=torch.bool)),
+        (move, states[:, :-1], states[:, 1:], again),
+    ]:
+        columns = matrix.shape[-1]
+        p = matrix.gather(1, before[..., None].expand(-1, -1, columns))[known]
+        error = torch.nn.functional.one_hot(after[known], columns) - p
+        assert (error.sum(0).abs() < 4.5 * (p * (1 - p)).sum(0).sqrt()).all()
+
+
 def test_rows_of_a_visible_chain_are_even_over_the_simplex():
     """Each entry of Dirichlet(1, 1, 1) has mean 1/3 and P(p > 1/2) = (1 - 1/2)^2."""
     rows = Markov(3, fixed=False).hypothesis(20_000, seeded("rows", 0)).flatten(0, 1)
