@@ -432,6 +432,19 @@ def test_states_move_and_emit_as_often_as_the_matrices_say(task):
         assert (error.sum(0).abs() < 4.5 * (p * (1 - p)).sum(0).sqrt()).all()
 
 
+def test_two_chains_have_nothing_in_common_but_their_matrices():
+    """Two turns of one chain, then two of the other: the states are i, j, k, l with probability T_ij T_kl / 4."""
+    task, generator = KeyedHMM(2, 2, 4, chains=2), seeded("apart", 0)
+    hypothesis = task.hypothesis(1, generator).expand(60_000, -1, -1)
+    drawn = task.draw(hypothesis, generator)
+    keys = drawn.inputs[:, 2:, -2:].argmax(-1)
+    states = drawn.target[(keys[:, 0] == keys[:, 1]) & (keys[:, 2] == keys[:, 3]) & (keys[:, 0] != keys[:, 2])]
+    found = torch.bincount(states @ torch.tensor([8, 4, 2, 1]), minlength=16) / len(states)
+    move = (hypothesis[0, :, :2].double() / 100).flatten()
+    expected = (move[:, None] * move / 4).flatten()
+    assert ((found - expected).abs() < 4 * (expected * (1 - expected) / len(states)).sqrt()).all()
+
+
 def test_rows_of_a_visible_chain_are_even_over_the_simplex():
     """Each entry of Dirichlet(1, 1, 1) has mean 1/3 and P(p > 1/2) = (1 - 1/2)^2."""
     rows = Markov(3, fixed=False).hypothesis(20_000, seeded("rows", 0)).flatten(0, 1)
