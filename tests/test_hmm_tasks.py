@@ -396,6 +396,21 @@ def test_what_is_always_the_same_is_not_held_out(task):
     assert torch.equal(many, task.hypothesis(1, seeded("any", 4)).expand_as(many))
 
 
+@pytest.mark.parametrize(
+    ("spec", "least"),
+    [("hmm", 0.1), ("hmm:fixed=true", 0.2), ("hmm:fixed=true,predict=observation", 0.015), ("keyed_hmm", 0.035)],
+)
+def test_no_predictor_that_does_not_infer_comes_near_the_exact_answer(spec, least):
+    """Bits of KL; a task in which they came near could be done without inference."""
+    task = named(spec)
+    inputs = task.drawn(2000, seeded("trivial", 0)).inputs
+    exact = task.log_predictive(inputs)
+    constant = exact.exp().mean(0, keepdim=True).log().expand_as(exact)
+    predictors = {"constant": constant, **task.trivial(inputs)}
+    assert len(predictors) == 3
+    assert min(bits(kl(exact, q)).mean().item() for q in predictors.values()) > least
+
+
 def test_keys_and_first_states_are_even_and_later_ones_follow_the_matrix():
     task = KeyedHMM(2, 2, 4, chains=4)
     drawn = task.drawn(20_000, seeded("keys", 0))

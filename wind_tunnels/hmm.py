@@ -39,6 +39,9 @@ class HMM(Task):
     a_t+1(j) ~ E_j,o_t+1 sum_i a_t(i) T_ij, where ~ is "in proportion to"; the next observation is o with probability
     sum_ij a_t(i) T_ij E_jo (Paper I's HMM task, as its production code formats it. There the target is a_t itself, here
     what was drawn; rows, and the next observation, are ours).
+
+    Matrices drawn so forget fast: of the next observation the last one alone tells nearly all there is (.004 bits of KL
+    are left with the defaults, .148 by an even guess). It is the state that has to be carried along (.141 of .375).
     """
 
     states: int = 3
@@ -226,7 +229,9 @@ def log2_matrices(states: int, symbols: int) -> float:
 @functools.cache
 def _fixed(states: int, symbols: int, device: torch.device) -> Tensor:
     """The one pair of matrices of `fixed`. Drawn on the CPU, so that it is the same on every device."""
-    return matrices(1, states, symbols, seeded("hmm/fixed", 0)).to(device)
+    # A seed with which, for three states and symbols, both questions are far from what the last observation alone tells
+    # and from a constant; with seed 0 the next observation would be the same whatever was seen.
+    return matrices(1, states, symbols, seeded("hmm/fixed", 6)).to(device)
 
 
 def walk(
