@@ -1,10 +1,15 @@
-"""Exact answers to two questions about a sequence of two labels: which of them rules, and which comes next?"""
+"""Exact answers to what a sequence tells: which label rules, which symbol comes next, which hidden state is it in?"""
 
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from jaxtyping import Float, Int
+    from torch import Tensor
 
 Counts = np.ndarray | int
 
@@ -56,3 +61,38 @@ def beta_majority(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.
         raise ValueError(f"Beta({a}, {b}): both must be positive")
     posterior = beta(a + np.asarray(n1, dtype=np.float64), b + np.asarray(n2, dtype=np.float64))
     return np.stack([posterior.logsf(0.5), posterior.logcdf(0.5)], axis=-1)
+
+
+def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
+    """log P(next symbol | D) in nats, float64: (a + n_j) / (a S + n) after n_j of symbol j, n in all, of S symbols.
+
+    Symbols are drawn independently with probabilities that have a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
+    symbols this is `beta_bernoulli`. Raises ValueError for an a that is not positive.
+    """
+    if a <= 0:
+        raise ValueError(f"Dirichlet({a}): a must be positive")
+    weight = counts.double() + a
+    return weight.log() - weight.sum(-1, keepdim=True).log()
+
+
+def forward_filter(
+    log_first: Float[Tensor, "#*at state"],
+    log_move: Float[Tensor, "#*at #move state state"],
+    log_seen: Float[Tensor, "*at step state"],
+) -> Float[Tensor, "*at step state"]:
+    """log P(s_t | o_1 .. o_t) in nats for every t, s_t the hidden state of a Markov chain: the forward algorithm.
+
+    log_first is log P(s_1); log_move[t, i, j] is log P(s_t+1 = j | s_t = i), one matrix for all t or one for each;
+    log_seen[t, i] is log P(o_t | s_t = i). With ~ for "in proportion to", a_1(i) ~ P(s_1 = i) P(o_1 | s_1 = i) and
+    a_t+1(j) ~ P(o_t+1 | s_t+1 = j) sum_i a_t(i) P(s_t+1 = j | s_t = i) (Paper I's filtering posterior).
+    Probabilities of 0 are allowed as long as what was seen is possible.
+    """
+    import torch
+
+    log_move = log_move.expand(*log_move.shape[:-3], log_seen.shape[-2], *log_move.shape[-2:])
+    ahead, found = log_first, []
+    for seen, move in zip(log_seen.unbind(-2), log_move.unbind(-3), strict=True):
+        belief = (ahead + seen).log_softmax(-1)
+        ahead = (belief[..., :, None] + move).logsumexp(-2)
+        found.append(belief)
+    return torch.stack(found, -2)

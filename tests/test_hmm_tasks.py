@@ -1,0 +1,537 @@
+"""Hidden and visible Markov chains: their exact answers against every path written out, and laws a posterior obeys."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import pairwise, permutations
+
+import numpy as np
+import pytest
+import torch
+from scipy.integrate import dblquad
+
+from llmgeom.errors import Refused
+from llmgeom.exact import beta_bernoulli, dirichlet_multinomial, forward_filter
+from llmgeom.information import bits, entropy, kl
+from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels.hmm import HMM, _fixed, hundredths
+from llmgeom.wind_tunnels.keyed_hmm import KeyedHMM
+from llmgeom.wind_tunnels.markov import Markov
+from llmgeom.wind_tunnels.task import held_out, seeded
+from tests import brute_force
+
+# Numbers of states and of symbols differ, so that one cannot stand in for the other.
+SIZES = [(3, 2, 5), (2, 4, 6)]
+WAYS = [(e, p, f) for e in ("rows", "tokens") for p in ("state", "observation") for f in (False, True)]
+EVERY = [
+    *(HMM(3, 4, 6, encoding, predict, fixed) for encoding, predict, fixed in WAYS),
+    KeyedHMM(3, 2, 7, chains=2),
+    Markov(4, 6),
+    Markov(3, 6, fixed=False),
+]
+HIDING = [task for task in EVERY if not task.memorisable]
+
+
+def spelt(task):
+    return task.title
+
+
+def read(task, inputs):
+    """T, E and the observations of one sequence of an HMM task, by the independent reader."""
+    if task.fixed:
+        pair = task.hypothesis(1, seeded("any", 0))[0].double() / 100
+        rows = inputs.tolist()
+        shown = brute_force.observations_of_tokens(rows) if task.encoding == "tokens" else map(brute_force.hot, rows)
+        return pair[:, : task.states].tolist(), pair[:, task.states :].tolist(), list(shown)
+    if task.encoding == "tokens":
+        return brute_force.hmm_of_tokens(inputs.tolist(), task.states, task.symbols)
+    move, emit, shown = brute_force.hmm_of_rows(inputs.tolist(), task.states, task.symbols)
+    return move, emit, [brute_force.hot(row) for row in shown]
+
+
+def read_keyed(task, inputs):
+    move, emit, shown = brute_force.hmm_of_rows(inputs.tolist(), task.states, task.symbols)
+    symbols = [brute_force.hot(row[: task.symbols]) for row in shown]
+    return move, emit, symbols, [brute_force.hot(row[task.symbols :]) for row in shown]
+
+
+def close(found, expected):
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
+
+
+# ---- by enumeration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("states", "symbols", "steps"), SIZES)
+@pytest.mark.parametrize(("encoding", "predict", "fixed"), WAYS)
+def test_hmm_belief_and_answer_are_those_of_all_hidden_paths(states, symbols, steps, encoding, predict, fixed):
+    task = HMM(states, symbols, steps, encoding, predict, fixed)
+    batch = task.sample(3, seed=4)
+    inputs = batch.inputs.ids if encoding == "tokens" else batch.inputs.values
+    for i in range(3):
+        move, emit, shown = read(task, inputs[i])
+        belief = brute_force.filtered(shown, move, emit)
+        close(batch.posterior.belief[i].exp(), belief)
+        expected = belief if predict == "state" else brute_force.next_symbol(shown, move, emit)
+        close(batch.posterior.predictive[i].exp(), expected)
+
+
+@pytest.mark.parametrize(("states", "symbols", "steps", "chains"), [(2, 3, 8, 2), (3, 2, 6, 3), (2, 2, 6, 1)])
+def test_keyed_belief_is_that_of_all_paths_of_all_chains(states, symbols, steps, chains):
+    task = KeyedHMM(states, symbols, steps, chains)
+    batch = task.sample(6, seed=1)
+    for inputs, log_p, belief in zip(
+        batch.inputs.values, batch.posterior.predictive, batch.posterior.belief, strict=True
+    ):
+        move, emit, shown, keys = read_keyed(task, inputs)
+        close(log_p.exp(), brute_force.keyed(shown, keys, chains, move, emit))
+        assert torch.equal(log_p, belief)
+
+
+def test_markov_with_matrices_of_their_own_is_a_ratio_of_exact_integrals():
+    for task in (Markov(3, 9, fixed=False), Markov(2, 9, fixed=False), Markov(5, 12, fixed=False)):
+        batch = task.sample(10, seed=2)
+        for inputs, log_p in zip(batch.inputs.ids.tolist(), batch.posterior.predictive, strict=True):
+            expected = brute_force.chain_next(inputs, task.symbols)
+            close(log_p.exp(), [[float(p) for p in row] for row in expected])
+
+
+def test_markov_of_two_symbols_by_integration_over_both_rows():
+    task = Markov(2, 6, fixed=False)
+    batch = task.sample(2, seed=3)
+
+    def likelihood(chain, a, b):
+        row = [[a, 1 - a], [1 - b, b]]
+        return math.prod(row[x][y] for x, y in pairwise(chain))
+
+    def chance(chain):
+        return dblquad(lambda a, b: likelihood(chain, a, b), 0, 1, 0, 1)[0]
+
+    for inputs, log_p in zip(batch.inputs.ids.tolist(), batch.posterior.predictive, strict=True):
+        for t in range(1, 7):
+            expected = chance([*inputs[:t], 0]) / chance(inputs[:t])
+            assert log_p[t - 1, 0].exp().item() == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("predict", ["state", "observation"])
+@pytest.mark.parametrize("encoding", ["rows", "tokens"])
+def test_predictors_that_do_not_infer_are_what_their_names_say(encoding, predict):
+    task = HMM(3, 4, 5, encoding, predict)
+    inputs = task.drawn(4, seeded("any", 0)).inputs
+    found = task.trivial(inputs)
+    assert set(found) == {"memoryless", "bag of values"}
+    for i in range(4):
+        move, emit, shown = read(task, inputs[i])
+        stays = [[float(a == b) for b in range(3)] for a in range(3)]
+        beliefs = {
+            "memoryless": [brute_force.filtered([o], move, emit)[0] for o in shown],
+            "bag of values": brute_force.filtered(shown, stays, emit),
+        }
+        for name, belief in beliefs.items():
+            if predict == "observation":
+                belief = [
+                    [sum(b[i] * move[i][j] * emit[j][o] for i in range(3) for j in range(3)) for o in range(4)]
+                    for b in belief
+                ]
+            close(found[name][i].exp(), belief)
+
+
+def test_without_keys_two_chains_are_taken_for_one():
+    task = KeyedHMM(3, 2, 6, chains=2)
+    inputs = task.drawn(4, seeded("any", 0)).inputs
+    found = task.trivial(inputs)
+    assert set(found) == {"memoryless", "one chain"}
+    for i in range(4):
+        move, emit, shown, _ = read_keyed(task, inputs[i])
+        close(found["one chain"][i].exp(), brute_force.filtered(shown, move, emit))
+        close(found["memoryless"][i].exp(), [brute_force.filtered([o], move, emit)[0] for o in shown])
+    # With one chain there is nothing to bind.
+    single = KeyedHMM(chains=1)
+    inputs = single.drawn(4, seeded("any", 0)).inputs
+    torch.testing.assert_close(single.trivial(inputs)["one chain"], single.log_predictive(inputs))
+
+
+def test_a_bag_of_symbols_has_one_row_for_all_of_them():
+    task = Markov(4, 7, fixed=False)
+    inputs = task.drawn(5, seeded("any", 0)).inputs
+    for row, ids in zip(task.trivial(inputs)["bag of values"].exp(), inputs.tolist(), strict=True):
+        close(row, [[(1 + ids[:t].count(j)) / (4 + t) for j in range(4)] for t in range(1, 8)])
+
+
+# ---- the numbers of the papers' production code ----------------------------------------------------------------------
+
+
+def test_the_papers_format_has_the_papers_numbers():
+    task = HMM(5, 5, 20, encoding="tokens")
+    assert task.header == 53 and task.length == 93 and task.vocabulary == 110
+    assert task.query == tuple(53 + 2 * t + 1 for t in range(20))
+    assert task.answers.tokens == (105, 106, 107, 108, 109)
+    assert HMM(5, 5, 20, "tokens", "observation").answers.tokens == (100, 101, 102, 103, 104)
+    assert HMM(5, 5, 20, "tokens", "observation").vocabulary == 105
+    assert HMM(5, 5, 20, "tokens", fixed=True).query == tuple(range(1, 40, 2))
+
+
+def test_entropies_of_the_papers_generator():
+    """Bits, as measured with the production generator on 1,500 sequences of twenty steps with five states and symbols.
+    The tolerances are three standard errors of such a measurement; ours is on ten times as many."""
+    task = HMM(5, 5, 20)
+    inputs = task.drawn(15_000, seeded("papers", 0)).inputs
+    exact, memoryless = task.log_predictive(inputs), task.trivial(inputs)["memoryless"]
+    h = bits(entropy(exact))
+    assert h.mean().item() == pytest.approx(1.909, abs=0.009)
+    assert h.std().item() == pytest.approx(0.248, abs=0.009)
+    for t, expected in {1: 2.022, 2: 1.922, 3: 1.916, 5: 1.901, 10: 1.908}.items():
+        assert h[:, t - 1].mean().item() == pytest.approx(expected, abs=0.018)
+    assert (math.log2(5) - h).abs().mean().item() == pytest.approx(0.412, abs=0.009)
+    assert bits(kl(exact, torch.full_like(exact, -math.log(5)))).mean().item() == pytest.approx(0.413, abs=0.009)
+    assert (bits(entropy(memoryless)) - h).abs().mean().item() == pytest.approx(0.159, abs=0.006)
+    assert bits(kl(exact, memoryless)).mean().item() == pytest.approx(0.112, abs=0.005)
+
+
+def test_the_ring_stays_more_than_it_says():
+    ring = Markov().ring().numpy()
+    np.testing.assert_allclose(ring.sum(1), 1)
+    np.testing.assert_allclose(np.diag(ring), 0.349802, atol=5e-7)
+    np.testing.assert_allclose(ring[3, [2, 1, 0, 7]], [0.166, 0.083, 0.0553, 0.0415], atol=5e-5)
+    assert (-ring * np.log(ring)).sum(1).mean() == pytest.approx(1.829188, abs=5e-7)
+    # Counted once, as intended: .3 on the diagonal, the rest by distance.
+    once = Markov(stay=0.0).ring().numpy() * 0.7 + 0.3 * np.eye(8)
+    assert (-once * np.log(once)).sum(1).mean() == pytest.approx(1.8833, abs=5e-5)
+    task = Markov()
+    inputs = task.drawn(3, seeded("any", 0)).inputs
+    close(task.log_predictive(inputs).exp(), [[ring[y].tolist() for y in ids] for ids in inputs.tolist()])
+
+
+@pytest.mark.parametrize("columns", [2, 3, 4, 5, 7, 10])
+def test_hundredths_are_mended_one_unit_at_a_time(columns):
+    generator = seeded("shares", columns)
+    even = torch.empty(400, columns, dtype=torch.float64).exponential_(generator=generator)
+    extreme = even**6  # few entries hold nearly everything, which is where most has to be taken back
+    corner = torch.eye(columns, dtype=torch.float64)
+    share = torch.cat([even, extreme, corner])
+    share = share / share.sum(1, keepdim=True)
+    found = hundredths(share).tolist()
+    for row, expected in zip(found, map(brute_force.hundredths, share.tolist()), strict=True):
+        assert sum(row) == 100 and min(row) >= 5
+        assert row == expected
+
+
+@pytest.mark.parametrize(("states", "symbols"), [(2, 2), (3, 2), (3, 4)])
+def test_log2_hypotheses_counts_the_rows_there_are(states, symbols):
+    def ways(columns, left=100):
+        return int(left >= 5) if columns == 1 else sum(ways(columns - 1, left - first) for first in range(5, left + 1))
+
+    expected = states * (math.log2(ways(states)) + math.log2(ways(symbols)))
+    assert HMM(states, symbols).log2_hypotheses == pytest.approx(expected)
+    assert KeyedHMM(states, symbols).log2_hypotheses == pytest.approx(expected)
+    assert HMM(states, symbols, fixed=True).log2_hypotheses == Markov().log2_hypotheses == 0
+    assert Markov(fixed=False).log2_hypotheses == math.inf
+
+
+# ---- laws of a posterior ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", EVERY, ids=spelt)
+def test_what_is_drawn_is_drawn_as_the_exact_answer_says(task):
+    n = 20_000
+    drawn = task.drawn(n, seeded("calibration", 1))
+    log_p = task.log_predictive(drawn.inputs)
+    p, h = log_p.exp(), entropy(log_p)
+    torch.testing.assert_close(p.sum(-1), torch.ones_like(h))
+    assert log_p.dtype == torch.float64 and log_p.isfinite().all()
+    assert h.min() >= 0 and h.max() <= math.log(log_p.shape[-1]) + 1e-12
+    # The mean loss is the mean entropy, at every step.
+    surplus = -log_p.gather(-1, drawn.target[..., None])[..., 0] - h
+    assert (surplus.mean(0).abs() < 4 * surplus.std(0) / math.sqrt(n) + 1e-12).all()
+    # Outcomes are as frequent as predicted, over all and among those where the outcome is predicted strongly.
+    error = torch.nn.functional.one_hot(drawn.target, p.shape[-1]) - p
+    for weight in (torch.ones_like(p), (p > p.mean()).double()):
+        spread = (weight * p * (1 - p)).sum(0).sqrt()
+        assert ((weight * error).sum(0).abs() <= 4.5 * spread + 1e-9).all()
+
+
+@pytest.mark.parametrize("task", EVERY, ids=spelt)
+def test_what_comes_later_changes_no_answer_and_what_is_asked_about_does(task):
+    inputs = task.drawn(200, seeded("causal", 0)).inputs
+    other = task.drawn(200, seeded("causal", 1)).inputs
+    exact, trivial = task.log_predictive(inputs), task.trivial(inputs)
+    for number, q in enumerate(task.query):
+        later = torch.cat([inputs[:, : q + 1], other[:, q + 1 :]], 1)
+        assert torch.equal(exact[:, : number + 1], task.log_predictive(later)[:, : number + 1])
+        for name, predictor in task.trivial(later).items():
+            assert torch.equal(predictor[:, : number + 1], trivial[name][:, : number + 1])
+        here = inputs.clone()
+        here[:, q] = other[:, q]
+        differs = (inputs[:, q] != other[:, q]).reshape(200, -1).any(1)
+        moved = (task.log_predictive(here)[:, number] - exact[:, number]).abs().sum(-1) > 0
+        # Of a matrix not yet seen, no symbol tells anything: there the answer is even whatever stands there.
+        assert differs.any() and (moved[differs].any() or (isinstance(task, Markov) and number == 0))
+
+
+@pytest.mark.parametrize("encoding", ["rows", "tokens"])
+def test_the_belief_of_tomorrow_is_in_the_mean_the_belief_of_today_moved_on(encoding):
+    task, after = HMM(3, 4, 6, encoding), HMM(3, 4, 6, encoding, "observation")
+    inputs = task.drawn(50, seeded("martingale", 0)).inputs
+    belief, following = task.log_belief(inputs).exp(), after.log_predictive(inputs).exp()
+    t = 3
+    mean = torch.zeros(50, 3, dtype=torch.float64)
+    for symbol in range(4):
+        changed, q = inputs.clone(), task.query[t]
+        changed[:, q] = 100 + symbol if encoding == "tokens" else torch.eye(20 - 6)[10 + symbol]
+        mean += following[:, t - 1, symbol, None] * task.log_belief(changed)[:, t].exp()
+    for i in range(50):
+        move, *_ = read(task, inputs[i])
+        close(mean[i], [sum(belief[i, t - 1, a].item() * move[a][b] for a in range(3)) for b in range(3)])
+
+
+def test_only_the_chain_whose_turn_it_is_moves():
+    """Its next belief is in the mean the last one moved on, however often the other chain had its turn between."""
+    task = KeyedHMM(3, 2, 5, chains=2)
+    inputs = task.drawn(40, seeded("martingale", 0)).inputs
+    inputs[:, 3:, -2:] = torch.eye(2)[torch.tensor([0, 1, 1, 1, 0])]
+    before = task.log_belief(inputs)[:, 0].exp()
+    beliefs = []
+    for symbol in range(2):
+        inputs[:, -1, 8:10] = torch.eye(2)[symbol]
+        beliefs.append(task.log_belief(inputs)[:, -1].exp())
+    for i in range(40):
+        move, emit, *_ = read_keyed(task, inputs[i])
+        ahead = [sum(before[i, a].item() * move[a][b] for a in range(3)) for b in range(3)]
+        chance = [sum(ahead[b] * emit[b][o] for b in range(3)) for o in range(2)]
+        close(chance[0] * beliefs[0][i] + chance[1] * beliefs[1][i], ahead)
+
+
+@pytest.mark.parametrize("predict", ["state", "observation"])
+def test_relabelling_symbols_and_states_relabels_the_answer(predict):
+    task = HMM(3, 4, 6, predict=predict)
+    inputs = task.drawn(30, seeded("labels", 0)).inputs
+    exact = task.log_predictive(inputs)
+    for order in list(permutations(range(4)))[1::5]:
+        # Columns: 3 of T, 4 of E, 3 of the state's mark, 4 of the symbol.
+        swapped = inputs[..., [0, 1, 2, *(3 + o for o in order), 7, 8, 9, *(10 + o for o in order)]]
+        expected = exact if predict == "state" else exact[..., list(order)]
+        torch.testing.assert_close(task.log_predictive(swapped), expected)
+    for order in list(permutations(range(3)))[1:]:
+        rows = [*order, *range(3, 9)]
+        swapped = inputs[:, rows][..., [*order, *range(3, 7), *(7 + s for s in order), *range(10, 14)]]
+        expected = exact[..., list(order)] if predict == "state" else exact
+        torch.testing.assert_close(task.log_predictive(swapped), expected)
+
+
+def test_relabelling_keys_changes_nothing_and_relabelling_a_visible_chain_relabels_its_answer():
+    task = KeyedHMM(3, 2, 7, chains=3)
+    inputs = task.drawn(30, seeded("labels", 0)).inputs
+    for order in permutations(range(3)):
+        swapped = inputs[..., [*range(10), *(10 + k for k in order)]]
+        torch.testing.assert_close(task.log_predictive(swapped), task.log_predictive(inputs))
+    chain = Markov(4, 9, fixed=False)
+    ids = chain.drawn(30, seeded("labels", 0)).inputs
+    order = torch.tensor([2, 0, 3, 1])
+    torch.testing.assert_close(chain.log_predictive(order[ids])[..., order], chain.log_predictive(ids))
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("task", EVERY, ids=spelt)
+def test_the_same_seed_gives_the_same_bits_whatever_ran_before(task):
+    torch.manual_seed(0)
+    once = task.sample(20, seed=7)
+    before = torch.get_rng_state()
+    _fixed.cache_clear()
+    torch.manual_seed(1)
+    again, other = task.sample(20, seed=7), task.sample(20, seed=8)
+    shown = [b.inputs.values if task.features else b.inputs.ids for b in (once, again, other)]
+    assert torch.equal(shown[0], shown[1]) and not torch.equal(shown[0], shown[2])
+    assert torch.equal(once.target, again.target) and not torch.equal(once.target, other.target)
+    assert torch.equal(once.posterior.predictive, again.posterior.predictive)
+    torch.manual_seed(0)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("task", EVERY, ids=spelt)
+def test_a_title_reads_back_as_the_task_and_batches_have_the_lengths_it_says(task):
+    assert named(task.title) == task
+    batch = task.sample(3, seed=0)
+    shown = batch.inputs.values if task.features else batch.inputs.ids
+    assert shown.shape == ((3, task.length, task.features) if task.features else (3, task.length))
+    assert batch.target.shape == (3, len(task.query)) == batch.posterior.predictive.shape[:2]
+    assert batch.posterior.predictive.shape[2] == len(task.answers.tokens)
+    assert max(task.answers.tokens) < task.vocabulary
+    if not task.features:
+        assert shown.max() < task.vocabulary and shown.dtype == torch.int64
+
+
+@pytest.mark.parametrize("task", HIDING, ids=spelt)
+def test_no_held_out_hypothesis_is_drawn_in_training_and_no_other_in_the_examination(task):
+    generator = seeded("splits", 0)
+    for split, expected in (("seen", False), ("held-out", True)):
+        if isinstance(task, Markov):
+            hidden = held_out(task.cell(task._hypotheses(300, generator, split)))
+        else:
+            reader = read_keyed if isinstance(task, KeyedHMM) else read
+            pairs = [reader(task, inputs)[:2] for inputs in task.drawn(300, generator, split, training=True).inputs]
+            rows = [[[*a, *b] for a, b in zip(*pair, strict=True)] for pair in pairs]
+            hidden = held_out(torch.tensor(rows, dtype=torch.float64).mul(100).round().long().flatten(1))
+        assert hidden.tolist() == [expected] * 300
+    among = held_out(task.cell(task.hypothesis(4000, generator))).double().mean().item()
+    assert among == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_chain_of_two_symbols_has_enough_cells_to_hold_a_tenth_out():
+    task = Markov(2, fixed=False)
+    side = (torch.arange(100) + 0.5) / 100
+    p, q = torch.meshgrid(side, side, indexing="ij")
+    every = torch.stack([p, 1 - p, 1 - q, q], -1).reshape(-1, 2, 2)
+    assert held_out(task.cell(every)).double().mean().item() == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("task", [task for task in EVERY if task.memorisable], ids=spelt)
+def test_what_is_always_the_same_is_not_held_out(task):
+    with pytest.raises(Refused, match="holds no hypotheses out"):
+        task.drawn(3, seeded("any", 0), "seen")
+    many = task.hypothesis(5, seeded("any", 3))
+    assert torch.equal(many, task.hypothesis(1, seeded("any", 4)).expand_as(many))
+
+
+@pytest.mark.parametrize(
+    ("spec", "least"),
+    [("hmm", 0.1), ("hmm:fixed=true", 0.2), ("hmm:fixed=true,predict=observation", 0.015), ("keyed_hmm", 0.035)],
+)
+def test_no_predictor_that_does_not_infer_comes_near_the_exact_answer(spec, least):
+    """Bits of KL; a task in which they came near could be done without inference."""
+    task = named(spec)
+    inputs = task.drawn(2000, seeded("trivial", 0)).inputs
+    exact = task.log_predictive(inputs)
+    constant = exact.exp().mean(0, keepdim=True).log().expand_as(exact)
+    predictors = {"constant": constant, **task.trivial(inputs)}
+    assert len(predictors) == 3
+    assert min(bits(kl(exact, q)).mean().item() for q in predictors.values()) > least
+
+
+def test_keys_and_first_states_are_even_and_later_ones_follow_the_matrix():
+    task = KeyedHMM(2, 2, 4, chains=4)
+    drawn = task.drawn(20_000, seeded("keys", 0))
+    keys = drawn.inputs[:, 2:, -4:].mean(0)
+    torch.testing.assert_close(keys, torch.full_like(keys, 0.25), rtol=0, atol=4 * math.sqrt(0.1875 / 20_000))
+    ring = Markov(5, 3, stay=0.5)
+    chain = ring.drawn(60_000, seeded("ring", 0))
+    assert torch.equal(chain.inputs[:, 1:], chain.target[:, :-1])
+    pairs = torch.bincount(chain.inputs[:, 2] * 5 + chain.target[:, 2], minlength=25).view(5, 5) / 60_000
+    expected = ring.ring() / 5
+    assert ((pairs - expected).abs() < 4.5 * (expected / 60_000).sqrt()).all()
+
+
+@pytest.mark.parametrize("task", [HMM(3, 4, 9, fixed=True), HMM(3, 4, 9), KeyedHMM(3, 4, 9, chains=2)], ids=spelt)
+def test_states_move_and_emit_as_often_as_the_matrices_say(task):
+    """Summed over all steps, fine enough to see one hundredth go astray."""
+    n, generator = 30_000, seeded("frequency", 0)
+    hypothesis = task.hypothesis(n, generator)
+    drawn = task.draw(hypothesis, generator)
+    states, shown = drawn.target, drawn.inputs[:, -9:]
+    keyed = isinstance(task, KeyedHMM)
+    symbols = (shown[..., 10:14] if keyed else shown[..., -4:]).argmax(-1)
+    # Only where the same chain has its turn twice running is it known where it came from.
+    keys = shown[..., 14:].argmax(-1) if keyed else torch.zeros_like(states)
+    again = keys[:, :-1] == keys[:, 1:]
+    move, emission = (hypothesis.double() / 100).split([3, 4], -1)
+    for matrix, before, after, known in [
+        (emission, states, symbols, torch.ones_like(states, dtype=torch.bool)),
+        (move, states[:, :-1], states[:, 1:], again),
+    ]:
+        columns = matrix.shape[-1]
+        p = matrix.gather(1, before[..., None].expand(-1, -1, columns))[known]
+        error = torch.nn.functional.one_hot(after[known], columns) - p
+        assert (error.sum(0).abs() < 4.5 * (p * (1 - p)).sum(0).sqrt()).all()
+
+
+def test_two_chains_have_nothing_in_common_but_their_matrices():
+    """Two turns of one chain, then two of the other: the states are i, j, k, l with probability T_ij T_kl / 4."""
+    task, generator = KeyedHMM(2, 2, 4, chains=2), seeded("apart", 0)
+    hypothesis = task.hypothesis(1, generator).expand(60_000, -1, -1)
+    drawn = task.draw(hypothesis, generator)
+    keys = drawn.inputs[:, 2:, -2:].argmax(-1)
+    states = drawn.target[(keys[:, 0] == keys[:, 1]) & (keys[:, 2] == keys[:, 3]) & (keys[:, 0] != keys[:, 2])]
+    found = torch.bincount(states @ torch.tensor([8, 4, 2, 1]), minlength=16) / len(states)
+    move = (hypothesis[0, :, :2].double() / 100).flatten()
+    expected = (move[:, None] * move / 4).flatten()
+    assert ((found - expected).abs() < 4 * (expected * (1 - expected) / len(states)).sqrt()).all()
+
+
+def test_rows_of_a_visible_chain_are_even_over_the_simplex():
+    """Each entry of Dirichlet(1, 1, 1) has mean 1/3 and P(p > 1/2) = (1 - 1/2)^2."""
+    rows = Markov(3, fixed=False).hypothesis(20_000, seeded("rows", 0)).flatten(0, 1)
+    torch.testing.assert_close(rows.mean(0), torch.full((3,), 1 / 3), rtol=0, atol=0.005)
+    torch.testing.assert_close((rows > 0.5).float().mean(0), torch.full((3,), 0.25), rtol=0, atol=0.01)
+
+
+def test_a_horizon_is_the_first_steps_and_none_is_all():
+    assert (
+        HMM(steps=9).trained == 9 and HMM(steps=9, horizon=4).trained == 4 and len(HMM(steps=9, horizon=4).query) == 9
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("hmm:encoding=bits", r"hmm:encoding=bits: encoding 'bits'; expected rows or tokens"),
+        ("hmm:predict=next", r"predict 'next'; expected state or observation"),
+        ("hmm:horizon=13", r"horizon 13; expected 0 to the 12 steps"),
+        ("hmm:horizon=-1", r"horizon -1; expected 0 to the 12 steps"),
+        ("hmm:states=1", r"hmm:states=1: expected 2 to 10 states and symbols; each has at least .05 of a row"),
+        ("hmm:symbols=11", r"expected 2 to 10 states and symbols"),
+        ("hmm:steps=0", r"steps 0; expected at least 1"),
+        ("keyed_hmm:states=11", r"keyed_hmm:states=11: expected 2 to 10 states and symbols"),
+        ("keyed_hmm:steps=0", r"steps 0; expected at least 1"),
+        ("keyed_hmm:chains=0", r"chains 0; expected at least 1"),
+        ("markov:symbols=1", r"markov:symbols=1: expected 2 or more symbols and 1 or more steps"),
+        ("markov:steps=0", r"expected 2 or more symbols and 1 or more steps"),
+        ("markov:stay=1", r"stay 1.0; expected 0 or more and less than 1"),
+        ("markov:stay=-0.1", r"stay -0.1; expected 0 or more and less than 1"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(spec, message):
+    with pytest.raises(Refused, match=message):
+        named(spec)
+
+
+# ---- the closed forms ------------------------------------------------------------------------------------------------
+
+
+def test_the_forward_algorithm_takes_certainties_and_long_sequences():
+    ring = torch.eye(3, dtype=torch.float64).roll(1, 1)  # 0 to 1 to 2 to 0
+    noisy = torch.tensor([[0.5, 0.5, 0.0]], dtype=torch.float64).expand(4000, 3).log()
+    first = torch.full((3,), -math.log(3), dtype=torch.float64)
+    belief = forward_filter(first, ring.log()[None], noisy).exp()
+    # State 2 is impossible at every step, and only one path of two steps avoids it.
+    close(belief[0], [0.5, 0.5, 0.0])
+    close(belief[1], [0.0, 1.0, 0.0])
+    slow = forward_filter(first, torch.full((1, 3, 3), 1 / 3).double().log(), torch.full((4000, 3), -50.0).double())
+    close(slow[-1].exp(), [1 / 3] * 3)
+
+
+def test_each_step_may_have_a_matrix_of_its_own():
+    generator = seeded("matrices", 0)
+    moves = torch.rand(2, 4, 3, 3, generator=generator, dtype=torch.float64).softmax(-1)
+    seen = torch.rand(2, 4, 3, generator=generator, dtype=torch.float64)
+    found = forward_filter(torch.zeros(3, dtype=torch.float64), moves.log(), seen.log()).exp()
+    for i in range(2):
+        weight = seen[i, 0]
+        for t in range(1, 4):
+            close(found[i, t - 1], (weight / weight.sum()).tolist())
+            weight = (weight @ moves[i, t - 1]) * seen[i, t]
+
+
+def test_two_symbols_are_a_coin_and_a_prior_without_mass_is_named():
+    counts = torch.tensor([[0, 0], [3, 1], [5, 40]])
+    np.testing.assert_allclose(dirichlet_multinomial(counts, 0.5), beta_bernoulli(*counts.numpy().T, 0.5, 0.5))
+    assert dirichlet_multinomial(counts).dtype == torch.float64
+    with pytest.raises(ValueError, match=r"Dirichlet\(0\): a must be positive"):
+        dirichlet_multinomial(counts, 0)
+
+
+def test_exact_answers_load_no_torch_until_they_are_asked_for():
+    code = "import llmgeom.exact, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
