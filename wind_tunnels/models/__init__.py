@@ -1,8 +1,8 @@
 """Architectures for tunnels: transformers' own configs, and short models of ours that are PreTrainedModels too.
 
-This module is light: `build` (models.architectures) and `matched` (models.sizes) are loaded when first asked for.
-Either, or an import of models.architectures, registers our classes with transformers, so that AutoModelForCausalLM reads
-what was saved.
+This module is light: `build` (models.architectures) and `matched` (models.sizes) are loaded when first asked for. So
+loaded, or by an import of models.architectures, our classes are registered with transformers, and AutoModelForCausalLM
+reads what was saved.
 """
 
 from __future__ import annotations

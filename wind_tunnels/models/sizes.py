@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -16,14 +17,15 @@ TOLERANCE = 0.02
 def matched(
     arch: str, parameters: int, *, vocabulary: int, length: int, features: int = 0, layers: int = 2, heads: int = 4
 ) -> dict[str, int]:
-    """A shape for `build(arch, **matched(...), ...)` with `parameters` parameters, within 2 %: a width, and where widths
-    that heads divide are too far apart, the inner width that is nearest the usual one as well.
+    """A shape for `build(arch, **matched(...), ...)` with `parameters` parameters, within 2 %: a width, and where the
+    widths that heads divide are too far apart, an inner width that makes up the difference.
 
     Raises Refused where there is none, with the nearest.
     """
     known(arch)
     fixed = {"vocabulary": vocabulary, "length": length, "features": features, "layers": layers, "heads": heads}
 
+    @cache
     def count(**shape: int) -> int:
         return counted(configured(arch, **fixed, **shape))
 
