@@ -1,1 +1,32 @@
-"""Architectures for tunnels: transformers' own configs, and short models of ours that are PreTrainedModels too."""
+"""Architectures for tunnels: transformers' own configs, and short models of ours that are PreTrainedModels too.
+
+This module is light: `build` (models.architectures) and `matched` (models.sizes) are loaded when first asked for. So
+loaded, or by an import of models.architectures, our classes are registered with transformers, and AutoModelForCausalLM
+reads what was saved.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+ARCHITECTURES = {
+    "neox": "transformer, GPT-NeoX: rotary positions, attention and MLP side by side",
+    "llama": "transformer, Llama: rotary positions, RMS norm, gated MLP",
+    "gqa": "llama whose query heads share keys and values in fours",
+    "window": "transformer, Mistral: a position sees itself and what is less than a third of the length back",
+    "gpt2": "transformer, GPT-2: learned positions",
+    "mamba2": "state space, one decay a head (Mamba-2), in its quadratic form",
+    "mamba": "state space, one decay a channel and state (Mamba-1), a loop over positions",
+    "lstm": "LSTM layers, pre-norm and residual (the papers' stack is plain)",
+    "mlp": "MLP on each position alone: it sees no context, a null",
+    "meanpool": "MLP and the mean of all positions so far: a bag of tokens",
+    "flat": "MLP on the flattened prefix: a linear map of its own for each position, summed",
+}
+
+
+def __getattr__(name: str) -> Any:
+    places = {"build": "architectures", "matched": "sizes"}
+    if name not in places:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{places[name]}"), name)

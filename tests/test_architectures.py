@@ -1,0 +1,465 @@
+"""Architectures of tunnels: causal, blind where they say so, equal to transformers' own, and as large as asked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from llmgeom.attention import Recorder, attached, interface_kind, recording
+from llmgeom.blocks import blocks
+from llmgeom.capture import Site
+from llmgeom.errors import Refused
+from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
+from llmgeom.wind_tunnels.models.rows import RowsForCausalLM
+from llmgeom.wind_tunnels.models.tunnel import LSTM, MIXERS, Mean, Slots, TunnelConfig, TunnelForCausalLM
+
+V, T = 11, 13
+SHAPE = {"vocabulary": V, "length": T, "width": 32}
+OURS = tuple(MIXERS)
+TRANSFORMERS = tuple(name for name in ARCHITECTURES if name not in OURS)
+EXACT = {"rtol": 0.0, "atol": 1e-12}
+
+
+def made(arch: str, features: int = 0, **shape):
+    """A model in float64 whose weights are large enough that every input leaves a trace."""
+    model = build(arch, features=features, **{**SHAPE, **shape}).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim > 1 and "A_log" not in name:
+                parameter.mul_(4)
+    return model
+
+
+def inputs(features: int, batch: int = 3, length: int = T, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    if features:
+        return torch.randn(batch, length, features, dtype=torch.float64, generator=generator)
+    return torch.randint(V, (batch, length), generator=generator)
+
+
+@torch.no_grad()
+def logits(model, x: Tensor, **options) -> Tensor:
+    """As a Subject asks for them."""
+    position_ids = torch.arange(x.shape[1]).expand(x.shape[:2])
+    return model(**{model.main_input_name: x}, position_ids=position_ids, use_cache=False, **options).logits
+
+
+def other(x: Tensor) -> Tensor:
+    """Inputs that differ from x everywhere."""
+    return x + 1.5 if x.is_floating_point() else (x + 1) % V
+
+
+def count(model) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+# ---- what a position sees --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [0, 3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_no_position_sees_the_future_and_each_sees_itself(arch, features):
+    model, x = made(arch, features), inputs(features)
+    before = logits(model, x)
+    for t in (0, 1, 6, T - 1):
+        changed = x.clone()
+        changed[:, t] = other(x)[:, t]
+        moved = (logits(model, changed) - before).abs().amax((0, 2))
+        assert moved[:t].max() <= 1e-12 if t else True
+        assert moved[t] > 1e-4
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "mlp"])
+def test_context_reaches_the_next_positions(arch):
+    model, x = made(arch), inputs(0)
+    changed = x.clone()
+    changed[:, 0] = other(x)[:, 0]
+    moved = (logits(model, changed) - logits(model, x)).abs().amax((0, 2))
+    # Two layers of a window of four positions reach six back.
+    assert moved[: 7 if arch == "window" else T].min() > 1e-6
+
+
+@pytest.mark.parametrize("features", [0, 3])
+def test_an_mlp_answers_from_its_own_position_alone(features):
+    model, x = made("mlp", features), inputs(features)
+    alone = torch.cat([logits(model, x[:, [t]]) for t in range(T)], 1)
+    torch.testing.assert_close(logits(model, x), alone, **EXACT)
+
+
+def test_a_mean_is_blind_to_the_order_of_the_prefix():
+    model, x = made("meanpool", layers=1), inputs(0)
+    t = 7
+    order = torch.tensor([3, 6, 0, 2, 5, 1, 4, *range(t, T)])
+    assert (x[:, order] != x).any(1).all()
+    torch.testing.assert_close(logits(model, x[:, order])[:, t:], logits(model, x)[:, t:], **EXACT)
+    assert (logits(model, x[:, order]) - logits(model, x))[:, :t].abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("length, window", [(37, 12), (6, 4)])
+def test_a_window_of_one_layer_ends_where_it_says(length, window):
+    model = made("window", length=length, layers=1)
+    x, last = inputs(0, length=30), 29
+    for back, seen in ((window - 1, True), (window, False), (window + 1, False)):
+        changed = x.clone()
+        changed[:, last - back] = other(x)[:, last - back]
+        moved = (logits(model, changed) - logits(model, x))[:, last].abs().max()
+        assert (moved > 1e-6) == seen, back
+
+
+def test_learned_positions_tell_equal_tokens_apart_and_no_positions_do_not():
+    x = torch.full((1, 4 * T), 3)
+    for arch, told in (("gpt2", True), ("meanpool", False), ("mlp", False)):
+        out = logits(made(arch), x)
+        assert bool((out - out[:, :1]).abs().amax() > 1e-3) == told
+
+
+# ---- mixers against formulas written out -----------------------------------------------------------------------------
+
+
+def mixer(kind, **fields):
+    torch.manual_seed(0)
+    module = kind(TunnelConfig(hidden_size=4, max_position_embeddings=5, **fields)).double()
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    return module, torch.randn(2, 5, 4, dtype=torch.float64)
+
+
+def test_mean_is_uniform_attention():
+    module, x = mixer(Mean)
+    for t in range(5):
+        expected = module.out_proj.weight @ (sum(x[1, j] for j in range(t + 1)) / (t + 1))
+        torch.testing.assert_close(module(x)[1, t], expected, **EXACT)
+
+
+def test_slots_are_one_linear_map_of_the_flattened_prefix():
+    module, x = mixer(Slots)
+    for t in range(5):
+        whole = torch.cat([module.weight[j].T for j in range(t + 1)], 1)  # [width, (t + 1) width]
+        torch.testing.assert_close(module(x)[1, t], whole @ x[1, : t + 1].flatten(), **EXACT)
+    with pytest.raises(Refused, match="maps for 5 positions, not for 6"):
+        module(torch.zeros(1, 6, 4, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("inner", [4, 6])
+def test_lstm_gates_written_out(inner):
+    module, x = mixer(LSTM, inner_size=inner)
+    weights = dict(module.lstm.named_parameters())
+    h = c = torch.zeros(inner, dtype=torch.float64)
+    for t in range(5):
+        gates = weights["weight_ih_l0"] @ x[1, t] + weights["weight_hh_l0"] @ h
+        i, f, g, o = (gates + weights["bias_ih_l0"] + weights["bias_hh_l0"]).chunk(4)
+        c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+        h = o.sigmoid() * c.tanh()
+        expected = h if inner == 4 else module.out_proj.weight @ h
+        torch.testing.assert_close(module(x)[1, t], expected, **EXACT)
+
+
+@pytest.mark.parametrize("arch", ["mlp", "meanpool"])
+def test_a_layer_is_pre_norm_and_residual(arch):
+    model = made(arch, layers=1, inner=20)
+    (layer,) = model.layers
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+
+    def norm(h):
+        return h / (h.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
+
+    h = x + layer.mixer(norm(x)) if layer.mixer else x
+    inside = torch.nn.functional.gelu(norm(h) @ layer.mlp[0].weight.T)
+    h = h + inside @ layer.mlp[2].weight.T
+    assert inside.shape[-1] == 20
+    torch.testing.assert_close(model(inputs_embeds=x).logits, norm(h) @ model.lm_head.weight.T, **EXACT)
+
+
+# ---- state spaces against transformers -------------------------------------------------------------------------------
+
+
+@contextmanager
+def in_double(monkeypatch):
+    """transformers' Mamba code calls .float() and .to(torch.float32) on what should stay float64; here that it does."""
+    to = Tensor.to
+
+    def kept(self, *args, **kwargs):
+        swapped = [torch.float64 if a is torch.float32 else a for a in args]
+        return to(self, *swapped, **{k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tensor, "float", Tensor.double)
+        patch.setattr(Tensor, "to", kept)
+        yield
+
+
+def theirs(arch: str, ours):
+    config = ours.config
+    shared = {
+        "vocab_size": V,
+        "hidden_size": config.hidden_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "state_size": config.inner_size,
+        "expand": 2,
+        "tie_word_embeddings": False,
+        "residual_in_fp32": False,
+    }
+    if arch == "mamba":
+        return transformers.MambaForCausalLM(transformers.MambaConfig(**shared))
+    heads = config.num_heads
+    shared |= {"num_heads": heads, "head_dim": 2 * config.hidden_size // heads, "n_groups": 1, "chunk_size": 8}
+    return transformers.Mamba2ForCausalLM(transformers.Mamba2Config(**shared))
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a - b).abs().max() / b.abs().max()).item()
+
+
+@pytest.mark.parametrize("arch, inner", [("mamba2", 16), ("mamba2", 5), ("mamba", 16), ("mamba", 5)])
+def test_state_spaces_are_transformers_own(arch, inner, monkeypatch):
+    ours = made(arch, inner=inner)
+    torch.manual_seed(0)
+    for parameter in ours.parameters():
+        parameter.data += 0.3 * torch.randn_like(
+            parameter
+        )  # what starts at zeros, ones or 1 .. heads would hide mistakes
+    reference = theirs(arch, ours).double()
+    weights = {f"backbone.{k}" if k != "lm_head.weight" else k: v for k, v in ours.state_dict().items()}
+    reference.load_state_dict(weights)
+    x = inputs(0, length=19)
+    weight = torch.randn(3, 19, V, dtype=torch.float64)
+    with in_double(monkeypatch):
+        expected = reference(input_ids=x, use_cache=False).logits
+    found = ours(input_ids=x).logits
+    assert expected.dtype == found.dtype == torch.float64
+    assert relative(found, expected) < 1e-13
+    (found * weight).sum().backward()
+    (expected * weight).sum().backward()
+    gradients = {name.removeprefix("backbone."): p.grad for name, p in reference.named_parameters()}
+    for name, parameter in ours.named_parameters():
+        assert relative(parameter.grad, gradients[name]) < 1e-12, name
+
+
+@pytest.mark.parametrize("arch", ["mamba2", "mamba"])
+def test_state_spaces_start_as_transformers_do(arch):
+    ours = build(arch, **SHAPE, layers=1)
+    state, expected = ours.layers[0].mixer.state_dict(), theirs(arch, ours).backbone.layers[0].mixer.state_dict()
+    assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
+    for name in ("A_log", "D", "conv1d.bias"):
+        torch.testing.assert_close(state[name], expected[name])
+    for name in {"conv1d.weight", "out_proj.weight", "dt_proj.weight"} & set(state):
+        assert state[name].std().item() == pytest.approx(expected[name].std().item(), rel=0.25), name
+    # Theirs are N(0, 0.1); ours are as in every other architecture here.
+    for name in {"in_proj.weight", "x_proj.weight"} & set(state):
+        assert state[name].std().item() == pytest.approx(0.02, rel=0.05), name
+    steps = torch.nn.functional.softplus(state["dt_bias" if arch == "mamba2" else "dt_proj.bias"])
+    assert 0.001 <= steps.min() < steps.max() <= 0.1
+
+
+def test_long_sequences_with_fast_decay_have_gradients():
+    model = build("mamba2", **SHAPE)
+    for layer in model.layers:
+        layer.mixer.dt_bias.data += 50
+    model(input_ids=inputs(0, length=40)).logits.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())
+
+
+# ---- fresh weights, saving, loading ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [0, 3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_seed_fixes_the_weights_and_leaves_the_generator(arch, features):
+    first = build(arch, features=features, **SHAPE).state_dict()
+    torch.manual_seed(99)
+    torch.rand(7)
+    before = torch.get_rng_state()
+    again = build(arch, features=features, **SHAPE)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert all(torch.equal(first[k], v) for k, v in again.state_dict().items())
+    assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in again.parameters())
+    changed = build(arch, features=features, **SHAPE, seed=1).state_dict()
+    assert all(not torch.equal(first[k], v) for k, v in changed.items() if k.endswith("proj.weight"))
+    torch.manual_seed(0)  # as Subject.twin does
+    twin = AutoModelForCausalLM.from_config(again.config).state_dict()
+    assert all(torch.equal(first[k], v) for k, v in twin.items())
+
+
+@pytest.mark.parametrize("features", [0, 3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_what_is_saved_is_what_is_loaded(arch, features, tmp_path):
+    model = build(arch, features=features, **SHAPE).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += torch.randn_like(parameter)  # unlike any initialisation
+    model.save_pretrained(tmp_path)
+    loaded, found = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(loaded) is type(model)
+    told = [m.config.get_text_config().to_dict() for m in (loaded, model)]
+    notes = {"_name_or_path", "architectures", "dtype", "transformers_version"}
+    first, second = ({k: v for k, v in each.items() if k not in notes} for each in told)
+    assert first == second
+    assert all(torch.equal(loaded.state_dict()[k], v) for k, v in model.state_dict().items())
+    x = inputs(features)
+    assert torch.equal(logits(loaded.eval(), x), logits(model, x))
+
+
+@pytest.mark.parametrize("features", [0, 3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_parameter_is_in_use(arch, features):
+    model = made(arch, features).train()
+    x = inputs(features, batch=8)
+    out = model(**{model.main_input_name: x}).logits
+    (out * torch.randn_like(out)).sum().backward()
+    beyond = {"inner.transformer.wpe.weight", "transformer.wpe.weight"}  # rows of longer sequences
+    for name, parameter in model.named_parameters():
+        if features and parameter is model.inner.get_input_embeddings().weight:
+            assert parameter.grad is None
+        elif name not in beyond and "key_value.bias" not in name and "c_attn.bias" not in name:
+            assert (parameter.grad.flatten(1) if parameter.ndim > 1 else parameter.grad).abs().max() > 0, name
+    assert torch.equal(model(**{model.main_input_name: x}).logits, out)  # no dropout in training
+
+
+# ---- the interface a Subject uses ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [0, 3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_logits_of_some_positions_are_those_of_all(arch, features):
+    model, x = made(arch, features), inputs(features)
+    whole = logits(model, x)
+    assert whole.shape == (3, T, V)
+    torch.testing.assert_close(logits(model, x, logits_to_keep=2), whole[:, -2:], **EXACT)
+    kept = torch.tensor([0, 3, 12])
+    torch.testing.assert_close(logits(model, x, logits_to_keep=kept), whole[:, kept], **EXACT)
+
+
+@pytest.mark.parametrize("features", [0, 3])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_a_config_tells_the_shape(arch, features):
+    config = build(arch, features=features, **SHAPE, layers=3).config.get_text_config()
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (32, 3, V)
+    assert config.max_position_embeddings == (T if arch == "flat" else 4 * T)
+    assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (None, None, None)
+    if arch in TRANSFORMERS:
+        assert getattr(config, "num_key_value_heads", 4) == (1 if arch == "gqa" else 4)
+
+
+@pytest.mark.parametrize("arch", [name for name in ARCHITECTURES if name != "flat"])
+def test_sequences_four_times_as_long_are_read(arch):
+    model, x = made(arch), inputs(0, length=4 * T)
+    torch.testing.assert_close(logits(model, x)[:, :T], logits(model, x[:, :T]), rtol=0, atol=1e-5)
+
+
+def test_neox_turns_all_of_a_head_and_llama_is_gated():
+    rotary = build("neox", **SHAPE, heads=2).gpt_neox.rotary_emb
+    assert len(rotary.inv_freq) == 32 // 2 // 2
+    shapes = {arch: build(arch, **SHAPE).config.intermediate_size for arch in ("neox", "llama", "gqa", "window")}
+    assert shapes == {"neox": 128, "llama": 85, "gqa": 85, "window": 85}
+    assert build("gpt2", **SHAPE).transformer.h[0].mlp.c_fc.weight.shape == (32, 128)
+
+
+@pytest.mark.parametrize("arch", OURS)
+def test_layers_of_ours_are_numbered_and_their_writers_named(arch):
+    model = build(arch, **SHAPE, layers=3)
+    assert [layer.layer_idx for layer in model.layers] == [0, 1, 2]
+    assert not any("att" in path for path, _ in model.named_modules())
+    for layer in model.layers:
+        assert (layer.mixer is None) == (arch == "mlp")
+        assert (layer.mlp is None) == (arch in ("mamba2", "mamba", "lstm"))
+    assert model.get_output_embeddings() is model.lm_head
+    assert model.get_input_embeddings() is model.embeddings
+    with pytest.raises(ValueError, match="one of the two"):
+        model()
+    x = inputs(0)
+    embedded = model.get_input_embeddings()(x)
+    assert torch.equal(model(inputs_embeds=embedded).logits, model(input_ids=x).logits)
+
+
+@pytest.mark.parametrize("arch", TRANSFORMERS)
+def test_attention_inside_rows_is_seen_by_a_recorder(arch):
+    model, x = build(arch, features=3, **SHAPE).eval(), inputs(3).float()
+    whole = logits(model, x)
+    layers = blocks(model, "rows")
+    rows = (torch.arange(3), torch.full((3,), 5))
+    mask = torch.zeros(3, T, dtype=torch.bool)
+    mask[:, 5] = True
+    recorder = Recorder(layers, rows, frozenset({Site.KEY, Site.ATTENTION}), (), (torch.arange(3), mask))
+    with attached(model, "rows"), recording(recorder, layers, model.get_output_embeddings()):
+        assert model.inner.config._attn_implementation == "llmgeom_fused"
+        found = logits(model, x)[:, 0]
+    assert recorder.seen == [0, 1]
+    torch.testing.assert_close(found, whole[:, 5])
+    assert recorder.kept[Site.ATTENTION, 1].sum(-1).sub(1).abs().max() < 1e-5
+    assert model.inner.config._attn_implementation == "sdpa"
+
+
+def test_rows_read_as_the_model_inside_with_embeddings_given():
+    model, x = made("neox", 3), inputs(3)
+    read = x @ model.read.weight.T + model.read.bias
+    torch.testing.assert_close(logits(model, x), model.inner(inputs_embeds=read).logits, **EXACT)
+    assert torch.equal(model.float()(rows=x).logits, model(rows=x.float()).logits)  # whatever the rows' dtype
+    assert isinstance(model, RowsForCausalLM) and model.get_input_embeddings() is model.read
+
+
+def test_rows_answer_for_the_model_inside(monkeypatch):
+    model = build("neox", features=3, **SHAPE)
+    assert interface_kind(model, "rows") == "llmgeom_fused"
+    monkeypatch.setattr(type(model.inner), "_can_set_attn_implementation", classmethod(lambda cls: False))
+    with pytest.raises(Refused, match="does not send its attention"):
+        interface_kind(model, "rows")
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("features", [0, 5])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_matched_has_the_parameters_within_two_percent(arch, features):
+    shape = {"vocabulary": 16, "length": 10, "features": features}
+    for parameters in (20_000, 101_700) if features else (26_300, 57_000, 250_000):
+        found = matched(arch, parameters, **shape)
+        assert count(build(arch, **found, **shape)) == pytest.approx(parameters, rel=0.02)
+
+
+def test_matched_keeps_usual_proportions_where_a_width_fits():
+    own = count(build("neox", vocabulary=16, length=10, width=72))
+    assert matched("neox", own, vocabulary=16, length=10) == {"width": 72}
+    assert matched("neox", round(1.05 * own), vocabulary=16, length=10)["inner"] > 4 * 72
+
+
+def test_matched_refuses_with_the_nearest():
+    with pytest.raises(
+        Refused, match=r"llama: no shape of 2 layers and 4 heads has 500 parameters within 2%; the nearest, width 8"
+    ):
+        matched("llama", 500, vocabulary=16, length=10)
+
+
+@pytest.mark.parametrize(
+    "arch, change, said",
+    [
+        ("neoks", {}, "unknown architecture 'neoks': did you mean 'neox'? known: neox, llama"),
+        ("zzz", {}, "unknown architecture 'zzz': known: neox"),
+        ("neox", {"width": 36}, "neox: width 36 does not go with 4 heads; expected a multiple of 8, as 32"),
+        ("gpt2", {"width": 2}, "gpt2: width 2 does not go with 4 heads; expected a multiple of 4, as 4"),
+        ("mamba2", {"width": 33}, "mamba2: width 33 does not go with 4 heads; expected a multiple of 2, as 32"),
+        ("gqa", {"heads": 2}, "gqa: 2 heads; expected a multiple of 4"),
+        ("lstm", {"layers": 0}, "lstm: layers 0; expected at least 1"),
+        ("lstm", {"inner": 0}, "lstm: inner 0; expected at least 1"),
+        ("mlp", {"features": -1}, "mlp: features -1; expected how many numbers a row has, or 0 for tokens"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(arch, change, said):
+    with pytest.raises(Refused) as refused:
+        build(arch, **{**SHAPE, **change})
+    assert str(refused.value).startswith(said)
+
+
+def test_the_list_of_architectures_is_light_and_complete():
+    code = "import sys, llmgeom.wind_tunnels.models as m; print(*m.ARCHITECTURES, 'torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "neox llama gqa window gpt2 mamba2 mamba lstm mlp meanpool flat False"
+    assert all(isinstance(build(name, **SHAPE), TunnelForCausalLM) == (name in OURS) for name in ARCHITECTURES)

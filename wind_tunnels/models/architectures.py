@@ -1,0 +1,135 @@
+"""A fresh model by the name of its architecture and a seed."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from llmgeom.errors import Refused
+from llmgeom.wind_tunnels.models import ARCHITECTURES
+from llmgeom.wind_tunnels.models.rows import RowsConfig
+from llmgeom.wind_tunnels.models.state_space import EXPAND
+from llmgeom.wind_tunnels.models.tunnel import MIXERS, TunnelConfig
+
+LONGER = 4  # positions a model is made for, in lengths of its task: longer sequences than it saw can be graded
+STATE = 16  # of a state space
+SHARED = 4  # query heads that share a key and value head in gqa
+ROTARY = frozenset({"neox", "llama", "gqa", "window"})
+GATED = ROTARY - {"neox"}
+
+
+def build(
+    arch: str,
+    *,
+    vocabulary: int,
+    length: int,
+    features: int = 0,
+    width: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    inner: int | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A model with fresh weights that `seed` alone decides, float32 on the CPU.
+
+    vocabulary  tokens, or where inputs are rows outputs of the head.
+    features    real numbers in a row of inputs; 0 where inputs are tokens.
+    inner       width of the MLP (transformers, mlp, meanpool, flat) or of the LSTM's state, or states of a state space;
+                None for the usual one.
+    Raises Refused for an unknown architecture and for a shape that it cannot have.
+    """
+    shape = {"width": width, "layers": layers, "heads": heads, "inner": inner}
+    config = configured(arch, vocabulary=vocabulary, length=length, features=features, **shape)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def configured(
+    arch: str,
+    *,
+    vocabulary: int,
+    length: int,
+    features: int = 0,
+    width: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    inner: int | None = None,
+) -> PreTrainedConfig:
+    """The config of what `build` builds."""
+    known(arch)
+    inner = usual(arch, width) if inner is None else inner
+    sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
+    for name, value in {**sizes, "inner": inner}.items():
+        if value < 1:
+            raise Refused(f"{arch}: {name} {value}; expected at least 1")
+    if features < 0:
+        raise Refused(f"{arch}: features {features}; expected how many numbers a row has, or 0 for tokens")
+    if width % (by := step(arch, heads)):
+        near = max(by, round(width / by) * by)
+        raise Refused(f"{arch}: width {width} does not go with {heads} heads; expected a multiple of {by}, as {near}")
+    if arch == "gqa" and heads % SHARED:
+        raise Refused(f"gqa: {heads} heads; expected a multiple of {SHARED}, the heads that share keys and values")
+    config = _inside(arch, inner=inner, **sizes)
+    return RowsConfig(features=features, text_config=config) if features else config
+
+
+def usual(arch: str, width: int) -> int:
+    """The `inner` of `build` that goes with a width."""
+    if arch in ("mamba2", "mamba"):
+        return STATE
+    if arch == "lstm":
+        return width
+    # A gated MLP has three matrices where a plain one has two.
+    return max(1, round(8 * width / 3)) if arch in GATED else 4 * width
+
+
+def step(arch: str, heads: int) -> int:
+    """Widths go in multiples of this: heads divide the width (of mamba2 the expanded one), and rotary embedding turns
+    pairs of a head's numbers."""
+    if arch == "mamba2":
+        return heads // math.gcd(heads, EXPAND)
+    return 2 * heads if arch in ROTARY else heads if arch == "gpt2" else 1
+
+
+def known(arch: str) -> None:
+    """Raises Refused where no architecture has this name."""
+    if arch not in ARCHITECTURES:
+        near = difflib.get_close_matches(arch, ARCHITECTURES, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise Refused(f"unknown architecture {arch!r}: {hint}known: {', '.join(ARCHITECTURES)}")
+
+
+def _inside(
+    arch: str, *, vocabulary: int, length: int, width: int, layers: int, heads: int, inner: int
+) -> PreTrainedConfig:
+    """Of the model that reads embeddings, whatever made them."""
+    shared: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "max_position_embeddings": length if arch == "flat" else LONGER * length,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    if arch in MIXERS:
+        return TunnelConfig(mixer=arch, inner_size=inner, num_heads=heads, **shared)
+    shared["num_attention_heads"] = heads
+    if arch == "gpt2":
+        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return transformers.GPT2Config(n_inner=inner, **dropout, **shared)
+    rotary = {"rope_type": "default", "rope_theta": 10000.0}
+    shared["intermediate_size"] = inner
+    if arch == "neox":
+        return transformers.GPTNeoXConfig(rope_parameters=rotary | {"partial_rotary_factor": 1.0}, **shared)
+    shared |= {"rope_parameters": rotary, "num_key_value_heads": heads // SHARED if arch == "gqa" else heads}
+    if arch == "window":
+        return transformers.MistralConfig(sliding_window=max(4, length // 3), **shared)
+    return transformers.LlamaConfig(**shared)

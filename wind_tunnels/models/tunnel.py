@@ -1,0 +1,162 @@
+"""One skeleton, six ways of mixing positions: what stands in for attention is all that differs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.modeling_outputs import CausalLMOutput
+
+from llmgeom.errors import Refused
+from llmgeom.wind_tunnels.models.state_space import Mamba, Mamba2
+
+
+class TunnelConfig(PreTrainedConfig):
+    """Of a TunnelForCausalLM.
+
+    mixer       one of MIXERS.
+    inner_size  states of a channel's memory (mamba2, mamba), width of the LSTM's state, or of the MLP (mlp, meanpool,
+                flat).
+    num_heads   decays of a layer (mamba2).
+    """
+
+    model_type = "llmgeom_tunnel"
+
+    mixer: str = "mamba2"
+    vocab_size: int = 16
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_heads: int = 4
+    inner_size: int = 16
+    max_position_embeddings: int = 64
+    initializer_range: float = 0.02
+    norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+
+
+class LSTM(nn.Module):
+    """One LSTM layer; where its state is not as wide as the residual stream, a linear map brings it there."""
+
+    def __init__(self, config: TunnelConfig) -> None:
+        super().__init__()
+        width, inner = config.hidden_size, config.inner_size
+        self.lstm = nn.LSTM(width, inner, batch_first=True)
+        self.out_proj = nn.Linear(inner, width, bias=False) if inner != width else nn.Identity()
+
+    def forward(self, x: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
+        return self.out_proj(self.lstm(x)[0])
+
+
+class Mean(nn.Module):
+    """y_t = W (x_1 + ... + x_t) / t: uniform attention."""
+
+    def __init__(self, config: TunnelConfig) -> None:
+        super().__init__()
+        self.out_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
+        count = torch.arange(1, x.shape[1] + 1, device=x.device)
+        return self.out_proj(x.cumsum(1) / count[:, None])
+
+
+class Slots(nn.Module):
+    """y_t = sum_{j <= t} W_j x_j, with the MLP after it an MLP on the flattened prefix; weight[j] is W_j transposed."""
+
+    def __init__(self, config: TunnelConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.max_position_embeddings, config.hidden_size, config.hidden_size))
+        self.std = config.initializer_range
+
+    def initialise(self) -> None:
+        init.normal_(self.weight, std=self.std)
+
+    def forward(self, x: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
+        if x.shape[1] > len(self.weight):
+            raise Refused(
+                f"a flat model has maps for {len(self.weight)} positions, not for {x.shape[1]}: shorten the input"
+            )
+        return (x.transpose(0, 1) @ self.weight[: x.shape[1]]).transpose(0, 1).cumsum(1)
+
+
+MIXERS = {"mamba2": Mamba2, "mamba": Mamba, "lstm": LSTM, "mlp": None, "meanpool": Mean, "flat": Slots}
+WITH_MLP = frozenset({"mlp", "meanpool", "flat"})
+
+
+class Layer(nn.Module):
+    """x + mixer(norm(x)), then x + mlp(norm(x)); state spaces and LSTMs have no MLP, and "mlp" nothing else."""
+
+    def __init__(self, config: TunnelConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+        width, inner = config.hidden_size, config.inner_size
+        mixer = MIXERS[config.mixer]
+        self.mixer = self.mlp = None
+        if mixer:
+            self.norm = nn.RMSNorm(width, eps=config.norm_eps)
+            self.mixer = mixer(config)
+        if config.mixer in WITH_MLP:
+            self.mlp_norm = nn.RMSNorm(width, eps=config.norm_eps)
+            self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
+
+    def forward(self, x: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
+        if self.mixer:
+            x = x + self.mixer(self.norm(x))
+        return x + self.mlp(self.mlp_norm(x)) if self.mlp else x
+
+
+class TunnelForCausalLM(PreTrainedModel):
+    """Embedding, layers, norm, head. Position t answers from inputs 1 .. t. Inputs are padded on the right or not at
+    all: `attention_mask` and `position_ids` would say nothing and are ignored, as is `use_cache`: there is no cache."""
+
+    config_class = TunnelConfig
+
+    def __init__(self, config: TunnelConfig) -> None:
+        super().__init__(config)
+        # Named as in transformers' Mamba models.
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
+        self.norm_f = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if hasattr(module, "initialise"):
+            module.initialise()
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.embeddings = value
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.lm_head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.lm_head = new_embeddings
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **ignored: Any,
+    ) -> CausalLMOutput:
+        """logits_to_keep: the last so many positions (0: all), or positions [kept] int64."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give input_ids or inputs_embeds, one of the two")
+        x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        for layer in self.layers:
+            x = layer(x)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        return CausalLMOutput(logits=self.lm_head(self.norm_f(x[:, kept])))
+
+
+AutoConfig.register(TunnelConfig.model_type, TunnelConfig, exist_ok=True)
+AutoModelForCausalLM.register(TunnelConfig, TunnelForCausalLM, exist_ok=True)
