@@ -112,12 +112,14 @@ def _past(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
 
 
 def _tokens_seen(task: Task, inputs: Tensor):
-    """For each query and outcome: how often it came before, and how often one or two places after an earlier token
-    like that at the query; [sequence query outcome]."""
+    """For each query and outcome: how often it came before, whether it is the last token or the one before that, and
+    how often it came one or two places after an earlier token like that at the query; [sequence query outcome]."""
     query = list(task.query)
     outcomes = torch.tensor(task.answers.tokens, device=inputs.device)
     shown = (inputs[..., None] == outcomes).float()
     yield shown.cumsum(1)[:, query]
+    for lag in (0, 1):
+        yield torch.nn.functional.pad(shown, (0, 0, lag, 0))[:, query]
     at = torch.arange(task.length, device=inputs.device)
     for lag in (1, 2):
         # A token at s counts where that at s - lag is the one at the query.

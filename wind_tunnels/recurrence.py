@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, on_device
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Recurrence(Task):
         1 - (1 - 1/p)^2 from x_1 on (x_1 = x_0, or a = 0), and goes to all other numbers alike."""
         p = self.modulus
         step = torch.arange(self.steps - 1, device=inputs.device)[:, None]
-        stays = torch.where(step == 0, 1 / p, 1 - (1 - 1 / p) ** 2).double() * self.program + (1 - self.program) / p
+        stays = torch.where(step == 0, 1 / p, on_device([1 - (1 - 1 / p) ** 2], inputs.device))
+        stays = self.program * stays + (1 - self.program) / p
         last = torch.nn.functional.one_hot(inputs[:, self.header :] - self.answers.tokens[0], p).bool()
         return {"memoryless": torch.where(last, stays, (1 - stays) / (p - 1)).log()}
 
@@ -151,7 +152,7 @@ class Recurrence(Task):
         b = (x[:, 1:2] - a * x[:, :1]) % p
         following = (a * x + b) % p
         agrees = torch.nn.functional.pad(following[:, :-1] == x[:, 1:], (1, 0), value=True).cummin(1).values
-        seen = torch.arange(1, self.steps, device=device)
+        seen = torch.arange(1, self.steps, dtype=torch.float64, device=device)
         uncertain = (seen == 1) | (seen == 2) & ~stays
-        log_n = torch.where(seen == 1, 2.0, torch.where((seen == 2) | stays, 1.0, 0.0)).double() * math.log(p)
-        return following, uncertain, log_n.where(agrees, -math.inf), seen
+        powers = torch.where(seen == 1, 2, ((seen == 2) | stays).double())  # n as a power of p
+        return following, uncertain, (powers * math.log(p)).where(agrees, -math.inf), seen
