@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from itertools import product
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from scipy import stats
 from scipy.integrate import quad
 
+from llmgeom.errors import Refused
 from llmgeom.exact import gaussian_regression
 from llmgeom.information import bits, entropy
 from llmgeom.wind_tunnels.bijection import Bijection
@@ -131,6 +134,11 @@ def test_regression_in_three_dimensions_by_conditioning_one_joint_normal():
         gain = np.linalg.solve(cov[:t, :t], cov[:t, t])
         expected = gain @ y[i, :t, 0].numpy(), np.log(cov[t, t] - gain @ cov[:t, t])
         np.testing.assert_allclose(found[i, t], expected, atol=1e-10)
+
+
+def test_exact_answers_about_prompts_need_no_torch():
+    code = "import llmgeom.exact, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
 @pytest.mark.parametrize(("noise", "scale"), [(0, 1), (1, -1)])
@@ -353,7 +361,7 @@ def test_memoryless_of_a_coin_knows_one_flip():
 
 
 def test_memoryless_of_a_regression_is_its_first_answer():
-    task = Regression(dims=3, points=4, bins=5)
+    task = Regression(dims=3, points=4, scale=2.0, bins=5)
     inputs = task.drawn(5, seeded("here", 0)).inputs
     found = task.trivial(inputs)["memoryless"]
     for t in range(4):
@@ -413,11 +421,27 @@ def test_a_held_out_beginning_is_in_no_training_sequence_of_either_kind():
 
 
 def test_the_order_in_which_pairs_are_stored_does_not_make_a_new_hypothesis():
-    task = Recall(keys=4, values=4, pairs=3, queries=3)
-    hypotheses = task.hypothesis(3000, seeded("here", 0))
+    task = Recall(keys=5, values=4, pairs=3, queries=3)
+    hypotheses = task.hypothesis(6000, seeded("here", 0))
     maps = {tuple(sorted(zip(*rows, strict=True))) for rows in hypotheses.tolist()}
     cells = {tuple(cell) for cell in task.cell(hypotheses).tolist()}
-    assert len(maps) == len(cells) == round(2**task.log2_hypotheses) == 4 * 24
+    assert len(maps) == len(cells) == round(2**task.log2_hypotheses) == 10 * 24
+
+
+@pytest.mark.parametrize("layout", ["compact", "papers"])
+def test_any_stored_pair_is_asked_first_as_often(layout):
+    drawn = Recall(4, 2, 1, layout=layout).drawn(4000, seeded("here", 0)).inputs
+    step, query = (4, 4 * 4 + 1 + 1) if layout == "papers" else (2, 2 * 4 + 1)
+    place = (drawn[:, step // 2 - 1 : 4 * step : step] == drawn[:, query, None]).double()
+    assert place.sum(1).eq(1).all()
+    np.testing.assert_allclose(place.mean(0), 0.25, atol=0.03)
+
+
+def test_a_filler_takes_a_token_where_there_is_one():
+    assert Recall(keys=8, values=8).vocabulary == 16
+    task = Recall(keys=8, values=6, pairs=4, queries=1, filler=2)
+    assert task.vocabulary == 15
+    assert (task.drawn(9, seeded("here", 0)).inputs == 14).sum(1).tolist() == [2] * 9
 
 
 REFUSED = [
@@ -449,7 +473,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
 def test_a_field_out_of_range_is_refused_with_what_was_expected(make, said):
-    from llmgeom.errors import Refused
-
     with pytest.raises(Refused, match=said):
         make()

@@ -23,6 +23,7 @@ VARIANTS = [
     "recall:layout=papers,pairs=6,queries=3,filler=4,keys=9,values=12",
     "recall:filler=3,queries=2",
     "regression:bins=8",
+    "regression:scale=2.5,noise=0.3",
     "regression:layout=separate,dims=1",
     "regression:layout=separate,bins=5",
     "recurrence:opaque=true,modulus=7,steps=8",
