@@ -237,6 +237,7 @@ def test_recurrence_has_the_papers_entropies():
 
 def test_after_four_numbers_that_agree_a_program_is_17_times_as_likely_as_chance():
     task = Recurrence()
+    assert task.log2_hypotheses == pytest.approx(math.log2(290))  # 289 programs, and chance
     tokens = [1]
     while len(tokens) < 15:
         tokens.append((3 * tokens[-1] + 5) % 17)
@@ -463,6 +464,7 @@ REFUSED = [
     (lambda: Bijection(pairs=9), "9 pairs of 8 keys need replacement=true"),
     (lambda: Coin(prior="beta:1"), r"prior 'beta:1'; expected beta:A,B with both 0.01 or more, or list:P,P"),
     (lambda: Coin(prior="beta:1,nan"), "expected beta:A,B"),
+    (lambda: Coin(prior="beta:1,inf"), "expected beta:A,B"),
     (lambda: Coin(prior="beta:1,0"), "expected beta:A,B"),
     (lambda: Coin(prior="list:0.5,nan"), "expected beta:A,B"),
     (lambda: Coin(prior="list:0.5,1.5"), "expected beta:A,B"),

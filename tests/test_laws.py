@@ -26,6 +26,7 @@ VARIANTS = [
     "regression:scale=2.5,noise=0.3",
     "regression:layout=separate,dims=1",
     "regression:layout=separate,bins=5",
+    "recurrence:program=0.9",
     "recurrence:opaque=true,modulus=7,steps=8",
 ]
 NORMALISED, ENTROPY, SCORE, FREQUENCY = (
