@@ -174,10 +174,12 @@ class Certain(Coin):
 
 @dataclass(frozen=True)
 class Confident(Regression):
-    """Residuals are a tenth larger than it says."""
+    """Residuals are larger than it says."""
+
+    factor: float = 1.1
 
     def log_predictive(self, inputs):
-        return super().log_predictive(inputs) + torch.tensor([0.0, 2 * math.log(1 / 1.1)])
+        return super().log_predictive(inputs) + torch.tensor([0.0, -2 * math.log(self.factor)])
 
 
 @dataclass(frozen=True)
@@ -283,6 +285,7 @@ WRONG = [
     (Hasty(), {SCORE, PAST}),
     (Certain(), {SCORE, FREQUENCY, PAST, TRIVIAL}),
     (Confident(), {SCORE, RESIDUAL}),
+    (Confident(factor=1.02), {SCORE}),
     (Global(), {SEED}),
     (Constant(), {SEED}),
     (Private(), {HELD_OUT}),
