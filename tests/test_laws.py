@@ -305,6 +305,18 @@ def test_a_wrong_task_breaks_these_laws_and_no_other(task, laws):
     assert {next((law for law in laws if law in name), name) for name in found} == laws
 
 
+@dataclass(frozen=True)
+class Rounded(Bijection):
+    """Exact, in single precision."""
+
+    def log_predictive(self, inputs):
+        return super().log_predictive(inputs).float()
+
+
+def test_rounding_is_no_deviation():
+    assert broken(Rounded()) == broken(Rounded(vocab=7, pairs=9, replacement=True)) == []
+
+
 def test_numbers_are_said_in_one_sentence():
     by_name = {law.name: law.detail for law in check(Bijection(), 500)}
     details = "\n".join(by_name.values())

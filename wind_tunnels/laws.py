@@ -107,7 +107,8 @@ def _past(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
             mean = (p * seen).sum(-1)
             off = (seen.expand_as(p).gather(-1, drawn.target[..., None])[..., 0]) - mean
             variance = (p * (seen - mean[..., None]).square()).sum(-1)
-        excess.append(_excess(off.sum(), variance.sum(), off.abs().max().item()))
+        # At least 1, so that rounding where there is no variance is no deviation.
+        excess.append(_excess(off.sum(), variance.sum(), max(1.0, off.abs().max().item())))
     return _by_simulation(name, torch.stack(excess), f"{len(excess)} functions of what was seen")
 
 
