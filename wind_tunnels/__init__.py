@@ -1,4 +1,4 @@
-"""Exact sources, tasks whose Bayesian posterior is known; a file that is there is a task that is there."""
+"""Exact sources: tasks whose posterior is known in closed form, one a file; a file that is there is a task."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import pkgutil
 import re
+import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -31,8 +32,8 @@ def named(spec: str) -> Task:
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
-        named, _, rest = rest.partition(":")
-        kind, spelt = _of_file(name, named), f"{name}:{named}"
+        own, _, rest = rest.partition(":")
+        kind, spelt = _of_file(name, own), f"{name}:{own}"
     elif name in names():
         kind, spelt = _only(importlib.import_module(f"llmgeom.wind_tunnels.{name}")), name
     else:
@@ -62,6 +63,8 @@ def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
             found[key] = _boolean(value) if hints[key] is bool else hints[key](value)
         except ValueError:
             raise Refused(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}") from None
+    if missing := [f.name for f in known.values() if f.default is MISSING and f.name not in found]:
+        raise Refused(f"{spelt}: no value for {', '.join(missing)}; give {spelt}:{missing[0]}=...")
     return found
 
 
@@ -92,17 +95,15 @@ def _of_file(path: str, name: str) -> type[Task]:
         raise Refused(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
     module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)
     module = importlib.util.module_from_spec(module_spec)
-    # Dataclasses look their module up by name.
-    import sys
-
-    sys.modules[module_spec.name] = module
+    sys.modules[module_spec.name] = module  # where dataclasses look their module up
     module_spec.loader.exec_module(module)
-    kind = getattr(module, name, None)
-    if not (isinstance(kind, type) and issubclass(kind, Task) and is_dataclass(kind)):
-        here = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
-        raise Refused(
-            f"{path} has no task {name!r}: a frozen dataclass that extends llmgeom.wind_tunnels.task.Task; "
-            f"found {', '.join(here) or 'none'}"
-        )
+    own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task}
+    if name not in own:
+        raise Refused(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")
+    kind = own[name]
+    if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):
+        raise Refused(f"{path}: {name} is no frozen dataclass; write @dataclass(frozen=True) above it")
+    if kind.__abstractmethods__:
+        raise Refused(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")
     kind.SPELT = f"{place.resolve()}:{name}"
     return kind

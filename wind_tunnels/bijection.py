@@ -92,19 +92,18 @@ class Bijection(Task):
         used = self._used(values)
         # [sequence query earlier]: which earlier pairs have the key that is asked about.
         same = (keys[:, :, None] == keys[:, None, :]).tril(-1)
-        known = torch.zeros(*keys.shape, self.vocab, dtype=torch.bool, device=inputs.device)
-        if self.pairs > 1:
-            shown = torch.nn.functional.one_hot(values, self.vocab).bool()
-            known = (same[:, :, :-1, None] & shown[:, None]).any(2)
+        shown = torch.nn.functional.one_hot(values, self.vocab).bool()
+        known = (same[:, :, :-1, None] & shown[:, None]).any(2)
         possible = torch.where(known.any(-1, keepdim=True), known, ~used).double()
         return (possible / possible.sum(-1, keepdim=True)).log()
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: each value alike, since a key alone tells nothing. bag of values: those not yet used, alike,
-        whatever the key; without replacement that is exact."""
-        left = (~self._used(self._pairs(inputs)[1])).double()
-        left = torch.where(left.sum(-1, keepdim=True) > 0, left, 1.0)
-        bag = (left / left.sum(-1, keepdim=True)).log()
+        or the used ones where the key came before; which key had which is not told. Without replacement it is exact."""
+        keys, values = self._pairs(inputs)
+        again = (keys[:, :, None] == keys[:, None, :]).tril(-1).any(2)
+        possible = (self._used(values) == again[..., None]).double()
+        bag = (possible / possible.sum(-1, keepdim=True)).log()
         return {"memoryless": uniform(inputs, self.pairs, self.vocab), "bag of values": bag}
 
     def _pairs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,4 +113,4 @@ class Bijection(Task):
     def _used(self, values: Tensor) -> Tensor:
         """Which values were shown before each query, [sequence query value] bool."""
         shown = torch.nn.functional.one_hot(values, self.vocab)
-        return torch.nn.functional.pad(shown.cumsum(1), (0, 0, 1, 0))[:, : self.pairs] > 0
+        return torch.nn.functional.pad(shown.cumsum(1), (0, 0, 1, 0)) > 0

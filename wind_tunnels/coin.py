@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, on_device
 
 START = 2  # the token before the first flip; 0 is heads, 1 tails
 
@@ -33,12 +34,15 @@ class Coin(Task):
 
     def __post_init__(self) -> None:
         kind, values = self._prior()
-        beta = kind == "beta" and len(values) == 2 and min(values) > 0
-        listed = kind == "list" and len(values) > 0 and min(values) >= 0 and max(values) <= 1
-        if not (beta or listed):
-            raise Refused(f"coin: prior {self.prior!r}; expected beta:A,B or list:P,P,... with probabilities of heads")
+        beta = kind == "beta" and len(values) == 2 and all(0.01 <= value < math.inf for value in values)
+        listed = kind == "list" and all(0 <= value <= 1 for value in values)
+        if not values or not (beta or listed):
+            raise Refused(
+                f"{self.title}: prior {self.prior!r}; expected beta:A,B with both 0.01 or more, or list:P,P,... with "
+                f"probabilities of heads"
+            )
         if self.flips < 1:
-            raise Refused(f"coin: flips {self.flips}; expected at least 1")
+            raise Refused(f"{self.title}: flips {self.flips}; expected at least 1")
 
     def _prior(self) -> tuple[str, list[float]]:
         kind, _, numbers = self.prior.partition(":")
@@ -68,10 +72,9 @@ class Coin(Task):
         kind, values = self._prior()
         if kind == "list":
             chosen = torch.randint(len(values), (n, 1), generator=generator, device=generator.device)
-            return torch.tensor(values, device=generator.device)[chosen]
-        # A Beta variable is the share of one of two Gamma variables.
-        concentration = torch.tensor(values, device=generator.device).expand(n, 2)
-        gamma = torch._standard_gamma(concentration.double(), generator=generator)
+            return on_device(values, generator.device).float()[chosen]
+        # A Beta variable is the share of one of two Gamma variables; below 0.01 both might round to 0.
+        gamma = torch._standard_gamma(on_device(values, generator.device).expand(n, 2), generator=generator)
         return (gamma[:, :1] / gamma.sum(1, keepdim=True)).float()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
@@ -81,36 +84,35 @@ class Coin(Task):
         return Drawn(torch.cat([start, flips[:, :-1]], 1), flips)
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
-        seen = _seen(inputs)
-        kind, values = self._prior()
-        if kind == "beta":
-            weight = seen + torch.tensor(values, dtype=seen.dtype, device=seen.device)
-            return weight.log() - weight.sum(-1, keepdim=True).log()
-        heads = torch.tensor(values, dtype=seen.dtype, device=seen.device)
-        each = torch.stack([heads, 1 - heads], -1).log()  # [bias outcome]
-        return (self.log_belief(inputs)[..., None] + each).logsumexp(-2)
+        return self._after(_flips(inputs).cumsum(1))
 
     def log_belief(self, inputs: Tensor) -> Tensor | None:
         """For a list: log P(which bias | flips so far)."""
         kind, values = self._prior()
         if kind == "beta":
             return None
-        seen = _seen(inputs)
-        heads = torch.tensor(values, dtype=seen.dtype, device=seen.device)
-        likelihood = torch.special.xlogy(seen[..., :1], heads) + torch.special.xlogy(seen[..., 1:], 1 - heads)
-        return likelihood.log_softmax(-1)
+        return _weights(_flips(inputs).cumsum(1), on_device(values, inputs.device))
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: what the last flip alone says. A bag of values is exact here."""
-        from llmgeom.exact import beta_bernoulli
+        return {"memoryless": self._after(_flips(inputs))}
 
+    def _after(self, seen: Tensor) -> Tensor:
+        """log P(heads), log P(tails) after numbers of heads and tails [... 2]."""
         kind, values = self._prior()
-        if kind != "beta":
-            return {}
-        last = torch.nn.functional.one_hot(inputs, 3)[..., :2].cpu().numpy()
-        return {"memoryless": torch.from_numpy(beta_bernoulli(last[..., 0], last[..., 1], *values)).to(inputs.device)}
+        prior = on_device(values, seen.device)
+        if kind == "beta":
+            return (seen + prior).log() - (seen + prior).sum(-1, keepdim=True).log()
+        each = torch.stack([prior, 1 - prior], -1).log()  # [bias outcome]
+        return (_weights(seen, prior)[..., None] + each).logsumexp(-2)
 
 
-def _seen(inputs: Tensor) -> Tensor:
-    """Heads and tails before each query, [sequence query 2] float64."""
-    return torch.nn.functional.one_hot(inputs, 3)[..., :2].cumsum(1).double()
+def _flips(inputs: Tensor) -> Tensor:
+    """The flip shown at each position, [sequence query 2] float64: heads, tails, or neither."""
+    return torch.nn.functional.one_hot(inputs, 3)[..., :2].double()
+
+
+def _weights(seen: Tensor, heads: Tensor) -> Tensor:
+    """log P(which bias), equal before any flip, after numbers of heads and tails."""
+    likelihood = torch.special.xlogy(seen[..., :1], heads) + torch.special.xlogy(seen[..., 1:], 1 - heads)
+    return likelihood.log_softmax(-1)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import ClassVar, Literal
 
@@ -18,7 +19,7 @@ from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.wind_tunnels.answers import Answers, Categorical, Gaussian
 
-__all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "seeded", "uniform"]
+__all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "on_device", "seeded", "uniform"]
 
 Split = Literal["any", "seen", "held-out"]
 SPLITS: tuple[Split, ...] = ("any", "seen", "held-out")
@@ -44,11 +45,16 @@ class Task(ABC):
     A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that hypotheses can be held
     out of training by their hash. What a model is asked stands at the same positions in every sequence.
 
-    memorisable   why a table could stand in for inference (one sentence), empty where it cannot. Such a task holds no
-                  hypothesis out.
+    memorisable   why nothing is held out of training, empty where hypotheses are: a table could stand in for
+                  inference, or the task gives no `hypothesis`.
     """
 
     memorisable: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.hypothesis is Task.hypothesis and not cls.memorisable:
+            cls.memorisable = "it gives no `hypothesis`"
 
     # ---- what a task says of itself ---------------------------------------------------------------------------------
 
@@ -117,11 +123,20 @@ class Task(ABC):
         """
         if split == "any":
             return self.hypothesis(n, generator)
-        share = 1 / BUCKETS if split == "held-out" else 1 - 1 / BUCKETS
+        share = self._held_out_share if split == "held-out" else 1 - self._held_out_share
+        if share < 0.01:
+            raise Refused(f"{self.title}: {share:.2%} of the prior is {split}; give it more hypotheses, or finer cells")
         many = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
         found = self.hypothesis(many, generator)
         wanted = held_out(self.cell(found)) == (split == "held-out")
-        return found[torch.argsort(~wanted, stable=True)[:n]]
+        # Were there fewer than n after all, some would come twice; none comes from the other split.
+        order = torch.arange(n, device=found.device) % wanted.sum().clamp_min(1)
+        return found[torch.argsort(~wanted, stable=True)[order]]
+
+    @functools.cached_property
+    def _held_out_share(self) -> float:
+        """By trial: the hash holds out a tenth of the cells, which are few or unequal in some tasks."""
+        return held_out(self.cell(self.hypothesis(4096, seeded("share", 0)))).double().mean().item()
 
     # ---- exact answers ----------------------------------------------------------------------------------------------
 
@@ -231,4 +246,9 @@ def _signed(x: int) -> int:
 
 def uniform(inputs: Tensor, queries: int, outcomes: int) -> Float[Tensor, "sequence query outcome"]:
     """log 1/K at every query."""
-    return torch.full((len(inputs), queries, outcomes), -math.log(outcomes), device=inputs.device)
+    return torch.full((len(inputs), queries, outcomes), -math.log(outcomes), dtype=torch.float64, device=inputs.device)
+
+
+def on_device(numbers: Sequence[float], device: torch.device) -> Float[Tensor, " number"]:
+    """Constants in float64, filled where they are needed: a CUDA graph cannot hold a copy from the host."""
+    return torch.stack([torch.full((), number, dtype=torch.float64, device=device) for number in numbers])

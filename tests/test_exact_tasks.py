@@ -1,0 +1,479 @@
+"""Posteriors of the wind tunnels, against every sequence written out, sums over a grid, and the papers' numbers."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from scipy.integrate import quad
+
+from llmgeom.errors import Refused
+from llmgeom.exact import gaussian_regression
+from llmgeom.information import bits, entropy
+from llmgeom.wind_tunnels.bijection import Bijection
+from llmgeom.wind_tunnels.coin import Coin
+from llmgeom.wind_tunnels.recall import Recall
+from llmgeom.wind_tunnels.recurrence import Recurrence
+from llmgeom.wind_tunnels.regression import Regression
+from llmgeom.wind_tunnels.task import seeded
+from tests import brute_force_more as brute
+
+
+def assert_is_enumerated(task, sequences, belief=False):
+    """The task's answer at every query of every sequence, and that what it draws is among the sequences."""
+    expected = brute.conditionals(sequences)
+    inputs = torch.tensor(sorted({inputs for _, inputs, _ in sequences}))
+    assert inputs.shape[1] == task.length
+    assert tuple(position for position, *_ in sequences[0][2]) == task.query
+    answer = task.log_predictive(inputs).exp()
+    states = task.log_belief(inputs).exp() if belief else None
+    for i, tokens in enumerate(inputs.tolist()):
+        for j, position in enumerate(task.query):
+            outcomes, latent = expected[tuple(tokens[: position + 1])]
+            np.testing.assert_allclose(answer[i, j], [outcomes.get(k, 0) for k in range(answer.shape[-1])], atol=1e-12)
+            if belief:
+                np.testing.assert_allclose(states[i, j], [latent.get(k, 0) for k in range(2)], atol=1e-12)
+    possible = {(tokens, tuple(k for _, k, _ in queries)) for _, tokens, queries in sequences}
+    drawn = task.drawn(400, seeded("here", 0))
+    found = set(zip(map(tuple, drawn.inputs.tolist()), map(tuple, drawn.target.tolist()), strict=True))
+    assert found <= possible and len(found) > min(100, len(possible) / 3)
+    assert max(max(tokens) for tokens, _ in possible) < task.vocabulary
+
+
+@pytest.mark.parametrize("replacement", [False, True])
+def test_bijection_by_every_bijection_of_four(replacement):
+    task = Bijection(vocab=4, pairs=4 if not replacement else 3, replacement=replacement)
+    assert_is_enumerated(task, brute.bijections(4, task.pairs, replacement))
+
+
+@pytest.mark.parametrize("layout", ["compact", "papers"])
+@pytest.mark.parametrize(("pairs", "queries", "filler"), [(2, 2, 0), (3, 2, 3), (1, 1, 1)])
+def test_recall_by_every_choice_of_keys_values_and_questions(layout, pairs, queries, filler):
+    task = Recall(pairs, queries, filler, keys=3, values=4, layout=layout)
+    assert_is_enumerated(task, brute.recalls(pairs, queries, filler, 3, 4, layout == "papers"))
+
+
+@pytest.mark.parametrize("program", [0.5, 0.9])
+def test_recurrence_by_every_program_and_every_prefix_of_four_numbers(program):
+    task = Recurrence(modulus=5, steps=5, program=program)
+    assert_is_enumerated(task, brute.recurrences(5, 5, program), belief=True)
+
+
+@pytest.mark.parametrize(("modulus", "steps"), [(3, 5), (2, 6)])
+def test_opaque_recurrence_by_every_program_and_every_naming(modulus, steps):
+    task = Recurrence(modulus=modulus, steps=steps, opaque=True)
+    assert_is_enumerated(task, brute.recurrences(modulus, steps, 0.5, opaque=True), belief=True)
+
+
+def flipped(k):
+    """Every sequence of k flips as the coin's inputs."""
+    return torch.tensor([[2, *flips] for flips in product((0, 1), repeat=k)])
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (0.5, 2), (3, 4)])
+def test_coin_by_an_integral_over_its_bias(a, b):
+    inputs = flipped(3)
+    answer = Coin(flips=4, prior=f"beta:{a},{b}").log_predictive(inputs).exp()
+
+    def moment(heads, tails):
+        return quad(lambda p: p ** (a + heads - 1) * (1 - p) ** (b + tails - 1), 0, 1)[0]
+
+    for row, found in zip(inputs.tolist(), answer, strict=True):
+        for t in range(4):
+            heads, tails = row[1 : t + 1].count(0), row[1 : t + 1].count(1)
+            chance = moment(heads + 1, tails) / moment(heads, tails)
+            np.testing.assert_allclose(found[t], [chance, 1 - chance], rtol=1e-6)
+
+
+def test_a_coin_from_a_list_by_its_biases():
+    inputs, biases = flipped(4), (0.1, 0.5, 0.8)
+    task = Coin(flips=5, prior="list:0.1,0.5,0.8")
+    answer, belief = task.log_predictive(inputs).exp(), task.log_belief(inputs).exp()
+    for row, found, latent in zip(inputs.tolist(), answer, belief, strict=True):
+        for t in range(5):
+            outcome, states = brute.coin(row[1 : t + 1], [(bias, 1 / 3) for bias in biases])
+            np.testing.assert_allclose(found[t], outcome)
+            np.testing.assert_allclose(latent[t], states)
+
+
+def test_a_coin_that_always_falls_one_way_leaves_no_doubt_after_one_flip():
+    task = Coin(flips=3, prior="list:0,1")
+    found = task.log_predictive(torch.tensor([[2, 0, 0], [2, 1, 1]])).exp()
+    np.testing.assert_allclose(found[:, 0], 0.5)
+    np.testing.assert_allclose(found[:, 1:], [[[1, 0], [1, 0]], [[0, 1], [0, 1]]])
+    assert (task.sample(50, 0).target == task.sample(50, 0).target[:, :1]).all()
+
+
+@pytest.mark.parametrize(("noise", "scale"), [(0.5, 1.0), (0.2, 2.0)])
+@pytest.mark.parametrize("layout", ["paired", "separate"])
+def test_regression_by_a_sum_over_weights(layout, noise, scale):
+    task = Regression(dims=1, points=4, noise=noise, scale=scale, layout=layout)
+    drawn = task.drawn(5, seeded("here", 0))
+    rows = drawn.inputs.double().tolist()
+    for i, found in enumerate(task.log_predictive(drawn.inputs).tolist()):
+        x = [row[0] for row in (rows[i] if layout == "paired" else rows[i][0::2])]
+        for t in range(4):
+            seen = [value.item() for value in drawn.target[i, :t].double()]
+            mean, variance = brute.regression(x[:t], seen, x[t], noise, scale)
+            assert found[t] == pytest.approx([mean, math.log(variance)], abs=1e-7)
+
+
+def test_regression_in_three_dimensions_by_conditioning_one_joint_normal():
+    """y is jointly normal with covariance scale^2 x.x' + noise^2; no weights are mentioned."""
+    x, y = torch.randn(2, 6, 4, dtype=torch.float64, generator=seeded("here", 0)).split([3, 1], -1)
+    found = gaussian_regression(x, y[..., 0], 0.3, 1.7)
+    assert torch.equal(found, gaussian_regression(x, y[:, :-1, 0], 0.3, 1.7))
+    for i, t in product(range(2), range(6)):
+        cov = 1.7**2 * x[i].numpy() @ x[i].numpy().T + 0.09 * np.eye(6)
+        gain = np.linalg.solve(cov[:t, :t], cov[:t, t])
+        expected = gain @ y[i, :t, 0].numpy(), np.log(cov[t, t] - gain @ cov[:t, t])
+        np.testing.assert_allclose(found[i, t], expected, atol=1e-10)
+
+
+def test_exact_answers_about_prompts_need_no_torch():
+    code = "import llmgeom.exact, sys; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(("noise", "scale"), [(0, 1), (1, -1)])
+def test_a_regression_without_spread_is_named(noise, scale):
+    with pytest.raises(ValueError, match=f"noise {noise}, scale {scale}: both must be positive"):
+        gaussian_regression(torch.zeros(1, 1), torch.zeros(1), noise, scale)
+
+
+def test_intervals_are_equally_probable_before_x_is_known_and_cdf_differences_after():
+    whole, cut = Regression(dims=2, points=6), Regression(dims=2, points=6, bins=7)
+    exact, binned = whole.drawn(500, seeded("here", 0)), cut.drawn(500, seeded("here", 0))
+    assert torch.equal(exact.inputs, binned.inputs)
+    ends = stats.norm(scale=math.sqrt(2 + 0.25)).ppf(np.arange(8) / 7)
+    np.testing.assert_array_equal(np.digitize(exact.target.double(), ends[1:-1]), binned.target)
+    m, log_v = whole.log_predictive(exact.inputs).unbind(-1)
+    expected = np.diff(stats.norm.cdf(ends, m[..., None], log_v.div(2).exp()[..., None]), axis=-1)
+    np.testing.assert_allclose(cut.log_predictive(binned.inputs).exp(), expected, atol=1e-13)
+
+
+def test_an_interval_far_from_the_mean_keeps_its_digits():
+    """Against scipy's logsf, which has the other tail."""
+    task = Regression(dims=1, points=2, noise=0.02, bins=4)
+    inputs = torch.tensor([[[1.0, 0.0, 0.0], [1.0, 1.0, 0.3]], [[1.0, 0.0, 0.0], [1.0, 1.0, -0.3]]])
+    m, log_v = Regression(dims=1, points=2, noise=0.02).log_predictive(inputs)[0, 1].tolist()
+    quartile = math.sqrt(1.0004) * stats.norm.ppf(0.75)
+    last = stats.norm.logsf(quartile, m, math.exp(log_v / 2))
+    assert last < -50
+    found = task.log_predictive(inputs)[:, 1]
+    np.testing.assert_allclose(found[0, 3], last)
+    np.testing.assert_allclose(found[0], found[1].flip(0))
+
+
+def test_rows_hold_the_pair_before_or_a_point_and_a_value_in_turn():
+    paired, separate = Regression(dims=2, points=3), Regression(dims=2, points=3, layout="separate")
+    one, two = paired.drawn(4, seeded("here", 0)), separate.drawn(4, seeded("here", 0))
+    assert torch.equal(one.target, two.target)
+    x, y = one.inputs[..., :2], one.target
+    assert (one.inputs[:, 0, 2:] == 0).all()
+    assert torch.equal(one.inputs[:, 1:, 2:4], x[:, :-1]) and torch.equal(one.inputs[:, 1:, 4], y[:, :-1])
+    assert torch.equal(two.inputs[:, ::2, :2], x) and (two.inputs[:, ::2, 2:] == 0).all()
+    assert torch.equal(two.inputs[:, 1::2, 2], y[:, :-1])
+    assert (two.inputs[:, 1::2, 3] == 1).all() and (two.inputs[:, 1::2, :2] == 0).all()
+    assert paired.query == (0, 1, 2) and separate.query == (0, 2, 4)
+    torch.testing.assert_close(paired.log_predictive(one.inputs), separate.log_predictive(two.inputs))
+
+
+# ---- the papers' numbers --------------------------------------------------------------------------------------------
+
+
+def test_bijection_of_twenty_has_the_papers_entropies():
+    task = Bijection(vocab=20, pairs=19)
+    batch = task.sample(100, 0)
+    h = bits(entropy(batch.posterior.predictive))
+    np.testing.assert_allclose(h, np.log2(20 - np.arange(19)) * np.ones((100, 1)))
+    assert h[0, [0, 9, 18]].tolist() == pytest.approx([4.3219, 3.4594, 1.0], abs=5e-5)
+    assert h.mean().item() == pytest.approx(3.2146, abs=5e-5)
+    assert (math.log2(20) - h).mean().item() == pytest.approx(1.1073, abs=5e-5)
+    hit = batch.posterior.predictive.gather(-1, batch.target[..., None])
+    assert -hit.mean().item() == pytest.approx(2.2282, abs=5e-5)
+    assert task.log2_hypotheses == pytest.approx(math.log2(math.factorial(20)))
+
+
+def test_recall_of_the_papers_is_329_tokens_of_522():
+    task = Recall(pairs=64, queries=3, filler=32, keys=256, values=256, layout="papers")
+    assert (task.length, task.vocabulary) == (329, 522)
+    tokens, target = task.drawn(1, seeded("here", 0)).inputs[0], task.drawn(1, seeded("here", 0)).target[0]
+    assert tokens[:256:4].eq(1).all() and tokens[2:256:4].eq(4).all() and tokens[256:288].eq(2).all()
+    for j, at in enumerate((288, 307, 326)):
+        assert tokens[at] == 3 and tokens[at + 2] == 0 and task.query[j] == at + 1
+        place = tokens[1:256:4].tolist().index(tokens[at + 1].item())
+        assert tokens[3:256:4][place] == 266 + target[j]
+    assert bits(-task.trivial(tokens[None])["bag of values"].max()).item() == pytest.approx(6)
+    assert task.log2_hypotheses == pytest.approx(
+        (math.lgamma(257) - math.lgamma(193) - math.lgamma(65) + math.lgamma(257) - math.lgamma(193)) / math.log(2)
+    )
+
+
+@pytest.mark.parametrize(("pairs", "level"), [(4, 1.146), (8, 1.912)])
+def test_the_set_strategy_on_recall_is_at_its_measured_level(pairs, level):
+    task = Recall(pairs=pairs, queries=pairs, keys=2 * pairs, values=2 * pairs)
+    drawn = task.drawn(10, seeded("here", 0))
+    bag = task.trivial(drawn.inputs)["bag of values"]
+    loss = bits(-bag.gather(-1, drawn.target[..., None])).mean().item()
+    assert loss == pytest.approx(math.log2(math.factorial(pairs)) / pairs) == pytest.approx(level, abs=1e-3)
+
+
+def test_recurrence_has_the_papers_entropies():
+    task = Recurrence()
+    h = bits(entropy(task.sample(40_000, 0).posterior.predictive)).mean(0)
+    # As printed by numbers seen, to the noise of 40,000 sequences; before any number it is log2 17 too.
+    printed = [4.0875, 4.017, 2.832, 2.173, 2.047, 2.030, 2.032]
+    assert h[0].item() == pytest.approx(math.log2(17)) == pytest.approx(printed[0], abs=5e-5)
+    assert h[:7].tolist() == pytest.approx(printed, abs=0.03)
+    assert h[7:].tolist() == pytest.approx([2.03] * 8, abs=0.03)
+
+
+def test_after_four_numbers_that_agree_a_program_is_17_times_as_likely_as_chance():
+    task = Recurrence()
+    assert task.log2_hypotheses == pytest.approx(math.log2(290))  # 289 programs, and chance
+    tokens = [1]
+    while len(tokens) < 15:
+        tokens.append((3 * tokens[-1] + 5) % 17)
+    broken = [*tokens[:5], (tokens[5] + 1) % 17, *tokens[6:]]
+    belief = task.log_belief(torch.tensor([tokens, broken])).exp()
+    assert belief[:, 3, 0].tolist() == pytest.approx([17 / 18, 17 / 18])
+    assert belief[:, :3, 0].tolist() == [pytest.approx([0.5] * 3)] * 2
+    assert belief[0, 4, 0].item() == pytest.approx(289 / 290)
+    assert (belief[1, 5:, 0] == 0).all()
+
+
+# ---- what any rearrangement must leave ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "task", [Bijection(5, 4), Bijection(5, 7, True), Recall(3, 3, 1, 5, 6), Recall(3, 2, 2, 5, 6, "papers")]
+)
+def test_other_names_for_keys_and_values_rename_the_answer(task):
+    inputs, first = task.drawn(50, seeded("here", 0)).inputs, task.answers.tokens[0]
+    keys = task.keys if isinstance(task, Recall) else task.vocab
+    name = torch.arange(task.vocabulary)
+    for start, count in ((first - keys, keys), (first, len(task.answers.tokens))):
+        name[start : start + count] = start + torch.randperm(count, generator=seeded("names", start))
+    renamed = task.log_predictive(name[inputs])
+    values = name[first : first + len(task.answers.tokens)] - first
+    assert torch.equal(renamed[..., values], task.log_predictive(inputs))
+    for label, answer in task.trivial(name[inputs]).items():
+        assert torch.equal(answer[..., values], task.trivial(inputs)[label])
+
+
+def test_an_affine_change_of_all_numbers_changes_what_a_recurrence_says_alike():
+    task = Recurrence(modulus=7, steps=6)
+    inputs = task.drawn(200, seeded("here", 0)).inputs
+    name = (3 * torch.arange(7) + 2) % 7
+    for answer in (task.log_predictive, lambda inputs: task.trivial(inputs)["memoryless"]):
+        torch.testing.assert_close(answer(name[inputs])[..., name], answer(inputs))
+    torch.testing.assert_close(task.log_belief(name[inputs]), task.log_belief(inputs))
+
+
+def test_names_of_numbers_do_not_matter_to_an_opaque_recurrence():
+    plain, opaque = Recurrence(modulus=7, steps=6), Recurrence(modulus=7, steps=6, opaque=True)
+    drawn = opaque.drawn(100, seeded("here", 0))
+    name = drawn.inputs[:, 1:8]
+    assert torch.equal(name.sort(1).values, torch.arange(7, 14).expand(100, 7))
+    assert drawn.inputs[:, [0, 8]].tolist() == [[14, 15]] * 100
+    numbers = (name[:, None] == drawn.inputs[:, 9:, None]).long().argmax(-1)
+    torch.testing.assert_close(opaque.log_belief(drawn.inputs), plain.log_belief(numbers))
+    by_name = opaque.log_predictive(drawn.inputs).gather(2, (name - 7)[:, None].expand(-1, 5, -1))
+    torch.testing.assert_close(by_name, plain.log_predictive(numbers))
+
+
+def test_the_order_of_flips_does_not_matter():
+    inputs = torch.tensor([[2, 0, 0, 1, 1, 0], [2, 1, 0, 1, 0, 0]])
+    for prior in ("beta:2,3", "list:0.3,0.6"):
+        found = Coin(flips=6, prior=prior).log_predictive(inputs)
+        torch.testing.assert_close(found[0, -1], found[1, -1])
+        assert not torch.allclose(found[0, 2], found[1, 2])
+
+
+@pytest.mark.parametrize("task", [Bijection(6, 4), Bijection(5, 8, True)])
+def test_the_order_of_pairs_does_not_matter(task):
+    inputs = task.drawn(100, seeded("here", 0)).inputs
+    pairs = inputs[:, :-1].reshape(100, -1, 2)[:, torch.randperm(task.pairs - 1, generator=seeded("order", 0))]
+    shuffled = torch.cat([pairs.flatten(1), inputs[:, -1:]], 1)
+    assert not torch.equal(shuffled, inputs)
+    assert torch.equal(task.log_predictive(shuffled)[:, -1], task.log_predictive(inputs)[:, -1])
+
+
+@pytest.mark.parametrize("task", [Coin(flips=8, prior="list:0.1,0.5,0.8"), Recurrence(modulus=5, steps=6)])
+def test_the_belief_expected_after_the_next_outcome_is_the_belief_now(task):
+    inputs = task.drawn(100, seeded("here", 0)).inputs
+    now, chance = task.log_belief(inputs).exp(), task.log_predictive(inputs).exp()
+    for t in range(task.length - 1):
+        then = torch.zeros_like(now[:, t])
+        for k, token in enumerate(task.answers.tokens):
+            after = inputs.clone()
+            after[:, t + 1] = token
+            then += chance[:, t, k, None] * task.log_belief(after)[:, t + 1].exp()
+        torch.testing.assert_close(then, now[:, t])
+
+
+@pytest.mark.parametrize("task", [Bijection(5, 4), Bijection(4, 5, True)])
+def test_what_is_expected_of_a_fixed_key_s_value_stays_what_it_was(task):
+    inputs = task.drawn(100, seeded("here", 0)).inputs
+    fixed = 2
+    for t in range(task.pairs - 1):
+        if not task.replacement:
+            inputs = inputs[(inputs[:, : 2 * t + 2 : 2] != fixed).all(1)]  # it cannot be asked twice
+        ask = inputs.clone()
+        ask[:, 2 * t] = fixed
+        now, chance = task.log_predictive(ask)[:, t].exp(), task.log_predictive(inputs)[:, t].exp()
+        then = torch.zeros_like(now)
+        for k, token in enumerate(task.answers.tokens):
+            after = inputs.clone()
+            after[:, 2 * t + 1], after[:, 2 * t + 2] = token, fixed
+            weight = chance[:, k, None]
+            then += torch.where(weight > 0, weight * task.log_predictive(after)[:, t + 1].exp(), 0)
+        torch.testing.assert_close(then, now)
+
+
+# ---- what a predictor without inference says ------------------------------------------------------------------------
+
+
+def test_memoryless_is_what_the_last_token_alone_says_by_enumeration():
+    task, weights = Recurrence(modulus=5, steps=5, program=0.7), {}
+    for weight, tokens, queries in brute.recurrences(5, 5, 0.7):
+        for t, (position, outcome, _) in enumerate(queries):
+            key = (t, tokens[position], outcome)
+            weights[key] = weights.get(key, 0) + weight
+    inputs = task.drawn(60, seeded("here", 0)).inputs
+    found = task.trivial(inputs)["memoryless"].exp()
+    for i, t in product(range(60), range(4)):
+        joint = np.array([weights[t, inputs[i, t].item(), k] for k in range(5)])
+        np.testing.assert_allclose(found[i, t], joint / joint.sum())
+
+
+def test_memoryless_of_a_coin_knows_one_flip():
+    for prior in ("beta:1,1", "list:0.2,0.7"):
+        found = Coin(flips=3, prior=prior).trivial(torch.tensor([[2, 0, 1]]))["memoryless"]
+        one = Coin(flips=2, prior=prior).log_predictive(torch.tensor([[2, 0], [2, 1]]))
+        torch.testing.assert_close(found[0], torch.stack([one[0, 0], one[0, 1], one[1, 1]]))
+
+
+def test_memoryless_of_a_regression_is_its_first_answer():
+    task = Regression(dims=3, points=4, scale=2.0, bins=5)
+    inputs = task.drawn(5, seeded("here", 0)).inputs
+    found = task.trivial(inputs)["memoryless"]
+    for t in range(4):
+        alone = torch.cat([inputs[:, t : t + 1], inputs[:, 1:]], 1)
+        torch.testing.assert_close(found[:, t], task.log_predictive(alone)[:, 0])
+
+
+def test_a_bag_of_values_is_exact_where_keys_never_come_again_and_knows_only_that_they_do_elsewhere():
+    task = Bijection(6, 5)
+    inputs = task.drawn(50, seeded("here", 0)).inputs
+    assert torch.equal(task.trivial(inputs)["bag of values"], task.log_predictive(inputs))
+    bag = Bijection(3, 4, True).trivial(torch.tensor([[0, 4, 1, 3, 0, 4, 2]]))["bag of values"].exp()[0]
+    np.testing.assert_allclose(bag, [[1 / 3] * 3, [0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0, 1]])
+
+
+# ---- how things are drawn -------------------------------------------------------------------------------------------
+
+
+def test_sticky_keys_come_again_as_often_as_said_and_in_training_alone():
+    task = Bijection(vocab=50, pairs=6, replacement=True, sticky=0.6)
+
+    def again(training):
+        keys = task.drawn(4000, seeded("here", 0), training=training).inputs[:, 0::2]
+        return (keys[:, :, None] == keys[:, None, :]).tril(-1).any(2).double().mean(0)
+
+    assert again(False)[1].item() == pytest.approx(1 / 50, abs=0.01)
+    assert again(True)[1].item() == pytest.approx(0.6 + 0.4 / 50, abs=0.03)
+    assert again(True)[0] == 0
+
+
+def test_a_sticky_key_is_any_earlier_one_alike():
+    keys = Bijection(200, 5, True, sticky=1.0)._stuck(torch.arange(5).expand(6000, 5), seeded("here", 0))
+    assert (keys == keys[:, :1]).all()
+    half = Bijection(200, 3, True, sticky=0.5)._stuck(torch.arange(3).expand(20_000, 3), seeded("here", 0))
+    # Third keys that stick copy the first place or the second: 0 half of the time and through the second again.
+    assert (half[:, 2] == 0).double().mean().item() == pytest.approx(0.5 * (0.5 + 0.5 * 0.5), abs=0.015)
+    assert (half[:, 2] == 1).double().mean().item() == pytest.approx(0.5 * 0.5 * 0.5, abs=0.015)
+
+
+@pytest.mark.parametrize(("a", "b"), [(2, 5), (0.5, 0.5)])
+def test_the_bias_of_a_coin_has_its_prior(a, b):
+    found = Coin(prior=f"beta:{a},{b}").hypothesis(5000, seeded("here", 0))[:, 0]
+    assert stats.kstest(found.numpy(), stats.beta(a, b).cdf).pvalue > 1e-4
+
+
+def test_a_horizon_puts_a_loss_on_the_first_numbers_alone():
+    assert Recurrence(horizon=5).trained == 5 and Recurrence().trained == 15
+    assert Bijection().trained == 7
+
+
+def test_a_held_out_beginning_is_in_no_training_sequence_of_either_kind():
+    task = Recurrence(modulus=7, steps=8)
+    seen = task.drawn(4000, seeded("here", 0), "seen").inputs[:, :3]
+    kept = task.drawn(4000, seeded("here", 1), "held-out").inputs[:, :3]
+    seen, kept = set(map(tuple, seen.tolist())), set(map(tuple, kept.tolist()))
+    assert not seen & kept and len(seen) + len(kept) > 330 and len(kept) > 15
+
+
+def test_the_order_in_which_pairs_are_stored_does_not_make_a_new_hypothesis():
+    task = Recall(keys=5, values=4, pairs=3, queries=3)
+    hypotheses = task.hypothesis(6000, seeded("here", 0))
+    maps = {tuple(sorted(zip(*rows, strict=True))) for rows in hypotheses.tolist()}
+    cells = {tuple(cell) for cell in task.cell(hypotheses).tolist()}
+    assert len(maps) == len(cells) == round(2**task.log2_hypotheses) == 10 * 24
+
+
+@pytest.mark.parametrize("layout", ["compact", "papers"])
+def test_any_stored_pair_is_asked_first_as_often(layout):
+    drawn = Recall(4, 2, 1, layout=layout).drawn(4000, seeded("here", 0)).inputs
+    step, query = (4, 4 * 4 + 1 + 1) if layout == "papers" else (2, 2 * 4 + 1)
+    place = (drawn[:, step // 2 - 1 : 4 * step : step] == drawn[:, query, None]).double()
+    assert place.sum(1).eq(1).all()
+    np.testing.assert_allclose(place.mean(0), 0.25, atol=0.03)
+
+
+def test_a_filler_takes_a_token_where_there_is_one():
+    assert Recall(keys=8, values=8).vocabulary == 16
+    task = Recall(keys=8, values=6, pairs=4, queries=1, filler=2)
+    assert task.vocabulary == 15
+    assert (task.drawn(9, seeded("here", 0)).inputs == 14).sum(1).tolist() == [2] * 9
+
+
+REFUSED = [
+    (lambda: Recall(layout="long"), r"recall:layout=long: layout 'long'; expected compact or papers"),
+    (lambda: Recall(pairs=9), r"recall:pairs=9: expected 1 or more queries, no more than pairs \(9\)"),
+    (lambda: Recall(queries=5), "expected 1 or more queries"),
+    (lambda: Recall(filler=-1), "filler of 0 or more"),
+    (lambda: Regression(layout="x"), "layout 'x'; expected paired or separate"),
+    (lambda: Regression(noise=0.0), "noise and scale above 0"),
+    (lambda: Regression(scale=math.inf), "noise and scale above 0"),
+    (lambda: Regression(noise=math.nan), "noise and scale above 0"),
+    (lambda: Regression(bins=1), r"bins 1; expected 0 \(a real number\) or at least 2"),
+    (lambda: Recurrence(modulus=9), "modulus 9; expected a prime"),
+    (lambda: Recurrence(modulus=1), "modulus 1; expected a prime"),
+    (lambda: Recurrence(steps=3), "steps 3; expected at least 4"),
+    (lambda: Recurrence(program=1.0), "program 1.0; expected a probability between 0 and 1, neither end"),
+    (lambda: Recurrence(horizon=16), r"horizon 16; expected 0 \(all\), or 1 to 15"),
+    (lambda: Bijection(vocab=1), "expected vocab of 2 or more"),
+    (lambda: Bijection(pairs=9), "9 pairs of 8 keys need replacement=true"),
+    (lambda: Coin(prior="beta:1"), r"prior 'beta:1'; expected beta:A,B with both 0.01 or more, or list:P,P"),
+    (lambda: Coin(prior="beta:1,nan"), "expected beta:A,B"),
+    (lambda: Coin(prior="beta:1,inf"), "expected beta:A,B"),
+    (lambda: Coin(prior="beta:1,0"), "expected beta:A,B"),
+    (lambda: Coin(prior="list:0.5,nan"), "expected beta:A,B"),
+    (lambda: Coin(prior="list:0.5,1.5"), "expected beta:A,B"),
+    (lambda: Coin(prior="list:"), "expected beta:A,B"),
+    (lambda: Coin(flips=0), "coin:flips=0: flips 0; expected at least 1"),
+]
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
+def test_a_field_out_of_range_is_refused_with_what_was_expected(make, said):
+    with pytest.raises(Refused, match=said):
+        make()
