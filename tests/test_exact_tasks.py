@@ -394,12 +394,22 @@ def test_sticky_keys_come_again_as_often_as_said_and_in_training_alone():
 
 
 def test_a_sticky_key_is_any_earlier_one_alike():
-    keys = Bijection(200, 5, True, sticky=1.0)._stuck(torch.arange(5).expand(6000, 5), seeded("here", 0))
-    assert (keys == keys[:, :1]).all()
-    half = Bijection(200, 3, True, sticky=0.5)._stuck(torch.arange(3).expand(20_000, 3), seeded("here", 0))
-    # Third keys that stick copy the first place or the second: 0 half of the time and through the second again.
-    assert (half[:, 2] == 0).double().mean().item() == pytest.approx(0.5 * (0.5 + 0.5 * 0.5), abs=0.015)
-    assert (half[:, 2] == 1).double().mean().item() == pytest.approx(0.5 * 0.5 * 0.5, abs=0.015)
+    """With probability `sticky` a key is one of the distinct keys before it, each alike; else one that is new."""
+    always = Bijection(200, 5, True, sticky=1.0)._stuck(6000, seeded("here", 0))
+    assert (always == always[:, :1]).all()
+    never = Bijection(5, 7, True, sticky=0.0)._stuck(6000, seeded("here", 0))
+    assert (never[:, :5].sort(1).values == torch.arange(5)).all()
+    assert ((never[:, 5:, None] == never[:, None, :5]).sum(2) == 1).all()  # nothing is new any more
+    half = Bijection(200, 4, True, sticky=0.5)._stuck(40_000, seeded("here", 0))
+    first, second, third, fourth = half.unbind(1)
+    assert torch.bincount(first, minlength=200).double().std() < 3 * 200**0.5
+    assert (second == first).double().mean().item() == pytest.approx(0.5, abs=0.01)
+    both = (second == first) & (third == first)
+    assert (fourth[both] == first[both]).double().mean().item() == pytest.approx(0.5, abs=0.02)
+    # first, first, other: the two distinct keys are alike though one came twice.
+    twice = (second == first) & (third != first)
+    for key in (first, third):
+        assert (fourth[twice] == key[twice]).double().mean().item() == pytest.approx(0.25, abs=0.02)
 
 
 @pytest.mark.parametrize(("a", "b"), [(2, 5), (0.5, 0.5)])

@@ -60,7 +60,7 @@ class Training:
     arch: str = "neox"
     width: int = 64
     layers: int = 2
-    heads: int = 4
+    heads: int = 2
     parameters: int = 0
     steps: int = 1000
     batch: int = 128

@@ -31,7 +31,7 @@ def build(
     features: int = 0,
     width: int = 64,
     layers: int = 2,
-    heads: int = 4,
+    heads: int = 2,
     inner: int | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
@@ -58,7 +58,7 @@ def configured(
     features: int = 0,
     width: int = 64,
     layers: int = 2,
-    heads: int = 4,
+    heads: int = 2,
     inner: int | None = None,
 ) -> PreTrainedConfig:
     """The config of what `build` builds."""
@@ -115,6 +115,9 @@ def _inside(
         "num_hidden_layers": layers,
         "max_position_embeddings": length if arch == "flat" else LONGER * length,
         "tie_word_embeddings": False,
+        # Of the order of 1 / sqrt(width): with the usual .02, which suits widths of a thousand and more, a model of width
+        # 64 had not found associative recall after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3).
+        "initializer_range": width**-0.5,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
