@@ -244,7 +244,7 @@ def test_state_spaces_are_transformers_own(arch, inner, monkeypatch):
 
 @pytest.mark.parametrize("arch", ["mamba2", "mamba"])
 def test_state_spaces_start_as_transformers_do(arch):
-    ours = build(arch, **SHAPE, layers=1)
+    ours = build(arch, **{**SHAPE, "width": 72}, layers=1)
     state, expected = ours.layers[0].mixer.state_dict(), theirs(arch, ours).backbone.layers[0].mixer.state_dict()
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected.items()}
     for name in ("A_log", "D", "conv1d.bias"):
@@ -256,6 +256,12 @@ def test_state_spaces_start_as_transformers_do(arch):
         assert state[name].std().item() == pytest.approx(SHAPE["width"] ** -0.5, rel=0.05), name
     steps = torch.nn.functional.softplus(state["dt_bias" if arch == "mamba2" else "dt_proj.bias"])
     assert 0.001 <= steps.min() < steps.max() <= 0.1
+
+
+def test_heads_decay_on_their_own_and_slots_start_small():
+    mixer = build("mamba2", **SHAPE, heads=8).layers[1].mixer
+    torch.testing.assert_close(mixer.A_log.exp(), torch.arange(1.0, 9.0))
+    assert build("flat", **SHAPE).layers[1].mixer.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_long_sequences_with_fast_decay_have_gradients():
@@ -285,6 +291,17 @@ def test_a_seed_fixes_the_weights_and_leaves_the_generator(arch, features):
     torch.manual_seed(0)  # as Subject.twin does
     twin = AutoModelForCausalLM.from_config(again.config).state_dict()
     assert all(torch.equal(first[k], v) for k, v in twin.items())
+
+
+@pytest.mark.parametrize("arch, features", [("mamba2", 0), ("neox", 3)])
+def test_weights_are_float32_whatever_the_default(arch, features):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = build(arch, features=features, **SHAPE)
+    finally:
+        torch.set_default_dtype(before)
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("features", [0, 3])
@@ -383,6 +400,7 @@ def test_layers_of_ours_are_numbered_and_their_writers_named(arch):
 def test_attention_inside_rows_is_seen_by_a_recorder(arch):
     model, x = build(arch, features=3, **SHAPE).eval(), inputs(3).float()
     whole = logits(model, x)
+    assert model.config._attn_implementation == model.inner.config._attn_implementation == "sdpa"
     layers = blocks(model, "rows")
     rows = (torch.arange(3), torch.full((3,), 5))
     mask = torch.zeros(3, T, dtype=torch.bool)

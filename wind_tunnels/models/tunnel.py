@@ -103,9 +103,9 @@ class Layer(nn.Module):
             self.mlp = nn.Sequential(nn.Linear(width, inner), nn.GELU(), nn.Linear(inner, width))
 
     def forward(self, x: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
-        if self.mixer:
+        if self.mixer is not None:
             x = x + self.mixer(self.norm(x))
-        return x + self.mlp(self.mlp_norm(x)) if self.mlp else x
+        return x if self.mlp is None else x + self.mlp(self.mlp_norm(x))
 
 
 class TunnelForCausalLM(PreTrainedModel):
