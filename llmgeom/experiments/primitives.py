@@ -1,0 +1,329 @@
+"""The whole of `llmgeom primitives`: which architectures accumulate, transport and bind, at equal size and data."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from scipy.stats import t as student
+
+from llmgeom.errors import Refused
+from llmgeom.experiments.sweep import finished, sweep
+from llmgeom.progress import Progress
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import grid
+from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.scan import took
+from llmgeom.store import digest
+from llmgeom.wind_tunnels.train import Training
+
+PRIMITIVES = {
+    "accumulation": Training("bijection", steps=1000),
+    "transport": Training("hmm", steps=2000),
+    "binding": Training("recall", steps=2000),
+}
+ARCHITECTURES = ("neox", "mamba2", "lstm", "mlp", "meanpool", "flat")
+PARAMETERS = 100_000
+DOSES = (0.0, 0.25, 0.5, 1.0)
+DOSED = Training("bijection", width=32, layers=1, steps=600, batch=256, lr="1e-2", snapshots=2)
+REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; see claims/grade.toml
+GRADED = 1000  # sequences
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `llmgeom primitives`; its fields are its flags."""
+
+    quick: bool = False
+    seeds: int = 3
+    dose_seeds: int = 5
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        for flag, value in (("--seeds", self.seeds), ("--dose-seeds", self.dose_seeds)):
+            if value < 2:
+                raise Refused(f"{flag} {value}: an interval over seeds needs at least 2")
+
+    def training(self, primitive: str, arch: str) -> Training:
+        asked = replace(PRIMITIVES[primitive], arch=arch, parameters=PARAMETERS, lr="auto", snapshots=2)
+        return replace(asked, steps=asked.steps // 5) if self.quick else asked
+
+    def dosed(self, dose: float, seed: int) -> Training:
+        return replace(DOSED, corrupt=dose, seed=seed, steps=DOSED.steps // 5 if self.quick else DOSED.steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Result):
+    """How near every architecture comes to the posterior of every primitive."""
+
+    TITLE: ClassVar[str] = "Primitives"
+    MEANING: ClassVar[str] = (
+        "Accumulation rules out hypotheses one observation at a time, transport moves a belief through dynamics that "
+        "the sequence itself states, binding finds again what was paired with what. A cell says how many bits a query "
+        "the architecture stays from the exact answer after equally many sequences."
+    )
+    COMPUTED: ClassVar[str] = (
+        "Every architecture has as many parameters, within 2 %, and reads as many sequences. The learning rate of each "
+        "cell is chosen by successive halving on held-out hypotheses, with the first seed. KL(exact || model) in bits "
+        "and skill = 1 - KL(model) / KL(best trivial predictor), on held-out hypotheses; median over seeds, and "
+        "Student's 95 % interval over seeds. `Reached`: every seed has KL under "
+        f"{REACHED_KL} bits and skill over {REACHED_SKILL}."
+    )
+    NULL: ClassVar[str] = "The best trivial predictor of each task, and the same models before training (skill)."
+    FAILURE_MODES: ClassVar[str] = (
+        "What is not reached at this budget may be reached at another: a longer run, another depth or another schedule. "
+        "Without replacement the bijection asks for no binding, and a bag of values is exact. Associative recall of "
+        "four pairs fits into any recurrent state. Few seeds give wide intervals."
+    )
+
+    kl: np.ndarray = quantity("primitive architecture", "bits", "KL(exact || model), median over seeds", Figure("heatmap"))
+    skill: np.ndarray = quantity("primitive architecture", "skill", "skill, median over seeds", Figure("heatmap"))
+    mae_abs: np.ndarray = quantity("primitive architecture", "bits", "mae_abs, median over seeds")
+    lr: np.ndarray = quantity("primitive architecture", "learning rate", "highest learning rate, chosen")
+    kl_trivial: np.ndarray = quantity("primitive", "bits", "KL of the best trivial predictor")
+
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dose(Result):
+    """What a model says whose labels were drawn again, by the fraction that was."""
+
+    TITLE: ClassVar[str] = "Dose of corrupted labels"
+    MEANING: ClassVar[str] = (
+        "With a fraction p of the labels drawn again, evenly, Bayes' rule says (1 - p) of the posterior and p of an even "
+        "answer. A model that infers follows that mixture at every dose, and so leaves the posterior by exactly as much."
+    )
+    COMPUTED: ClassVar[str] = (
+        "KL in bits a query on held-out hypotheses, mean over seeds, with Student's 95 % interval: of the mixture from "
+        "the model, which ought to be 0, and of the clean posterior from the model, beside that from the mixture."
+    )
+    NULL: ClassVar[str] = "A model that is the mixture: 0, and the dashed line."
+    FAILURE_MODES: ClassVar[str] = (
+        "At a dose of 1 nothing can be inferred, and an even answer is right. Noisy labels slow training down: a KL "
+        "from the mixture that grows with the dose may be a matter of steps."
+    )
+
+    kl_mixture: np.ndarray = quantity(
+        "dose", "bits", "KL(mixture || model)", Figure("curve", interval="kl_mixture_interval")
+    )
+    kl_mixture_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over seeds")
+    kl_clean: np.ndarray = quantity(
+        "dose", "bits", "KL(posterior || model)", Figure("curve", interval="kl_clean_interval", beside="kl_expected")
+    )
+    kl_clean_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over seeds")
+    kl_expected: np.ndarray = quantity("dose", "bits", "KL(posterior || mixture)")
+
+    headlines: tuple[Headline, ...] = ()
+    warnings: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One architecture at one primitive."""
+
+    primitive: str
+    arch: str
+    seeds: int
+    kl: float
+    low: float
+    high: float
+    mae_abs: float
+    skill: float
+    trivial: str
+    kl_trivial: float
+    lr: float
+    parameters: int
+    cpu_seconds: float
+    reached: bool
+
+    @property
+    def verdict(self) -> str:
+        return "reached" if self.reached else "not reached at this budget"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The whole table, and where its page is."""
+
+    rows: tuple[Row, ...]
+    refused: Mapping[str, str]
+    dose: Mapping[str, list[float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {
+            "rows": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in self.rows],
+            "refused": dict(self.refused),
+            "dose": dict(self.dose),
+        }
+
+    def lines(self) -> list[str]:
+        """What a terminal shows."""
+        head = ("primitive", "architecture", "KL bits", "95 %, seeds", "best trivial", "skill", "mae_abs", "lr", "CPU s", "")
+        cells = [
+            (
+                row.primitive,
+                row.arch,
+                f"{row.kl:.4f}",
+                f"{row.low:.4f} to {row.high:.4f}",
+                f"{row.kl_trivial:.3f} {row.trivial}",
+                f"{row.skill:.3f}",
+                f"{row.mae_abs:.4f}",
+                f"{row.lr:g}",
+                f"{row.cpu_seconds:.0f}",
+                row.verdict,
+            )
+            for row in self.rows
+        ]
+        doses = list(zip(*self.dose.values(), strict=True))
+        dose = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in doses]
+        return [
+            *grid("Primitives: KL(exact || model) a query on held-out hypotheses, median of seeds", head, cells),
+            *grid(
+                "Dose of corrupted labels (bijection): bits a query",
+                ("fraction", "KL(mixture || model)", "KL(posterior || model)", "KL(posterior || mixture)"),
+                dose,
+            ),
+            *(f"{name}: not measured, {why}" for name, why in self.refused.items()),
+        ]
+
+
+def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Found]:
+    """Train what is not yet trained, grade it, and write the record and the page."""
+    started = time.time()
+    out = Path(asked.out or f"runs/primitives-{digest(dataclasses.asdict(asked))[:8]}")
+    first = {
+        f"{primitive}/{arch}/seed0": asked.training(primitive, arch)
+        for primitive in PRIMITIVES
+        for arch in ARCHITECTURES
+    }
+    found = sweep(first, out, GRADED, progress, "first seed, learning rates")
+    # The other seeds train at the rate that the first one's halving chose.
+    rest = {
+        name.replace("seed0", f"seed{seed}"): replace(training, lr=f"{found[name]['lr']:g}", seed=seed)
+        for name, training in first.items()
+        if "refused" not in found[name]
+        for seed in range(1, asked.seeds)
+    }
+    found |= sweep(rest, out, GRADED, progress, "other seeds")
+    doses = {
+        f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)
+    }
+    found |= sweep(doses, out, GRADED, progress, "doses")
+    rows = tuple(
+        _row(primitive, arch, finished(found, [f"{primitive}/{arch}/seed{s}" for s in range(asked.seeds)]))
+        for primitive in PRIMITIVES
+        for arch in ARCHITECTURES
+        if "refused" not in found[f"{primitive}/{arch}/seed0"]
+    )
+    refused = {name: numbers["refused"] for name, numbers in found.items() if "refused" in numbers}
+    dose = _dose(found, asked)
+    made = Found(rows, refused, {k: [float(x) for x in v] for k, v in dose.items() if v.ndim == 1})
+    record = Record(
+        results={"primitives": _profile(rows).lowered(), "dose": _dosed(dose).lowered()},
+        unmeasured=refused,
+        prompts={},
+        subject={"name": "tunnels", "parameters": PARAMETERS},
+        source={"name": "primitives", "kind": "tasks", "graded on": GRADED},
+        facts={"command": _command(asked), "quick": asked.quick, "seeds": asked.seeds},
+        warnings=("quick: a fifth of the steps",) if asked.quick else (),
+        run=took(started),
+    )
+    record.save(out)
+    from llmgeom.reports import page
+
+    write_whole(out / "report.html", page([record]).encode())
+    return out, made
+
+
+def _command(asked: Request) -> str:
+    return "llmgeom primitives" + " --quick" * asked.quick
+
+
+def interval(values: np.ndarray) -> tuple[float, float]:
+    """Student's 95 % interval of the mean over seeds; the value itself where there is one."""
+    if len(values) < 2:
+        return float(values[0]), float(values[0])
+    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
+    column = {key: np.array([cell[key] for cell in cells]) for key in ("kl", "mae_abs", "skill", "cpu_seconds")}
+    low, high = interval(column["kl"])
+    return Row(
+        primitive=primitive,
+        arch=arch,
+        seeds=len(cells),
+        kl=float(np.median(column["kl"])),
+        low=max(0.0, low),
+        high=high,
+        mae_abs=float(np.median(column["mae_abs"])),
+        skill=float(np.median(column["skill"])),
+        trivial=cells[0]["best_trivial"],
+        kl_trivial=float(np.median([cell["kl_trivial"] for cell in cells])),
+        lr=cells[0]["lr"],
+        parameters=cells[0]["parameters"],
+        cpu_seconds=float(column["cpu_seconds"].sum()),
+        reached=bool((column["kl"] < REACHED_KL).all() and (column["skill"] > REACHED_SKILL).all()),
+    )
+
+
+def _profile(rows: tuple[Row, ...]) -> Profile:
+    at = {(row.primitive, row.arch): row for row in rows}
+
+    def table(name: str) -> np.ndarray:
+        return np.array([[getattr(at[p, a], name) if (p, a) in at else 0.0 for a in ARCHITECTURES] for p in PRIMITIVES])
+
+    trivial = np.array([next(row.kl_trivial for row in rows if row.primitive == p) for p in PRIMITIVES])
+    return Profile(
+        **{name: table(name) for name in ("kl", "skill", "mae_abs", "lr")},
+        kl_trivial=trivial,
+        headlines=(),
+        notes=tuple(
+            f"{row.primitive}, {row.arch}: {row.verdict}; KL {row.kl:.4f} bits [{row.low:.4f}, {row.high:.4f}] over "
+            f"{row.seeds} seeds, skill {row.skill:.3f} over {row.trivial}"
+            for row in rows
+        ),
+        ticks={"primitive": tuple(PRIMITIVES), "architecture": ARCHITECTURES},
+    )
+
+
+def _dose(found: Mapping[str, Mapping[str, Any]], asked: Request) -> dict[str, np.ndarray]:
+    """Arrays by dose; intervals are [dose bound]."""
+    from llmgeom import wind_tunnels
+    from llmgeom.wind_tunnels.train import corrupted
+
+    task = wind_tunnels.named(DOSED.task)
+    exact = task.answers.exact(task.sample(GRADED, 0, "held-out").posterior.predictive)
+    by_dose = [finished(found, [f"dose/{dose:g}/seed{s}" for s in range(asked.dose_seeds)]) for dose in DOSES]
+    mixture = [np.array([cell.get("kl_mixture", cell["kl"]) for cell in cells]) for cells in by_dose]
+    clean = [np.array([cell["kl"] for cell in cells]) for cells in by_dose]
+    expected = [
+        float(task.answers.kl(exact, task.answers.exact(corrupted(exact[..., :-1], dose))).mean()) / math.log(2)
+        for dose in DOSES
+    ]
+    return {
+        "dose": np.array(DOSES),
+        "kl_mixture": np.array([v.mean() for v in mixture]),
+        "kl_clean": np.array([v.mean() for v in clean]),
+        "kl_expected": np.array(expected),
+        "kl_mixture_interval": np.array([interval(v) for v in mixture]),
+        "kl_clean_interval": np.array([interval(v) for v in clean]),
+    }
+
+
+def _dosed(dose: dict[str, np.ndarray]) -> Dose:
+    arrays = {name: values for name, values in dose.items() if name != "dose"}
+    return Dose(**arrays, ticks={"dose": DOSES})

@@ -1,0 +1,114 @@
+"""Many trainings on all cores: each in a folder of its own, graded there, and never done twice."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from llmgeom import wind_tunnels
+from llmgeom.errors import Refused
+from llmgeom.experiments.grades import Grade, grade
+from llmgeom.progress import Progress
+from llmgeom.record import write_whole
+from llmgeom.store import digest
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import Training, train
+
+GRADE = "grade.json"
+
+
+def sweep(
+    cells: Mapping[str, Training], out: Path, n: int, progress: Progress | None = None, stage: str = "trainings"
+) -> dict[str, dict[str, Any]]:
+    """Train every cell in `out/NAME` and grade it on n sequences; by name, `graded`'s numbers, or {"refused": why}.
+
+    One process a core, each with one thread; a cell that is finished is read, one that was interrupted goes on.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    left = {}
+    for name, training in cells.items():
+        held = _held(out / name, training, n)
+        if held is None:
+            left[name] = training
+        else:
+            found[name] = held
+    if progress:
+        progress(stage, len(found), len(cells))
+    workers = min(len(left), os.cpu_count() or 1)
+    if not workers:
+        return found
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone)
+    try:
+        # The longest first, so that the last one does not run alone.
+        order = sorted(left, key=lambda name: -left[name].steps)
+        futures = {pool.submit(_cell, str(out / name), left[name], n): name for name in order}
+        for future in as_completed(futures):
+            found[futures[future]] = future.result()
+            if progress:
+                progress(stage, len(found), len(cells), futures[future])
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+    return found
+
+
+def _alone() -> None:
+    torch.set_num_threads(1)
+
+
+def _spec(training: Training, n: int) -> str:
+    return digest({**asdict(training), "graded on": n})
+
+
+def _held(folder: Path, training: Training, n: int) -> dict[str, Any] | None:
+    path = folder / GRADE
+    if not path.exists():
+        return None
+    body = json.loads(path.read_text())
+    return body["numbers"] if body["spec"] == _spec(training, n) else None
+
+
+def _cell(folder: str, training: Training, n: int) -> dict[str, Any]:
+    began = time.process_time()
+    try:
+        done = train(training, folder, device="cpu")
+        task = wind_tunnels.named(training.task)
+        subject = Subject.load(folder)
+        made = grade(subject, task, n, training.seed)
+        numbers = graded(made) | {"lr": done.lr, "parameters": done.parameters}
+        if training.corrupt:
+            numbers["kl_mixture"] = grade(subject, task, n, training.seed, corrupt=training.corrupt).kl
+    except Refused as refusal:
+        numbers = {"refused": str(refusal)}
+    numbers["cpu_seconds"] = round(time.process_time() - began, 1)
+    body = {"spec": _spec(training, n), "numbers": numbers}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_whole(Path(folder) / GRADE, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())
+    return numbers
+
+
+def graded(made: Grade) -> dict[str, Any]:
+    """What a sweep keeps of a grade: divergences in bits within the horizon, and the best trivial predictor's."""
+    trivial = made.trivial[made.best]
+    return {
+        "kl": made.kl,
+        "mae_abs": made.mae_abs,
+        "mae_mean": made.mae_mean,
+        "skill": made.skill,
+        "best_trivial": made.best,
+        "kl_trivial": float(trivial.kl[:, made.within].mean()),
+    }
+
+
+def finished(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The numbers of the cells that ended well."""
+    return [found[name] for name in names if "refused" not in found[name]]
