@@ -244,6 +244,28 @@ def ablate(**options: Any) -> int:
     return _show(out, [record], say)
 
 
+@main.command(epilog="Example:  llmgeom grade --model runs/tunnel --n 1000")
+@_model_options
+@click.option("--task", help="NAME or NAME:field=value,... [default: what the model was trained on]")
+@click.option(
+    "--n", default=1000, show_default=True, help="Sequences of held-out hypotheses, and as many of seen ones."
+)
+@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--seed", default=0, show_default=True, help="Fixes sequences and nulls.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-grade-TASK-HASH]")
+@_say_options
+def grade(**options: Any) -> int:
+    """How near are a model's answers in a wind tunnel to the exact posterior? Beside predictors that do not infer."""
+    from llmgeom.experiments.grading import Request, perform, table
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with bar(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(**options), progress)
+    code = _show(out, [record], say)
+    click.echo("" if say["as_json"] else "\n".join(table(record)), nl=not say["as_json"])
+    return code
+
+
 def _trilogy_options(command):
     for option in reversed(
         [
