@@ -247,9 +247,7 @@ def ablate(**options: Any) -> int:
 @main.command(epilog="Example:  llmgeom grade --model runs/tunnel --n 1000")
 @_model_options
 @click.option("--task", help="NAME or NAME:field=value,... [default: what the model was trained on]")
-@click.option(
-    "--n", default=1000, show_default=True, help="Sequences of held-out hypotheses, and as many of seen ones."
-)
+@click.option("--n", default=1000, show_default=True, help="Sequences: held-out, and as many seen.")
 @click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
 @click.option("--seed", default=0, show_default=True, help="Fixes sequences and nulls.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-grade-TASK-HASH]")
@@ -261,9 +259,9 @@ def grade(**options: Any) -> int:
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
     with bar(say["quiet"] or say["as_json"]) as progress:
         out, record = perform(Request(**options), progress)
-    code = _show(out, [record], say)
-    click.echo("" if say["as_json"] else "\n".join(table(record)), nl=not say["as_json"])
-    return code
+    if not say["as_json"]:
+        click.echo("\n".join([*table(record), ""]))
+    return _show(out, [record], say)
 
 
 def _trilogy_options(command):

@@ -134,9 +134,7 @@ class Grade:
         """The trivial predictor with the least KL of those that are not exact. Raises Refused where all are."""
         kl = {name: one.kl[:, self.within].mean() for name, one in self.trivial.items() if name not in self.as_exact}
         if not kl:
-            raise Refused(
-                f"{self.batch.source['name']}: every trivial predictor is exact, so there is nothing to infer"
-            )
+            raise Refused(f"{self.batch.source['name']}: every trivial predictor is exact; nothing is left to infer")
         return min(kl, key=kl.__getitem__)
 
     @property

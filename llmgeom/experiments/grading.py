@@ -61,8 +61,8 @@ class Posterior(Result):
     COMPUTED: ClassVar[str] = (
         "KL(exact || model) over the whole vocabulary, so that probability on tokens that are no outcome counts "
         "against the model; entropies take these tokens as one more outcome. mae_abs: mean of |H model - H exact| over "
-        "sequences and queries; mae_mean: mean over queries of |mean H model - mean H exact|, in which errors of either "
-        "sign cancel. Skill = 1 - KL of the model / KL of the best trivial predictor that is not itself exact. The "
+        "sequences and queries; mae_mean: mean over queries of |mean H model - mean H exact|, in which errors of "
+        "either sign cancel. Skill = 1 - KL of the model / KL of the best trivial predictor that is not itself exact. The "
         "constant and the position's mean are taken over other sequences. Intervals are jackknifed over sequences."
     )
     NULL: ClassVar[str] = "KL and skill: the exact answer (0 bits, skill 1). Errors of entropy: " + TWINS.lower()
@@ -134,12 +134,10 @@ class Calibration(Result):
         "Errors of either sign cancel within a tenth. Accuracy is bounded by the exact answer's own, printed beside."
     )
 
-    said: np.ndarray = quantity("tenth", "probability", "predicted probability of an outcome")
-    owed: np.ndarray = quantity(
-        "tenth", "probability", "exact probability of an outcome", Figure("curve", beside="said")
-    )
-    drawn: np.ndarray = quantity("tenth", "fraction", "how often an outcome was drawn", Figure("curve", beside="said"))
-    count: np.ndarray = quantity("tenth", "outcomes", "how many outcomes of all queries and sequences")
+    said: np.ndarray = quantity("tenth", "probability", "predicted probability of outcomes")
+    owed: np.ndarray = quantity("tenth", "probability", "exact probability of them", Figure("curve", beside="said"))
+    drawn: np.ndarray = quantity("tenth", "fraction", "how often they were drawn", Figure("curve", beside="said"))
+    count: np.ndarray = quantity("tenth", "outcomes", "how many, over queries and sequences")
     accuracy: np.ndarray = quantity(
         "query", "fraction", "the model's likeliest outcome is the one drawn", Figure("curve", beside="accuracy_exact")
     )
@@ -167,7 +165,7 @@ class Residuals(Result):
     rms: np.ndarray = quantity(
         "query",
         "standard deviations",
-        "root mean square of standardised residuals",
+        "rms of standardised residuals",
         Figure("curve", beside="rms_exact"),
     )
     rms_exact: np.ndarray = quantity("query", "standard deviations", "the exact answer's own")
@@ -182,8 +180,8 @@ class Memory(Result):
 
     TITLE: ClassVar[str] = "Seen and held-out hypotheses"
     MEANING: ClassVar[str] = (
-        "A tenth of the hypotheses was never trained on. A model that infers is as near to the posterior on these as on "
-        "the others; one that looks its answer up is not."
+        "A tenth of the hypotheses was never trained on. A model that infers is as near to the posterior on these as "
+        "on the others; one that looks its answer up is not."
     )
     COMPUTED: ClassVar[str] = (
         "Mean KL(exact || model) on sequences from held-out hypotheses less that on as many from the others."
@@ -214,8 +212,8 @@ class Horizon(Result):
 
     TITLE: ClassVar[str] = "Past the horizon"
     MEANING: ClassVar[str] = (
-        "Queries up to the horizon were trained on, later ones never. Whoever found the rule goes on; a ratio under 2 at "
-        "the first query past the horizon is what the papers would call an algorithm."
+        "Queries up to the horizon were trained on, later ones never. Whoever found the rule goes on; a ratio under 2 "
+        "at the first query past the horizon is what the papers would call an algorithm."
     )
     COMPUTED: ClassVar[str] = "KL(exact || model) at all queries; the ratio is of means over sequences."
     NULL: ClassVar[str] = TWINS
