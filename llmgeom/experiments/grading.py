@@ -47,8 +47,33 @@ TWINS = "The same model re-initialised, on the same sequences."
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Posterior(Result):
+@dataclass(frozen=True, kw_only=True)
+class Graded(Result):
+    """What every result here has."""
+
+    headlines: tuple[Headline, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves(Graded):
+    """Divergence query by query."""
+
+    kl: np.ndarray = quantity(
+        "query",
+        "bits",
+        "KL(exact || model), mean over sequences",
+        Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
+    )
+    kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
+    kl_null: np.ndarray = quantity("query bound", "bits", "band of the re-initialised model")
+    kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Posterior(Curves):
     """The model's answers at the queries within the horizon, beside the exact ones."""
 
     TITLE: ClassVar[str] = "Nearness to the posterior"
@@ -62,8 +87,8 @@ class Posterior(Result):
         "KL(exact || model) over the whole vocabulary, so that probability on tokens that are no outcome counts "
         "against the model; entropies take these tokens as one more outcome. mae_abs: mean of |H model - H exact| over "
         "sequences and queries; mae_mean: mean over queries of |mean H model - mean H exact|, in which errors of "
-        "either sign cancel. Skill = 1 - KL of the model / KL of the best trivial predictor that is not itself exact. The "
-        "constant and the position's mean are taken over other sequences. Intervals are jackknifed over sequences."
+        "either sign cancel. Skill = 1 - KL of the model / KL of the best trivial predictor that is not itself exact. "
+        "The constant and the position's mean are taken over other sequences. Intervals are jackknifed over sequences."
     )
     NULL: ClassVar[str] = "KL and skill: the exact answer (0 bits, skill 1). Errors of entropy: " + TWINS.lower()
     FAILURE_MODES: ClassVar[str] = (
@@ -72,15 +97,6 @@ class Posterior(Result):
         "whose errors cancel in the mean."
     )
 
-    kl: np.ndarray = quantity(
-        "query",
-        "bits",
-        "KL(exact || model), mean over sequences",
-        Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
-    )
-    kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    kl_null: np.ndarray = quantity("query bound", "bits", "band of the re-initialised model")
-    kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
     entropy: np.ndarray = quantity(
         "query", "bits", "entropy of the model's answer, mean over sequences", Figure("curve", beside="entropy_exact")
     )
@@ -96,13 +112,9 @@ class Posterior(Result):
     predictor_interval: np.ndarray = quantity("predictor bound", "bits", "95 % interval over sequences")
     predictor_mae_abs: np.ndarray = quantity("predictor", "bits", "mae_abs of each predictor")
     predictor_mae_mean: np.ndarray = quantity("predictor", "bits", "mae_mean of each predictor")
-    headlines: tuple[Headline, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Mixture(Posterior):
     """The same against what a model whose labels were drawn again should say."""
 
@@ -113,8 +125,8 @@ class Mixture(Posterior):
     )
 
 
-@dataclass(frozen=True)
-class Calibration(Result):
+@dataclass(frozen=True, kw_only=True)
+class Calibration(Graded):
     """Are outcomes as frequent as the model says?"""
 
     TITLE: ClassVar[str] = "Calibration"
@@ -125,32 +137,30 @@ class Calibration(Result):
     )
     COMPUTED: ClassVar[str] = (
         "Every outcome of every query within the horizon, in tenths of the predicted probability; tenths in which "
-        "nothing lies are left out. Calibration error: mean over outcomes of |mean predicted - mean exact| of their "
-        "tenth, over how many outcomes a query has one of, that is summed over a query's outcomes. Accuracy: the "
-        "likeliest outcome is the one drawn. Leaked: probability of what is no outcome."
+        "nothing lies are left out. Calibration error: sum over tenths of |predicted - exact| probability of the "
+        "outcomes in it, a query; 0 to 2. Accuracy: the likeliest outcome is the one drawn. Leaked: probability of what is no outcome."
     )
     NULL: ClassVar[str] = TWINS
     FAILURE_MODES: ClassVar[str] = (
-        "Errors of either sign cancel within a tenth. Accuracy is bounded by the exact answer's own, printed beside."
+        "Errors of either sign cancel within a tenth. Accuracy is bounded by the exact answer's own, printed beside. "
+        "Held-out hypotheses are a tenth of the prior: where there are few, what is drawn need not be as frequent as "
+        "the exact answer says, so the error is against exact probabilities."
     )
 
-    said: np.ndarray = quantity("tenth", "probability", "predicted probability of outcomes")
-    owed: np.ndarray = quantity("tenth", "probability", "exact probability of them", Figure("curve", beside="said"))
-    drawn: np.ndarray = quantity("tenth", "fraction", "how often they were drawn", Figure("curve", beside="said"))
-    count: np.ndarray = quantity("tenth", "outcomes", "how many, over queries and sequences")
+    said: np.ndarray = quantity("predicted", "probability", "predicted probability of outcomes")
+    owed: np.ndarray = quantity("predicted", "probability", "exact probability of them", Figure("curve", beside="said"))
+    drawn: np.ndarray = quantity("predicted", "fraction", "how often they were drawn", Figure("curve", beside="said"))
+    count: np.ndarray = quantity("predicted", "outcomes", "how many, over queries and sequences")
     accuracy: np.ndarray = quantity(
         "query", "fraction", "the model's likeliest outcome is the one drawn", Figure("curve", beside="accuracy_exact")
     )
     accuracy_exact: np.ndarray = quantity("query", "fraction", "the exact answer's likeliest outcome is")
     leaked: np.ndarray = quantity("query", "probability", "probability of no outcome", Figure("curve"))
     ceiling: float = quantity("", "fraction", "accuracy of the exact answer's likeliest outcome, all queries")
-    headlines: tuple[Headline, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Residuals(Result):
+@dataclass(frozen=True, kw_only=True)
+class Residuals(Graded):
     """Is a predicted number as far from the drawn one as the model says?"""
 
     TITLE: ClassVar[str] = "Calibration"
@@ -160,7 +170,10 @@ class Residuals(Result):
     )
     COMPUTED: ClassVar[str] = "Over sequences at each query, and over all queries within the horizon."
     NULL: ClassVar[str] = TWINS
-    FAILURE_MODES: ClassVar[str] = "The prior is calibrated too, and errors of either sign cancel in a mean square."
+    FAILURE_MODES: ClassVar[str] = (
+        "The prior is calibrated too, and errors of either sign cancel in a mean square. Held-out hypotheses are a tenth "
+        "of the prior: where there are few, the exact answer's own value is not 1 either."
+    )
 
     rms: np.ndarray = quantity(
         "query",
@@ -169,13 +182,10 @@ class Residuals(Result):
         Figure("curve", beside="rms_exact"),
     )
     rms_exact: np.ndarray = quantity("query", "standard deviations", "the exact answer's own")
-    headlines: tuple[Headline, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Memory(Result):
+@dataclass(frozen=True, kw_only=True)
+class Memory(Graded):
     """Answers to hypotheses that training may have shown, beside those it never did."""
 
     TITLE: ClassVar[str] = "Seen and held-out hypotheses"
@@ -200,14 +210,10 @@ class Memory(Result):
     )
     held_out_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
     seen: np.ndarray = quantity("query", "bits", "KL on seen hypotheses")
-    headlines: tuple[Headline, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Horizon(Result):
+@dataclass(frozen=True, kw_only=True)
+class Horizon(Curves):
     """What happens at queries later than any that a loss was on."""
 
     TITLE: ClassVar[str] = "Past the horizon"
@@ -221,20 +227,6 @@ class Horizon(Result):
         "Positions that were never trained have embeddings that were never trained either: a cliff can be theirs. A "
         "ratio is large where the mean within the horizon is small."
     )
-
-    kl: np.ndarray = quantity(
-        "query",
-        "bits",
-        "KL(exact || model), mean over sequences",
-        Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
-    )
-    kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    kl_null: np.ndarray = quantity("query bound", "bits", "band of the re-initialised model")
-    kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
-    headlines: tuple[Headline, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
@@ -349,7 +341,7 @@ def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | 
                 CALIBRATION, "leaked probability", _mean, own.leaked.mean(1), [twin.leaked.mean(1) for twin in others]
             ),
         ),
-        ticks={**ticks, "tenth": tuple((said[rows] / count[rows]).round(4).tolist())},
+        ticks={**ticks, "predicted": tuple((said[rows] / count[rows]).round(4).tolist())},
     )
 
 
@@ -452,7 +444,9 @@ class Told:
         prior = f"2^{task.log2_hypotheses:.1f} hypotheses"
         if math.isinf(task.log2_hypotheses):
             prior = "a continuum of hypotheses"
-        drew = f"training drew {self.facts['sequences']:,} sequences" if "sequences" in self.facts else "not known"
+        drew = "how many sequences training drew is not known"
+        if "sequences" in self.facts:
+            drew = f"training drew {self.facts['sequences']:,} sequences"
         return f"the prior is over {prior}; {drew}; the model has {parameters:,} parameters"
 
 
