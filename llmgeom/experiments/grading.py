@@ -138,7 +138,8 @@ class Calibration(Graded):
     COMPUTED: ClassVar[str] = (
         "Every outcome of every query within the horizon, in tenths of the predicted probability; tenths in which "
         "nothing lies are left out. Calibration error: sum over tenths of |predicted - exact| probability of the "
-        "outcomes in it, a query; 0 to 2. Accuracy: the likeliest outcome is the one drawn. Leaked: probability of what is no outcome."
+        "outcomes in it, a query; 0 to 2. Accuracy: the likeliest outcome is the one drawn. Leaked: probability of "
+        "what is no outcome."
     )
     NULL: ClassVar[str] = TWINS
     FAILURE_MODES: ClassVar[str] = (
@@ -171,8 +172,8 @@ class Residuals(Graded):
     COMPUTED: ClassVar[str] = "Over sequences at each query, and over all queries within the horizon."
     NULL: ClassVar[str] = TWINS
     FAILURE_MODES: ClassVar[str] = (
-        "The prior is calibrated too, and errors of either sign cancel in a mean square. Held-out hypotheses are a tenth "
-        "of the prior: where there are few, the exact answer's own value is not 1 either."
+        "The prior is calibrated too, and errors of either sign cancel in a mean square. Held-out hypotheses are a "
+        "tenth of the prior: where there are few, the exact answer's own value is not 1 either."
     )
 
     rms: np.ndarray = quantity(
