@@ -211,8 +211,8 @@ def graded(subject: Subject, task: Task, batch: Batch) -> Scores:
 def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
     """Answers of predictors that do not infer, by name, each like `owed`.
 
-    uniform (of outcomes); constant: the mean exact answer over other sequences and the trained queries, which no
-    constant beats; position: that mean at each query; and the task's own. The uniform answer is counted into both means
+    The task's own; position: the mean exact answer at each query over other sequences; constant: that mean over the
+    trained queries, which no constant beats; uniform (of outcomes). The uniform answer is counted into both means
     once, so that they rule out nothing that those sequences happened not to hold.
     """
 
@@ -224,9 +224,12 @@ def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float =
     if isinstance(task.answers, Categorical):
         found["uniform"] = form(uniform(others[:1], len(task.query), len(task.answers.tokens)))
         means = torch.cat([means, found["uniform"]])
-    found["constant"] = task.answers.mean(means[:, :trained], (0, 1))
-    found["position"] = task.answers.mean(means, (0,))
-    found |= {name: form(one) for name, one in task.trivial(batch.inputs.data).items()}
+    found = {
+        **{name: form(one) for name, one in task.trivial(batch.inputs.data).items()},
+        "position": task.answers.mean(means, (0,)),
+        "constant": task.answers.mean(means[:, :trained], (0, 1)),
+        **found,
+    }
     whole = (len(batch), len(task.query), means.shape[-1])
     return {name: one.expand(whole) for name, one in found.items()}
 

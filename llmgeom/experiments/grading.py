@@ -153,9 +153,12 @@ class Calibration(Graded):
     drawn: np.ndarray = quantity("predicted", "fraction", "how often they were drawn", Figure("curve", beside="said"))
     count: np.ndarray = quantity("predicted", "outcomes", "how many, over queries and sequences")
     accuracy: np.ndarray = quantity(
-        "query", "fraction", "the model's likeliest outcome is the one drawn", Figure("curve", beside="accuracy_exact")
+        "query",
+        "fraction",
+        "accuracy: the likeliest outcome is the one drawn",
+        Figure("curve", beside="accuracy_exact"),
     )
-    accuracy_exact: np.ndarray = quantity("query", "fraction", "the exact answer's likeliest outcome is")
+    accuracy_exact: np.ndarray = quantity("query", "fraction", "accuracy of the exact answer")
     leaked: np.ndarray = quantity("query", "probability", "probability of no outcome", Figure("curve"))
     ceiling: float = quantity("", "fraction", "accuracy of the exact answer's likeliest outcome, all queries")
 
@@ -257,9 +260,12 @@ def _mean(rows: np.ndarray) -> float:
 
 
 def _spans(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """[column bound] jackknifed intervals of means over sequences."""
-    found = (jackknife(_mean, column, np.arange(len(column))) for column in columns)
-    return np.array([[span.low, span.high] for span in found])
+    """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
+    from scipy.stats import t
+
+    x = np.stack(columns)
+    half = t.ppf(0.975, x.shape[1] - 1) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
+    return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
 
 
 def _queries(first: int, last: int) -> dict[str, tuple]:
@@ -342,7 +348,7 @@ def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | 
                 CALIBRATION, "leaked probability", _mean, own.leaked.mean(1), [twin.leaked.mean(1) for twin in others]
             ),
         ),
-        ticks={**ticks, "predicted": tuple((said[rows] / count[rows]).round(4).tolist())},
+        ticks={**ticks, "predicted": tuple(f"{mean:.2f}" for mean in said[rows] / count[rows])},
     )
 
 
