@@ -302,6 +302,26 @@ def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **opt
         click.echo("\n".join(done.lines()))
 
 
+@main.command(epilog="Example:  llmgeom grade --model runs/tunnel --n 1000")
+@_model_options
+@click.option("--task", help="NAME or NAME:field=value,... [default: what the model was trained on]")
+@click.option("--n", default=1000, show_default=True, help="Sequences: held-out, and as many seen.")
+@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--seed", default=0, show_default=True, help="Fixes sequences and nulls.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-grade-TASK-HASH]")
+@_say_options
+def grade(**options: Any) -> int:
+    """How near are a model's answers in a wind tunnel to the exact posterior? Beside predictors that do not infer."""
+    from llmgeom.experiments.grading import Request, perform, table
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with bar(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(**options), progress)
+    if not say["as_json"]:
+        click.echo("\n".join([*table(record), ""]))
+    return _show(out, [record], say)
+
+
 def _trilogy_options(command):
     for option in reversed(
         [

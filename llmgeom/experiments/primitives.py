@@ -77,12 +77,14 @@ class Profile(Result):
     )
     NULL: ClassVar[str] = "The best trivial predictor of each task, and the same models before training (skill)."
     FAILURE_MODES: ClassVar[str] = (
-        "What is not reached at this budget may be reached at another: a longer run, another depth or another schedule. "
-        "Without replacement the bijection asks for no binding, and a bag of values is exact. Associative recall of "
-        "four pairs fits into any recurrent state. Few seeds give wide intervals."
+        "What is not reached at this budget may be reached at another: a longer run, another depth or schedule. Without "
+        "replacement the bijection asks for no binding, and a bag of values is exact. Associative recall of four pairs "
+        "fits into any recurrent state. Few seeds give wide intervals."
     )
 
-    kl: np.ndarray = quantity("primitive architecture", "bits", "KL(exact || model), median over seeds", Figure("heatmap"))
+    kl: np.ndarray = quantity(
+        "primitive architecture", "bits", "KL(exact || model), median over seeds", Figure("heatmap")
+    )
     skill: np.ndarray = quantity("primitive architecture", "skill", "skill, median over seeds", Figure("heatmap"))
     mae_abs: np.ndarray = quantity("primitive architecture", "bits", "mae_abs, median over seeds")
     lr: np.ndarray = quantity("primitive architecture", "learning rate", "highest learning rate, chosen")
@@ -100,8 +102,9 @@ class Dose(Result):
 
     TITLE: ClassVar[str] = "Dose of corrupted labels"
     MEANING: ClassVar[str] = (
-        "With a fraction p of the labels drawn again, evenly, Bayes' rule says (1 - p) of the posterior and p of an even "
-        "answer. A model that infers follows that mixture at every dose, and so leaves the posterior by exactly as much."
+        "With a fraction p of the labels drawn again, evenly, Bayes' rule says (1 - p) of the posterior and p of an "
+        "even answer. A model that infers follows that mixture at every dose, and so leaves the posterior by exactly "
+        "as much."
     )
     COMPUTED: ClassVar[str] = (
         "KL in bits a query on held-out hypotheses, mean over seeds, with Student's 95 % interval: of the mixture from "
@@ -170,7 +173,18 @@ class Found:
 
     def lines(self) -> list[str]:
         """What a terminal shows."""
-        head = ("primitive", "architecture", "KL bits", "95 %, seeds", "best trivial", "skill", "mae_abs", "lr", "CPU s", "")
+        head = (
+            "primitive",
+            "architecture",
+            "KL bits",
+            "95 %, seeds",
+            "best trivial",
+            "skill",
+            "mae_abs",
+            "lr",
+            "CPU s",
+        )
+        head += ("",)
         cells = [
             (
                 row.primitive,
@@ -217,9 +231,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         for seed in range(1, asked.seeds)
     }
     found |= sweep(rest, out, GRADED, progress, "other seeds")
-    doses = {
-        f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)
-    }
+    doses = {f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)}
     found |= sweep(doses, out, GRADED, progress, "doses")
     rows = tuple(
         _row(primitive, arch, finished(found, [f"{primitive}/{arch}/seed{s}" for s in range(asked.seeds)]))

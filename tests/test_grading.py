@@ -1,0 +1,562 @@
+"""Grading: judged by Bayes' rule in plain Python, scipy, and models whose answers are written down."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from click.testing import CliRunner
+from scipy import integrate, stats
+
+from llmgeom import wind_tunnels
+from llmgeom.cli import main
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused
+from llmgeom.experiments import grades
+from llmgeom.experiments.grading import Request, Told, examine, grade, perform, table
+from llmgeom.record import Record
+from llmgeom.reports import page
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.bijection import Bijection
+from llmgeom.wind_tunnels.coin import Coin
+from llmgeom.wind_tunnels.task import Drawn, Gaussian, Task, held_out
+from llmgeom.wind_tunnels.train import Training, save_model, train
+
+NEVER = -1e9  # a logit of probability 0
+
+
+class Written(torch.nn.Module):
+    """A model whose logits at the queries are a function of its inputs."""
+
+    def __init__(self, task, logits):
+        super().__init__()
+        self.task, self.answer, self.weight = task, logits, torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids=None, rows=None, use_cache=True, logits_to_keep=None):
+        assert not use_cache and tuple(logits_to_keep.tolist()) == self.task.query
+        return SimpleNamespace(logits=self.answer(rows if input_ids is None else input_ids))
+
+
+@dataclass(frozen=True, eq=False)
+class Fake(Subject):
+    def twin(self, seed):
+        return of(self.model.task, noise(self.model.task, seed), "re-initialised")
+
+
+def of(task, logits, name="fake"):
+    facts = {"name": name, "vocabulary": task.vocabulary, "features": task.features, "positions": None, "parameters": 1}
+    return Fake(Written(task, logits), None, name, facts, ())
+
+
+def noise(task, seed, spread=1.0):
+    shape = (len(task.query), task.vocabulary)
+
+    def logits(inputs):
+        generator = torch.Generator().manual_seed(seed + int(inputs.sum() * 1e3))
+        return spread * torch.randn(len(inputs), *shape, generator=generator)
+
+    return logits
+
+
+def saying(task, predictive):
+    """Logits of an answer [sequence query outcome] of log-probabilities, and nothing on other tokens."""
+
+    def logits(inputs):
+        log_p = predictive(inputs)
+        whole = torch.full((*log_p.shape[:2], task.vocabulary), NEVER, dtype=torch.float64)
+        whole[..., list(task.answers.tokens)] = log_p.clamp(min=NEVER)
+        return whole.float()
+
+    return logits
+
+
+def uniform(task):
+    return saying(task, lambda x: torch.zeros(len(x), len(task.query), len(task.answers.tokens), dtype=torch.float64))
+
+
+def verdicts(record):
+    return {(probe, h.name): h.verdict for probe, m in record.results.items() for h in m.headlines}
+
+
+def found(record, probe, name):
+    return next(h for h in record.results[probe].headlines if h.name == name)
+
+
+KL, SKILL, LESS = "KL to the posterior", "skill over the best trivial predictor", "KL, held-out less seen"
+REPLACED = Bijection(vocab=6, pairs=6, replacement=True)
+PLAIN = Bijection(vocab=6, pairs=6)
+COIN = Coin(flips=5)
+
+
+# ---- by plain Python ------------------------------------------------------------------------------------------------
+
+
+def bijection_by_hand(inputs, task):
+    """[query][value] probabilities: one sequence, read pair by pair."""
+    answers, known = [], {}
+    for t in range(task.pairs):
+        key = inputs[2 * t]
+        left = [v for v in range(task.vocab) if v not in known.values()]
+        if key in known:
+            answers.append([float(v == known[key]) for v in range(task.vocab)])
+        else:
+            answers.append([(v in left) / len(left) for v in range(task.vocab)])
+        if t + 1 < task.pairs:
+            known[key] = inputs[2 * t + 1] - task.vocab
+    return answers
+
+
+def test_every_score_of_a_model_that_leaks_is_what_loops_say():
+    task = REPLACED
+    subject = of(task, noise(task, 3, spread=2.0))
+    got = grade(subject, task, 40, seed=5, trained=4)
+    inputs, targets = got.batch.inputs.ids, got.batch.target.tolist()
+    logits = np.concatenate([noise(task, 3, 2.0)(part).double().numpy() for part in inputs.split(grades.AT_ONCE)])
+    gaps, model_kl, model_tv, right, leaks = (np.zeros((40, 6)) for _ in range(5))
+    tally = np.zeros((10, 4))
+    for s, ids in enumerate(inputs.tolist()):
+        for q, p in enumerate(bijection_by_hand(ids, task)):
+            whole = np.exp(logits[s, q]) / np.exp(logits[s, q]).sum()
+            said, leaked = whole[6:12], whole[:6].sum()
+            model_kl[s, q] = sum(a * math.log2(a / b) for a, b in zip(p, said, strict=True) if a > 0)
+            model_tv[s, q] = (np.abs(np.array(p) - said).sum() + leaked) / 2
+            h = -sum(b * math.log2(b) for b in [*said, leaked])
+            gaps[s, q] = h - -sum(a * math.log2(a) for a in p if a > 0)
+            right[s, q], leaks[s, q] = said.argmax() == targets[s][q], leaked
+            for v in range(6):
+                if q < 4:
+                    tally[min(int(said[v] * 10), 9)] += (said[v], p[v], targets[s][q] == v, 1)
+    np.testing.assert_allclose(got.own.kl, model_kl, atol=2e-6)
+    np.testing.assert_allclose(got.tv, model_tv, atol=1e-6)
+    np.testing.assert_allclose(got.own.gap, gaps, atol=2e-6)
+    np.testing.assert_allclose(got.own.leaked, leaks, atol=1e-6)
+    assert (got.own.right == right).all()
+    # Two float32 probabilities may fall on either side of a tenth's edge; none does here.
+    np.testing.assert_allclose(got.own.tally[:, :4].sum((0, 1)), tally, atol=1e-4)
+    assert got.kl == pytest.approx(model_kl[:, :4].mean(), abs=1e-6)
+    assert got.mae_abs == pytest.approx(np.mean([abs(g) for g in gaps[:, :4].ravel()]), abs=1e-6)
+    assert got.mae_mean == pytest.approx(np.mean([abs(gaps[:, q].mean()) for q in range(4)]), abs=1e-6)
+    assert got.mae_mean < got.mae_abs
+
+
+def test_trivial_predictors_are_fitted_to_other_sequences_and_scored_on_these():
+    task = REPLACED
+    got = grade(of(task, uniform(task)), task, 300, seed=2, trained=4)
+    exact = np.array([bijection_by_hand(ids, task) for ids in got.batch.inputs.ids.tolist()])
+
+    def kl(q):
+        return np.where(exact > 0, exact * np.log2(np.where(exact > 0, exact, 1) / q), 0).sum(-1)
+
+    np.testing.assert_allclose(got.trivial["uniform"].kl, kl(np.full(6, 1 / 6)), atol=1e-6)
+    # Fitted to the graded sequences themselves a constant is nearer to them than one fitted to others, by little.
+    for name, fitted in (("constant", exact[:, :4].mean((0, 1))), ("position", exact.mean(0))):
+        here = got.trivial[name].kl[:, :4].mean()
+        own = kl(fitted)[:, :4].mean()
+        assert own < here < own + 0.03
+    assert got.excluded == ("bag of values",) and set(got.trivial) == {"uniform", "constant", "position", "memoryless"}
+    each = {name: one.kl[:, :4].mean() for name, one in got.trivial.items()}
+    assert each[got.best] == min(each.values())
+    assert got.skill == pytest.approx(1 - got.kl / min(each.values()))
+
+
+def test_no_constant_is_nearer_than_the_mean_of_the_exact_answers():
+    task = Coin(flips=6, prior="beta:1,6")
+    got = grade(of(task, uniform(task)), task, 4000, seed=0)
+    exact = got.batch.posterior.predictive.exp().numpy()[..., 0]
+    grid = np.linspace(0.02, 0.5, 481)
+    each = [(exact * np.log2(exact / q) + (1 - exact) * np.log2((1 - exact) / (1 - q))).mean() for q in grid]
+    assert grid[np.argmin(each)] == pytest.approx(1 / 7, abs=0.01)
+    assert got.trivial["constant"].kl.mean() == pytest.approx(min(each), abs=2e-3)
+
+
+def test_a_mean_over_few_sequences_rules_no_outcome_out():
+    task = Bijection(vocab=40, pairs=2)
+    got = grade(of(task, uniform(task)), task, 5, seed=0)
+    assert np.isfinite(got.trivial["position"].kl).all() and "position" not in got.excluded
+
+
+def test_it_is_held_out_hypotheses_that_are_graded():
+    task = PLAIN  # whose whole map can be read off every sequence
+    batch = grade(of(task, uniform(task)), task, 50, seed=1).batch
+    for ids, target in zip(batch.inputs.ids.tolist(), batch.target.tolist(), strict=True):
+        values = dict(zip(ids[0::2], target, strict=True))
+        assert held_out(torch.tensor([[values[key] for key in range(6)]])).item()
+    assert batch.source["split"] == "held-out"
+
+
+# ---- models that are known ------------------------------------------------------------------------------------------
+
+
+def test_the_posterior_itself_passes_everything():
+    task = REPLACED
+    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6), n=200, nulls=20)
+    got = found(record, "posterior", KL)
+    assert abs(got.value) < 1e-6 and got.null == "the exact answer"
+    assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
+    assert {verdicts(record)[key] for key in (("posterior", KL), ("posterior", SKILL), ("posterior_memory", LESS))} == {
+        "PASS"
+    }
+    assert found(record, "posterior_calibration", "calibration error").value < 1e-6
+    arrays = record.results["posterior_calibration"].arrays
+    np.testing.assert_array_equal(arrays["accuracy"], arrays["accuracy_exact"])
+    assert arrays["count"].sum() == 200 * 6 * 6 and (arrays["count"] > 0).all()
+    assert np.abs(arrays["owed"] - arrays["drawn"])[arrays["count"] > 500].max() < 0.06
+    assert record.warnings == ()
+    assert "bag of values gives no probability" in " ".join(record.results["posterior"].notes)
+    assert page([record]).count('class="plot"') == 9
+
+
+def test_the_uniform_model_is_the_uniform_predictor():
+    task = PLAIN
+    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=200, nulls=20)
+    # After m pairs 6 - m values are left: KL = log2 6 - log2(6 - m), the same for every sequence.
+    owed = [math.log2(6 / (6 - m)) for m in range(6)]
+    np.testing.assert_allclose(record.results["posterior"].arrays["kl"], owed, atol=1e-6)
+    np.testing.assert_allclose(record.results["posterior"].arrays["kl_trivial"], owed, atol=1e-6)
+    assert found(record, "posterior", SKILL).value == pytest.approx(0, abs=1e-6)
+    assert found(record, "posterior", "mae_abs").value == pytest.approx(np.mean(owed), abs=1e-6)
+    words = verdicts(record)
+    assert words["posterior", KL] == words["posterior", SKILL] == "FAIL"
+    assert words["posterior_memory", LESS] == "PASS"  # it knows nothing of any
+    assert any(w.startswith("bag of values is exact here") for w in record.warnings)
+    assert len(record.results["posterior_calibration"].arrays["said"]) == 1  # nine of the tenths are empty
+    assert page([record])
+
+
+def test_errors_of_entropy_do_not_see_a_model_that_is_certain_of_the_wrong_thing():
+    task = Coin(flips=8, prior="beta:1,1")
+    mirrored = saying(task, lambda x: task.log_predictive(x).flip(-1))
+    record = examine(of(task, mirrored), task, Told(task.title, 8), n=300, nulls=20)
+    assert found(record, "posterior", "mae_abs").value < 1e-6
+    assert found(record, "posterior", "mae_mean").value < 1e-6
+    expected = []
+    for ids in grade(of(task, mirrored), task, 300, 0).batch.inputs.ids.tolist():
+        heads = np.cumsum([i == 0 for i in ids])
+        p = (1 + heads) / (2 + np.arange(8))
+        expected.append(p * np.log2(p / (1 - p)) + (1 - p) * np.log2((1 - p) / p))
+    assert found(record, "posterior", KL).value == pytest.approx(np.mean(expected), abs=1e-5)
+    assert verdicts(record)["posterior", KL] == verdicts(record)["posterior", SKILL] == "FAIL"
+    assert record.unmeasured["posterior_memory"].startswith("memorisable: ")
+    assert record.warnings[0].startswith("memorisable: the answer depends on the numbers of heads")
+
+
+def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
+    task = PLAIN
+
+    def looked_up(inputs):
+        exact = task.log_predictive(inputs)
+        keys, values = inputs[:, 0::2], inputs[:, 1::2] - 6
+        last = 15 - values.sum(1, keepdim=True)  # the value that is left of 0 .. 5
+        whole = torch.empty(len(inputs), 6, dtype=torch.long).scatter(1, keys, torch.cat([values, last], 1))
+        never = held_out(whole)
+        return torch.where(never[:, None, None], torch.full_like(exact, -math.log(6)), exact)
+
+    record = examine(of(task, saying(task, looked_up)), task, Told(task.title, 6), n=200, nulls=20)
+    less = found(record, "posterior_memory", LESS)
+    assert less.value == pytest.approx(np.mean([math.log2(6 / (6 - m)) for m in range(6)]), abs=1e-6)
+    assert less.verdict == "FAIL" and less.n == 400
+    assert abs(found(record, "posterior_memory", "KL to the posterior, seen").value) < 1e-6
+
+    # And the other way: what is worse on seen ones is no memory.
+    def swapped(inputs):
+        exact, seen = task.log_predictive(inputs), (looked_up(inputs) == task.log_predictive(inputs)).all(-1).all(-1)
+        return torch.where(seen[:, None, None], -math.log(6.0), exact)
+
+    record = examine(of(task, saying(task, swapped)), task, Told(task.title, 6), n=200, nulls=20)
+    assert found(record, "posterior_memory", LESS).value < -0.5 and verdicts(record)["posterior_memory", LESS] == "PASS"
+
+
+def test_past_the_horizon_is_told_apart():
+    task, flat = PLAIN, -math.log(6)
+
+    def to_the_horizon(inputs, mixed=0.0):
+        exact = task.log_predictive(inputs)
+        near = (exact.exp() * (1 - mixed) + mixed / 6).log()
+        return torch.where(torch.arange(6)[:, None] < 4, near, flat)
+
+    record = examine(of(task, saying(task, to_the_horizon)), task, Told(task.title, 4), n=100, nulls=20)
+    assert verdicts(record)["posterior", KL] == "PASS" and record.facts["horizon"] == 4
+    owed = [math.log2(6 / (6 - m)) for m in range(6)]
+    past = record.results["posterior_horizon"]
+    np.testing.assert_allclose(past.arrays["kl"], [0] * 4 + owed[4:], atol=1e-6)
+    assert past.ticks["query"] == (1, 2, 3, 4, 5, 6)
+    assert [h.name for h in past.headlines] == ["KL past the horizon"]
+    assert past.headlines[0].value == pytest.approx(np.mean(owed[4:]), abs=1e-6)
+    assert "no ratio" in past.notes[1] and past.notes[0] == "the horizon is query 4"
+    assert record.results["posterior"].arrays["kl"].shape == (4,)
+
+    mixed = saying(task, lambda x: to_the_horizon(x, 0.3))
+    record = examine(of(task, mixed), task, Told("bijection:vocab=6,pairs=4", 4), n=100, nulls=20)
+    within = []
+    for m in range(4):
+        p, q = 1 / (6 - m), 0.7 / (6 - m) + 0.05
+        within.append(math.log2(p / q))
+    ratio = found(record, "posterior_horizon", "first query past the horizon, over those within")
+    assert ratio.value == pytest.approx(owed[4] / np.mean(within), rel=1e-5)
+    assert "trained on bijection:vocab=6,pairs=4" in record.results["posterior"].notes
+    assert "posterior_horizon" not in examine(of(task, mixed), task, Told(task.title, 6), n=20, nulls=2).results
+
+
+def test_intervals_are_over_sequences():
+    task = REPLACED
+    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=50, nulls=20)
+    kl = grade(of(task, uniform(task)), task, 50, 0).own.kl
+
+    def interval(x):
+        return stats.t.interval(0.95, len(x) - 1, x.mean(), stats.sem(x))
+
+    h = found(record, "posterior", KL)
+    assert (h.low, h.high) == pytest.approx(interval(kl.mean(1))) and (h.n, h.units, h.counts) == (50, 50, "sequences")
+    np.testing.assert_allclose(record.results["posterior"].arrays["kl_interval"][3], interval(kl[:, 3]), atol=1e-9)
+    seen = grades.graded(of(task, uniform(task)), task, task.sample(50, 0, "seen")).kl.mean(1)
+    less = found(record, "posterior_memory", LESS)
+    both = math.sqrt(stats.sem(kl.mean(1)) ** 2 + stats.sem(seen) ** 2)
+    assert less.value == pytest.approx(kl.mean() - seen.mean())
+    assert less.high - less.value == pytest.approx(stats.t.ppf(0.975, 99) * both, rel=0.01)
+
+
+def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
+    task = REPLACED
+    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=30, seed=7, nulls=5)
+    twins = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
+    band = record.results["posterior"].arrays["kl_null"]
+    kl = np.array([twin.own.kl.mean(0) for twin in twins])
+    np.testing.assert_allclose(band, np.stack([kl.min(0), kl.max(0)], 1))
+    h = found(record, "posterior", "mae_mean")
+    each = [twin.mae_mean for twin in twins]
+    assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
+    assert record.warnings == ("only 5 draws of each null: at least 20 are needed to decide at p < .05",)
+
+
+def test_corrupted_labels_are_graded_against_both_answers():
+    task, p = PLAIN, 0.3
+    says = saying(task, lambda x: ((1 - p) * task.log_predictive(x).exp() + p / 6).log())
+    told = Told(task.title, 6, {"training": {"corrupt": p}, "sequences": 12800})
+    record = examine(of(task, says), task, told, n=400, nulls=20)
+    words = verdicts(record)
+    assert words["posterior", KL] == "FAIL" and words["posterior_mixture", KL] == "PASS"
+    assert words["posterior_mixture", SKILL] == "PASS" and words["posterior_memory", LESS] == "PASS"
+    owed = np.mean([math.log2(1 / (6 - m) / ((1 - p) / (6 - m) + p / 6)) for m in range(6)])
+    assert found(record, "posterior", KL).value == pytest.approx(owed, abs=1e-6)
+    # What was drawn is drawn again too: frequencies agree with the mixture.
+    arrays = record.results["posterior_calibration"].arrays
+    assert np.abs(arrays["drawn"] - arrays["said"])[arrays["count"] > 300].max() < 0.05
+    np.testing.assert_allclose(arrays["owed"], arrays["said"], atol=1e-6)
+    assert record.results["posterior_mixture"].title == "Nearness to the mixture it was trained on"
+    assert "2^9.5 hypotheses; training drew 12,800 sequences; the model has 1 parameters" in record.facts["sizes"]
+    lines = list(table(record))
+    assert next(filter(None, lines)).split()[0] == "posterior" and any("mixture" in line for line in lines)
+
+
+def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
+    task = Coin(flips=1)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 1), n=20, nulls=20)
+    assert record.unmeasured["posterior"] == "coin:flips=1: every trivial predictor is exact; nothing is left to infer"
+    assert "posterior_calibration" in record.results
+
+
+# ---- real numbers ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mean(Task):
+    """Values m + noise, both standard normal: after k of them the next is N(sum / (k + 1), 1 + 1 / (k + 1))."""
+
+    vocabulary = 2
+    features = 1
+    length = 4
+    query = (0, 1, 2, 3)
+    answers = Gaussian()
+
+    def hypothesis(self, n, generator):
+        return torch.randn(n, 1, generator=generator)
+
+    def draw(self, hypothesis, generator, training=False):
+        y = hypothesis + torch.randn(len(hypothesis), 4, generator=generator)
+        return Drawn(torch.nn.functional.pad(y[:, :3], (1, 0))[..., None], y)
+
+    def log_predictive(self, inputs):
+        k = torch.arange(1, 5).double()
+        return torch.stack([inputs[..., 0].double().cumsum(1) / k, (1 + 1 / k).log().expand(len(inputs), 4)], -1)
+
+
+def test_real_answers_are_graded_by_quadrature():
+    task = Mean()
+    shifted = of(task, lambda rows: (task.log_predictive(rows) + torch.tensor([0.4, -0.3])).float())
+    got = grade(shifted, task, 5, seed=0)
+    for s in range(3):
+        for q in range(4):
+            m, log_v = got.batch.posterior.predictive[s, q].tolist()
+            p, o = stats.norm(m, math.exp(log_v / 2)), stats.norm(m + 0.4, math.exp((log_v - 0.3) / 2))
+            ends = (m - 14, m + 14)
+            kl = integrate.quad(lambda x, p=p, o=o: p.pdf(x) * (p.logpdf(x) - o.logpdf(x)), *ends)[0] / math.log(2)
+            tv = integrate.quad(lambda x, p=p, o=o: abs(p.pdf(x) - o.pdf(x)) / 2, *ends, limit=200)[0]
+            assert got.own.kl[s, q] == pytest.approx(kl, abs=1e-5) and got.tv[s, q] == pytest.approx(tv, abs=1e-4)
+            assert got.own.entropy[s, q] == pytest.approx(o.entropy() / math.log(2), abs=1e-5)
+            z = (float(got.batch.target[s, q]) - o.mean()) / o.std()
+            assert got.own.residual[s, q] == pytest.approx(z, abs=1e-4)
+    assert (got.mae_abs, got.mae_mean) == pytest.approx((0.15 / math.log(2),) * 2, abs=1e-5)
+    assert set(got.trivial) == {"constant", "position"}
+
+
+def test_standardised_residuals_tell_a_model_that_is_too_sure():
+    task = Mean()
+    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Told("x", 4), n=1000, nulls=20)
+    assert verdicts(record)["posterior", KL] == "PASS" and "never trained on this task, but on x" in record.warnings
+    off = "|rms of standardised residuals - 1|"
+    assert found(record, "posterior_calibration", off).value < 0.03
+    sure = of(task, lambda rows: (task.log_predictive(rows) - torch.tensor([0, math.log(4)])).float())
+    record = examine(sure, task, Told(), n=1000, nulls=20)
+    arrays = record.results["posterior_calibration"].arrays
+    np.testing.assert_allclose(arrays["rms"], 2 * arrays["rms_exact"], rtol=1e-5)
+    own = 2 * math.sqrt(np.square(arrays["rms_exact"]).mean())
+    assert own == pytest.approx(2, abs=0.1) and found(record, "posterior_calibration", off).value == pytest.approx(
+        own - 1
+    )
+    assert "never trained on this task: it has no task.json" in record.warnings
+    assert "a continuum of hypotheses" in record.facts["sizes"] and "is not known" in record.facts["sizes"]
+    assert page([record])
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_logits_that_are_not_finite_are_named_with_their_query():
+    task = PLAIN
+
+    def broken(inputs):
+        logits = torch.zeros(len(inputs), 6, 12)
+        if len(inputs) < grades.AT_ONCE:  # in the second batch
+            logits[1, 2, 7] = float("nan")
+        return logits
+
+    with pytest.raises(
+        Refused, match=r"fake gives logits that are not finite at query 3 \(position 4\) of sequence 130"
+    ):
+        grade(of(task, broken), task, grades.AT_ONCE + 10)
+
+
+def test_an_answer_infinitely_far_is_refused():
+    task = Mean()
+    with pytest.raises(Refused, match="fake is infinitely far from the exact answer at query 1 of sequence 1"):
+        grade(of(task, lambda rows: torch.full((len(rows), 4, 2), -2000.0)), task, 10)
+
+
+def test_what_cannot_be_read_is_refused():
+    small = of(Bijection(vocab=4, pairs=4), uniform(Bijection(vocab=4, pairs=4)))
+    with pytest.raises(Refused, match="fake has 8 outputs; bijection:vocab=6,pairs=6 needs 12: give --task"):
+        grade(small, PLAIN, 10)
+    edit = Edit("value", (0,), lambda x, *_: x)
+    with pytest.raises(Refused, match="fake is edited"):
+        grade(replace(of(PLAIN, uniform(PLAIN)), edits=(edit,)), PLAIN, 10)
+
+
+# ---- a model that was trained ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tunnel(tmp_path_factory):
+    """A one-layer model on the bijection, 250 steps."""
+    from llmgeom.wind_tunnels import models
+
+    def build(arch, *, vocabulary, length, features=0, width=64, layers=2, heads=4, seed=0):
+        config = transformers.GPTNeoXConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            intermediate_size=4 * width,
+            max_position_embeddings=4 * length,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return transformers.AutoModelForCausalLM.from_config(config)
+
+    out = tmp_path_factory.mktemp("tunnel") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        if not hasattr(models, "build"):
+            patch.setattr(models, "build", build, raising=False)
+        train(Training("bijection", width=32, layers=1, steps=250, batch=64, lr="1e-2", snapshots=2), out, "cpu")
+    return out
+
+
+def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
+    out, record = perform(Request(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run")))
+    assert found(record, "posterior", SKILL).value > 0.9
+    assert 0.001 < found(record, "posterior", KL).value < 0.1
+    assert found(record, "posterior", "mae_abs").verdict == "below null"
+    assert record.source["name"] == "bijection" and record.facts["trained on"] == "bijection"
+    assert "training drew 16,000 sequences" in record.facts["sizes"]
+    assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200"
+    assert (out / "report.html").exists()
+    again = perform(Request(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again")))[1]
+    for probe, measured in Record.load(out).results.items():
+        for name, array in measured.arrays.items():
+            np.testing.assert_array_equal(array, again.results[probe].arrays[name])
+    # Independently: the whole vocabulary's softmax of a plain forward pass.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
+    batch = wind_tunnels.named("bijection").sample(200, 0, "held-out")
+    with torch.no_grad():
+        log_q = model(batch.inputs.ids).logits[:, 0::2, 8:].double() - model(batch.inputs.ids).logits[
+            :, 0::2
+        ].double().logsumexp(-1, keepdim=True)
+    p = batch.posterior.predictive.exp()
+    kl = torch.where(p > 0, p * (p.clamp(min=1e-30).log() - log_q), 0).sum(-1) / math.log(2)
+    assert found(record, "posterior", KL).value == pytest.approx(kl.mean().item(), abs=1e-5)
+
+
+def test_the_first_snapshot_says_that_it_is_untrained(tunnel, tmp_path):
+    asked = Request(model=str(tunnel / "snapshots" / "step0"), n=50, nulls=20, out=str(tmp_path / "run"))
+    record = perform(asked)[1]
+    assert "untrained: the weights of step 0" in record.warnings
+    assert found(record, "posterior", KL).verdict == found(record, "posterior", SKILL).verdict == "FAIL"
+
+
+def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
+    asked = Request(model=str(tunnel), task="bijection:pairs=8", n=50, nulls=20, out=str(tmp_path / "run"))
+    record = perform(asked)[1]
+    assert record.facts["horizon"] == 7 and len(record.results["posterior_horizon"].arrays["kl"]) == 8
+    assert not any("never trained" in warning for warning in record.warnings)
+
+
+def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
+    asked = ["grade", "--model", str(tunnel), "--n", "40", "--nulls", "20", "-q", "--out", str(tmp_path / "run")]
+    shown = CliRunner().invoke(main, asked)
+    assert shown.exit_code == 0, shown.output
+    for word in ("this model", "uniform", "constant", "position", "bag of values", "mae_abs [bits]", "held-out less"):
+        assert word in shown.output
+    body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)
+    assert body["status"] == "ok" and any(row["name"] == KL for row in body["verdicts"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--model", "pocket:pythia"], "pocket:pythia was trained on no task (no task.json beside its weights)"),
+        (["--n", "9"], "--n 9: expected at least 10"),
+        (["--nulls", "0"], "--nulls 0: expected at least 1"),
+        (["--seed", "-1"], "--seed -1: expected at least 0"),
+        (["--backend", "tl"], "--backend tl: a model is graded through its own forward pass"),
+        (["--task", "bijektion"], "unknown task 'bijektion': did you mean 'bijection'?"),
+    ],
+)
+def test_a_refusal_is_one_sentence(flags, sentence):
+    shown = CliRunner().invoke(main, ["grade", "-q", *flags])
+    assert shown.exit_code == 1 and sentence in shown.output and shown.output.count("\n") == 1
+
+
+def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
+    facts = {"task": "bijection", "trained_queries": 7}
+    save_model(model, tmp_path / "copy", facts)
+    (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
+    with pytest.raises(Refused, match=r"task\.json or training\.json cannot be read"):
+        perform(Request(model=str(tmp_path / "copy")))
