@@ -77,8 +77,8 @@ class Profile(Result):
     )
     NULL: ClassVar[str] = "The best trivial predictor of each task, and the same models before training (skill)."
     FAILURE_MODES: ClassVar[str] = (
-        "What is not reached at this budget may be reached at another: a longer run, another depth or schedule. Without "
-        "replacement the bijection asks for no binding, and a bag of values is exact. Associative recall of four pairs "
+        "What is not reached at this budget may be reached at another: a longer run, another depth or schedule. "
+        "Without replacement the bijection asks for no binding, and a bag of values is exact. Recall of four pairs "
         "fits into any recurrent state. Few seeds give wide intervals."
     )
 

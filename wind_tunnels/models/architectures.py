@@ -115,7 +115,7 @@ def _inside(
         "num_hidden_layers": layers,
         "max_position_embeddings": length if arch == "flat" else LONGER * length,
         "tie_word_embeddings": False,
-        # Of the order of 1 / sqrt(width): with the usual .02, which suits widths of a thousand and more, a model of width
+        # Of the order of 1 / sqrt(width): with the usual .02, which suits widths of a thousand and more, one of width
         # 64 had not found associative recall after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3).
         "initializer_range": width**-0.5,
         "bos_token_id": None,
