@@ -38,6 +38,20 @@ def check(task: Task, n: int = 2000, seed: int = 0) -> tuple[Law, ...]:
     return tuple(law(task, drawn, exact, seed) for law in laws)
 
 
+def obeyed(task: Task) -> tuple[Law, ...]:
+    """The laws of a task of yours, before anything is trained or graded on it; none are asked of ours, whose tests ask.
+
+    Raises Refused with the first that is broken.
+    """
+    if not task.own:
+        return ()
+    found = check(task)
+    for law in found:
+        if not law.holds:
+            raise Refused(f"{task.title}: its exact answer is not exact: {law.name!r} is broken, {law.detail}; mend it")
+    return found
+
+
 # ---- of the answer itself -------------------------------------------------------------------------------------------
 
 

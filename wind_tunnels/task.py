@@ -157,6 +157,11 @@ class Task(ABC):
     # ---- a batch ----------------------------------------------------------------------------------------------------
 
     @property
+    def own(self) -> bool:
+        """Is it a task of yours, from a file?"""
+        return hasattr(type(self), "SPELT")
+
+    @property
     def title(self) -> str:
         """NAME:field=value,... with the fields that differ from their defaults; `--task` reads it back. A task of your
         own is named by its file."""

@@ -25,6 +25,7 @@ from llmgeom.progress import Progress
 from llmgeom.record import write_whole
 from llmgeom.store import digest
 from llmgeom.subject import undisturbed
+from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.answers import Categorical
 from llmgeom.wind_tunnels.task import Split, Task, seeded
 
@@ -159,6 +160,7 @@ def train(
     spec = digest(asdict(asked) | {"task": task.title})
     if done := _finished(out, spec):
         return done
+    laws.obeyed(task)
     if asked.lr == "auto":
         lr, tried = _chosen(asked, out, spec, device, progress)
     else:
