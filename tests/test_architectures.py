@@ -379,6 +379,23 @@ def test_neox_turns_all_of_a_head_and_llama_is_gated():
     assert build("gpt2", **SHAPE).transformer.h[0].mlp.c_fc.weight.shape == (32, 128)
 
 
+def test_inner_widths_are_the_usual_ones_or_those_given():
+    def widths(**given):
+        models = {name: build(name, **SHAPE, **given) for name in ("mamba", "mamba2", "lstm", "mlp", "gpt2", "neox")}
+        layers = {name: getattr(model, "layers", None) for name, model in models.items()}
+        return [
+            layers["mamba"][0].mixer.A_log.shape[1],
+            (len(layers["mamba2"][0].mixer.conv1d.weight) - 64) // 2,
+            layers["lstm"][0].mixer.lstm.hidden_size,
+            layers["mlp"][0].mlp[0].out_features,
+            models["gpt2"].transformer.h[0].mlp.c_fc.weight.shape[1],
+            models["neox"].gpt_neox.layers[0].mlp.dense_h_to_4h.out_features,
+        ]
+
+    assert widths() == [16, 16, 32, 128, 128, 128]
+    assert widths(inner=10) == [10] * 6
+
+
 @pytest.mark.parametrize("arch", OURS)
 def test_layers_of_ours_are_numbered_and_their_writers_named(arch):
     model = build(arch, **SHAPE, layers=3)
