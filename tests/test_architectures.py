@@ -379,6 +379,23 @@ def test_neox_turns_all_of_a_head_and_llama_is_gated():
     assert build("gpt2", **SHAPE).transformer.h[0].mlp.c_fc.weight.shape == (32, 128)
 
 
+def test_inner_widths_are_the_usual_ones_or_those_given():
+    def widths(**given):
+        models = {name: build(name, **SHAPE, **given) for name in ("mamba", "mamba2", "lstm", "mlp", "gpt2", "neox")}
+        layers = {name: getattr(model, "layers", None) for name, model in models.items()}
+        return [
+            layers["mamba"][0].mixer.A_log.shape[1],
+            (len(layers["mamba2"][0].mixer.conv1d.weight) - 64) // 2,
+            layers["lstm"][0].mixer.lstm.hidden_size,
+            layers["mlp"][0].mlp[0].out_features,
+            models["gpt2"].transformer.h[0].mlp.c_fc.weight.shape[1],
+            models["neox"].gpt_neox.layers[0].mlp.dense_h_to_4h.out_features,
+        ]
+
+    assert widths() == [16, 16, 32, 128, 128, 128]
+    assert widths(inner=10) == [10] * 6
+
+
 @pytest.mark.parametrize("arch", OURS)
 def test_layers_of_ours_are_numbered_and_their_writers_named(arch):
     model = build(arch, **SHAPE, layers=3)
@@ -450,9 +467,7 @@ def test_matched_keeps_usual_proportions_where_a_width_fits():
 
 
 def test_matched_refuses_with_the_nearest():
-    with pytest.raises(
-        Refused, match=r"llama: no shape of 2 layers and 4 heads has 500 parameters within 2%; the nearest, width 8"
-    ):
+    with pytest.raises(Refused, match="has 500 parameters within 2%; the nearest, width 8 and inner 10, has"):
         matched("llama", 500, vocabulary=16, length=10)
 
 
@@ -481,3 +496,5 @@ def test_the_list_of_architectures_is_light_and_complete():
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "neox llama gqa window gpt2 mamba2 mamba lstm mlp meanpool flat False"
     assert all(isinstance(build(name, **SHAPE), TunnelForCausalLM) == (name in OURS) for name in ARCHITECTURES)
+    with pytest.raises(ImportError, match="cannot import name 'built'"):
+        from llmgeom.wind_tunnels.models import built  # noqa: F401
