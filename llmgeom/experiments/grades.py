@@ -212,23 +212,29 @@ def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float =
     """Answers of predictors that do not infer, by name, each like `owed`.
 
     The task's own; position: the mean exact answer at each query over other sequences; constant: that mean over the
-    trained queries, which no constant beats; uniform (of outcomes). The uniform answer is counted into both means
-    once, so that they rule out nothing that those sequences happened not to hold.
+    trained queries, which no constant beats; uniform (of outcomes). Where those sequences happened not to hold an
+    outcome, the uniform answer is counted into the mean once, so that it rules nothing out.
     """
 
     def form(log_predictive: Tensor) -> Tensor:
         return task.answers.exact(corrupted(log_predictive, corrupt) if corrupt else log_predictive).double()
 
     others = task.drawn(len(batch), seeded("grade/constant", seed)).inputs
-    means, found = form(task.log_predictive(others)), {}
+    means, even = form(task.log_predictive(others)), {}
     if isinstance(task.answers, Categorical):
-        found["uniform"] = form(uniform(others[:1], len(task.query), len(task.answers.tokens)))
-        means = torch.cat([means, found["uniform"]])
+        even["uniform"] = form(uniform(others[:1], len(task.query), len(task.answers.tokens)))
+
+    def mean(queries: slice, dims: tuple[int, ...]) -> Tensor:
+        found = task.answers.mean(means[:, queries], dims)
+        if not even or torch.isfinite(found[..., :-1]).all():
+            return found
+        return task.answers.mean(torch.cat([means, *even.values()])[:, queries], dims)
+
     found = {
         **{name: form(one) for name, one in task.trivial(batch.inputs.data).items()},
-        "position": task.answers.mean(means, (0,)),
-        "constant": task.answers.mean(means[:, :trained], (0, 1)),
-        **found,
+        "position": mean(slice(None), (0,)),
+        "constant": mean(slice(trained), (0, 1)),
+        **even,
     }
     whole = (len(batch), len(task.query), means.shape[-1])
     return {name: one.expand(whole) for name, one in found.items()}

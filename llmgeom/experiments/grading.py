@@ -290,7 +290,10 @@ def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: 
     tv = found.tv[:, found.within]
     each = np.stack([own.kl.mean(1), trivial[best].kl.mean(1)], -1)
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in found.excluded]
-    return (Mixture if probe == MIXTURE else Posterior)(
+    # In a table of both two headlines must not have one name.
+    of = "mixture" if probe == MIXTURE else ""
+    also = f", {of}" if of else ""
+    return (Mixture if of else Posterior)(
         **_curves(own.kl, others, trivial[best]),
         entropy=own.entropy.mean(0),
         entropy_exact=own.exact.mean(0),
@@ -302,10 +305,12 @@ def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: 
         predictor_mae_abs=np.array([mae_abs(one.gap) for one in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(one.gap) for one in predictors.values()]),
         headlines=(
-            _near(probe, "KL to the posterior", _mean, each[:, 0], 0.0, "the exact answer"),
-            _near(probe, "skill over the best trivial predictor", skill, each, 1.0, "the exact answer"),
-            _measured(probe, "mae_abs", _mean, np.abs(own.gap).mean(1), [np.abs(twin.gap).mean(1) for twin in others]),
-            _measured(probe, "mae_mean", mae_mean, own.gap, [twin.gap for twin in others]),
+            _near(probe, f"KL to the {of or POSTERIOR}", _mean, each[:, 0], 0.0, "the exact answer"),
+            _near(probe, f"skill over the best trivial predictor{also}", skill, each, 1.0, "the exact answer"),
+            _measured(
+                probe, f"mae_abs{also}", _mean, np.abs(own.gap).mean(1), [np.abs(twin.gap).mean(1) for twin in others]
+            ),
+            _measured(probe, f"mae_mean{also}", mae_mean, own.gap, [twin.gap for twin in others]),
         ),
         ticks={**_queries(1, found.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
@@ -372,7 +377,7 @@ def measure_memory(held: Grade, seen: Scores, twins: Sequence[Scores], notes: Se
         seen=known.mean(0),
         headlines=(
             _near(MEMORY, "KL, held-out less seen", less, rows, 0.0, "no difference"),
-            _measured(MEMORY, "KL to the posterior, seen", _mean, known.mean(1), others),
+            _measured(MEMORY, "KL, seen", _mean, known.mean(1), others),
         ),
         ticks=_queries(1, held.trained),
         notes=tuple(notes),
