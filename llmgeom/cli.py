@@ -326,9 +326,7 @@ def grade(**options: Any) -> int:
 @click.option("--quick", is_flag=True, help="A fifth of the steps: about 10 minutes on two cores instead of 60.")
 @click.option("--seeds", default=3, show_default=True, help="Trainings of each cell.")
 @click.option("--dose-seeds", default=5, show_default=True, help="Trainings of each dose of corrupted labels.")
-@click.option(
-    "--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/primitives-HASH]"
-)
+@click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/primitives-HASH]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
 def primitives(**options: Any) -> None:

@@ -118,7 +118,7 @@ class Subject:
                 tokenizer = None
                 if hub.tunnel(located.path):
                     # The one import that points up: architectures of ours must be known to transformers to be loaded.
-                    importlib.import_module("llmgeom.wind_tunnels.models")
+                    importlib.import_module("llmgeom.wind_tunnels.models.architectures")
                 else:
                     tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
                 config = transformers.AutoConfig.from_pretrained(located.path, **shared)

@@ -342,7 +342,7 @@ def fresh(asked: Training, task: Task) -> nn.Module:
 def _loaded(start: str, task: Task) -> nn.Module:
     import transformers
 
-    from llmgeom.wind_tunnels import models  # noqa: F401  (makes our architectures known)
+    from llmgeom.wind_tunnels.models import architectures  # noqa: F401  (makes ours known to transformers)
 
     located = hub.locate(start)
     try:

@@ -76,7 +76,9 @@ def configured(
     if arch == "gqa" and heads % SHARED:
         raise Refused(f"gqa: {heads} heads; expected a multiple of {SHARED}, the heads that share keys and values")
     config = _inside(arch, inner=inner, **sizes)
-    return RowsConfig(features=features, text_config=config) if features else config
+    if not features:
+        return config
+    return RowsConfig(features=features, text_config=config, initializer_range=config.initializer_range)
 
 
 def usual(arch: str, width: int) -> int:
@@ -115,9 +117,6 @@ def _inside(
         "num_hidden_layers": layers,
         "max_position_embeddings": length if arch == "flat" else LONGER * length,
         "tie_word_embeddings": False,
-        # Of the order of 1 / sqrt(width): with the usual .02, which suits widths of a thousand and more, one of width
-        # 64 had not found associative recall after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3).
-        "initializer_range": width**-0.5,
         "bos_token_id": None,
         "eos_token_id": None,
         "pad_token_id": None,
@@ -125,6 +124,9 @@ def _inside(
     if arch in MIXERS:
         return TunnelConfig(mixer=arch, inner_size=inner, num_heads=heads, **shared)
     shared["num_attention_heads"] = heads
+    # With the usual .02, which suits widths of a thousand and more, one of width 64 had not found associative recall
+    # after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3). State spaces do better with .02.
+    shared["initializer_range"] = width**-0.5
     if arch == "gpt2":
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
         return transformers.GPT2Config(n_inner=inner, **dropout, **shared)

@@ -23,6 +23,7 @@ class RowsConfig(PreTrainedConfig):
     features: int = 1
     text_config: dict | PreTrainedConfig | None = None
     tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
 
     def __post_init__(self, **kwargs: Any) -> None:
         if isinstance(self.text_config, dict):
@@ -44,6 +45,16 @@ class RowsForCausalLM(PreTrainedModel):
         self.read = nn.Linear(config.features, inner.hidden_size)
         self.inner = AutoModelForCausalLM.from_config(inner)
         self.post_init()
+
+    @property
+    def without_attention(self) -> str:
+        """Of the model inside; empty where it has attention."""
+        return getattr(self.inner, "without_attention", "")
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Of a model inside without attention; in others they are found by their attention."""
+        return self.inner.layers
 
     def _can_set_attn_implementation(self) -> bool:
         """transformers asks the class; here it depends on the model inside."""

@@ -123,6 +123,12 @@ class TunnelForCausalLM(PreTrainedModel):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
+    @property
+    def without_attention(self) -> str:
+        """Why there are no keys, queries and values to read, for `llmgeom.blocks`."""
+        article = "an" if self.config.mixer in ("lstm", "mlp") else "a"
+        return f"{article} {self.config.mixer} model has no attention"
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
