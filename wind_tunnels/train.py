@@ -332,11 +332,10 @@ def fresh(asked: Training, task: Task) -> nn.Module:
 
     if asked.start is not None:
         return _loaded(asked.start, task)
-    shape: dict[str, Any] = {"width": asked.width, "layers": asked.layers, "heads": asked.heads}
     given = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
-    if asked.parameters:
-        shape = models.matched(asked.arch, asked.parameters, **given, **shape)
-    return models.build(asked.arch, **given, **shape, seed=asked.seed)
+    given |= {"layers": asked.layers, "heads": asked.heads}
+    size = models.matched(asked.arch, asked.parameters, **given) if asked.parameters else {"width": asked.width}
+    return models.build(asked.arch, **given, **size, seed=asked.seed)
 
 
 def _loaded(start: str, task: Task) -> nn.Module:

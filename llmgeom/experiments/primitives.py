@@ -173,18 +173,7 @@ class Found:
 
     def lines(self) -> list[str]:
         """What a terminal shows."""
-        head = (
-            "primitive",
-            "architecture",
-            "KL bits",
-            "95 %, seeds",
-            "best trivial",
-            "skill",
-            "mae_abs",
-            "lr",
-            "CPU s",
-        )
-        head += ("",)
+        head = ("architecture", "KL bits", "95 %, seeds", "best trivial", "skill", "mae_abs", "lr", "CPU s", "")
         cells = [
             (
                 row.primitive,
@@ -203,12 +192,11 @@ class Found:
         doses = list(zip(*self.dose.values(), strict=True))
         dose = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in doses]
         return [
-            *grid("Primitives: KL(exact || model) a query on held-out hypotheses, median of seeds", head, cells),
-            *grid(
-                "Dose of corrupted labels (bijection): bits a query",
-                ("fraction", "KL(mixture || model)", "KL(posterior || model)", "KL(posterior || mixture)"),
-                dose,
-            ),
+            "KL(exact || model), bits a query on held-out hypotheses, median over seeds",
+            *grid("primitive", head, cells),
+            "",
+            f"labels of {DOSED.task} drawn again, bits a query, mean over seeds",
+            *grid("dose", ("KL(mixture || model)", "KL(posterior || model)", "KL(posterior || mixture)"), dose),
             *(f"{name}: not measured, {why}" for name, why in self.refused.items()),
         ]
 
