@@ -235,7 +235,7 @@ def test_the_posterior_itself_passes_everything():
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6), n=200, nulls=20)
     got = found(record, "posterior", KL)
-    assert abs(got.value) < 1e-6 and got.null == "the exact answer"
+    assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p == got.p_claim < 1e-3
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
     assert {verdicts(record)[key] for key in (("posterior", KL), ("posterior", SKILL), ("posterior_memory", LESS))} == {
         "PASS"
