@@ -338,6 +338,7 @@ def test_past_the_horizon_is_told_apart():
     ratio = found(record, "posterior_horizon", "first query past the horizon, over those within")
     assert ratio.value == pytest.approx(owed[4] / np.mean(within), rel=1e-5)
     assert "trained on bijection:vocab=6,pairs=4" in record.results["posterior"].notes
+    assert "posterior_horizon" in examine(of(task, mixed), task, Told(task.title, 5), n=20, nulls=2).results
     assert "posterior_horizon" not in examine(of(task, mixed), task, Told(task.title, 6), n=20, nulls=2).results
 
 
@@ -432,6 +433,12 @@ def test_corrupted_labels_are_graded_against_both_answers():
     np.testing.assert_allclose(arrays["owed"], arrays["said"], atol=1e-6)
     assert record.results["posterior_mixture"].title == "Nearness to the mixture it was trained on"
     assert "2^9.5 hypotheses; training drew 12,800 sequences; the model has 1 parameters" in record.facts["sizes"]
+    # So are the seen ones, and what the twins are held against.
+    assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
+    twins = [grade(of(task, noise(task, 1 + i)), task, 400, corrupt=p).own.tally.sum((0, 1)) for i in range(20)]
+    errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 2400 for one in twins]
+    h = found(record, "posterior_calibration", "calibration error")
+    assert (h.null_low, h.null_high) == pytest.approx((min(errors), max(errors)))
     # Trivial predictors are of corrupted labels too: the bag of values is exact for these as it is for the others.
     assert grade(of(task, says), task, 50, corrupt=p).as_exact == ("bag of values",)
     names = [h.name for m in record.results.values() for h in m.headlines]
