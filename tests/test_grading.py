@@ -235,7 +235,7 @@ def test_the_posterior_itself_passes_everything():
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6), n=200, nulls=20)
     got = found(record, "posterior", KL)
-    assert abs(got.value) < 1e-6 and got.null == "the exact answer"
+    assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p == got.p_claim < 1e-3
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
     assert {verdicts(record)[key] for key in (("posterior", KL), ("posterior", SKILL), ("posterior_memory", LESS))} == {
         "PASS"
@@ -338,6 +338,7 @@ def test_past_the_horizon_is_told_apart():
     ratio = found(record, "posterior_horizon", "first query past the horizon, over those within")
     assert ratio.value == pytest.approx(owed[4] / np.mean(within), rel=1e-5)
     assert "trained on bijection:vocab=6,pairs=4" in record.results["posterior"].notes
+    assert "posterior_horizon" in examine(of(task, mixed), task, Told(task.title, 5), n=20, nulls=2).results
     assert "posterior_horizon" not in examine(of(task, mixed), task, Told(task.title, 6), n=20, nulls=2).results
 
 
@@ -359,6 +360,50 @@ def test_intervals_are_over_sequences():
     assert less.high - less.value == pytest.approx(stats.t.ppf(0.975, 99) * both, rel=0.01)
 
 
+def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
+    task = REPLACED
+    subject = of(task, noise(task, 4, 2.0))
+    record = examine(subject, task, Told(task.title, 4), n=40, nulls=2)
+    got, seen = grade(subject, task, 40, trained=4), grade(subject, task, 40, trained=4, split="seen")
+    shown = {name: array for m in record.results.values() for name, array in m.arrays.items() if "kl" not in name}
+    gap = got.own.gap[:, :4]
+    tally = got.own.tally[:, :4].sum((0, 1))
+    tally = tally[tally[:, 3] > 0]
+    predictors = [got.own, *got.trivial.values()]
+    for name, expected in {
+        "entropy": got.own.entropy[:, :4].mean(0),
+        "entropy_exact": got.own.exact[:, :4].mean(0),
+        "error": np.abs(gap).mean(0),
+        "tv": got.tv[:, :4].mean(0),
+        "predictor": [one.kl[:, :4].mean() for one in predictors],
+        "predictor_mae_abs": [np.abs(one.gap[:, :4]).mean() for one in predictors],
+        "predictor_mae_mean": [np.abs(one.gap[:, :4].mean(0)).mean() for one in predictors],
+        "said": tally[:, 0] / tally[:, 3],
+        "owed": tally[:, 1] / tally[:, 3],
+        "drawn": tally[:, 2] / tally[:, 3],
+        "leaked": got.own.leaked[:, :4].mean(0),
+        "accuracy": got.own.right[:, :4].mean(0),
+        "accuracy_exact": got.owed.right[:, :4].mean(0),
+        "ceiling": got.owed.right[:, :4].mean(),
+        "held_out": got.own.kl[:, :4].mean(0),
+        "seen": seen.own.kl[:, :4].mean(0),
+    }.items():
+        np.testing.assert_allclose(shown[name], expected, err_msg=name)
+    off = np.abs(tally[:, 0] - tally[:, 1]).sum() / 160
+    assert found(record, "posterior_calibration", "calibration error").value == pytest.approx(off)
+    np.testing.assert_allclose(
+        record.results["posterior_horizon"].arrays["kl_trivial"], got.trivial[got.best].kl.mean(0)
+    )
+    assert record.results["posterior"].ticks["query"] == (1, 2, 3, 4)
+    for column, of_each in (("entropy", got.own.entropy), ("exact entropy", got.own.exact), ("KL", got.own.kl)):
+        np.testing.assert_allclose(record.prompts[column], of_each[:, :4].mean(1), atol=1e-6)
+    h = found(record, "posterior", KL)
+    assert h.p == h.p_claim > 0.99
+    twins = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
+    h = found(record, "posterior_memory", "KL, seen")
+    assert (h.null_low, h.null_high) == pytest.approx((min(twins), max(twins)))
+
+
 def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     task = REPLACED
     record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=30, seed=7, nulls=5)
@@ -366,9 +411,9 @@ def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     band = record.results["posterior"].arrays["kl_null"]
     kl = np.array([twin.own.kl.mean(0) for twin in twins])
     np.testing.assert_allclose(band, np.stack([kl.min(0), kl.max(0)], 1))
-    h = found(record, "posterior", "mae_mean")
-    each = [twin.mae_mean for twin in twins]
-    assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
+    for name in ("mae_abs", "mae_mean"):
+        h, each = found(record, "posterior", name), [getattr(twin, name) for twin in twins]
+        assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
     assert record.warnings == ("only 5 draws of each null: at least 20 are needed to decide at p < .05",)
 
 
@@ -388,6 +433,12 @@ def test_corrupted_labels_are_graded_against_both_answers():
     np.testing.assert_allclose(arrays["owed"], arrays["said"], atol=1e-6)
     assert record.results["posterior_mixture"].title == "Nearness to the mixture it was trained on"
     assert "2^9.5 hypotheses; training drew 12,800 sequences; the model has 1 parameters" in record.facts["sizes"]
+    # So are the seen ones, and what the twins are held against.
+    assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
+    twins = [grade(of(task, noise(task, 1 + i)), task, 400, corrupt=p).own.tally.sum((0, 1)) for i in range(20)]
+    errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 2400 for one in twins]
+    h = found(record, "posterior_calibration", "calibration error")
+    assert (h.null_low, h.null_high) == pytest.approx((min(errors), max(errors)))
     # Trivial predictors are of corrupted labels too: the bag of values is exact for these as it is for the others.
     assert grade(of(task, says), task, 50, corrupt=p).as_exact == ("bag of values",)
     names = [h.name for m in record.results.values() for h in m.headlines]
@@ -445,6 +496,14 @@ def test_real_answers_are_graded_by_quadrature():
             assert got.own.residual[s, q] == pytest.approx(z, abs=1e-4)
     assert (got.mae_abs, got.mae_mean) == pytest.approx((0.15 / math.log(2),) * 2, abs=1e-5)
     assert set(got.trivial) == {"constant", "position"}
+
+
+def test_rows_are_read_in_the_precision_of_the_weights():
+    task, kinds = Mean(), []
+    subject = of(task, lambda rows: kinds.append(rows.dtype) or torch.zeros(len(rows), 4, 2))
+    subject.model.to(torch.bfloat16)
+    grade(subject, task, 10)
+    assert kinds == [torch.bfloat16]
 
 
 def test_standardised_residuals_tell_a_model_that_is_too_sure():
