@@ -29,12 +29,22 @@ from tests.test_page import HOSTILE, Tree, odd_scatter, shape, synthetic
 PLOTLY = "application/vnd.plotly.v1+json"
 CPU_SECONDS = 120
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.py"))
-SAVED = {"scan": ("notebook-scan", "notebook-scan/untrained"), "entropy_axis_ablation": ("notebook-ablation",)}
+SAVED = {
+    "scan": ("notebook-scan", "notebook-scan/untrained"),
+    "entropy_axis_ablation": ("notebook-ablation",),
+    "tunnel": ("notebook-tunnel", "notebook-tunnel/scan"),
+}
 FIGURES = {
     "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
     "entropy_axis_ablation": (("ablation_pc1", "kl"), ("ablation_control", "odds")),
+    "tunnel": (("posterior", "kl"), ("posterior", "entropy")),
 }
-LAST = {"scan": "measuring value_manifold", "entropy_axis_ablation": "dose 1"}
+LAST = {  # the stage at which each bar ends
+    "scan": ("measuring value_manifold",) * 2,
+    "entropy_axis_ablation": ("dose 1",),
+    "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "re-initialised", "measuring value_manifold"),
+}
+MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'
 
 
 class Here(AsyncKernelManager):
@@ -110,7 +120,7 @@ def test_one_line_names_the_model(name):
     script = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     code = [line for line in script.splitlines() if not line.startswith("#")]
     named = [line for line in code if re.search(r"pocket:\w|EleutherAI", line)]
-    assert named == ['MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"']
+    assert named == ([] if name == "tunnel" else [MODEL])  # a tunnel trains its own
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------
@@ -143,10 +153,10 @@ def test_the_figures_shown_are_those_of_the_record(run):
 
 
 def test_progress_reaches_its_end(run):
-    told = [text for text in run.shown("text/plain") if re.fullmatch(r".*: \d+ of \d+", text)]
-    assert len(told) == len(SAVED[run.name]) and all(LAST[run.name] in text for text in told)
+    told = [text for text in run.shown("text/plain") if re.fullmatch(r".*: \d+ of \d+(, .*)?", text)]
+    assert all(stage in text for stage, text in zip(LAST[run.name], told, strict=True))
     for text in told:
-        done, total = re.search(r"(\d+) of (\d+)$", text).groups()
+        done, total = re.search(r"(\d+) of (\d+)(, .*)?$", text).groups()[:2]
         assert done == total != "0"
     assert sum("<progress value" in html for html in run.shown("text/html")) == len(told)
 
