@@ -263,8 +263,9 @@ def covariates(capture: Capture) -> np.ndarray:
 
 
 def final_tokens(capture: Capture) -> np.ndarray:
-    """[row] the id of the token each row stands at."""
-    return capture.batch.inputs.ids.numpy()[capture.prompt.numpy(), capture.position.numpy()]
+    """[row] the id of the token each row stands at; of rows of real numbers, equal ones have the same number."""
+    found = capture.batch.inputs.data.numpy()[capture.prompt.numpy(), capture.position.numpy()]
+    return found if found.ndim == 1 else np.unique(found, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def _constant(site: Site, found: list[np.ndarray], main: list[Portrait]) -> list[str]:

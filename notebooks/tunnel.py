@@ -46,8 +46,8 @@ print("\n".join(trained.lines()[:2]))
 # %% [markdown]
 # ## How near is it to Bayes' rule?
 #
-# On maps that it never saw, and on others, beside the same model re-initialised. A model that is right about *how sure to
-# be* and wrong about *what* has no error of entropy, so the divergence stands first.
+# On maps that it never saw, and on others, beside the same model re-initialised. A model that is right about *how sure
+# to be* and wrong about *what* has no error of entropy, so the divergence stands first.
 
 # %%
 with bar() as progress:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused, Unavailable
@@ -131,6 +131,8 @@ def token_ids(subject: Subject, batch: Batch) -> list[int]:
     Special tokens of the tokenizer are left out.
     """
     inputs = batch.inputs
+    if isinstance(inputs, Rows):
+        raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")
     real = torch.arange(inputs.ids.shape[1]) < inputs.lengths[:, None]
     special = set(subject.tokenizer.all_special_ids) if subject.tokenizer is not None else set()
     counts = Counter(token for token in inputs.ids[real].tolist() if token not in special)

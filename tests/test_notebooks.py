@@ -42,7 +42,7 @@ FIGURES = {
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
     "entropy_axis_ablation": ("dose 1",),
-    "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "re-initialised", "measuring value_manifold"),
+    "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "measuring", "measuring attention_focus"),
 }
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'
 

@@ -35,6 +35,7 @@ from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
 from llmgeom.stats import jackknife
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.task import Task
 
 __all__ = ["Request", "examine", "grade", "perform", "table"]
@@ -508,13 +509,13 @@ def examine(
     if trained < len(task.query):
         measures[HORIZON] = lambda: measure_horizon(own, same)
     results = {}
-    for done, (name, measure) in enumerate(measures.items()):
-        if progress:
-            progress(f"measuring {name}", done, len(measures))
+    for done, (name, measure) in enumerate(measures.items(), 1):
         try:
             results[name] = measure().lowered()
         except Refused as refusal:
             unmeasured[name] = str(refusal)
+        if progress:
+            progress("measuring", done, len(measures))
     batch, tokens = own.batch, subject.tokens(own.batch)
     within = own.own.at(own.within)
     prompts = prompt_table(subject, batch, tokens, within.entropy.mean(1))
@@ -589,6 +590,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
             f"{asked.model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task"
         )
     task = wind_tunnels.named(asked.task or told.task)
+    laws.obeyed(task)
     spec = asked.spec(located)
     what = f"grade-{type(task).__name__.lower()}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)

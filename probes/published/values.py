@@ -49,7 +49,7 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     values, so that its "values" are the last third.
     """
     fused = getattr(subject.blocks[-1].attention, FUSED, None)
-    if not isinstance(fused, torch.nn.Linear):
+    if not isinstance(fused, torch.nn.Linear) or subject.facts["features"]:
         return None
     tokens, seen, rows = subject.tokens(batch), [], {}
     hook = fused.register_forward_hook(lambda module, given, out: seen.append(out))

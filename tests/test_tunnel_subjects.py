@@ -1,0 +1,194 @@
+"""A model of a tunnel is a subject like any other: loaded, graded, scanned; what it does not have is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import wind_tunnels
+from llmgeom.batch import Batch, Rows, Text, Tokens
+from llmgeom.capture import ATTENDING, Site
+from llmgeom.cli import main
+from llmgeom.cloud import final_tokens
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.experiments.grades import grade
+from llmgeom.probes import known
+from llmgeom.record import Record
+from llmgeom.scan import scan, shuffle
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.models import ARCHITECTURES
+from llmgeom.wind_tunnels.train import Training, outputs, train
+
+ROOT = Path(__file__).parent.parent
+WITHOUT = ("mamba2", "mamba", "lstm", "mlp", "meanpool", "flat")
+
+
+def small(task: str, arch: str, **more) -> Training:
+    heads = 4 if arch == "gqa" else 2
+    given = {"width": 32, "layers": 2, "heads": heads, "steps": 3, "batch": 8, "snapshots": 2, "warmup": 1}
+    return Training(task, arch=arch, **given | more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A folder for (task, architecture), trained once for a few steps."""
+    made, root = {}, tmp_path_factory.mktemp("tunnels")
+
+    def get(task: str, arch: str) -> Path:
+        if (task, arch) not in made:
+            made[task, arch] = train(small(task, arch), root / f"{len(made)}").out
+        return made[task, arch]
+
+    return get
+
+
+@pytest.mark.parametrize("task", ["bijection:vocab=4,pairs=3", "hmm:steps=4"])
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, task, arch):
+    """What is captured at a query is what the model itself says there, and so is what is graded."""
+    subject, tunnel = Subject.load(str(trained(task, arch))), wind_tunnels.named(task)
+    batch = tunnel.sample(6, 0, "held-out")
+    query = torch.tensor(tunnel.query)
+    with torch.no_grad():
+        plain = outputs(subject.model, batch.inputs.data, query).log_softmax(-1)
+    captured = subject.capture(batch, {Site.LOG_PROBS, Site.RESIDUAL})
+    torch.testing.assert_close(captured.log_probs.view(plain.shape), plain, atol=1e-5, rtol=0)
+    assert len(captured.residual) == 3
+    form = tunnel.answers.read(plain).double()
+    kl = tunnel.answers.kl(tunnel.answers.exact(batch.posterior.predictive), form).mean().item() / np.log(2)
+    assert grade(subject, tunnel, 6, 0).kl == pytest.approx(kl, rel=1e-5)
+
+
+@pytest.mark.parametrize("task", wind_tunnels.names())
+@pytest.mark.parametrize("arch", ["neox", "lstm"])
+def test_every_task_trains_and_grades(trained, task, arch):
+    made = grade(Subject.load(str(trained(task, arch))), wind_tunnels.named(task), 20, 0)
+    assert made.kl > 0 and np.isfinite(made.skill)
+
+
+@pytest.mark.parametrize("arch", WITHOUT)
+def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
+    subject = Subject.load(str(trained("bijection:vocab=4,pairs=3", arch)))
+    batch = wind_tunnels.named("bijection:vocab=4,pairs=3").cut(4, 0)
+    for site in ATTENDING:
+        with pytest.raises(Unavailable, match=f"{arch} model has no attention"):
+            subject.capture(batch, {site})
+    assert subject.facts["attention"].startswith("none: ") and subject.facts["heads"] is None
+
+
+def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
+    subject = Subject.load(str(trained("hmm:steps=4", "lstm")))
+    record = scan(subject, wind_tunnels.named("hmm:steps=4").cut(12, 0, "held-out"), known(), nulls=2)
+    assert not record.results
+    assert all("no attention" in why for name, why in record.unmeasured.items() if name != "domain_restriction")
+
+
+@pytest.mark.parametrize("task", ["bijection:vocab=4,pairs=3", "hmm:steps=4"])
+def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path, task):
+    folder = str(trained(task, "neox"))
+    asked = ["scan", "--model", folder, "--n", "40", "--nulls", "2", "-q", "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(main, [*asked, "--probes", "value_manifold,attention_focus"])
+    assert result.exit_code == 0, result.output
+    record = Record.load(tmp_path / "run")
+    assert record.source["name"] == task and set(record.results) == {"value_manifold", "attention_focus"}
+    tunnel = wind_tunnels.named(task)
+    assert {int(p) for p in record.prompts["asked_at"]} <= set(tunnel.query[1:])
+    assert max(map(float, record.prompts["exact_entropy"])) <= np.log2(len(tunnel.answers.tokens)) + 1e-6
+    again = CliRunner().invoke(main, [*asked[:-1], str(tmp_path / "b"), "--task", task, "--domain", "math"])
+    assert again.exit_code == 1 and "--domain, --task, --prompts and --prompts-from exclude each other" in again.output
+
+
+def test_a_cut_sequence_ends_where_it_is_asked():
+    tunnel = wind_tunnels.named("bijection:vocab=5,pairs=4")
+    whole, cut = tunnel.sample(50, 3, "held-out"), tunnel.cut(50, 3, "held-out")
+    assert torch.equal(whole.inputs.ids, cut.inputs.ids) and cut.query is None
+    for i, length in enumerate(cut.inputs.lengths.tolist()):
+        place = tunnel.query.index(length - 1)
+        assert place > 0
+        torch.testing.assert_close(cut.posterior.predictive[i, 0], whole.posterior.predictive[i, place])
+        assert cut.target[i, 0] == whole.target[i, place]
+        left = len(tunnel.query) + 1 - place
+        assert cut.columns["exact_entropy"][i] == pytest.approx(np.log2(left), abs=1e-6)
+    assert len(set(cut.inputs.lengths.tolist())) == 3
+
+
+def test_rows_are_shuffled_whole():
+    rows = Rows(torch.arange(24.0).view(2, 4, 3), torch.tensor([4, 3]))
+    mixed = shuffle(rows, 0, 5)
+    assert isinstance(mixed, Rows)
+    assert torch.equal(mixed.values[0, 3], rows.values[0, 3]) and torch.equal(mixed.values[1, 2:], rows.values[1, 2:])
+    assert {tuple(r) for r in mixed.values[0].tolist()} == {tuple(r) for r in rows.values[0].tolist()}
+
+
+def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
+    subject = Subject.load(str(trained("hmm:steps=4", "neox")))
+    cut = wind_tunnels.named("hmm:steps=4").cut(12, 0, "held-out")
+    record = scan(subject, cut, known(["key_orthogonality", "attention_write"]), nulls=2)
+    assert "rows of real numbers" in record.unmeasured["key_orthogonality"] and "attention_write" in record.results
+    tokens = final_tokens(subject.capture(cut, {Site.ENTROPY}))
+    last = [tuple(row[n - 1].tolist()) for row, n in zip(cut.inputs.values, cut.inputs.lengths.tolist(), strict=True)]
+    for i, j in np.ndindex(12, 12):
+        assert (tokens[i] == tokens[j]) == (last[i] == last[j])
+
+
+@pytest.mark.parametrize(
+    ("task", "inputs", "said"),
+    [
+        ("hmm:steps=4", Tokens(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3])), "reads rows of 12 real"),
+        ("hmm:steps=4", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), "reads rows of 12 numbers; .* rows of 5"),
+        ("bijection:vocab=4,pairs=3", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), "reads tokens; .* rows of 5"),
+        (
+            "bijection:vocab=4,pairs=3",
+            Tokens(torch.full((2, 3), 9), torch.tensor([3, 3])),
+            "tokens below 8; .* holds 9",
+        ),
+        ("bijection:vocab=4,pairs=3", Text(("a", "b")), "has no tokenizer, so it cannot read text"),
+    ],
+)
+def test_inputs_that_a_model_does_not_read_are_refused(trained, task, inputs, said):
+    subject = Subject.load(str(trained(task, "neox")))
+    with pytest.raises(Refused, match=said):
+        subject.capture(Batch(inputs, ("a", "b"), {"kind": "test"}), {Site.ENTROPY})
+
+
+def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
+    """The example as it is printed, through both commands."""
+    (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
+    (tmp_path / "dice.py").write_text(code)
+    spec, out = f"{tmp_path / 'dice.py'}:Dice", str(tmp_path / "run")
+    flags = ["--arch", "lstm", "--width", "16", "--layers", "1", "--steps", "150", "--batch", "64", "-q"]
+    result = CliRunner().invoke(main, ["train", spec, *flags, "--lr", "1e-2", "--out", out])
+    assert result.exit_code == 0, result.output
+    graded = CliRunner().invoke(
+        main, ["grade", "--model", out, "--n", "200", "--nulls", "2", "--json", "--out", out + "g"]
+    )
+    assert graded.exit_code == 0, graded.output
+    body = json.loads(graded.stdout)
+    assert any("memorisable: there are six hypotheses" in warning for warning in body["warnings"])
+    made = grade(Subject.load(out), wind_tunnels.named(spec), 500, 0)
+    assert made.kl < 0.1 < made.trivial["uniform"].kl.mean() + 0.1
+
+
+def test_a_posterior_that_does_not_fit_its_draws_is_refused_before_training(tmp_path):
+    (code,) = re.findall(r"```python\n(\"\"\"Loaded dice.*?)```", (ROOT / "docs/tunnels.md").read_text(), re.S)
+    wrong = code.replace("self.faces().double()).log()", "self.faces().double()).roll(1, -1).log()")
+    assert wrong != code
+    (tmp_path / "dice.py").write_text(wrong)
+    result = CliRunner().invoke(main, ["train", f"{tmp_path / 'dice.py'}:Dice", "-q", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 1 and "its exact answer is not exact" in result.output
+    assert not (tmp_path / "run/snapshots").exists()
+
+
+@pytest.mark.parametrize("what", ["tasks", "architectures"])
+def test_the_lists_name_everything(what):
+    shown = CliRunner().invoke(main, ["list", what]).stdout
+    for name in wind_tunnels.names() if what == "tasks" else ARCHITECTURES:
+        assert re.search(rf"^{name} +\S", shown, re.M), name
+    docs = (ROOT / "docs/tunnels.md").read_text()
+    assert all(f"`{name}`" in docs for name in (*wind_tunnels.names(), *ARCHITECTURES))
