@@ -282,9 +282,13 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
 
 def _profile(rows: tuple[Row, ...]) -> Profile:
     at = {(row.primitive, row.arch): row for row in rows}
+    # An architecture that could not be had for one of the tasks has no column; its other cells are in the notes.
+    columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))
+    if not columns:
+        raise Refused("no architecture could be trained on every primitive; nothing is left to compare")
 
     def table(name: str) -> np.ndarray:
-        return np.array([[getattr(at[p, a], name) if (p, a) in at else 0.0 for a in ARCHITECTURES] for p in PRIMITIVES])
+        return np.array([[getattr(at[p, arch], name) for arch in columns] for p in PRIMITIVES])
 
     trivial = np.array([next(row.kl_trivial for row in rows if row.primitive == p) for p in PRIMITIVES])
     return Profile(
@@ -296,7 +300,7 @@ def _profile(rows: tuple[Row, ...]) -> Profile:
             f"{row.seeds} seeds, skill {row.skill:.3f} over {row.trivial}"
             for row in rows
         ),
-        ticks={"primitive": tuple(PRIMITIVES), "architecture": ARCHITECTURES},
+        ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
     )
 
 

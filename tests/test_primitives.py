@@ -1,0 +1,148 @@
+"""The sweep over architectures: resumed cell by cell, and its table is arithmetic on what was graded."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from llmgeom import wind_tunnels
+from llmgeom.errors import Refused
+from llmgeom.experiments import primitives, sweep
+from llmgeom.experiments.grades import grade
+from llmgeom.experiments.primitives import Request, interval, perform
+from llmgeom.record import Record
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import Training
+
+TINY = {"width": 8, "layers": 1, "heads": 1, "steps": 4, "batch": 4, "snapshots": 2, "warmup": 1}
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """The whole command, on two architectures and a few steps, in this process."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    patch.setattr(primitives, "ARCHITECTURES", ("lstm", "mlp"))
+    patch.setattr(primitives, "PARAMETERS", 6000)
+    patch.setattr(primitives, "GRADED", 40)
+    patch.setattr(
+        primitives, "PRIMITIVES", {k: replace(t, steps=16, batch=4) for k, t in primitives.PRIMITIVES.items()}
+    )
+    patch.setattr(primitives, "DOSED", replace(primitives.DOSED, steps=3, batch=4))
+    out = tmp_path_factory.mktemp("primitives")
+    yield perform(Request(seeds=2, dose_seeds=2, out=str(out / "run")))
+    patch.undo()
+
+
+class InProcess:
+    """A pool that computes at once: what crosses to a process is tested by `test_cells_run_in_processes`."""
+
+    def __init__(self, *_, **__) -> None: ...
+
+    def submit(self, function, *arguments):
+        from concurrent.futures import Future
+
+        future: Future = Future()
+        future.set_result(function(*arguments))
+        return future
+
+    def shutdown(self, **_) -> None: ...
+
+
+def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, monkeypatch):
+    cells = {f"a/seed{s}": Training("coin:flips=3", arch="mlp", **TINY, lr="1e-2", seed=s) for s in (0, 1)}
+    told = []
+    found = sweep.sweep(cells, tmp_path, 20, lambda *say: told.append(say))
+    assert told[0][1:3] == (0, 2) and told[-1][1:3] == (2, 2)
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", lambda *_, **__: pytest.fail("ran again"))
+    assert sweep.sweep(cells, tmp_path, 20) == found
+    subject, task = Subject.load(str(tmp_path / "a/seed1")), wind_tunnels.named("coin:flips=3")
+    made = grade(subject, task, 20, 1)
+    assert found["a/seed1"]["kl"] == pytest.approx(made.kl) and found["a/seed1"]["skill"] == pytest.approx(made.skill)
+    assert found["a/seed0"]["kl"] != found["a/seed1"]["kl"]
+
+
+def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    cells = {
+        "good": Training("coin:flips=3", arch="mlp", **TINY),
+        "bad": Training("coin:flips=3", arch="gqa", **TINY | {"width": 9}),
+    }
+    found = sweep.sweep(cells, tmp_path, 20)
+    assert ("kl" in found["good"] and "width 9" in found["bad"]["refused"]) or "heads" in found["bad"]["refused"]
+
+
+def test_the_table_is_what_was_graded(here):
+    out, found = here
+    assert len(found.rows) == 3 * 2 and not found.refused
+    for row in found.rows:
+        cells = [
+            json.loads((out / row.primitive / row.arch / f"seed{s}" / "grade.json").read_text())["numbers"]
+            for s in (0, 1)
+        ]
+        kl = [cell["kl"] for cell in cells]
+        assert row.kl == pytest.approx(sum(kl) / 2)  # the median of two
+        low, high = stats.t.interval(0.95, 1, loc=np.mean(kl), scale=stats.sem(kl))
+        assert (row.low, row.high) == pytest.approx((max(0, low), high))
+        assert cells[0]["lr"] == cells[1]["lr"] == row.lr  # chosen with the first seed
+        assert abs(cells[0]["parameters"] / 6000 - 1) < 0.02
+        assert not row.reached and row.verdict == "not reached at this budget"
+    assert any("not reached at this budget" in line for line in found.lines())
+    assert found.to_dict()["rows"][0]["verdict"] == "not reached at this budget"
+
+
+def test_reached_asks_it_of_every_seed():
+    cell = {"kl": 0.001, "mae_abs": 0.0, "skill": 0.99, "cpu_seconds": 1.0, "best_trivial": "uniform"}
+    cell |= {"kl_trivial": 1.0, "lr": 1e-3, "parameters": 10}
+    assert primitives._row("binding", "lstm", [cell, cell]).reached
+    assert not primitives._row("binding", "lstm", [cell, cell | {"kl": 0.011}]).reached
+    assert not primitives._row("binding", "lstm", [cell, cell | {"skill": 0.94}]).reached
+
+
+def test_the_dose_curve_has_its_closed_form_beside_it(here):
+    """The bijection's posterior is even over what is left, so its distance from the mixture is arithmetic: with m of V
+    left, the mixture gives each of them (1 - p) / m + p / V."""
+    _, found = here
+    v, doses = 8, found.dose["dose"]
+    for p, expected in zip(doses, found.dose["kl_expected"], strict=True):
+        each = [-math.log2((1 - p) + p * m / v) for m in range(v, v - 7, -1)]
+        assert expected == pytest.approx(sum(each) / 7, abs=1e-6)
+    assert doses == [0.0, 0.25, 0.5, 1.0]
+    assert found.dose["kl_mixture"][0] == found.dose["kl_clean"][0]
+    assert found.dose["kl_mixture"][3] < found.dose["kl_clean"][3]
+
+
+def test_the_record_is_the_table(here):
+    out, found = here
+    record = Record.load(out)
+    kl = record.results["primitives"].arrays["kl"]
+    assert kl.shape == (3, 2) and kl.reshape(-1).tolist() == pytest.approx([row.kl for row in found.rows])
+    assert (out / "report.html").stat().st_size > 1000
+    assert len(record.results["primitives"].notes) == 6
+
+
+def test_an_architecture_that_lacks_a_cell_has_no_column(here):
+    _, found = here
+    lacking = tuple(row for row in found.rows if (row.primitive, row.arch) != ("binding", "mlp"))
+    profile = primitives._profile(lacking)
+    assert profile.ticks["architecture"] == ("lstm",) and profile.kl.shape == (3, 1)
+    with pytest.raises(Refused, match="no architecture could be trained on every primitive"):
+        primitives._profile(tuple(row for row in lacking if row.primitive == "binding"))
+
+
+def test_quick_is_a_fifth_of_the_steps():
+    for primitive in primitives.PRIMITIVES:
+        whole, quick = (Request(quick=q).training(primitive, "lstm") for q in (False, True))
+        assert quick.steps == whole.steps // 5 and whole.lr == "auto"
+
+
+def test_one_seed_gives_no_interval():
+    with pytest.raises(Refused, match="--seeds 1: an interval over seeds needs at least 2"):
+        Request(seeds=1)
+    low, high = interval(np.array([1.0, 2.0, 4.0]))
+    assert (low, high) == pytest.approx(stats.t.interval(0.95, 2, loc=7 / 3, scale=stats.sem([1, 2, 4])))
