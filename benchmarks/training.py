@@ -34,12 +34,12 @@ RECIPES = {
         "hmm:fixed=true", arch="gpt2", width=32, layers=1, steps=900, lr="1e-2", targets="soft"
     ),
     "random HMM S=3, rows: mae_abs <= 0.03 in 90 s": Training(
-        "hmm", arch="gpt2", layers=3, steps=1600, lr="3e-3", targets="soft"
+        "hmm", arch="lstm", steps=2000, lr="5e-3", targets="soft"
     ),
     "bijection with replacement: mae_abs <= 0.1 in 60 s": Training(
         "bijection:replacement=true,pairs=12", steps=800, lr="3e-3"
     ),
-    "regression D=2: KL <= 0.1 in 600 s": Training("regression", arch="gpt2", layers=3, steps=8000, lr="2e-3"),
+    "regression D=2: KL <= 0.1 in 600 s": Training("regression", arch="gpt2", layers=3, steps=1500, lr="2e-3"),
 }
 PAPER = Training("bijection:vocab=20,pairs=19", width=192, layers=6, heads=6, batch=128, lr="1e-3", warmup=0)
 

@@ -241,7 +241,7 @@ def provenance(batch: Batch, tokens: Tokens, seed: int, nulls: int) -> dict[str,
         "claims_hash": claims.digest(),
         "prompts": len(batch),
         "units": len(set(batch.unit)),
-        "versions": _versions(),
+        "versions": versions(),
     }
 
 
@@ -309,7 +309,7 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls:
     return found
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     import transformers
 
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

@@ -103,14 +103,14 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
     if kind == "curve":
         return _curve(measured, name, declared, array, place)
     if kind == "heatmap":
-        return _heatmap(declared, array, place)
+        return _heatmap(measured, declared, array, place)
     return _scatter(declared, array, place, record, prompts)
 
 
 def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, place: str) -> Drawn:
     axis, band, figure = declared.axes[0], declared.figure.band, declared.figure
     ticks = measured.ticks.get(axis, tuple(range(len(y))))
-    words = any(isinstance(tick, str) for tick in ticks)
+    words = bool(worded(ticks))
     x = np.arange(len(y)) if words else np.array(ticks)
     traces, columns, table = [], [axis, titled(name, declared.unit)], [y]
     caption, label = sentence(declared), f"Curve over {len(y)} {axis}s, from {span(y)} {declared.unit}".strip()
@@ -140,10 +140,9 @@ def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, pla
         columns, table = [*columns, "low", "high"], [*table, ends[:, 0], ends[:, 1]]
         caption = f"{caption} Whiskers: {measured.quantities[figure.interval].meaning}."
     traces.append(line | {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover})
-    named = {"tickvals": list(range(len(y))), "ticktext": [plotly_text(str(tick)) for tick in ticks]} if words else {}
     margin = 0.5 * (1 if words or len(y) < 2 else float(np.diff(np.sort(x)).min()))
     layout = {
-        "xaxis": indexed(axis, len(y)) | named | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
+        "xaxis": indexed(axis, len(y)) | worded(ticks) | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
         "yaxis": {"title": {"text": plotly_text(titled(declared.meaning, declared.unit), 42)}},
         "showlegend": bool(band or figure.beside),
         "margin": {"t": 48 if band or figure.beside else 16},
@@ -152,34 +151,39 @@ def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, pla
     return Drawn(place, caption, label, {"data": traces, "layout": layout}, tuple(columns), rows)
 
 
-def _heatmap(declared: Quantity, cells: np.ndarray, place: str) -> Drawn:
+def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: str) -> Drawn:
     down, across = declared.axes
     if across == "layer":
         down, across, cells = across, down, cells.T
     unit = declared.unit
+    rows_of, columns_of = (
+        measured.ticks.get(axis, tuple(range(n))) for axis, n in zip((down, across), cells.shape, strict=True)
+    )
     trace = {
         "type": "heatmap",
         "z": [compact(row) for row in cells],
         "colorbar": {"title": {"text": plotly_text(unit), "side": "top", "font": {"size": 14}}},
         "hoverinfo": "text",
         "hovertext": [
-            [plotly_text(f"{down} {i}, {across} {j}: {v:.4g} {unit}") for j, v in enumerate(row)]
-            for i, row in enumerate(cells)
+            [plotly_text(f"{down} {i}, {across} {j}: {v:.4g} {unit}") for j, v in zip(columns_of, row, strict=True)]
+            for i, row in zip(rows_of, cells, strict=True)
         ],
     }
     signed = cells.min() < 0 < cells.max()
     trace |= {"colorscale": [[0, "#0072B2"], [0.5, "#ffffff"], [1, "#D55E00"]], "zmid": 0} if signed else {}
     layout = {
-        "xaxis": indexed(across, cells.shape[1]),
-        "yaxis": indexed(down, cells.shape[0], " (0 at the top)") | {"autorange": "reversed"},
+        "xaxis": indexed(across, cells.shape[1]) | worded(columns_of),
+        "yaxis": indexed(down, cells.shape[0], "" if worded(rows_of) else " (0 at the top)")
+        | worded(rows_of)
+        | {"autorange": "reversed"},
     }
-    rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in enumerate(cells))
+    rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in zip(rows_of, cells, strict=True))
     return Drawn(
         place,
         sentence(declared),
         f"Heat map of {cells.shape[0]} {down}s by {cells.shape[1]} {across}s, from {span(cells)} {unit}".strip(),
         {"data": [trace], "layout": layout},
-        (f"{down} \\ {across}", *map(str, range(cells.shape[1]))),
+        (f"{down} \\ {across}", *map(str, columns_of)),
         rows,
     )
 
@@ -217,6 +221,13 @@ def _scatter(declared: Quantity, points: np.ndarray, place: str, record: int, pr
 def indexed(axis: str, length: int, note: str = "") -> dict[str, Any]:
     """A Plotly axis that counts 0, 1, 2 ... and never shows half a layer."""
     return {"title": {"text": plotly_text(axis + note)}, "tick0": 0, "dtick": max(1, -(-length // 16))}
+
+
+def worded(ticks: Sequence[Any]) -> dict[str, Any]:
+    """The names along a Plotly axis, where they are names."""
+    if not any(isinstance(tick, str) for tick in ticks):
+        return {}
+    return {"tickvals": list(range(len(ticks))), "ticktext": [plotly_text(str(tick)) for tick in ticks]}
 
 
 def sentence(declared: Quantity) -> str:

@@ -129,7 +129,8 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
     subject["weights"] = str(subject.get("weights", ""))[:12]
     facts += [(key, written(subject[key])) for key in RUN_LINE if subject.get(key)]
     count, templates = len(prompts.get("text", ())), len(set(prompts.get("template", ())))
-    facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {templates} templates"))
+    if count:
+        facts.append(("prompts", f"{count} of {record.source.get('name', 'no named source')}, {templates} templates"))
     seed = record.source.get("seed", record.facts.get("seed"))
     facts += [("seed", str(seed))] if seed is not None else []
     facts += [("versions", written(record.facts["versions"]))] if "versions" in record.facts else []

@@ -96,6 +96,18 @@ def test_the_table_is_what_was_graded(here):
     assert found.to_dict()["rows"][0]["verdict"] == "not reached at this budget"
 
 
+@pytest.mark.parametrize(
+    ("kl", "verdict"),
+    [((0.1, 0.11, 0.12), "below null"), ((1.9, 2.0, 2.1), "not below null"), ((0.1, 1, 2), "undecided")],
+)
+def test_a_verdict_is_students_t_against_the_best_trivial_predictor(kl, verdict):
+    cell = {"mae_abs": 0.0, "skill": 0.5, "cpu_seconds": 1.0, "best_trivial": "uniform", "kl_trivial": 1.0}
+    row = primitives._row("binding", "lstm", [cell | {"kl": k, "lr": 1e-3, "parameters": 10} for k in kl])
+    found = primitives._headline(row)
+    assert found.verdict == verdict
+    assert found.p == pytest.approx(stats.ttest_1samp(kl, 1.0, alternative="less").pvalue)
+
+
 def test_reached_asks_it_of_every_seed():
     cell = {"kl": 0.001, "mae_abs": 0.0, "skill": 0.99, "cpu_seconds": 1.0, "best_trivial": "uniform"}
     cell |= {"kl_trivial": 1.0, "lr": 1e-3, "parameters": 10}
@@ -123,7 +135,12 @@ def test_the_record_is_the_table(here):
     kl = record.results["primitives"].arrays["kl"]
     assert kl.shape == (3, 2) and kl.reshape(-1).tolist() == pytest.approx([row.kl for row in found.rows])
     assert (out / "report.html").stat().st_size > 1000
-    assert len(record.results["primitives"].notes) == 6
+    headlines = record.results["primitives"].headlines
+    assert [h.value for h in headlines] == pytest.approx([row.mean for row in found.rows])
+    for h in headlines:
+        seeds = [row for row in found.rows if h.name == f"{row.primitive}, {row.arch}: KL to the posterior"]
+        assert (h.low, h.high, h.null_low, h.units) == (*((r.low_end, r.high, r.kl_trivial, 2) for r in seeds),)[0]
+    assert record.facts["command"] == "llmgeom primitives --seeds 2 --dose-seeds 2"
 
 
 def test_an_architecture_that_lacks_a_cell_has_no_column(here):

@@ -19,7 +19,7 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Headline, Result, quantity
-from llmgeom.scan import took
+from llmgeom.scan import took, versions
 from llmgeom.store import digest
 from llmgeom.wind_tunnels.train import Training
 
@@ -75,7 +75,7 @@ class Profile(Result):
         "Student's 95 % interval over seeds. `Reached`: every seed has KL under "
         f"{REACHED_KL} bits and skill over {REACHED_SKILL}."
     )
-    NULL: ClassVar[str] = "The best trivial predictor of each task, and the same models before training (skill)."
+    NULL: ClassVar[str] = "The best trivial predictor of each task that is not itself exact."
     FAILURE_MODES: ClassVar[str] = (
         "What is not reached at this budget may be reached at another: a longer run, another depth or schedule. "
         "Without replacement the bijection asks for no binding, and a bag of values is exact. Recall of four pairs "
@@ -92,7 +92,6 @@ class Profile(Result):
 
     headlines: tuple[Headline, ...]
     warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
 
 
@@ -139,7 +138,8 @@ class Row:
     arch: str
     seeds: int
     kl: float
-    low: float
+    mean: float
+    low_end: float
     high: float
     mae_abs: float
     skill: float
@@ -149,6 +149,11 @@ class Row:
     parameters: int
     cpu_seconds: float
     reached: bool
+
+    @property
+    def low(self) -> float:
+        """The interval's lower end where it is one of a divergence: at least 0."""
+        return max(0.0, self.low_end)
 
     @property
     def verdict(self) -> str:
@@ -230,13 +235,14 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     refused = {name: numbers["refused"] for name, numbers in found.items() if "refused" in numbers}
     dose = _dose(found, asked)
     made = Found(rows, refused, {k: [float(x) for x in v] for k, v in dose.items() if v.ndim == 1})
+    settings = {name: value for name, value in dataclasses.asdict(asked).items() if name != "out"}
     record = Record(
         results={"primitives": _profile(rows).lowered(), "dose": _dosed(dose).lowered()},
         unmeasured=refused,
         prompts={},
-        subject={"name": "tunnels", "parameters": PARAMETERS},
-        source={"name": "primitives", "kind": "tasks", "graded on": GRADED},
-        facts={"command": _command(asked), "quick": asked.quick, "seeds": asked.seeds},
+        subject={"name": f"{len(ARCHITECTURES)} architectures of {PARAMETERS:,} parameters"},
+        source={"name": f"{len(PRIMITIVES)} primitives", "kind": "tasks", "graded on": GRADED},
+        facts={"command": _command(asked), "versions": versions(), **settings},
         warnings=("quick: a fifth of the steps",) if asked.quick else (),
         run=took(started),
     )
@@ -248,7 +254,10 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
 
 
 def _command(asked: Request) -> str:
-    return "llmgeom primitives" + " --quick" * asked.quick
+    words = ["llmgeom primitives"] + ["--quick"] * asked.quick
+    for flag, value, usual in (("--seeds", asked.seeds, 3), ("--dose-seeds", asked.dose_seeds, 5)):
+        words += [f"{flag} {value}"] * (value != usual)
+    return " ".join(words)
 
 
 def interval(values: np.ndarray) -> tuple[float, float]:
@@ -267,7 +276,8 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
         arch=arch,
         seeds=len(cells),
         kl=float(np.median(column["kl"])),
-        low=max(0.0, low),
+        mean=float(column["kl"].mean()),
+        low_end=low,
         high=high,
         mae_abs=float(np.median(column["mae_abs"])),
         skill=float(np.median(column["skill"])),
@@ -280,9 +290,35 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
     )
 
 
+def _headline(row: Row) -> Headline:
+    """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
+    spread = (row.high - row.low_end) / 2 / student.ppf(0.975, row.seeds - 1)
+    p = float(student.cdf((row.mean - row.kl_trivial) / max(spread, 1e-12), row.seeds - 1))
+    below, above = row.high < row.kl_trivial and p < 0.05, row.low_end > row.kl_trivial
+    return Headline(
+        name=f"{row.primitive}, {row.arch}: KL to the posterior",
+        value=row.mean,
+        unit="bits",
+        low=row.low_end,
+        high=row.high,
+        method="Student's t over seeds, 95 %",
+        null_low=row.kl_trivial,
+        null_high=row.kl_trivial,
+        null=f"the best trivial predictor, {row.trivial}",
+        p=p,
+        n=row.seeds,
+        units=row.seeds,
+        verdict="below null" if below else "not below null" if above else "undecided",
+        why=f"{row.verdict}: median {row.kl:.4f} bits, skill {row.skill:.3f}",
+        side="lower",
+        margin=row.kl_trivial,
+        counts="seeds",
+    )
+
+
 def _profile(rows: tuple[Row, ...]) -> Profile:
     at = {(row.primitive, row.arch): row for row in rows}
-    # An architecture that could not be had for one of the tasks has no column; its other cells are in the notes.
+    # An architecture that could not be had for one of the tasks has no column; its other cells are among the verdicts.
     columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))
     if not columns:
         raise Refused("no architecture could be trained on every primitive; nothing is left to compare")
@@ -294,12 +330,7 @@ def _profile(rows: tuple[Row, ...]) -> Profile:
     return Profile(
         **{name: table(name) for name in ("kl", "skill", "mae_abs", "lr")},
         kl_trivial=trivial,
-        headlines=(),
-        notes=tuple(
-            f"{row.primitive}, {row.arch}: {row.verdict}; KL {row.kl:.4f} bits [{row.low:.4f}, {row.high:.4f}] over "
-            f"{row.seeds} seeds, skill {row.skill:.3f} over {row.trivial}"
-            for row in rows
-        ),
+        headlines=tuple(map(_headline, rows)),
         ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
     )
 
