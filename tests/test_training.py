@@ -61,7 +61,7 @@ t.train(t.{SMALL!r}, {str(tmp_path / "cut")!r})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert trainer._facts_of_state(tmp_path / "cut" / "resume.safetensors")["step"] == 30
+    assert trainer.state_facts(tmp_path / "cut")["step"] == 30
     steps = []
     plain = trainer._Run.step
     monkeypatch.setattr(trainer._Run, "step", lambda run, i: steps.append(i) or plain(run, i))
@@ -96,6 +96,23 @@ def test_a_loss_that_is_not_finite_stops_with_its_step_and_the_last_good_state(t
     train(SMALL, tmp_path / "a")
     monkeypatch.setattr(trainer, "EVERY", 30.0)
     assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
+
+
+def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "LOOK", 10)
+    monkeypatch.setattr(trainer, "EVERY", 0.0)
+    plain = trainer._Run.step
+    monkeypatch.setattr(trainer._Run, "step", lambda run, i: plain(run, i) if i < 27 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(SMALL, tmp_path / "a")
+    state = tmp_path / "a/resume.safetensors"
+    whole = state.read_bytes()
+    state.write_bytes(whole.replace(b'\\"device\\": \\"cpu\\"', b'\\"device\\": \\"xpu\\"'))
+    with pytest.raises(Refused, match="was begun on xpu; go on with --device xpu"):
+        train(SMALL, tmp_path / "a")
+    state.write_bytes(whole[:100])
+    with pytest.raises(Refused, match=r"resume.safetensors cannot be read .*; remove it, and the run starts anew"):
+        train(SMALL, tmp_path / "a")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.json", "resume.safetensors"])

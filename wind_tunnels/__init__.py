@@ -17,7 +17,7 @@ from llmgeom.errors import Refused
 if TYPE_CHECKING:
     from llmgeom.wind_tunnels.task import Task
 
-NOT_TASKS = frozenset({"task", "answers", "laws", "train", "models"})
+NOT_TASKS = frozenset({"task", "answers", "laws", "train", "checkpoint", "models"})
 
 
 def names() -> tuple[str, ...]:

@@ -6,27 +6,33 @@ import json
 import math
 import os
 import shlex
-import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from llmgeom import hub, wind_tunnels
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.progress import Progress
-from llmgeom.record import write_whole
 from llmgeom.store import digest
-from llmgeom.subject import undisturbed
 from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.answers import Categorical
+from llmgeom.wind_tunnels.checkpoint import (
+    RESUME,
+    TRAINING,
+    held,
+    load_state,
+    save_model,
+    save_state,
+    snapshot_steps,
+    state_facts,
+)
 from llmgeom.wind_tunnels.task import Split, Task, seeded
 
 RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
@@ -34,7 +40,6 @@ EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
 JUDGED = 1024  # held-out sequences that choose a learning rate
-RESUME, TRAINING = "resume.safetensors", "training.json"
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,12 @@ class Trained:
     parameters: int
     gap: float
 
+    @classmethod
+    def of(cls, out: Path, facts: Mapping[str, Any]) -> Trained:
+        """From the facts of a finished training."""
+        curve = tuple((step, above) for step, above in facts["curve"])
+        return cls(out, facts["lr"], facts["floor_bits"], curve, facts["parameters"], facts["kl_bits"])
+
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         named = {"floor_bits": self.floor, "kl_bits": self.gap, "curve": [list(point) for point in self.curve]}
@@ -153,25 +164,26 @@ def train(
     out = Path(out)
     task = wind_tunnels.named(asked.task)
     if asked.corrupt and not isinstance(task.answers, Categorical):
-        raise Refused(
-            f"--corrupt {asked.corrupt}: {task.title} asks for real numbers; only outcomes can be drawn again"
-        )
+        raise Refused(f"--corrupt {asked.corrupt}: {task.title} asks for real numbers, not outcomes")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     spec = digest(asdict(asked) | {"task": task.title})
-    if done := _finished(out, spec):
-        return done
+    if (facts := held(out, spec)) is not None:
+        return Trained.of(out, facts)
     laws.obeyed(task)
-    if asked.lr == "auto":
-        lr, tried = _chosen(asked, out, spec, device, progress)
-    else:
+    begun = state_facts(out)
+    if asked.lr != "auto":
         lr, tried = float(asked.lr), {}
+    elif begun:
+        lr, tried = begun["lr"], begun["tried"]
+    else:
+        lr, tried = tune(asked, device, progress)
     run = _Run(asked, task, lr, device)
     main = run.rank == 0
-    start, curve = _resume(run, out / RESUME, spec)
-    shown = f"{task.title}, {asked.arch}"
+    begun = load_state(out, run.plain, run.optimizer, run.generator) or {"step": 0, "curve": []}
+    curve = [tuple(point) for point in begun["curve"]]
     saved, recent, began = time.monotonic(), [], time.process_time()
     kept = snapshot_steps(asked.steps, asked.snapshots)
-    for step in range(start, asked.steps):
+    for step in range(begun["step"], asked.steps):
         if main and step in kept:
             _check(recent, step, out)
             save_model(run.plain, out / "snapshots" / f"step{step}", run.facts(spec, step))
@@ -181,23 +193,37 @@ def train(
             curve.append((step + 1, bits(sum(losses) / len(losses)) - run.floor))
             recent = []
             if progress:
-                progress(shown, step + 1, asked.steps, f"{curve[-1][1]:.4f} bits above the Bayes floor")
+                note = f"{curve[-1][1]:.4f} bits above the Bayes floor"
+                progress(f"{task.title}, {asked.arch}", step + 1, asked.steps, note)
             if main and time.monotonic() - saved > EVERY:
-                _save_state(run, out / RESUME, step + 1, curve, spec, tried)
+                facts = {"spec": spec, "step": step + 1, "curve": curve, "lr": lr, "tried": tried}
+                save_state(out, run.plain, run.optimizer, run.generator, facts)
                 saved = time.monotonic()
     if main:
-        facts = run.facts(spec, asked.steps) | {
+        facts = run.facts(spec, asked.steps)
+        save_model(run.plain, out / "snapshots" / f"step{asked.steps}", facts)
+        last = {
             "curve": curve,
             "tried": tried,
             "kl_bits": gap(run.plain, task, asked.corrupt, asked.seed, "train/judged"),
             "run": {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)},
         }
-        save_model(run.plain, out / "snapshots" / f"step{asked.steps}", run.facts(spec, asked.steps))
-        save_model(run.plain, out, facts)
+        save_model(run.plain, out, facts | last)
         (out / RESUME).unlink(missing_ok=True)
     if run.world > 1:
         torch.distributed.barrier()
-    return _finished(out, spec)
+    return Trained.of(out, json.loads((out / TRAINING).read_text()))
+
+
+def _check(losses: list[Tensor], step: int, out: Path) -> list[float]:
+    """The losses as numbers. Raises Refused where one is not finite; what was saved before stays."""
+    found = torch.stack(losses).tolist() if losses else []
+    for i, loss in enumerate(found):
+        if not math.isfinite(loss):
+            state = state_facts(out)
+            last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
+            raise Refused(f"the loss is {loss} at step {step - len(found) + i}; {last}: lower --lr or raise --warmup")
+    return found
 
 
 def default_folder(asked: Training) -> Path:
@@ -388,14 +414,6 @@ def floor(task: Task, corrupt: float, seed: int) -> float:
 # ---- the learning rate ----------------------------------------------------------------------------------------------
 
 
-def _chosen(asked: Training, out: Path, spec: str, device: str, progress: Progress | None) -> tuple[float, dict]:
-    """Read from the resumed run, or found anew."""
-    held = _facts_of_state(out / RESUME)
-    if held and held["spec"] == spec:
-        return held["lr"], held["tried"]
-    return tune(asked, device, progress)
-
-
 def tune(
     asked: Training, device: str = "cpu", progress: Progress | None = None, rates: tuple[float, ...] = RATES
 ) -> tuple[float, dict[str, dict[str, float]]]:
@@ -433,121 +451,3 @@ def gap(model: nn.Module, task: Task, corrupt: float, seed: int, purpose: str = 
     query = torch.tensor(task.query, device=device)[: task.trained]
     form = task.answers.read(outputs(model, drawn.inputs, query))
     return float(bits(task.answers.kl(exact, form.double())).mean())
-
-
-# ---- what is kept ---------------------------------------------------------------------------------------------------
-
-
-def snapshot_steps(steps: int, count: int) -> frozenset[int]:
-    """Step 0, the last, and `count` - 2 between them at steps that grow geometrically (fewer where they coincide)."""
-    between = (round(steps ** (i / (count - 1))) for i in range(count - 1))
-    return frozenset({0, *between, steps})
-
-
-def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
-    """The model and what it was trained on, whole or not at all; what else is in the folder stays."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
-        with undisturbed():
-            model.save_pretrained(temporary)
-        (temporary / "model.safetensors").chmod(0o644)
-        write_whole(temporary / hub.TUNNEL, _json({"task": facts["task"], "trained": facts["trained_queries"]}))
-        write_whole(temporary / TRAINING, _json(facts))
-        if not folder.exists():
-            os.replace(temporary, folder)
-        else:
-            # training.json goes last: a folder that has it is finished.
-            for name in sorted(p.name for p in temporary.iterdir() if p.name != TRAINING):
-                os.replace(temporary / name, folder / name)
-            os.replace(temporary / TRAINING, folder / TRAINING)
-    except OSError as error:
-        raise Refused(
-            f"{folder} could not be written ({error.strerror}); free space or choose another --out"
-        ) from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _json(body: Mapping[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
-
-
-def _finished(out: Path, spec: str) -> Trained | None:
-    """The training that `out` holds; None where there is none yet. Raises Refused for another run's folder."""
-    if (out / TRAINING).exists():
-        facts = json.loads((out / TRAINING).read_text())
-        if facts.get("spec") != spec:
-            raise Refused(
-                f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first"
-            )
-        curve = tuple((step, above) for step, above in facts["curve"])
-        return Trained(out, facts["lr"], facts["floor_bits"], curve, facts["parameters"], facts["kl_bits"])
-    begun = out / "snapshots" / "step0" / TRAINING
-    if begun.exists():
-        held = json.loads(begun.read_text())
-        if held["spec"] != spec:
-            raise Refused(
-                f"{out} holds another training, unfinished ({held['task']}); choose another --out, or remove it"
-            )
-    elif any(out.glob("*.json")):
-        raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
-    out.mkdir(parents=True, exist_ok=True)
-    return None
-
-
-def _check(losses: list[Tensor], step: int, out: Path) -> list[float]:
-    """The losses as numbers. Raises Refused where one is not finite; what was saved before stays."""
-    found = torch.stack(losses).tolist() if losses else []
-    for i, loss in enumerate(found):
-        if not math.isfinite(loss):
-            state = _facts_of_state(out / RESUME)
-            last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
-            raise Refused(f"the loss is {loss} at step {step - len(found) + i}; {last}: lower --lr or raise --warmup")
-    return found
-
-
-def _save_state(run: _Run, path: Path, step: int, curve: list, spec: str, tried: Mapping) -> None:
-    """Everything the next step depends on, in one file."""
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in run.plain.state_dict().items()}
-    for i, state in enumerate(_states(run)):
-        tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in state.items()}
-    tensors["generator"] = run.generator.get_state()
-    facts = {"spec": spec, "step": step, "curve": curve, "task": run.task.title, "lr": run.lr, "tried": tried}
-    whole = save({k: v.contiguous() for k, v in tensors.items()}, {"llmgeom": json.dumps(facts)})
-    write_whole(path, whole)
-
-
-def _states(run: _Run) -> Iterator[dict[str, Tensor]]:
-    for group in run.optimizer.param_groups:
-        for parameter in group["params"]:
-            yield run.optimizer.state[parameter]
-
-
-def _facts_of_state(path: Path) -> dict[str, Any] | None:
-    if not path.exists():
-        return None
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        return json.loads(file.metadata()["llmgeom"])
-
-
-def _resume(run: _Run, path: Path, spec: str) -> tuple[int, list]:
-    """The step to go on with and the curve so far."""
-    facts = _facts_of_state(path)
-    if facts is None:
-        return 0, []
-    tensors = load_file(path)
-    prefix = "model."
-    run.plain.load_state_dict({k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)})
-    places = [(g, p) for g in run.optimizer.param_groups for p in g["params"]]
-    for i, (_, parameter) in enumerate(places):
-        prefix = f"optimizer.{i}."
-        state = {k[len(prefix) :]: v for k, v in tensors.items() if k.startswith(prefix)}
-        run.optimizer.state[parameter] = {
-            k: v if k == "step" and not run.asked.graph and run.device == "cpu" else v.to(run.device)
-            for k, v in state.items()
-        }
-    run.generator.set_state(tensors["generator"])
-    return facts["step"], [tuple(point) for point in facts["curve"]]

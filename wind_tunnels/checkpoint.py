@@ -1,0 +1,130 @@
+"""What a training leaves on disk, whole or not at all: models that load like any other, and the state to go on from."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from llmgeom import hub
+from llmgeom.errors import Refused
+from llmgeom.record import write_whole
+from llmgeom.subject import undisturbed
+
+RESUME, TRAINING = "resume.safetensors", "training.json"
+
+
+def snapshot_steps(steps: int, count: int) -> frozenset[int]:
+    """Step 0, the last, and `count` - 2 between them at steps that grow geometrically (fewer where they coincide)."""
+    between = (round(steps ** (i / (count - 1))) for i in range(count - 1))
+    return frozenset({0, *between, steps})
+
+
+def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
+    """The model and what it was trained on; what else is in the folder stays. Raises Refused where it cannot be."""
+    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        with undisturbed():
+            model.save_pretrained(temporary)
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+        write_whole(temporary / hub.TUNNEL, _json({"task": facts["task"], "trained": facts["trained_queries"]}))
+        write_whole(temporary / TRAINING, _json(facts))
+        if not folder.exists():
+            os.replace(temporary, folder)
+        else:
+            # training.json goes last: a folder that has it is finished.
+            for name in sorted(p.name for p in temporary.iterdir() if p.name != TRAINING):
+                os.replace(temporary / name, folder / name)
+            os.replace(temporary / TRAINING, folder / TRAINING)
+    except OSError as error:
+        raise Refused(f"{folder} could not be written ({error.strerror}); free space or change --out") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def held(out: Path, spec: str) -> dict[str, Any] | None:
+    """The facts of the finished training in `out`; None where it is new or unfinished, and then the folder is made.
+
+    Raises Refused for a folder that holds another training, or something else.
+    """
+    if (out / TRAINING).exists():
+        facts = json.loads((out / TRAINING).read_text())
+        if facts.get("spec") == spec:
+            return facts
+        raise Refused(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
+    begun = out / "snapshots" / "step0" / TRAINING
+    if begun.exists():
+        facts = json.loads(begun.read_text())
+        if facts["spec"] != spec:
+            other = f"another training, unfinished ({facts['task']})"
+            raise Refused(f"{out} holds {other}; choose another --out, or remove it")
+    elif any(out.glob("*.json")):
+        raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"{out} cannot be written ({error.strerror}); choose another --out") from error
+    return None
+
+
+def save_state(
+    out: Path, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator, facts: Mapping[str, Any]
+) -> None:
+    """Everything the next step depends on, in one file."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
+    for i, parameter in enumerate(_parameters(optimizer)):
+        tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in optimizer.state[parameter].items()}
+    tensors["generator"] = generator.get_state()
+    told = {**facts, "device": generator.device.type}
+    write_whole(out / RESUME, save({k: v.contiguous() for k, v in tensors.items()}, {"llmgeom": json.dumps(told)}))
+
+
+def state_facts(out: Path) -> dict[str, Any] | None:
+    """The facts of the state in `out`, None where there is none. Raises Refused for a file that is none."""
+    if not (out / RESUME).exists():
+        return None
+    try:
+        with safe_open(out / RESUME, "pt") as file:
+            return json.loads(file.metadata()["llmgeom"])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise Refused(f"{out / RESUME} cannot be read ({error}); remove it, and the run starts anew") from error
+
+
+def load_state(
+    out: Path, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
+) -> dict[str, Any] | None:
+    """Put the state of `out` into model, optimiser and generator; its facts. Raises Refused as `state_facts`, and for
+    one of another kind of device, whose generator draws other data."""
+    facts = state_facts(out)
+    if facts is None:
+        return None
+    if facts["device"] != generator.device.type:
+        raise Refused(f"{out} was begun on {facts['device']}; go on with --device {facts['device']}, or remove it")
+    tensors = load_file(out / RESUME)
+    model.load_state_dict(_under(tensors, "model."))
+    for i, parameter in enumerate(_parameters(optimizer)):
+        state = _under(tensors, f"optimizer.{i}.")
+        optimizer.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
+    generator.set_state(tensors["generator"])
+    return facts
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def _json(body: Mapping[str, Any]) -> bytes:
+    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
