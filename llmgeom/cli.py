@@ -257,7 +257,7 @@ def ablate(**options: Any) -> int:
 @click.option("--arch", default="neox", show_default=True, help="See `llmgeom list architectures`.")
 @click.option("--width", default=64, show_default=True, help="Of the residual stream.")
 @click.option("--layers", default=2, show_default=True, help="Layers.")
-@click.option("--heads", default=2, show_default=True, help="Attention heads, or of a mamba2 mixer.")
+@click.option("--heads", default=0, help="Attention heads, or of a mamba2 mixer. [default: 2; gqa: 4]")
 @click.option("--match-params", "parameters", default=0, help="Choose the width for this many parameters, within 2 %.")
 @click.option("--steps", default=1000, show_default=True, help="Optimiser steps.")
 @click.option("--batch", default=128, show_default=True, help="Sequences a step, drawn afresh.")

@@ -264,6 +264,19 @@ def test_what_cannot_be_asked_is_refused_in_one_sentence(given, said):
         Training("coin", **given)
 
 
+def test_grouped_heads_need_no_flag(tmp_path):
+    done = train(Training("coin:flips=3", arch="gqa", width=16, layers=1, steps=2, batch=4), tmp_path / "a")
+    assert Subject.load(str(done.out)).facts["heads"] == 4
+
+
+@pytest.mark.gpu
+def test_a_graph_of_a_step_is_the_step(tmp_path):
+    """The same weights and data in one CUDA graph a step: the same losses but for the order of sums."""
+    plain = train(SMALL, tmp_path / "a", device="cuda")
+    graphed = train(trainer.replace(SMALL, graph=True), tmp_path / "b", device="cuda")
+    assert [x for _, x in graphed.curve] == pytest.approx([x for _, x in plain.curve], abs=1e-4)
+
+
 def test_processes_share_one_batch_and_change_nothing(tmp_path):
     """Two processes of accelerate against one: the same losses but for the order of sums."""
     flags = ["bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "60"]

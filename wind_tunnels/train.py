@@ -47,8 +47,9 @@ class Training:
     """What is trained, on what and how: everything that decides the weights. Its fields are the flags of `train`.
 
     task          see `wind_tunnels.named`.
-    arch          see `wind_tunnels.models`; width, layers and heads are its shape; parameters, where it is not 0, has
-                  the width chosen so that the model has that many, within 2 %.
+    arch          see `wind_tunnels.models`; width, layers and heads are its shape (heads 0: two, or four in gqa, whose
+                  heads share keys in fours); parameters, where it is not 0, has the width chosen so that the model has
+                  that many, within 2 %.
     steps, batch  optimiser steps, and sequences in each; every step reads sequences drawn afresh.
     lr            the highest learning rate, or "auto": chosen by successive halving on held-out sequences.
     schedule      after `warmup` steps: "cosine" to 0, or "constant".
@@ -66,7 +67,7 @@ class Training:
     arch: str = "neox"
     width: int = 64
     layers: int = 2
-    heads: int = 2
+    heads: int = 0
     parameters: int = 0
     steps: int = 1000
     batch: int = 128
@@ -359,7 +360,7 @@ def fresh(asked: Training, task: Task) -> nn.Module:
     if asked.start is not None:
         return _loaded(asked.start, task)
     given = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
-    given |= {"layers": asked.layers, "heads": asked.heads}
+    given |= {"layers": asked.layers, "heads": asked.heads or (4 if asked.arch == "gqa" else 2)}
     size = models.matched(asked.arch, asked.parameters, **given) if asked.parameters else {"width": asked.width}
     return models.build(asked.arch, **given, **size, seed=asked.seed)
 
