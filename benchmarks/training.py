@@ -29,7 +29,7 @@ RECIPES = {
         "bijection", width=32, layers=1, steps=2000, batch=128, lr="1e-2"
     ),
     "coin: mae_abs <= 0.01 in 20 s": Training("coin", width=32, layers=1, steps=500, batch=256, lr="5e-3"),
-    "recall, 4 pairs: accuracy > .99 in 30 s": Training("recall", steps=500, lr="3e-3"),
+    "recall, 4 pairs: accuracy > .99 in 30 s": Training("recall", arch="gpt2", steps=500, lr="3e-3"),
     "fixed HMM S=3: mae_abs <= 0.015 in 15 s": Training(
         "hmm:fixed=true", arch="gpt2", width=32, layers=1, steps=900, lr="1e-2", targets="soft"
     ),

@@ -35,7 +35,7 @@ from llmgeom.wind_tunnels.checkpoint import (
 )
 from llmgeom.wind_tunnels.task import Split, Task, seeded
 
-RATES = (1e-3, 2e-3, 5e-3, 1e-2, 2e-2)
+RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
@@ -420,7 +420,9 @@ def tune(
 ) -> tuple[float, dict[str, dict[str, float]]]:
     """The learning rate, by successive halving (Jamieson & Talwalkar 2016): every rate trains for an eighth of the
     steps, the better half for a quarter, with the schedule of a run that long; judged by KL(Bayes || model) on held-out
-    sequences. Returns it and what was seen, bits by rate by round. Raises Refused where no rate gives a finite loss."""
+    sequences. Where nothing is learnt for long and then suddenly much, runs so short can mislead.
+
+    Returns it and what was seen, bits by rate by round. Raises Refused where no rate gives a finite loss."""
     task = wind_tunnels.named(asked.task)
     left, seen = list(rates), {}
     for part, divisor in enumerate((8, 4)):
@@ -437,7 +439,7 @@ def tune(
         seen[f"steps {short.steps}"] = {f"{lr:g}": value for lr, value in found.items() if math.isfinite(value)}
         if not finite:
             raise Refused(f"no learning rate of {', '.join(map(str, rates))} gives a finite loss; lower --clip or --lr")
-        left = sorted(finite, key=found.__getitem__)[: max(1, len(left) // 2)]
+        left = sorted(finite, key=found.__getitem__)[: (len(left) + 1) // 2]
     return left[0], seen
 
 

@@ -28,7 +28,7 @@ PRIMITIVES = {
     "transport": Training("hmm", steps=2000),
     "binding": Training("recall", steps=2000),
 }
-ARCHITECTURES = ("neox", "mamba2", "lstm", "mlp", "meanpool", "flat")
+ARCHITECTURES = ("gpt2", "mamba2", "lstm", "mlp", "meanpool", "flat")
 PARAMETERS = 100_000
 DOSES = (0.0, 0.25, 0.5, 1.0)
 DOSED = Training("bijection", width=32, layers=1, steps=600, batch=256, lr="1e-2", snapshots=2)
