@@ -278,25 +278,19 @@ def test_a_graph_of_a_step_is_the_step(tmp_path):
 
 
 def test_processes_share_one_batch_and_change_nothing(tmp_path):
-    """Two processes of accelerate against one: the same losses but for the order of sums."""
+    """Two processes, as accelerate and torchrun start them, against one: the same losses but for the order of sums."""
     flags = ["bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "60"]
     flags += ["--batch", "16", "--lr", "1e-2", "--warmup", "5", "-q", "--device", "cpu"]
-    launch = [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        "--num_machines",
-        "1",
-    ]
-    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "llmgeom", "train"]
-    done = subprocess.run([*launch, *flags, "--out", str(tmp_path / "two")], capture_output=True, text=True)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    launch += ["-m", "llmgeom", "train"]
+    quiet = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = [*launch, *flags, "--out", str(tmp_path / "two")]
+    done = subprocess.run(ran, capture_output=True, text=True, env=quiet)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("next: llmgeom grade") == 1
     one = train(SMALL, tmp_path / "one")
     two = json.loads((tmp_path / "two/training.json").read_text())
+    assert two["processes"] == 2
     assert [above for _, above in two["curve"]] == pytest.approx([above for _, above in one.curve], abs=1e-4)
 
 
@@ -330,3 +324,53 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path):
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 130 and "Continue with: llmgeom train coin --steps 100000" in stderr
     assert not list(tmp_path.rglob("*.tmp*"))
+
+
+def test_a_gradient_is_clipped_to_its_norm():
+    run = trainer._Run(trainer.replace(SMALL, clip=1e-3), wind_tunnels.named(SMALL.task), 1e-2, "cpu")
+    run.step(0)
+    norm = torch.stack([p.grad.norm() for p in run.plain.parameters()]).norm().item()
+    assert norm == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    """With a learning rate times decay of 1 and no gradient to speak of, a matrix is gone after one step."""
+    run = trainer._Run(trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.named(SMALL.task), 0.1, "cpu")
+    decay = [group["weight_decay"] for group in run.optimizer.param_groups]
+    sizes = [{p.dim() > 1 for p in group["params"]} for group in run.optimizer.param_groups]
+    assert decay == [10.0, 0.0] and sizes == [{True}, {False}]
+    before = [p.detach().clone() for p in run.optimizer.param_groups[0]["params"]]
+    run.step(0)
+    for old, new in zip(before, run.optimizer.param_groups[0]["params"], strict=True):
+        assert (new - old * 0).abs().max() <= 0.1 + 1e-5  # nothing of the old value: Adam's own step alone
+    assert run.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_horizon_trains_the_first_queries_alone():
+    """The loss of a task with a horizon is the mean over its first queries, by hand."""
+    task = wind_tunnels.named("recurrence:modulus=5,steps=6,horizon=2")
+    run = trainer._Run(Training(task.title, width=16, layers=1, batch=64), task, 1e-2, "cpu")
+    loss = run.loss().item()
+    drawn = task.drawn(64, seeded("train", 0), "seen", training=True)
+    with torch.no_grad():
+        log_p = run.plain(input_ids=drawn.inputs).logits.log_softmax(-1)
+    tokens = torch.tensor(task.answers.tokens)[drawn.target]
+    each = [-log_p[:, q].gather(1, tokens[:, i : i + 1]).mean() for i, q in enumerate(task.query[:2])]
+    assert loss == pytest.approx(float(sum(each) / 2), rel=1e-5)
+
+
+def test_bf16_is_the_forward_pass_alone():
+    exact = trainer._Run(SMALL, wind_tunnels.named(SMALL.task), 1e-2, "cpu")
+    narrow = trainer._Run(trainer.replace(SMALL, precision="bf16"), wind_tunnels.named(SMALL.task), 1e-2, "cpu")
+    one, other = exact.loss(), narrow.loss()
+    assert one != other and one.item() == pytest.approx(other.item(), rel=0.02)
+    narrow.step(0)
+    assert {p.dtype for p in narrow.plain.parameters()} == {torch.float32}
+
+
+@pytest.mark.compile
+def test_a_compiled_step_is_the_step():
+    task = wind_tunnels.named(SMALL.task)
+    plain, compiled = (trainer._Run(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
+    for step in range(5):
+        assert plain.step(step).item() == pytest.approx(compiled.step(step).item(), abs=1e-5)

@@ -171,26 +171,26 @@ def train(
     if (facts := held(out, spec)) is not None:
         return Trained.of(out, facts)
     laws.obeyed(task)
-    begun = state_facts(out)
+    state = state_facts(out)
     if asked.lr != "auto":
         lr, tried = float(asked.lr), {}
-    elif begun:
-        lr, tried = begun["lr"], begun["tried"]
+    elif state:
+        lr, tried = state["lr"], state["tried"]
     else:
         lr, tried = tune(asked, device, progress)
     run = _Run(asked, task, lr, device)
     main = run.rank == 0
-    begun = load_state(out, run.plain, run.optimizer, run.generator) or {"step": 0, "curve": []}
-    curve = [tuple(point) for point in begun["curve"]]
+    state = load_state(out, run.plain, run.optimizer, run.generator) or {"step": 0, "curve": []}
+    curve = [tuple(point) for point in state["curve"]]
     saved, recent, began = time.monotonic(), [], time.process_time()
     kept = snapshot_steps(asked.steps, asked.snapshots)
-    for step in range(begun["step"], asked.steps):
+    for step in range(state["step"], asked.steps):
         if main and step in kept:
-            _check(recent, step, out)
+            _check(recent, step, out, 1)
             save_model(run.plain, out / "snapshots" / f"step{step}", run.facts(spec, step))
         recent.append(run.step(step))
         if (step + 1) % LOOK == 0 or step + 1 == asked.steps:
-            losses = _check(recent, step + 1, out)
+            losses = _check(recent, step + 1, out, run.world)
             curve.append((step + 1, bits(sum(losses) / len(losses)) - run.floor))
             recent = []
             if progress:
@@ -216,9 +216,13 @@ def train(
     return Trained.of(out, json.loads((out / TRAINING).read_text()))
 
 
-def _check(losses: list[Tensor], step: int, out: Path) -> list[float]:
-    """The losses as numbers. Raises Refused where one is not finite; what was saved before stays."""
-    found = torch.stack(losses).tolist() if losses else []
+def _check(losses: list[Tensor], step: int, out: Path, world: int) -> list[float]:
+    """The losses as numbers, means over the processes. Raises Refused where one is not finite; what was saved before
+    stays."""
+    whole = torch.stack(losses) if losses else torch.zeros(0)
+    if world > 1:
+        torch.distributed.all_reduce(whole)
+    found = (whole / world).tolist()
     for i, loss in enumerate(found):
         if not math.isfinite(loss):
             state = state_facts(out)
@@ -342,6 +346,7 @@ class _Run:
             "step": step,
             "floor_bits": self.floor,
             "sequences": step * self.asked.batch,
+            "processes": self.world,
             "parameters": sum(p.numel() for p in self.plain.parameters()),
             "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         }
