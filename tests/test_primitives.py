@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -75,6 +79,36 @@ def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
     }
     found = sweep.sweep(cells, tmp_path, 20)
     assert ("kl" in found["good"] and "width 9" in found["bad"]["refused"]) or "heads" in found["bad"]["refused"]
+
+    again = sweep.sweep(cells | {"bad": cells["good"]}, tmp_path, 20)
+    assert "kl" in again["bad"]  # a refusal is not held against the next run
+
+
+def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
+    code = f"""
+from pathlib import Path
+from llmgeom.experiments.sweep import sweep
+from llmgeom.wind_tunnels.train import Training
+if __name__ == "__main__":
+    sweep({{"long": Training("coin", steps=10**6)}}, Path({str(tmp_path)!r}), 20)
+"""
+    (tmp_path / "run.py").write_text(code)
+    running = subprocess.Popen([sys.executable, str(tmp_path / "run.py")])
+    kept = tmp_path / "long/snapshots/step1"
+    assert until(kept.exists, 120)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+    workers = [pid for pid in children if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    assert workers
+    running.kill()
+    running.wait()
+    assert until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() for pid in workers), 30)
+
+
+def until(met, seconds: float) -> bool:
+    deadline = time.time() + seconds
+    while time.time() < deadline and not met():
+        time.sleep(0.1)
+    return met()
 
 
 def test_the_table_is_what_was_graded(here):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -62,7 +64,16 @@ def sweep(
 
 
 def _alone() -> None:
+    """One thread; and no worker outlives a run that was killed, to write into the folder of the next."""
     torch.set_num_threads(1)
+    threading.Thread(target=_follow, daemon=True).start()
+
+
+def _follow() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
 
 
 def _spec(training: Training, n: int) -> str:
@@ -88,10 +99,9 @@ def _cell(folder: str, training: Training, n: int) -> dict[str, Any]:
         if training.corrupt:
             numbers["kl_mixture"] = grade(subject, task, n, training.seed, corrupt=training.corrupt).kl
     except Refused as refusal:
-        numbers = {"refused": str(refusal)}
+        return {"refused": str(refusal)}  # not kept: the next run tries again
     numbers["cpu_seconds"] = round(time.process_time() - began, 1)
     body = {"spec": _spec(training, n), "numbers": numbers}
-    Path(folder).mkdir(parents=True, exist_ok=True)
     write_whole(Path(folder) / GRADE, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())
     return numbers
 
