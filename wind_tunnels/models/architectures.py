@@ -31,7 +31,7 @@ def build(
     features: int = 0,
     width: int = 64,
     layers: int = 2,
-    heads: int = 2,
+    heads: int = 4,
     inner: int | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
@@ -58,7 +58,7 @@ def configured(
     features: int = 0,
     width: int = 64,
     layers: int = 2,
-    heads: int = 2,
+    heads: int = 4,
     inner: int | None = None,
 ) -> PreTrainedConfig:
     """The config of what `build` builds."""
