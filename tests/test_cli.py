@@ -113,7 +113,10 @@ def test_report_draws_runs_without_loading_a_model(run_folder, tmp_path):
         (["--n", "100000"], "--n 100000: mixed gives a pool of"),
         (["--model", "pocket:pithia"], "pocket:pythia"),
         (["--model", "./nowhere"], "nowhere"),
-        (["--domain", "math", "--prompts", "x.txt"], "--domain, --task, --prompts and --prompts-from exclude each other"),
+        (
+            ["--domain", "math", "--prompts", "x.txt"],
+            "--domain, --task, --prompts and --prompts-from exclude each other",
+        ),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--prompts-from", "nowhere"], "holds no record.json"),
         (["--batch-tokens", "0"], "--batch-tokens 0: expected at least 1"),
