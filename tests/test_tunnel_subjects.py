@@ -76,6 +76,7 @@ def test_every_task_trains_and_grades(trained, task, arch):
 def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
     subject = Subject.load(str(trained("bijection:vocab=4,pairs=3", arch)))
     batch = wind_tunnels.named("bijection:vocab=4,pairs=3").cut(4, 0)
+    assert {Site.KEY, Site.VALUE, Site.QUERY, Site.Z, Site.ATTENTION, Site.ATTENTION_WRITE} <= ATTENDING
     for site in ATTENDING:
         with pytest.raises(Unavailable, match=f"{arch} model has no attention"):
             subject.capture(batch, {site})
