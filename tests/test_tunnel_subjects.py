@@ -97,6 +97,7 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path, task):
     result = CliRunner().invoke(main, [*asked, "--probes", "value_manifold,attention_focus"])
     assert result.exit_code == 0, result.output
     record = Record.load(tmp_path / "run")
+    assert record.source["split"] == "held-out"
     assert record.source["name"] == task and set(record.results) == {"value_manifold", "attention_focus"}
     tunnel = wind_tunnels.named(task)
     assert {int(p) for p in record.prompts["asked_at"]} <= set(tunnel.query[1:])
@@ -146,8 +147,8 @@ def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
         ("bijection:vocab=4,pairs=3", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), "reads tokens; .* rows of 5"),
         (
             "bijection:vocab=4,pairs=3",
-            Tokens(torch.full((2, 3), 9), torch.tensor([3, 3])),
-            "tokens below 8; .* holds 9",
+            Tokens(torch.full((2, 3), 8), torch.tensor([3, 3])),
+            "tokens below 8; .* holds 8",
         ),
         ("bijection:vocab=4,pairs=3", Text(("a", "b")), "has no tokenizer, so it cannot read text"),
     ],
