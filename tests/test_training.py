@@ -369,6 +369,7 @@ def test_bf16_is_the_forward_pass_alone():
 
 
 @pytest.mark.compile
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_the_step():
     task = wind_tunnels.named(SMALL.task)
     plain, compiled = (trainer._Run(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
