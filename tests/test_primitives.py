@@ -123,7 +123,12 @@ def test_the_table_is_what_was_graded(here):
         assert row.kl == pytest.approx(sum(kl) / 2)  # the median of two
         low, high = stats.t.interval(0.95, 1, loc=np.mean(kl), scale=stats.sem(kl))
         assert (row.low, row.high) == pytest.approx((max(0, low), high))
-        assert cells[0]["lr"] == cells[1]["lr"] == row.lr  # chosen with the first seed
+        assert cells[0]["lr"] == cells[1]["lr"] == row.lr
+        asked = [
+            json.loads((out / row.primitive / row.arch / f"seed{s}" / "training.json").read_text())["training"]["lr"]
+            for s in (0, 1)
+        ]
+        assert asked == ["auto", f"{row.lr:g}"]  # chosen with the first seed
         assert abs(cells[0]["parameters"] / 6000 - 1) < 0.02
         assert not row.reached and row.verdict == "not reached at this budget"
     assert any("not reached at this budget" in line for line in found.lines())

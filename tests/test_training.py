@@ -178,6 +178,17 @@ def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
     assert done.curve[0][1] > 0.1
 
 
+def test_the_floor_is_of_what_is_trained_on():
+    """Keys that stick come again more often than those of grading, and known answers have no entropy."""
+    task = wind_tunnels.named("bijection:vocab=6,pairs=8,replacement=true")
+    means = []
+    for training in (True, False):
+        exact = task.log_predictive(task.drawn(8000, seeded("x", 1), "seen", training=training).inputs)
+        means.append(float(-(exact.exp() * exact.clamp_min(-1e30)).sum(-1).mean() / math.log(2)))
+    assert abs(means[0] - means[1]) > 0.1
+    assert trainer.floor(task, 0.0, 0) == pytest.approx(means[0], abs=0.03)
+
+
 def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
     """The soft loss is the mean of the hard one over what might be drawn: autograd on many draws says the same."""
     task = wind_tunnels.named("coin:flips=3,prior=list:.2,.9")
