@@ -7,6 +7,12 @@ class Refused(Exception):
     """A request that cannot be honoured; the command line prints the sentence and exits 1."""
 
 
+NO_TOKENIZER = (
+    "has no tokenizer, so it cannot read text: scan or grade a model of a wind tunnel on its task; for another, pass "
+    "one to Subject.of"
+)
+
+
 class UnsupportedModel(Refused):
     """The model's attention cannot be read by this backend."""
 

@@ -22,7 +22,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks, without_attention
 from llmgeom.capture import ATTENDING, OUTPUTS, Capture, Key, Site
 from llmgeom.edits import Edit
-from llmgeom.errors import Refused, Unavailable, UnsupportedModel
+from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
 from llmgeom.information import bits, entropy
 from llmgeom.plan import BATCH_TOKENS, plan
 from llmgeom.store import Store
@@ -105,9 +105,7 @@ class Subject:
         located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
         if dtype is not None and dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+        device = usable(device)
         shared = {
             "revision": located.revision,
             "local_files_only": located.local_only,
@@ -220,7 +218,7 @@ class Subject:
                 raise Refused(f"{self.name} knows tokens below {self.facts['vocabulary']}; this batch holds {largest}")
             return batch.inputs
         if self.tokenizer is None:
-            raise Refused(f"{self.name} has no tokenizer, so it cannot read text; pass one to Subject.of")
+            raise Refused(f"{self.name} {NO_TOKENIZER}")
         ids = self.tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
         lengths = [len(row) for row in ids]
         padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
@@ -391,6 +389,13 @@ class Subject:
     def check(self) -> dict[str, Any]:
         """Does what is captured agree with the model itself? See `llmgeom.parity.check`."""
         return parity.check(self)
+
+
+def usable(device: str | None) -> str:
+    """The device that is asked for, or the first GPU where there is one. Raises Refused for one that is not here."""
+    if device and device.startswith("cuda") and not torch.cuda.is_available():
+        raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import numpy as np
 
 from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import pick, shuffled
 from llmgeom.prompts.nonce import FORMATS, Part
@@ -117,8 +117,11 @@ def prior(text: str) -> Prior:
 def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
     """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
 
-    Raises Refused where there are fewer than 4: 6 pairs is the least an interval can be taken over.
+    Raises Refused where there are fewer than 4 (6 pairs is the least an interval can be taken over), and where there is
+    no tokenizer.
     """
+    if tokenizer is None:
+        raise Refused(f"the model {NO_TOKENIZER}")
 
     def single(word: str) -> bool:
         return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1

@@ -205,7 +205,7 @@ def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
 def test_corrupted_is_the_law_of_redrawn_targets(p):
     predictive = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).double().log()
     generator = seeded("test", 0)
-    clean = torch.multinomial(predictive.exp().expand(200_000, 4)[:, :].reshape(-1, 4), 1, generator=generator)
+    clean = torch.multinomial(predictive.exp().expand(200_000, 4), 1, generator=generator)
     again = redrawn(clean, p, 4, generator)
     share = torch.bincount(again.flatten(), minlength=4) / len(again)
     assert torch.allclose(share.double(), corrupted(predictive, p)[0].exp(), atol=0.005)
@@ -268,6 +268,9 @@ def test_a_pocket_model_can_be_fine_tuned(tmp_path):
         ({"lr": "fast"}, "--lr fast: expected a number above 0, or auto"),
         ({"corrupt": 1.5}, "--corrupt 1.5: expected a fraction between 0 and 1"),
         ({"targets": "warm"}, "--targets warm: expected hard or soft"),
+        ({"lr": "inf"}, "--lr inf: expected a number above 0, or auto"),
+        ({"clip": 0.0}, "--clip 0.0: expected a number above 0"),
+        ({"weight_decay": -1.0}, "--weight-decay -1.0: expected a number of 0 or more"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_sentence(given, said):
@@ -286,6 +289,20 @@ def test_a_graph_of_a_step_is_the_step(tmp_path):
     plain = train(SMALL, tmp_path / "a", device="cuda")
     graphed = train(trainer.replace(SMALL, graph=True), tmp_path / "b", device="cuda")
     assert [x for _, x in graphed.curve] == pytest.approx([x for _, x in plain.curve], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--cuda-graph", "--device", "cpu"], "--cuda-graph: there is no CUDA graph on cpu; leave it out"),
+        (["--device", "cuda"], "--device cuda: this machine has no CUDA device; use --device cpu"),
+    ],
+)
+def test_a_device_that_cannot_do_it_is_refused_and_nothing_is_left(tmp_path, monkeypatch, flags, said):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = CliRunner().invoke(main, ["train", "coin", *flags, "-q", "--out", str(tmp_path / "a")])
+    assert result.exit_code == 1 and said in result.output
+    assert not (tmp_path / "a").exists()
 
 
 def test_processes_share_one_batch_and_change_nothing(tmp_path):
@@ -353,7 +370,7 @@ def test_matrices_decay_and_vectors_do_not():
     before = [p.detach().clone() for p in run.optimizer.param_groups[0]["params"]]
     run.step(0)
     for old, new in zip(before, run.optimizer.param_groups[0]["params"], strict=True):
-        assert (new - old * 0).abs().max() <= 0.1 + 1e-5  # nothing of the old value: Adam's own step alone
+        assert old.abs().max() > 0 and new.abs().max() <= 0.1 + 1e-5  # Adam's own step alone is left
     assert run.optimizer.param_groups[0]["lr"] == 0.1
 
 

@@ -106,6 +106,33 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path, task):
     assert again.exit_code == 1 and "--domain, --task, --prompts and --prompts-from exclude each other" in again.output
 
 
+def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
+    """More than the default, and lengths and parameters as they are, without a tokenizer."""
+    folder = trained("bijection:vocab=4,pairs=3", "lstm")
+    asked = ["scan", "--model", str(folder), "--n", "250", "--nulls", "2", "--dry-run", "--json"]
+    result = CliRunner().invoke(main, [*asked, "--out", str(tmp_path / "run")])
+    assert result.exit_code == 0, result.output
+    cost = json.loads(result.stdout)
+    assert cost["parameters"] == Subject.load(str(folder)).facts["parameters"]
+    row = cost["sources"]["bijection:vocab=4,pairs=3"]
+    lengths = wind_tunnels.named("bijection:vocab=4,pairs=3").cut(250, 0, "held-out").inputs.lengths
+    assert row["prompts"] == 250 and row["tokens"] == row["passes"] * int(lengths.sum())
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula"], ["audit"]])
+def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, command):
+    folder = str(trained("bijection:vocab=4,pairs=3", "neox"))
+    result = CliRunner().invoke(main, [*command, "--model", folder, "-q", "--out", str(tmp_path / "run")])
+    assert result.exit_code == 1 and "has no tokenizer, so it cannot read text: scan or grade" in result.output
+
+
+def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
+    (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
+    with pytest.raises(Refused, match=r"bad.py cannot be imported \(ModuleNotFoundError: .*\); mend it"):
+        wind_tunnels.named(f"{tmp_path / 'bad.py'}:Mine")
+
+
 def test_a_cut_sequence_ends_where_it_is_asked():
     tunnel = wind_tunnels.named("bijection:vocab=5,pairs=4")
     whole, cut = tunnel.sample(50, 3, "held-out"), tunnel.cut(50, 3, "held-out")
@@ -174,7 +201,7 @@ def test_the_task_of_the_docs_trains_and_is_graded(tmp_path):
     body = json.loads(graded.stdout)
     assert any("memorisable: there are six hypotheses" in warning for warning in body["warnings"])
     made = grade(Subject.load(out), wind_tunnels.named(spec), 500, 0)
-    assert made.kl < 0.1 < made.trivial["uniform"].kl.mean() + 0.1
+    assert made.kl < 0.7 * made.trivial["uniform"].kl.mean()
 
 
 def test_a_posterior_that_does_not_fit_its_draws_is_refused_before_training(tmp_path):

@@ -96,7 +96,10 @@ def _of_file(path: str, name: str) -> type[Task]:
     module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # where dataclasses look their module up
-    module_spec.loader.exec_module(module)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        raise Refused(f"{path} cannot be imported ({type(error).__name__}: {error}); mend it") from error
     own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task}
     if name not in own:
         raise Refused(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")

@@ -22,7 +22,6 @@ from llmgeom.wind_tunnels.answers import Answers, Categorical, Gaussian
 __all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "on_device", "seeded", "uniform"]
 
 Split = Literal["any", "seen", "held-out"]
-SPLITS: tuple[Split, ...] = ("any", "seen", "held-out")
 BUCKETS = 10  # one of them is held out
 
 

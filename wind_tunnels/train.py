@@ -21,6 +21,7 @@ from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.progress import Progress
 from llmgeom.store import digest
+from llmgeom.subject import usable
 from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.answers import Categorical
 from llmgeom.wind_tunnels.checkpoint import (
@@ -104,9 +105,15 @@ class Training:
                 raise Refused(f"--{name} {word}: expected {' or '.join(words)}")
         if not 0 <= self.corrupt <= 1:
             raise Refused(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
+        for flag, value, fits in (
+            ("clip", self.clip, 0 < self.clip < math.inf),
+            ("weight-decay", self.weight_decay, 0 <= self.weight_decay < math.inf),
+        ):
+            if not fits:
+                raise Refused(f"--{flag} {value}: expected a number {'above 0' if flag == 'clip' else 'of 0 or more'}")
         if self.lr != "auto":
             try:
-                good = float(self.lr) > 0
+                good = 0 < float(self.lr) < math.inf
             except ValueError:
                 good = False
             if not good:
@@ -166,7 +173,9 @@ def train(
     task = wind_tunnels.named(asked.task)
     if asked.corrupt and not isinstance(task.answers, Categorical):
         raise Refused(f"--corrupt {asked.corrupt}: {task.title} asks for real numbers, not outcomes")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = usable(device)
+    if asked.graph and not device.startswith("cuda"):
+        raise Refused(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
     spec = digest(asdict(asked) | {"task": task.title})
     if (facts := held(out, spec)) is not None:
         return Trained.of(out, facts)

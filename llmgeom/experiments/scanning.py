@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom import hub, probes
-from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.batch import Batch, Text
+from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.experiments import request
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -154,7 +155,7 @@ def _pools(asked: Request) -> dict[str, Batch]:
         from llmgeom import wind_tunnels
 
         tasks = [wind_tunnels.named(spec) for spec in asked.tasks]
-        n = min(asked.n or SEQUENCES, asked.limit or SEQUENCES)
+        n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
         return {task.title: task.cut(n, asked.seed, "any" if task.memorisable else "held-out") for task in tasks}
     if asked.prompts_file is not None or asked.prompts_from is not None:
         if asked.prompts_from is not None:
@@ -282,7 +283,7 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
 
 
 def estimate(plan: Plan) -> dict[str, Any]:
-    """What the scan would cost, from the tokenizer and config alone; the rate is measured on this machine's CPU.
+    """What the scan would cost, from tokenizer and config alone; the rate is measured on this machine's CPU.
 
     passes counts forwards over the sample; flops = 2 x parameters x tokens (derived here: one multiply and one add a
     weight and token; attention's own T^2 term is left out, small at prompt lengths).
@@ -292,15 +293,25 @@ def estimate(plan: Plan) -> dict[str, Any]:
 
     located = plan.located
     shared = {"revision": located.revision, "local_files_only": located.local_only}
-    tokenizer = AutoTokenizer.from_pretrained(located.path, **shared)
-    config = AutoConfig.from_pretrained(located.path, **shared).get_text_config()
+    own = hub.tunnel(located.path)
+    if own:
+        from llmgeom.wind_tunnels.models.sizes import counted
+    tokenizer = None if own else AutoTokenizer.from_pretrained(located.path, **shared)
+    whole = AutoConfig.from_pretrained(located.path, **shared)
+    config = whole.get_text_config()
     layers, width = config.num_hidden_layers, config.hidden_size
-    parameters = 12 * layers * width**2 + 2 * config.vocab_size * width
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    parameters = counted(whole) if own else 12 * layers * width**2 + 2 * config.vocab_size * width
+    heads = getattr(config, "num_attention_heads", 0)
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head = getattr(config, "head_dim", None) or width // max(heads, 1)
     rows = {}
     for name, pool in plan.pools.items():
-        lengths = [len(ids) for ids in tokenizer(list(pool.text))["input_ids"]]
+        if isinstance(pool.inputs, Text):
+            if tokenizer is None:
+                raise Refused(f"{located.name} {NO_TOKENIZER}")
+            lengths = [len(ids) for ids in tokenizer(list(pool.text))["input_ids"]]
+        else:
+            lengths = pool.inputs.lengths.tolist()
         n = plan.n(name)
         # A stratified batch has a plain sample beside it, which the twins read too.
         passes = 3 * plan.request.nulls + 2 if plan.stratify else 2 * plan.request.nulls + 1
@@ -312,7 +323,7 @@ def estimate(plan: Plan) -> dict[str, Any]:
             "passes": passes,
             "tokens": tokens,
             "longest": max(lengths),
-            "capture_bytes": passes * n * layers * (kv_heads * head + 2 * config.num_attention_heads) * 4,
+            "capture_bytes": passes * n * layers * (kv_heads * head + 2 * heads) * 4,
         }
     a = torch.randn(512, 512)
     a @ a

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims
-from llmgeom.errors import Refused
+from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.experiments import published, request
 from llmgeom.experiments.evidence import (
     BELIEF,
@@ -48,7 +48,7 @@ def examine(
     Raises Refused: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
     """
     if subject.tokenizer is None:
-        raise Refused(f"{subject.name} has no tokenizer, so it cannot read label sequences")
+        raise Refused(f"{subject.name} {NO_TOKENIZER}")
     if max(source.ks) < 2:
         raise Refused(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
     started = time.time()
