@@ -285,8 +285,14 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
     def enter(index):
         # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
         def hook(_module, args, kwargs=None):
-            if _active.get() is recorder:
-                recorder.keep(Site.RESIDUAL, index, args[0] if args else kwargs["hidden_states"])
+            if _active.get() is not recorder:
+                return None
+            x = recorder.edit("residual", index, args[0] if args else kwargs["hidden_states"])
+            recorder.keep(Site.RESIDUAL, index, x)
+            if ("residual", index) not in recorder.edits:
+                return None
+            x = x.contiguous()  # layers reshape their input; an edit may return any strides
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
         return hook
 
@@ -310,12 +316,14 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
     def last(_module, args):
         if _active.get() is recorder:
             prompt, position, *_ = recorder.on(args[0].device)
+            recorder.keep(Site.FINAL, -1, args[0])
             return (args[0][prompt, position][:, None],)
         return None
 
-    if Site.RESIDUAL in recorder.sites:
-        for index, block in enumerate(blocks):
+    for index, block in enumerate(blocks):
+        if Site.RESIDUAL in recorder.sites or ("residual", index) in recorder.edits:
             yield block.layer.register_forward_pre_hook(enter(index), with_kwargs=True)
+    if Site.RESIDUAL in recorder.sites:
         yield blocks[-1].layer.register_forward_hook(leave)
     for index, block in enumerate(blocks):
         for module, site, point in (

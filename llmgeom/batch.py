@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from jaxtyping import Int
     from torch import Tensor
 
 
@@ -56,14 +57,34 @@ class Rows:
 class Posterior:
     """The exact answer at the queried positions, log-probabilities in nats: `predictive` [batch query outcome] of what
     is asked, and where the task has a latent state, `belief` [batch query state] about that. Where what is asked is a
-    real number, predictive is [batch query 2], mean and log variance of a Gaussian."""
+    real number, predictive is [batch query 2], mean and log variance of a Gaussian.
+
+    outcomes   the token of each outcome; empty where what is asked is a real number.
+    bearing    [batch query seq] bool, where the task says so: the positions up to the query on which the answer
+               depends there (Paper I's feasible positions).
+    """
 
     predictive: Tensor
     belief: Tensor | None = None
+    outcomes: tuple[int, ...] = ()
+    bearing: Tensor | None = None
 
-    def take(self, index: list[int]) -> Posterior:
+    def take(self, index: Any) -> Posterior:
         """Of the inputs `index`, in that order."""
-        return Posterior(self.predictive[index], None if self.belief is None else self.belief[index])
+        return self._of(lambda each: each[index])
+
+    def at(self, query: Int[Tensor, " batch"]) -> Posterior:
+        """One query of each input."""
+        return self._of(lambda each: each[list(range(len(each))), query][:, None])
+
+    @property
+    def flat(self) -> Posterior:
+        """Input and query as one axis, in the order of a capture's rows."""
+        return self._of(lambda each: each.flatten(0, 1))
+
+    def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
+        belief, bearing = (each if each is None else pick(each) for each in (self.belief, self.bearing))
+        return replace(self, predictive=pick(self.predictive), belief=belief, bearing=bearing)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from llmgeom.batch import Batch
+from llmgeom.batch import Batch, Posterior
 from llmgeom.errors import Unavailable
 
 
@@ -28,6 +28,7 @@ class Site(StrEnum):
     ATTENTION_WRITE     [row d_model]: what attention adds to the residual stream (after any post-norm).
     MLP_WRITE           [row d_model]: what the MLP adds.
     RESIDUAL            [row d_model], layers + 1 of them: the input of each layer, then the output of the last.
+    FINAL               [row d_model], no layer: what the output embedding reads, after the final norm.
     LOG_PROBS           [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
     ENTROPY             [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
     """
@@ -43,13 +44,14 @@ class Site(StrEnum):
     ATTENTION_WRITE = "attention_write"
     MLP_WRITE = "mlp_write"
     RESIDUAL = "residual"
+    FINAL = "final"
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
 
 
 ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
-ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE}  # what only a model with attention has
+ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}  # what only a model with attention has
 
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
 
@@ -70,6 +72,16 @@ class Capture:
     lengths: Int[Tensor, " batch"]
     tensors: Mapping[Key, Tensor]
     events: tuple[str, ...] = ()
+
+    @property
+    def exact(self) -> Posterior:
+        """The exact answers row by row: predictive [row outcome], belief [row state], bearing [row seq].
+
+        Raises Unavailable where the batch has none.
+        """
+        if self.batch.posterior is None:
+            raise Unavailable("these prompts have no exact answer; it takes a wind tunnel (--task)")
+        return self.batch.posterior.flat
 
     def layers(self, site: Site) -> list[Tensor]:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
@@ -129,6 +141,10 @@ class Capture:
     @property
     def residual(self) -> Float[Tensor, "depth row d_model"]:
         return self.stacked(Site.RESIDUAL)
+
+    @property
+    def final(self) -> Float[Tensor, "row d_model"]:
+        return self.layers(Site.FINAL)[0]
 
     @property
     def log_probs(self) -> Float[Tensor, "row vocabulary"]:

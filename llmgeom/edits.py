@@ -10,8 +10,8 @@ from torch import Tensor
 
 from llmgeom.errors import Refused
 
-Point = Literal["value", "z", "attention_write", "mlp_write"]
-POINTS: tuple[Point, ...] = ("value", "z", "attention_write", "mlp_write")
+Point = Literal["residual", "value", "z", "attention_write", "mlp_write"]
+POINTS: tuple[Point, ...] = ("residual", "value", "z", "attention_write", "mlp_write")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Where:
 class Edit:
     """Replace an activation by `function(x, where)` at one point of some layers.
 
-    point      value            x is [batch position kv_head head_dim]: what attention mixes, true kv heads.
+    point      residual         x is [batch position d_model]: the input of a layer, whatever it then reads it with.
+               value            x is [batch position kv_head head_dim]: what attention mixes, true kv heads.
                z                x is [batch position head head_dim]: each query head's output before W_O.
                attention_write, mlp_write
                                 x is [batch position d_model]: what the block adds to the residual stream.

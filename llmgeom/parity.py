@@ -24,16 +24,8 @@ def check(subject: Subject) -> dict[str, Any]:
     (relative to its rms); and of residual in + writes against residual out (relative to its rms). Where the last
     fails, the writes are marked unavailable, as in post-norm families.
     """
-    generator = torch.Generator().manual_seed(0)
-    length = min(24, subject.facts["positions"] or 24)
-    if subject.facts["window"] and subject.facts["window"] < 64:
-        length = min(2 * subject.facts["window"], subject.facts["positions"] or 128)
-    lengths = torch.tensor([length, length - 3 if length > 4 else length])
-    if subject.facts["features"]:
-        tokens = Rows(torch.randn(2, length, subject.facts["features"], generator=generator), lengths)
-    else:
-        tokens = Tokens(torch.randint(subject.facts["vocabulary"], (2, length), generator=generator), lengths)
-    batch = Batch(tokens, ("a", "b"), {"kind": "parity"})
+    batch = probe_batch(subject)
+    tokens, length = batch.inputs, int(batch.inputs.lengths[0])
     plain = _plain_log_probs(subject, tokens)
     final = subject.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
     report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
@@ -65,6 +57,20 @@ def check(subject: Subject) -> dict[str, Any]:
     else:
         report["writes"] = "unavailable: the modules that write to the residual stream are not known"
     return report
+
+
+def probe_batch(subject: Subject) -> Batch:
+    """Two random sequences of what the model reads, long enough for a small sliding window to act."""
+    generator = torch.Generator().manual_seed(0)
+    length = min(24, subject.facts["positions"] or 24)
+    if subject.facts["window"] and subject.facts["window"] < 64:
+        length = min(2 * subject.facts["window"], subject.facts["positions"] or 128)
+    lengths = torch.tensor([length, length - 3 if length > 4 else length])
+    if subject.facts["features"]:
+        tokens = Rows(torch.randn(2, length, subject.facts["features"], generator=generator), lengths)
+    else:
+        tokens = Tokens(torch.randint(subject.facts["vocabulary"], (2, length), generator=generator), lengths)
+    return Batch(tokens, ("a", "b"), {"kind": "parity"})
 
 
 @torch.no_grad()

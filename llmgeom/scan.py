@@ -28,6 +28,7 @@ NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
+WHOLE = "whole sequences"  # of a task, with all their queries, where the main batch asks one of each
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Needs:
     """What a probe reads.
 
     sites      at the queried positions, of the subject and of what it is held against.
+    optional   sites that it reads where the model has them, and does without where not.
     twins, shuffled   which nulls.
     samples    names of second samples that it measures too, where the source can give them.
     read       what it takes from a model itself beside the capture, e.g. from its weights, given the main batch: of the
@@ -42,6 +44,7 @@ class Needs:
     """
 
     sites: frozenset[Site] = frozenset()
+    optional: frozenset[Site] = frozenset()
     twins: bool = True
     shuffled: bool = True
     samples: frozenset[str] = frozenset()
@@ -128,7 +131,9 @@ def scan(
     unmeasured = {name: why for name, probe in probes.items() if (why := subject.unavailable(probe.NEEDS.sites))}
     able = {name: probe for name, probe in probes.items() if name not in unmeasured}
     needs = [probe.NEEDS for probe in able.values()]
-    sites = frozenset().union(*(need.sites for need in needs))
+    optional = frozenset().union(*(need.optional for need in needs))
+    sites = frozenset(site for site in optional if not subject.unavailable({site}))
+    sites = sites.union(*(need.sites for need in needs))
     wanted = frozenset().union(*(need.samples for need in needs))
     second = {name: _tokenized(subject, other) for name, other in (samples or {}).items() if name in wanted}
     draws = {

@@ -34,6 +34,7 @@ HOOKS = {
     Site.RESIDUAL: "hook_resid_pre",
 }
 POINTS: dict[Site, Point] = {
+    Site.RESIDUAL: "residual",
     Site.VALUE: "value",
     Site.Z: "z",
     Site.ATTENTION_WRITE: "attention_write",
@@ -98,6 +99,7 @@ class BridgeSubject(Subject):
 
         def last(_module, args):
             prompt, position, *_ = recorder.on(args[0].device)
+            recorder.keep(Site.FINAL, -1, args[0])
             return (args[0][prompt, position][:, None],)
 
         for name, (site, _) in acts.items():

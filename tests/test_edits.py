@@ -88,7 +88,14 @@ def by_hooks(family, model, point, change, positions="all") -> Tensor:
             x = changed(x.view(ids.shape[1], -1), prompt).view(x.shape)
             return (x, *out[1:]) if isinstance(out, tuple) else x
 
-        if point == "value":
+        def entering(_module, args, kwargs):
+            x = args[0] if args else kwargs["hidden_states"]
+            x = changed(x[0], prompt)[None]
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+        if point == "residual":
+            handle = family.layer(model, LAYER).register_forward_pre_hook(entering, with_kwargs=True)
+        elif point == "value":
             handle = family.part(model, LAYER, family.projection).register_forward_hook(value)
         elif point == "z":
             handle = family.part(model, LAYER, family.output).register_forward_pre_hook(z)
@@ -128,7 +135,8 @@ def test_a_capture_shows_what_was_edited_and_leaves_the_past_alone(subject):
         for layer in range(LAYER):
             assert torch.equal(after.layers(site)[layer], before.layers(site)[layer])
         assert torch.equal(after.layers(site)[LAYER], 0.5 * before.layers(site)[LAYER])
-        assert torch.equal(after.layers(Site.RESIDUAL)[LAYER], before.layers(Site.RESIDUAL)[LAYER])
+        if point != "residual":
+            assert torch.equal(after.layers(Site.RESIDUAL)[LAYER], before.layers(Site.RESIDUAL)[LAYER])
 
 
 def test_a_query_edit_changes_the_queried_positions_and_no_other(subject):
@@ -182,6 +190,7 @@ def test_shapes_an_edit_is_given(subject):
     subject.capture(ragged(), {Site.Z}, [note(point) for point in POINTS])
     width = (len(LENGTHS), max(LENGTHS))
     assert shapes == {
+        "residual": (*width, facts["d_model"]),
         "value": (*width, facts["kv_heads"], facts["head_dim"]),
         "z": (*width, facts["heads"], facts["head_dim"]),
         "attention_write": (*width, facts["d_model"]),
@@ -232,7 +241,7 @@ def test_an_edit_that_changes_the_shape_is_refused(llama, point):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"point": "resid"}, "edit point 'resid' is unknown; an edit acts on one of value, z, attention_write, mlp_"),
+        ({"point": "resid"}, "edit point 'resid' is unknown; an edit acts on one of residual, value, z, attention_w"),
         ({"point": "z", "positions": "last"}, "edit positions 'last': expected 'all' or 'query'"),
     ],
 )

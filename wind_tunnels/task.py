@@ -148,6 +148,10 @@ class Task(ABC):
         """log P(latent state | inputs up to each query) in nats, [sequence query state]; None where it has none."""
         return None
 
+    def bearing(self, inputs: Tensor) -> Bool[Tensor, "sequence query seq"] | None:
+        """The positions up to each query on which the exact answer there depends; None where the task does not say."""
+        return None
+
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """By name, what predictors that do not infer would say, as `log_predictive` says it. Uniform and constant ones
         need not be here: every task is held against them."""
@@ -176,7 +180,12 @@ class Task(ABC):
         generator = seeded(f"sample/{split}", seed, device)
         drawn = self.drawn(n, generator, split)
         lengths = torch.full((n,), self.length)
-        exact = Posterior(self.log_predictive(drawn.inputs), self.log_belief(drawn.inputs))
+        exact = Posterior(
+            self.log_predictive(drawn.inputs),
+            self.log_belief(drawn.inputs),
+            getattr(self.answers, "tokens", ()),
+            self.bearing(drawn.inputs),
+        )
         return Batch(
             inputs=Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths),
             unit=tuple(f"sequence {i}" for i in range(n)),
@@ -196,9 +205,8 @@ class Task(ABC):
         places = self.query[1:] or self.query
         chosen = torch.randint(len(places), (n,), generator=seeded("cut", seed)) + len(self.query) - len(places)
         rows, lengths = torch.arange(n), torch.tensor(self.query)[chosen] + 1
-        exact = whole.posterior.predictive[rows, chosen][:, None]
-        belief = whole.posterior.belief
-        entropy = bits(self.answers.entropy(self.answers.exact(exact)))[:, 0]
+        exact = whole.posterior.at(chosen)
+        entropy = bits(self.answers.entropy(self.answers.exact(exact.predictive)))[:, 0]
         return Batch(
             inputs=type(whole.inputs)(whole.inputs.data, lengths),
             unit=whole.unit,
@@ -208,7 +216,7 @@ class Task(ABC):
                 "asked_at": tuple((lengths - 1).tolist()),
                 "exact_entropy": tuple(round(float(h), 6) for h in entropy),
             },
-            posterior=Posterior(exact, None if belief is None else belief[rows, chosen][:, None]),
+            posterior=exact,
         )
 
     def mask(self) -> Bool[Tensor, " seq"]:

@@ -222,9 +222,14 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
     """
     from llmgeom.prompts import pool as pools
     from llmgeom.prompts.domains import Domain
-    from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED
+    from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
 
     pool, seed, n = plan.pools[name], plan.request.seed, plan.n(name)
+    if pool.source["kind"] == "task":
+        from llmgeom import wind_tunnels
+
+        of = pool.source
+        return pool, {WHOLE: wind_tunnels.named(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
     if not plan.stratify:
         return pool, {}, []
 
