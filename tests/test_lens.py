@@ -1,0 +1,106 @@
+"""The logit lens is what the model would say if it ended there; whole rows of exact answers follow their positions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from llmgeom.batch import Posterior
+from llmgeom.capture import Site
+from llmgeom.errors import Unavailable
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.bijection import Bijection
+from llmgeom.wind_tunnels.hmm import HMM
+from llmgeom.wind_tunnels.models import build
+from tests.families import FAMILIES, prompts, ragged
+
+torch.set_num_threads(1)
+
+
+def tunnel(arch, task):
+    shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
+    return build(arch, **shape, width=16, seed=1)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_lens_says_what_the_model_with_its_later_layers_cut_off_says(name):
+    family = FAMILIES[name]
+    model = family.model()
+    subject = Subject.of(model, name=name)
+    seen = subject.capture(ragged(), {Site.RESIDUAL, Site.LOG_PROBS, Site.FINAL})
+    says = [subject.lens(residual) for residual in seen.layers(Site.RESIDUAL)]
+    assert torch.equal(says[-1].argmax(-1), seen.log_probs.argmax(-1))
+    assert (says[-1] - seen.log_probs).abs().max() < 1e-5
+    owner, _, layers = family.layers.rpartition(".")
+    setattr(model.get_submodule(owner), layers, model.get_submodule(family.layers)[:1])
+    with torch.no_grad():
+        cut = torch.stack([model(ids).logits[0, -1].log_softmax(-1) for ids in prompts(ragged())])
+    assert (says[1] - cut).abs().max() < 1e-5
+    assert (says[0] - cut).abs().max() > 1e-2
+
+
+def test_what_the_output_embedding_reads_gives_the_logits():
+    model = FAMILIES["phi"].model()  # its output embedding has a bias
+    seen = Subject.of(model, name="phi").capture(ragged(), {Site.FINAL, Site.LOG_PROBS})
+    with torch.no_grad():
+        assert (model.lm_head(seen.final).log_softmax(-1) - seen.log_probs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("arch", ["gpt2", "lstm", "mamba2", "mlp", "flat"])
+@pytest.mark.parametrize("task", [Bijection(), HMM(steps=4)], ids=lambda task: task.title)
+def test_tunnel_models_have_a_lens_with_and_without_attention(arch, task):
+    subject = Subject.of(tunnel(arch, task), name=arch)
+    batch = task.sample(3, 0)
+    seen = subject.capture(batch, {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
+    assert (subject.lens(seen.layers(Site.RESIDUAL)[-1]) - seen.log_probs).abs().max() < 1e-5
+    assert seen.final.shape == (len(seen.prompt), 16)
+
+
+def test_a_model_whose_way_to_its_logits_is_not_known_has_no_lens(monkeypatch):
+    model = FAMILIES["llama"].model()
+
+    subject = Subject.of(model, name="odd")
+    seen = subject.capture(ragged(), {Site.RESIDUAL})
+    model.model.norm.register_forward_hook(lambda _m, _a, out: out.roll(1, -1))
+    assert subject.lens(seen.layers(Site.RESIDUAL)[0]).isfinite().all(), "a hook is part of the norm"
+    model.register_forward_hook(lambda _m, _a, out: setattr(out, "logits", out.logits.sin()) or out)
+    with pytest.raises(Unavailable, match="odd: how model type 'llama' goes from its last layer to its logits is not"):
+        Subject.of(model, name="odd").lens(seen.layers(Site.RESIDUAL)[0])
+
+
+# ---- exact answers, row by row ---------------------------------------------------------------------------------------
+
+
+def test_exact_answers_stand_in_the_order_of_the_rows():
+    task = HMM(steps=4)
+    batch = task.sample(3, 0)
+    subject = Subject.of(tunnel("gpt2", task), name="tunnel")
+    seen = subject.capture(batch.take([2, 0]), {Site.ENTROPY})
+    for row in range(len(seen.prompt)):
+        sequence, query = [2, 0][seen.prompt[row]], task.query.index(int(seen.position[row]))
+        assert torch.equal(seen.exact.predictive[row], batch.posterior.predictive[sequence, query])
+        assert torch.equal(seen.exact.belief[row], batch.posterior.belief[sequence, query])
+    assert seen.exact.outcomes == task.answers.tokens
+
+
+def test_a_cut_sequence_has_the_exact_answer_of_the_query_it_ends_in():
+    task = Bijection()
+    whole, cut = task.sample(20, 3), task.cut(20, 3)
+    for i, at in enumerate(cut.columns["asked_at"]):
+        assert torch.equal(cut.posterior.predictive[i, 0], whole.posterior.predictive[i, task.query.index(at)])
+    assert torch.equal(cut.inputs.ids, whole.inputs.ids)
+
+
+def test_prompts_have_no_exact_answers():
+    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    with pytest.raises(Unavailable, match="these prompts have no exact answer; it takes a wind tunnel"):
+        _ = subject.capture(ragged(), {Site.ENTROPY}).exact
+
+
+def test_one_query_of_each_input():
+    made = Posterior(torch.arange(12.0).view(2, 3, 2), None, (5, 6), torch.arange(24).view(2, 3, 4) % 2 == 0)
+    picked = made.at(torch.tensor([2, 0]))
+    assert picked.predictive.tolist() == [[[4.0, 5.0]], [[6.0, 7.0]]]
+    assert picked.bearing.shape == (2, 1, 4)
+    assert picked.outcomes == (5, 6)
+    assert made.flat.predictive.shape == (6, 2)
