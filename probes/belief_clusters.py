@@ -23,10 +23,11 @@ CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts
 NEAR = 0.05  # between the two likeliest: nearer than this, noise of the exact answer's own would choose the label
 ROWS = 1000  # of a task's queries, at most: distances are between all pairs
-PERMUTATIONS, DRAWS = 199, 39  # of labels over sequences; within cells, each of which every deletion asks for
+MOVED, DRAWS = 199, 39  # of labels over sequences; within cells, each of which every deletion asks for
 SPACES = ALL, BEYOND, ALONE, LOGITS = ("whole", "read-out removed", "read-out alone", "logits")
 GIVEN = "given the last observation"
-NONE = dict.fromkeys((*SPACES, GIVEN), 0.0)  # of a model that predicts one token everywhere
+OTHERS, CELL = "labels of other sequences", "labels of the same query and token"
+MOVABLE = 0.5  # of the rows: where fewer can exchange their label, belief and last token are one
 TINY = 1e-30
 
 
@@ -93,8 +94,8 @@ class Result(Base):
         "jackknifed over sequences, or templates."
     )
     NULL = (
-        "The same model re-initialised, with its own read-out (of prompts, with the trained model's groups and "
-        "read-out, and with its own), and labels of other sequences."
+        "The same model re-initialised, with its own read-out (of prompts the trained model's, as its groups are); "
+        "labels of other sequences; and labels exchanged between rows of the same query and token: beat all three."
     )
     FAILURE_MODES = (
         "The final norm ties what is removed to what stays: states far out in the read-out have less length left for "
@@ -143,6 +144,12 @@ class Groups:
     cell: np.ndarray
     notes: tuple[str, ...]
 
+    @property
+    def movable(self) -> float:
+        """The fraction of rows in whose cell there is another label."""
+        alike = [len(set(self.label[self.cell == one])) == 1 for one in range(self.cell.max() + 1)]
+        return 1 - float(np.array(alike)[self.cell].mean())
+
     def exchanged(self, seed: int) -> np.ndarray:
         """[draw row] labels in random order within each cell."""
         rng, order = np.random.default_rng(seed), np.argsort(self.cell, kind="stable")
@@ -181,18 +188,19 @@ def measure(view: View) -> Result:
     if count < 2:
         what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
         raise Refused(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
+    if groups.movable < MOVABLE:
+        raise Refused(
+            f"{groups.movable:.0%} of the rows share their query and token (of prompts: their final token) with one "
+            f"of another group; with less than {MOVABLE:.0%} clusters of belief are those of the last token: give more "
+            "prompts that end alike"
+        )
     exchanged = groups.exchanged(view.seed)
     made = {name: Grouped(d, groups.label) for name, d in _distances(capture, groups, read.of(groups)).items()}
     mixed = [Grouped(made[BEYOND].distance, label) for label in exchanged]
-    twins: dict[str, list[dict[str, float]]] = {"re-initialised": []}
-    for twin, theirs in zip(held.twins, view.twin_readings, strict=True):
-        # Of prompts groups and read-out are the trained model's, which to a twin are any directions; and its own.
-        twins["re-initialised"].append(_numbers(twin, groups, (theirs if exact else read).of(groups), exchanged))
-        if not exact:
-            own = _grouped(twin, theirs.labels)
-            found = _numbers(twin, own, theirs.of(own), own.exchanged(view.seed)) if len(set(own.label)) > 1 else NONE
-            twins.setdefault("re-initialised, own groups", []).append(found)
-    moved = groups.label[permute_units(np.random.default_rng(view.seed), groups.unit, PERMUTATIONS)]
+    # Of prompts groups and read-out are the trained model's, which to a twin are any groups and any directions.
+    told = view.twin_readings if exact else (read,) * len(held.twins)
+    twins = [_numbers(twin, groups, one.of(groups), exchanged) for twin, one in zip(held.twins, told, strict=True)]
+    moved = groups.label[permute_units(np.random.default_rng(view.seed), groups.unit, MOVED)]
 
     def number(name: str, kept: np.ndarray | None = None) -> float:
         if name != GIVEN:
@@ -204,30 +212,31 @@ def measure(view: View) -> Result:
         name: jackknife(lambda kept, of=name: number(of, kept), every, groups.unit) for name in (*SPACES, GIVEN)
     }
 
-    def stated(called: str, name: str, permuted: str, draws: np.ndarray) -> Headline:
+    def of(name: str, labels: np.ndarray) -> np.ndarray:
+        return np.array([Grouped(made[name].distance, label).silhouette() for label in labels])
+
+    def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Headline:
         value = number(name)
-        nulls = [Null.of(key, value, np.array([one[name] for one in each])) for key, each in twins.items()]
+        nulls = [Null.of("re-initialised", value, np.array([one[name] for one in twins]))]
         # Permuted labels carry the sampling noise themselves, so the interval has their middle to clear.
-        nulls.append(replace(Null.of(permuted, value, draws), margin=float(np.median(draws))))
+        for key, draws in permuted.items():
+            nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
         return headline(CLAIMS[called], value, intervals[name], nulls, n=len(every), units=units)
 
-    def other(name: str) -> np.ndarray:
-        return np.array([Grouped(made[name].distance, label).silhouette() for label in moved])
-
-    within = np.array([one.silhouette() for one in mixed])
-    beyond = "silhouette beyond the read-out"
+    plain = {name: {OTHERS: of(name, moved), CELL: of(name, exchanged)} for name in (ALL, BEYOND)}
+    within, beyond = plain[BEYOND][CELL], "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=np.array([number(name) for name in SPACES]),
-        silhouettes_null=np.array([band([one[name] for one in twins["re-initialised"]]) for name in SPACES]),
+        silhouettes_null=np.array([band([one[name] for one in twins]) for name in SPACES]),
         silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
         scores=Portrait.of(main).scores,
         scores_beyond=Portrait.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
         headlines=(
-            stated("silhouette", ALL, "labels of other sequences", other(ALL)),
-            stated(beyond, BEYOND, "labels of other sequences", other(BEYOND)),
-            stated(f"{beyond}, given the last observation", GIVEN, "labels of the same cell", within - within.mean()),
+            stated("silhouette", ALL, plain[ALL]),
+            stated(beyond, BEYOND, plain[BEYOND]),
+            stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
         ),
         notes=groups.notes,
         ticks={"space": SPACES, "group": tuple(np.unique(groups.label).tolist())},
@@ -258,9 +267,7 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
             cell * (1 + capture.position.max().item()) + capture.position.numpy()[rows], return_inverse=True
         )[1]
     small = int(counts[counts < LEAST].sum())
-    free = sum(len(set(label[rows][cell == one])) > 1 for one in set(cell))
     notes = [f"{small} rows are left out, whose group has fewer than {LEAST}"] * bool(small)
-    notes.append(f"labels can be exchanged in {free} of {len(set(cell))} cells of the same query and token")
     unit = np.asarray(capture.batch.unit)[capture.prompt.numpy()[rows]]
     return Groups(rows, label[rows], unit, cell, tuple(notes))
 

@@ -98,17 +98,18 @@ def test_clusters_in_a_direction_that_nothing_reads_stay():
 
 
 def test_clusters_of_the_last_token_are_not_of_belief():
-    """They pass for belief's, which follows the token, until both are told apart."""
+    """They would pass for belief's, which follows the token, were both not told apart."""
     result, found = measured(view("token", 2, 6.0))
-    assert found[NAME].verdict == "PASS" and space(result, BEYOND) > 0.05
+    assert space(result, BEYOND) > 0.05 > result.silhouettes_null[1, 1] and found[NAME].null_high > 0.05
+    assert found[NAME].verdict == "FAIL"
     assert found[GIVEN].verdict == "not above null" and abs(found[GIVEN].value) < 0.02
 
 
 def test_noise_is_seldom_called_a_cluster():
     """Labels that follow nothing: each of the three headlines is above its nulls no more often than it may be."""
-    verdicts = [[h.verdict for h in measured(view("nowhere", seed, n=24))[1].values()] for seed in range(10, 30)]
+    verdicts = [[h.verdict for h in measured(view("nowhere", seed, n=24))[1].values()] for seed in range(10, 22)]
     for column in zip(*verdicts, strict=True):
-        assert sum(word in ("above null", "PASS") for word in column) <= 2
+        assert sum(word in ("above null", "PASS") for word in column) <= 1
 
 
 def test_headlines_are_what_scikit_learn_says_of_the_rows():
@@ -323,20 +324,36 @@ def test_prompts_are_grouped_by_the_model_s_own_likeliest_token():
     expected = logits.argmax(-1).numpy()
     assert (read.labels == expected).all() and (read.tokens == np.unique(expected)).all()
     np.testing.assert_allclose(read.rows, subject.model.lm_head.weight.detach().numpy()[read.tokens])
-    record = scan(subject, batch, {"belief_clusters": belief_clusters}, nulls=20)
-    found = record.results["belief_clusters"]
-    names, counts = np.unique(expected, return_counts=True)
-    assert found.ticks["group"] == tuple(names[counts >= 5].tolist()) and len(found.ticks["group"]) > 1
-    kept = np.isin(expected, names[counts >= 5])
-    x = subject.capture(batch, {Site.FINAL}).final.double().numpy()[kept]
-    # Only the rows of tokens that have a group are the read-out.
-    rows = subject.model.lm_head.weight.detach().double().numpy()[names[counts >= 5]]
-    basis = np.linalg.qr((rows[1:] - rows[0]).T)[0]
-    by_name = {h.name: h for h in found.headlines}
-    assert by_name[NAME].value == pytest.approx(silhouette_score(x - x @ basis @ basis.T, expected[kept]), abs=1e-6)
-    # It clusters by its last token, as its twins do by their own groups: nothing passes.
-    assert by_name[NAME].value > 0.1 and by_name[NAME].verdict != "PASS"
-    assert by_name[GIVEN].verdict == "not above null" and by_name["silhouette"].verdict != "above null"
+    # An untrained model's answer is a look-up of the last token: nothing is left to tell.
+    record = scan(subject, batch, {"belief_clusters": belief_clusters}, nulls=2)
+    assert "clusters of belief are those of the last token" in record.unmeasured["belief_clusters"]
+
+
+def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups():
+    """Labels and states by hand, of three final tokens; a rare answer takes no direction away."""
+    rng = np.random.default_rng(0)
+    label = np.array([*rng.permutation([4, 9] * 28), 2, 7, 7, 2])
+    ids = torch.from_numpy(rng.integers(3, size=(60, 2)))
+    batch = Batch(Tokens(ids, torch.full((60,), 2)), tuple(f"t{i // 2}" for i in range(60)), {"kind": "test"})
+    free = np.zeros(8)
+    free[5] = 3.0
+
+    def states(x) -> Capture:
+        rows, ends = torch.arange(60), torch.ones(60, dtype=torch.int64)
+        return Capture(batch, rows, ends, ends + 1, {(Site.FINAL, -1): torch.from_numpy(x)})
+
+    noise = lambda: rng.normal(size=(60, 8))  # noqa: E731
+    read = ReadOut(np.unique(label), rng.normal(size=(4, 8)), label)
+    x = noise() + (label == 9)[:, None] * free
+    twins = tuple(states(noise()) for _ in range(20))
+    given = View(states(x), np.zeros(60), twins, reading=read, twin_readings=(read,) * 20)
+    result, found = measured(given)
+    assert result.ticks["group"] == (4, 9) and result.sizes.tolist() == [28, 28]
+    assert result.notes == ("4 rows are left out, whose group has fewer than 5",)
+    way = read.rows[3] - read.rows[1]
+    beyond = (x - np.outer(x @ way, way) / (way @ way))[:56]
+    assert found[NAME].value == pytest.approx(silhouette_score(beyond, label[:56]))
+    assert found[NAME].verdict == "PASS" and found[NAME].units == 28
 
 
 def test_prompts_with_one_answer_are_refused():
