@@ -53,6 +53,8 @@ ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, 
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}  # what only a model with attention has
 
+NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
+
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
 
 
@@ -80,7 +82,7 @@ class Capture:
         Raises Unavailable where the batch has none.
         """
         if self.batch.posterior is None:
-            raise Unavailable("these prompts have no exact answer; it takes a wind tunnel (--task)")
+            raise Unavailable(NO_EXACT)
         return self.batch.posterior.flat
 
     def layers(self, site: Site) -> list[Tensor]:

@@ -165,6 +165,19 @@ def tunnel_task(folder: str) -> str:
     return str(_json(os.path.join(folder, TUNNEL))["task"])
 
 
+def tunnel_facts(folder: str) -> dict[str, Any]:
+    """What the model in a folder was trained on, as facts of a subject: the task, and how many queries, the first ones,
+    a loss was on; empty where it was trained in no wind tunnel."""
+    if not tunnel(folder):
+        return {}
+    path = os.path.join(folder, TUNNEL)
+    told = _json(path)
+    try:
+        return {"trained_on": str(told["task"]), "trained_queries": int(told["trained"])}
+    except (KeyError, TypeError, ValueError) as error:
+        raise _corrupt(path, f"it does not say what was trained: {error}") from error
+
+
 def _json(path: str) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(path).read_bytes()))

@@ -14,7 +14,7 @@ import torch
 
 from llmgeom import __version__, claims
 from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.capture import Capture, Site
+from llmgeom.capture import NO_EXACT, Capture, Site
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
@@ -39,6 +39,7 @@ class Needs:
     optional   sites that it reads where the model has them, and does without where not.
     twins, shuffled   which nulls.
     samples    names of second samples that it measures too, where the source can give them.
+    exact      whether it asks for exact answers: prompts have none, and nothing is captured for it there.
     read       what it takes from a model itself beside the capture, e.g. from its weights, given the main batch: of the
                subject and of every twin while that is in memory.
     """
@@ -48,6 +49,7 @@ class Needs:
     twins: bool = True
     shuffled: bool = True
     samples: frozenset[str] = frozenset()
+    exact: bool = False
     read: Callable[[Subject, Batch], Any] | None = None
 
 
@@ -128,7 +130,7 @@ def scan(
     started = time.time()
     tokens = subject.tokens(batch)
     bare = replace(batch, inputs=tokens)
-    unmeasured = {name: why for name, probe in probes.items() if (why := subject.unavailable(probe.NEEDS.sites))}
+    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
     able = {name: probe for name, probe in probes.items() if name not in unmeasured}
     needs = [probe.NEEDS for probe in able.values()]
     optional = frozenset().union(*(need.optional for need in needs))
@@ -212,6 +214,11 @@ def scan(
         warnings=(*notes, *_warnings(subject, batch, tokens, view, nulls), *view.capture.events),
         run=took(started),
     )
+
+
+def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+    """Why a probe cannot measure this, told before anything is run; empty where it may."""
+    return NO_EXACT if needs.exact and batch.posterior is None else subject.unavailable(needs.sites)
 
 
 def prompts_hash(tokens: Tokens | Rows) -> str:

@@ -143,7 +143,8 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        subject = cls.of(loaded, tokenizer, located.name, revision=located.revision)
+        told = hub.tunnel_facts(located.path)
+        subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
         if located.step0:
             subject = subject.twin(_init_seed(located.path))
         subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})

@@ -284,7 +284,8 @@ def test_a_sample_carries_its_exact_answers_and_where_it_came_from(name):
     assert len(set(batch.unit)) == 6 and batch.query.sum(1).tolist() == [len(task.query)] * 6
     assert torch.equal(batch.posterior.predictive, task.log_predictive(inputs))
     assert batch.source == {
-        "kind": "task", "name": name, "n": 6, "seed": 3, "split": "any", "spec": dataclasses.asdict(task)
+        "kind": "task", "name": name, "n": 6, "seed": 3, "split": "any", "spec": dataclasses.asdict(task),
+        "trained": task.trained,
     }  # fmt: skip
     part = batch.take([4, 1])
     assert torch.equal(part.target, batch.target[[4, 1]])

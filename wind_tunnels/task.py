@@ -186,10 +186,11 @@ class Task(ABC):
             getattr(self.answers, "tokens", ()),
             self.bearing(drawn.inputs),
         )
+        source = {"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)}
         return Batch(
             inputs=Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths),
             unit=tuple(f"sequence {i}" for i in range(n)),
-            source={"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)},
+            source={**source, "trained": self.trained},
             query=self.mask().expand(n, -1),
             target=drawn.target,
             posterior=exact,
@@ -199,7 +200,8 @@ class Task(ABC):
         """n sequences, each cut at one of its queries, so that what is asked stands at the end as in a prompt.
 
         The query is drawn evenly; the first, before which nothing was seen, is left out where there are others.
-        columns: asked_at, its position, and exact_entropy in bits.
+        columns: asked_at, its position, exact_entropy in bits, and where outcomes are tokens likeliest, the number of
+        the state, or else the outcome, with the highest exact probability (ties: the first).
         """
         whole = self.sample(n, seed, split)
         places = self.query[1:] or self.query
@@ -207,6 +209,8 @@ class Task(ABC):
         rows, lengths = torch.arange(n), torch.tensor(self.query)[chosen] + 1
         exact = whole.posterior.at(chosen)
         entropy = bits(self.answers.entropy(self.answers.exact(exact.predictive)))[:, 0]
+        about = exact.predictive if exact.belief is None else exact.belief
+        likeliest = {"likeliest": tuple(about[:, 0].argmax(-1).tolist())} if exact.outcomes else {}
         return Batch(
             inputs=type(whole.inputs)(whole.inputs.data, lengths),
             unit=whole.unit,
@@ -215,6 +219,7 @@ class Task(ABC):
             columns={
                 "asked_at": tuple((lengths - 1).tolist()),
                 "exact_entropy": tuple(round(float(h), 6) for h in entropy),
+                **likeliest,
             },
             posterior=exact,
         )

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
 from llmgeom.errors import Refused
+from llmgeom.horizon import AS_EXACT
 from llmgeom.information import bits
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.task import Categorical, Split, Task, seeded, uniform
 from llmgeom.wind_tunnels.train import corrupted, outputs, redrawn
 
 AT_ONCE = 128  # sequences
-AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
 BINS = 10
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.experiments.grades import (
-    AS_EXACT,
     Grade,
     Outcomes,
     Scores,
@@ -19,40 +16,14 @@ from llmgeom.experiments.grades import (
     mae_mean,
     skill,
 )
-from llmgeom.result import Figure, Headline, Result, quantity
-from llmgeom.stats import jackknife
+from llmgeom.horizon import TWINS, Curves, Graded, Horizon, curves, mean, measured, near, numbered, past, spans
+from llmgeom.result import Figure, quantity
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "posterior_horizon"
-TWINS = "The same model re-initialised, on the same sequences."
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, kw_only=True)
-class Graded(Result):
-    """What every result here has."""
-
-    headlines: tuple[Headline, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curves(Graded):
-    """Divergence query by query."""
-
-    kl: np.ndarray = quantity(
-        "query",
-        "bits",
-        "KL(exact || model), mean over sequences",
-        Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
-    )
-    kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    kl_null: np.ndarray = quantity("query bound", "bits", "band of the re-initialised model")
-    kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,70 +170,7 @@ class Memory(Graded):
     seen: np.ndarray = quantity("query", "bits", "KL on seen hypotheses")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Horizon(Curves):
-    """What happens at queries later than any that a loss was on."""
-
-    TITLE: ClassVar[str] = "Past the horizon"
-    MEANING: ClassVar[str] = (
-        "Queries up to the horizon were trained on, later ones never. Whoever found the rule goes on; a ratio under 2 "
-        "at the first query past the horizon is what the papers would call an algorithm."
-    )
-    COMPUTED: ClassVar[str] = "KL(exact || model) at all queries; the ratio is of means over sequences."
-    NULL: ClassVar[str] = TWINS
-    FAILURE_MODES: ClassVar[str] = (
-        "Positions that were never trained have embeddings that were never trained either: a cliff can be theirs. A "
-        "ratio is large where the mean within the horizon is small."
-    )
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
-
-
-Statistic = Callable[[np.ndarray], float]
-
-
-def _measured(probe: str, name: str, statistic: Statistic, own: np.ndarray, twins: Sequence[np.ndarray]) -> Headline:
-    """A statistic of rows, a sequence each, held against the same of the twins."""
-    claim, value, n = declared(probe)[name], statistic(own), len(own)
-    null = Null.of("re-initialised", value, np.array([statistic(twin) for twin in twins]), claim.side)
-    return headline(claim, value, jackknife(statistic, own, np.arange(n)), [null], n=n, units=n)
-
-
-def _near(probe: str, name: str, statistic: Statistic, own: np.ndarray, centre: float, null: str) -> Headline:
-    """A statistic of rows, claimed to be no farther from `centre` than is declared."""
-    n = len(own)
-    span = jackknife(statistic, own, np.arange(n))
-    at = Null(null, centre, centre, centre, 1.0, 0)
-    found = headline(declared(probe)[name], statistic(own), span, [at], n=n, units=n)
-    return replace(found, null=null, p=found.p_claim)
-
-
-def _mean(rows: np.ndarray) -> float:
-    return float(rows.mean())
-
-
-def _spans(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
-    from scipy.stats import t
-
-    x = np.stack(columns)
-    half = t.ppf(0.975, x.shape[1] - 1) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
-    return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
-
-
-def _queries(first: int, last: int) -> dict[str, tuple]:
-    return {"query": tuple(range(first, last + 1))}
-
-
-def _curves(kl: np.ndarray, twins: Sequence[Scores], trivial: Scores) -> dict[str, np.ndarray]:
-    queries = kl.shape[1]
-    return {
-        "kl": kl.mean(0),
-        "kl_interval": _spans(kl.T),
-        "kl_null": layer_band({"re-initialised": np.stack([twin.kl[:, :queries].mean(0) for twin in twins])}),
-        "kl_trivial": trivial.kl[:, :queries].mean(0),
-    }
 
 
 def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: Sequence[str]) -> Posterior:
@@ -277,25 +185,25 @@ def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: 
     of = "mixture" if probe == MIXTURE else ""
     also = f", {of}" if of else ""
     return (Mixture if of else Posterior)(
-        **_curves(own.kl, others, trivial[best]),
+        **curves(own.kl, [twin.kl for twin in others], trivial[best].kl),
         entropy=own.entropy.mean(0),
         entropy_exact=own.exact.mean(0),
         error=np.abs(own.gap).mean(0),
         tv=tv.mean(0),
-        tv_interval=_spans(tv.T),
+        tv_interval=spans(tv.T),
         predictor=np.array([one.kl.mean() for one in predictors.values()]),
-        predictor_interval=_spans([one.kl.mean(1) for one in predictors.values()]),
+        predictor_interval=spans([one.kl.mean(1) for one in predictors.values()]),
         predictor_mae_abs=np.array([mae_abs(one.gap) for one in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(one.gap) for one in predictors.values()]),
         headlines=(
-            _near(probe, f"KL to the {of or POSTERIOR}", _mean, each[:, 0], 0.0, "the exact answer"),
-            _near(probe, f"skill over the best trivial predictor{also}", skill, each, 1.0, "the exact answer"),
-            _measured(
-                probe, f"mae_abs{also}", _mean, np.abs(own.gap).mean(1), [np.abs(twin.gap).mean(1) for twin in others]
+            near(probe, f"KL to the {of or POSTERIOR}", mean, each[:, 0], 0.0, "the exact answer"),
+            near(probe, f"skill over the best trivial predictor{also}", skill, each, 1.0, "the exact answer"),
+            measured(
+                probe, f"mae_abs{also}", mean, np.abs(own.gap).mean(1), [np.abs(twin.gap).mean(1) for twin in others]
             ),
-            _measured(probe, f"mae_mean{also}", mae_mean, own.gap, [twin.gap for twin in others]),
+            measured(probe, f"mae_mean{also}", mae_mean, own.gap, [twin.gap for twin in others]),
         ),
-        ticks={**_queries(1, found.trained), "predictor": tuple(predictors)},
+        ticks={**numbered(1, found.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
     )
 
@@ -303,13 +211,13 @@ def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: 
 def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | Residuals:
     own, exact = found.own.at(found.within), found.owed.at(found.within)
     others: Any = [twin.at(found.within) for twin in twins]
-    ticks = _queries(1, found.trained)
+    ticks = numbered(1, found.trained)
     if not isinstance(own, Outcomes):
         off = "|rms of standardised residuals - 1|"
         return Residuals(
             rms=np.sqrt(np.square(own.residual).mean(0)),
             rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-            headlines=(_measured(CALIBRATION, off, _too_sure, own.residual, [twin.residual for twin in others]),),
+            headlines=(measured(CALIBRATION, off, _too_sure, own.residual, [twin.residual for twin in others]),),
             ticks=ticks,
         )
     queries = own.kl.shape[1]
@@ -330,10 +238,10 @@ def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | 
         leaked=own.leaked.mean(0),
         ceiling=float(exact.right.mean()),
         headlines=(
-            _measured(CALIBRATION, "calibration error", error, own.tally.sum(1), [t.tally.sum(1) for t in others]),
-            _measured(CALIBRATION, "accuracy", _mean, own.right.mean(1), [twin.right.mean(1) for twin in others]),
-            _measured(
-                CALIBRATION, "leaked probability", _mean, own.leaked.mean(1), [twin.leaked.mean(1) for twin in others]
+            measured(CALIBRATION, "calibration error", error, own.tally.sum(1), [t.tally.sum(1) for t in others]),
+            measured(CALIBRATION, "accuracy", mean, own.right.mean(1), [twin.right.mean(1) for twin in others]),
+            measured(
+                CALIBRATION, "leaked probability", mean, own.leaked.mean(1), [twin.leaked.mean(1) for twin in others]
             ),
         ),
         ticks={**ticks, "predicted": tuple(f"{mean:.2f}" for mean in said[rows] / count[rows])},
@@ -356,43 +264,17 @@ def measure_memory(held: Grade, seen: Scores, twins: Sequence[Scores], notes: Se
     others = [twin.kl[:, held.within].mean(1) for twin in twins]
     return Memory(
         held_out=out.mean(0),
-        held_out_interval=_spans(out.T),
+        held_out_interval=spans(out.T),
         seen=known.mean(0),
         headlines=(
-            _near(MEMORY, "KL, held-out less seen", less, rows, 0.0, "no difference"),
-            _measured(MEMORY, "KL, seen", _mean, known.mean(1), others),
+            near(MEMORY, "KL, held-out less seen", less, rows, 0.0, "no difference"),
+            measured(MEMORY, "KL, seen", mean, known.mean(1), others),
         ),
-        ticks=_queries(1, held.trained),
+        ticks=numbered(1, held.trained),
         notes=tuple(notes),
     )
 
 
 def measure_horizon(found: Grade, twins: Sequence[Scores]) -> Horizon:
     """All queries; past the horizon there must be one at least."""
-    past = slice(found.trained, None)
-
-    def beyond(who: Scores) -> np.ndarray:
-        return who.kl[:, past].mean(1)
-
-    def edge(who: Scores) -> np.ndarray:
-        return np.stack([who.kl[:, found.trained], who.kl[:, found.within].mean(1)], -1)
-
-    headlines = [_measured(HORIZON, "KL past the horizon", _mean, beyond(found.own), [beyond(twin) for twin in twins])]
-    exact = found.kl < AS_EXACT
-    if not exact:
-        name = "first query past the horizon, over those within"
-        headlines.append(_measured(HORIZON, name, _ratio, edge(found.own), [edge(twin) for twin in twins]))
-    return Horizon(
-        **_curves(found.own.kl, twins, found.trivial[found.best]),
-        headlines=tuple(headlines),
-        ticks=_queries(1, found.own.kl.shape[1]),
-        notes=(
-            f"the horizon is query {found.trained}",
-            *["no ratio: within the horizon the answers are exact"] * exact,
-        ),
-    )
-
-
-def _ratio(edge: np.ndarray) -> float:
-    first, within = edge.mean(0)
-    return float(first / within)
+    return Horizon(**past(found.own.kl, [twin.kl for twin in twins], found.trivial[found.best].kl, found.trained))

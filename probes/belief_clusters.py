@@ -1,0 +1,316 @@
+"""Do states that hold one belief cluster, beyond what a linear read-out implies and the last token says?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline
+from llmgeom.cloud import Portrait, final_tokens
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import WHOLE, Needs, View
+from llmgeom.stats import band, jackknife, permute_units
+from llmgeom.subject import Subject
+
+CLAIMS = declared("belief_clusters")
+LEAST = 5  # states in a group, or prompts
+NEAR = 0.05  # between the two likeliest: nearer than this, noise of the exact answer's own would choose the label
+ROWS = 1000  # of a task's queries, at most: distances are between all pairs
+MOVED, DRAWS = 199, 39  # of labels over sequences; within cells, each of which every deletion asks for
+SPACES = ALL, BEYOND, ALONE, LOGITS = ("whole", "read-out removed", "read-out alone", "logits")
+GIVEN = "given the last observation"
+OTHERS, CELL = "labels of other sequences", "labels of the same query and token"
+MOVABLE = 0.5  # of the rows: where fewer can exchange their label, belief and last token are one
+TINY = 1e-30
+
+
+@dataclass(frozen=True)
+class ReadOut:
+    """How a model's answer is read from its final state.
+
+    tokens  [outcome] of the outcomes; of prompts, those that are the likeliest next token somewhere.
+    rows    [outcome d_model] float64: their rows of the output embedding.
+    labels  [prompt] the likeliest next token, where there is no exact answer.
+    """
+
+    tokens: np.ndarray
+    rows: np.ndarray
+    labels: np.ndarray | None = None
+
+    def of(self, groups: Groups) -> np.ndarray:
+        """The rows that tell the groups apart: of a task all of them."""
+        return self.rows if self.labels is None else self.rows[np.isin(self.tokens, groups.label)]
+
+
+def read_out(subject: Subject, batch: Batch) -> ReadOut:
+    """From the weights, and of prompts by one more pass.
+
+    Raises Unavailable where the model has no output embedding in memory, Refused where answers are real numbers.
+    """
+    head = subject.model.get_output_embeddings()
+    if head is None or head.weight.is_meta:
+        raise Unavailable(f"{subject.name} has no output embedding in memory, and clusters are held against it")
+    labels = None
+    if batch.posterior is None:
+        labels = subject.capture(batch, {Site.LOG_PROBS}).log_probs.argmax(-1).numpy()
+    elif not batch.posterior.outcomes:
+        raise Refused("what is asked here is a real number: there is no likeliest outcome to group states by")
+    tokens = np.unique(batch.posterior.outcomes if labels is None else labels)
+    rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
+    return ReadOut(tokens, rows.double().cpu().numpy(), labels)
+
+
+NEEDS = Needs(sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), read=read_out)
+
+
+@dataclass(frozen=True)
+class Result(Base):
+    """Silhouettes of the final states grouped by belief, with and without what the output reads."""
+
+    TITLE = "Belief clusters"
+    MEANING = (
+        "The silhouette says how much nearer a state is to those of its own group than to those of the nearest other: "
+        "1 where groups are points, 0 where they lie among one another. Any model whose answers are accurate and read "
+        "out linearly must place states by their likeliest outcome: those clusters are in the read-out. What remains "
+        "after its directions are removed is the model's own choice. Given the last observation, what remains is "
+        "about the belief and not about the token just read."
+    )
+    COMPUTED = (
+        "Groups: the state, or outcome, with the highest exact probability; of prompts, the model's own likeliest next "
+        "token. What the output embedding reads (after the final norm), Euclidean distances; silhouette of a row = "
+        "(b - a) / max(a, b), a its mean distance to its own group, b to the nearest other (Rousseeuw 1987), mean "
+        "over rows. The read-out is the row space of the output embedding's rows for the outcomes less their mean "
+        "(softmax sees no common shift), at most outcomes - 1 directions. Rows whose two likeliest states are within "
+        f".05, and groups of fewer than {LEAST}, are left out. Given the last observation: less the mean silhouette "
+        "with labels exchanged between sequences at the same query that read the same token, or prompts that end in "
+        f"the same. Of a task at most {ROWS} rows, the same evenly spaced queries of every sequence. Intervals are "
+        "jackknifed over sequences, or templates."
+    )
+    NULL = (
+        "The same model re-initialised, with its own read-out (of prompts the trained model's, as its groups are); "
+        "labels of other sequences; and labels exchanged between rows of the same query and token: beat all three."
+    )
+    FAILURE_MODES = (
+        "The final norm ties what is removed to what stays: states far out in the read-out have less length left for "
+        "the rest. Silhouettes fall with the number of noise dimensions, so they do not compare between widths, and a "
+        "few large coordinates rule Euclidean distances. Belief may lie along a gradient without gaps: a silhouette "
+        "of 0 is no proof that belief is not there."
+    )
+
+    silhouettes: np.ndarray = quantity(
+        "space",
+        "silhouette",
+        "silhouette of the groups",
+        Figure("curve", band="silhouettes_null", interval="silhouettes_interval"),
+    )
+    silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of the re-initialised model")
+    silhouettes_interval: np.ndarray = quantity(
+        "space bound", "silhouette", "95 % interval over sequences or templates"
+    )
+    scores: np.ndarray = quantity(
+        "prompt component",
+        "standardised units",
+        "final states on their PC1 and PC2",
+        Figure("scatter", colour="likeliest"),
+    )
+    scores_beyond: np.ndarray = quantity(
+        "prompt component",
+        "standardised units",
+        "final states on their PC1 and PC2 once the read-out is removed",
+        Figure("scatter", colour="likeliest"),
+    )
+    sizes: np.ndarray = quantity("group", "states", "how many rows each group has")
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The rows that are measured: which of the capture, their labels and units, and in which cell their labels may be
+    exchanged: the same query and the same token there, of prompts the same final token."""
+
+    rows: np.ndarray
+    label: np.ndarray
+    unit: np.ndarray
+    cell: np.ndarray
+    notes: tuple[str, ...]
+
+    @property
+    def movable(self) -> float:
+        """The fraction of rows in whose cell there is another label."""
+        alike = [len(set(self.label[self.cell == one])) == 1 for one in range(self.cell.max() + 1)]
+        return 1 - float(np.array(alike)[self.cell].mean())
+
+    def exchanged(self, seed: int) -> np.ndarray:
+        """[draw row] labels in random order within each cell."""
+        rng, order = np.random.default_rng(seed), np.argsort(self.cell, kind="stable")
+        made = np.empty((DRAWS, len(self.label)), dtype=self.label.dtype)
+        for draw in made:
+            # Sorted by cell, and at random within: what stood there goes to the cell's rows in order.
+            draw[order] = self.label[np.lexsort((rng.random(len(order)), self.cell))]
+        return made
+
+
+class Grouped:
+    """Rows with labels. `distance` [row row]; `sums` [row group] are summed distances to each group."""
+
+    def __init__(self, distance: np.ndarray, label: np.ndarray) -> None:
+        self.distance, self.label = distance, np.unique(label, return_inverse=True)[1]
+        self.member = np.eye(self.label.max() + 1)[self.label]
+        self.sums = distance @ self.member
+
+    def silhouette(self, kept: np.ndarray | None = None) -> float:
+        """Mean over the kept rows, as if there were no others; a row alone in its group counts 0, as does one group."""
+        if kept is None or len(kept) == len(self.label):
+            return _silhouette(self.sums, self.label, self.member)
+        gone = np.setdiff1d(np.arange(len(self.label)), kept)
+        sums = self.sums[kept] - self.distance[np.ix_(kept, gone)] @ self.member[gone]
+        return _silhouette(sums, self.label[kept], self.member[kept])
+
+
+def measure(view: View) -> Result:
+    """Silhouettes in four spaces with their nulls. Raises Refused for fewer than two groups, too few units, and a
+    read-out that takes all directions."""
+    held, read = view.samples.get(WHOLE, view), view.reading
+    capture = held.capture
+    exact = capture.batch.posterior is not None
+    groups = _believed(capture) if exact else _grouped(capture, read.labels)
+    count, units = len(set(groups.label)), len(set(groups.unit))
+    if count < 2:
+        what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
+        raise Refused(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
+    if groups.movable < MOVABLE:
+        raise Refused(
+            f"{groups.movable:.0%} of the rows share their query and token (of prompts: their final token) with one "
+            f"of another group; with less than {MOVABLE:.0%} clusters of belief are those of the last token: give more "
+            "prompts that end alike"
+        )
+    exchanged = groups.exchanged(view.seed)
+    made = {name: Grouped(d, groups.label) for name, d in _distances(capture, groups, read.of(groups)).items()}
+    mixed = [Grouped(made[BEYOND].distance, label) for label in exchanged]
+    # Of prompts groups and read-out are the trained model's, which to a twin are any groups and any directions.
+    told = view.twin_readings if exact else (read,) * len(held.twins)
+    twins = [_numbers(twin, groups, one.of(groups), exchanged) for twin, one in zip(held.twins, told, strict=True)]
+    moved = groups.label[permute_units(np.random.default_rng(view.seed), groups.unit, MOVED)]
+
+    def number(name: str, kept: np.ndarray | None = None) -> float:
+        if name != GIVEN:
+            return made[name].silhouette(kept)
+        return made[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
+
+    every = np.arange(len(groups.label))
+    intervals = {
+        name: jackknife(lambda kept, of=name: number(of, kept), every, groups.unit) for name in (*SPACES, GIVEN)
+    }
+
+    def of(name: str, labels: np.ndarray) -> np.ndarray:
+        return np.array([Grouped(made[name].distance, label).silhouette() for label in labels])
+
+    def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Headline:
+        value = number(name)
+        nulls = [Null.of("re-initialised", value, np.array([one[name] for one in twins]))]
+        # Permuted labels carry the sampling noise themselves, so the interval has their middle to clear.
+        for key, draws in permuted.items():
+            nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
+        return headline(CLAIMS[called], value, intervals[name], nulls, n=len(every), units=units)
+
+    plain = {name: {OTHERS: of(name, moved), CELL: of(name, exchanged)} for name in (ALL, BEYOND)}
+    within, beyond = plain[BEYOND][CELL], "silhouette beyond the read-out"
+    main = view.capture.final.double().numpy()
+    return Result(
+        silhouettes=np.array([number(name) for name in SPACES]),
+        silhouettes_null=np.array([band([one[name] for one in twins]) for name in SPACES]),
+        silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
+        scores=Portrait.of(main).scores,
+        scores_beyond=Portrait.of(_spaces(main, read.of(groups))[BEYOND]).scores,
+        sizes=np.unique(groups.label, return_counts=True)[1],
+        headlines=(
+            stated("silhouette", ALL, plain[ALL]),
+            stated(beyond, BEYOND, plain[BEYOND]),
+            stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
+        ),
+        notes=groups.notes,
+        ticks={"space": SPACES, "group": tuple(np.unique(groups.label).tolist())},
+    )
+
+
+def _believed(capture: Capture) -> Groups:
+    """Rows of a task by what is likeliest, exactly."""
+    exact, n = capture.exact, len(capture.batch)
+    p = (exact.predictive if exact.belief is None else exact.belief).double().exp().numpy()
+    asked = len(p) // n
+    chosen = np.unique(np.linspace(0, asked - 1, min(asked, max(1, ROWS // n))).round().astype(int))
+    asks = np.isin(np.arange(len(p)) % asked, chosen) & (np.arange(len(p)) < ROWS * asked)
+    two = np.sort(p, axis=1)[:, -2:]
+    tied = asks & (two[:, 1] - two[:, 0] < NEAR)
+    found = _grouped(capture, np.where(asks & ~tied, p.argmax(1), -1))
+    said = f"{tied.sum()} of {asks.sum()} rows are left out, whose two likeliest are within {NEAR}"
+    return replace(found, notes=(said, *found.notes))
+
+
+def _grouped(capture: Capture, label: np.ndarray) -> Groups:
+    """Rows by their labels, less those of label -1 and of groups that are too small."""
+    names, counts = np.unique(label[label >= 0], return_counts=True)
+    rows = np.flatnonzero(np.isin(label, names[counts >= LEAST]))
+    cell = np.unique(final_tokens(capture)[rows], return_inverse=True)[1]
+    if capture.batch.posterior is not None:
+        cell = np.unique(
+            cell * (1 + capture.position.max().item()) + capture.position.numpy()[rows], return_inverse=True
+        )[1]
+    small = int(counts[counts < LEAST].sum())
+    notes = [f"{small} rows are left out, whose group has fewer than {LEAST}"] * bool(small)
+    unit = np.asarray(capture.batch.unit)[capture.prompt.numpy()[rows]]
+    return Groups(rows, label[rows], unit, cell, tuple(notes))
+
+
+def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
+    """The silhouette in each space, and given the last observation."""
+    distances = _distances(capture, groups, rows)
+    found = {name: Grouped(d, groups.label).silhouette() for name, d in distances.items()}
+    within = [Grouped(distances[BEYOND], label).silhouette() for label in exchanged]
+    return {**found, GIVEN: found[BEYOND] - float(np.mean(within))}
+
+
+def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
+    return {name: _between(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+
+
+def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
+    """Final states [row d_model] as they are, without the read-out's row space, in it alone, and as centred logits."""
+    centred = rows - rows.mean(0)
+    _, size, directions = np.linalg.svd(centred, full_matrices=False)
+    read = directions[size > 1e-8 * max(size[0], TINY)]
+    if len(read) >= x.shape[1]:
+        raise Refused(f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: nothing lies beyond it")
+    alone = x @ read.T
+    return {ALL: x, BEYOND: x - alone @ read, ALONE: alone, LOGITS: x @ centred.T}
+
+
+def _between(x: np.ndarray) -> np.ndarray:
+    """[row row] Euclidean distances; of equal rows 0."""
+    x = x - x.mean(0)
+    square = np.square(x).sum(1)
+    gap = square[:, None] + square - 2 * x @ x.T
+    # Rounding leaves equal rows 1e-16 of their size apart, and the root makes 1e-8 of it.
+    return np.sqrt(np.where(gap > 1e-12 * square.max(), gap, 0))
+
+
+def _silhouette(sums: np.ndarray, label: np.ndarray, member: np.ndarray) -> float:
+    count, rows = member.sum(0), np.arange(len(label))
+    mine = count[label]
+    a = sums[rows, label] / np.maximum(mine - 1, 1)
+    mean = np.where(count > 0, sums / np.maximum(count, 1), np.inf)
+    mean[rows, label] = np.inf
+    b = mean.min(1)
+    most = np.maximum(a, b)
+    counted = (mine > 1) & np.isfinite(b) & (most > 0)
+    return float(np.where(counted, b - a, 0) @ (1 / np.where(counted, most, 1)) / len(label))

@@ -1,0 +1,78 @@
+"""Does what was learnt go on past the last query that a loss was on, or does it stop there?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused
+from llmgeom.horizon import Horizon, past
+from llmgeom.information import bits, kl
+from llmgeom.scan import WHOLE, Needs, View
+from llmgeom.subject import Subject
+
+
+@dataclass(frozen=True)
+class Reach:
+    """How many queries, the first ones, a loss was on, and what the model was trained on ("" where that is unknown)."""
+
+    queries: int
+    task: str
+
+
+def reach(subject: Subject, batch: Batch) -> Reach:
+    """What the task says of itself, or the model's folder where that is less and the task is the same one."""
+    source, told = batch.source, str(subject.facts.get("trained_on", ""))
+    queries = int(source["trained"])
+    if told.partition(":")[0] == source["name"].partition(":")[0]:
+        queries = min(queries, subject.facts["trained_queries"])
+    return Reach(queries, told)
+
+
+NEEDS = Needs(sites=frozenset({Site.LOG_PROBS}), shuffled=False, samples=frozenset({WHOLE}), exact=True, read=reach)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Horizon):
+    """Divergence from the exact answer by query, and by how much more it is past the horizon."""
+
+    TITLE = "Length cliff"
+    COMPUTED = f"{Horizon.COMPUTED} The trivial predictor is the mean exact answer at each query over the sequences."
+
+
+def measure(view: View) -> Result:
+    """Raises Refused where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
+    if WHOLE not in view.samples:
+        raise Refused("a length cliff needs whole sequences of a task; llmgeom scan --task gives them")
+    sample, found = view.samples[WHOLE], view.reading
+    exact = sample.capture.exact
+    if not exact.outcomes:
+        raise Refused("what is asked here is a real number; llmgeom grade measures it past the horizon too")
+    n = len(sample.capture.batch)
+    asked = len(sample.capture.prompt) // n
+    if asked <= found.queries:
+        raise Refused(
+            f"all {asked} queries are within the {found.queries} that a loss was on: nothing lies past the horizon; "
+            "name longer sequences of the task with --task, e.g. hmm:steps=24"
+        )
+    own, *twins = (_divergence(one, n) for one in (sample.capture, *sample.twins))
+    if not np.isfinite(own).all():
+        sequence, query = np.argwhere(~np.isfinite(own))[0] + 1
+        raise Refused(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
+    p = exact.predictive.double().view(n, asked, -1)
+    trivial = bits(kl(p, p.logsumexp(0, keepdim=True) - np.log(n))).numpy()
+    fields = past(own, twins, trivial, found.queries)
+    if not found.task:
+        said = "what the model was trained on is not known: the horizon is the task's own"
+        fields["warnings"] = (*fields["warnings"], said)
+    return Result(**fields)
+
+
+def _divergence(capture: Capture, n: int) -> np.ndarray:
+    """[sequence query] bits: KL(exact || model), over the whole vocabulary."""
+    exact = capture.exact
+    said = capture.log_probs[:, list(exact.outcomes)].double()
+    return bits(kl(exact.predictive.double(), said)).view(n, -1).numpy()

@@ -1,0 +1,239 @@
+"""The length cliff on answers that are written down: exact up to a query and even after it, or worse by a factor."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from scipy.stats import entropy, t
+
+from llmgeom import hub, wind_tunnels
+from llmgeom.capture import NO_EXACT, Capture, Site
+from llmgeom.claims import judge
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.experiments.grading import Told, examine
+from llmgeom.horizon import RATIO
+from llmgeom.probes import length_cliff
+from llmgeom.probes.length_cliff import Reach, reach
+from llmgeom.record import Record
+from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.bijection import Bijection
+from llmgeom.wind_tunnels.models.architectures import build
+from llmgeom.wind_tunnels.train import Training, train
+from tests.test_grading import of as graded_subject
+from tests.test_grading import saying
+
+TASK = wind_tunnels.named("hmm:steps=8")
+N, ASKED, H = 80, 8, 5
+PAST, LATER = "KL past the horizon", "last queries past the horizon, over those within"
+
+
+def answers(mixed, task=TASK, seed: int = 0, n: int = N):
+    """The exact answer with an even one mixed in: `mixed` says how much of it, query by query."""
+    batch = task.sample(n, seed)
+    p = batch.posterior.predictive.exp()
+    share = torch.as_tensor(mixed, dtype=p.dtype)[:, None]
+    return batch, ((1 - share) * p + share / p.shape[-1]).log()
+
+
+def capture(batch, log_p) -> Capture:
+    """Log-probabilities [sequence query token], in the capture's rows."""
+    prompt, position = batch.query.nonzero(as_tuple=True)
+    return Capture(batch, prompt, position, batch.inputs.lengths, {(Site.LOG_PROBS, -1): log_p.flatten(0, 1).float()})
+
+
+def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> View:
+    batch, said = answers(mixed, seed=seed, n=n)
+    own = capture(batch, said)
+    noise = [torch.Generator().manual_seed(i) for i in range(20)]
+    twins = tuple(capture(batch, torch.randn(said.shape, generator=each).log_softmax(-1)) for each in noise)
+    sample = Sample(own, np.zeros(n * ASKED), twins)
+    return View(own, np.zeros(n * ASKED), samples={WHOLE: sample}, reading=Reach(trained, "hmm"))
+
+
+def found(given: View) -> dict:
+    result = length_cliff.measure(given)
+    return {h.name: h for h in judge({"length_cliff": result.lowered()})["length_cliff"].headlines}
+
+
+def by_hand(mixed, seed: int = 0, n: int = N) -> np.ndarray:
+    """[sequence query] bits, by scipy."""
+    batch, said = answers(mixed, seed=seed, n=n)
+    return entropy(batch.posterior.predictive.exp().numpy(), said.exp().numpy(), base=2, axis=-1)
+
+
+def test_exact_up_to_the_horizon_and_even_after_has_no_ratio():
+    mixed = [0.0] * H + [1.0] * 3
+    result = length_cliff.measure(view(mixed))
+    np.testing.assert_allclose(result.kl, by_hand(mixed).mean(0), atol=1e-6)
+    assert [h.name for h in result.headlines] == [PAST]
+    assert result.notes == ("the horizon is query 5", "no ratio: within the horizon the answers are exact")
+    assert result.within < 1e-6 and result.first == pytest.approx(by_hand(mixed)[:, H].mean(), rel=1e-5)
+    # An even answer is what is left to infer: the trivial predictor is not much better.
+    assert result.kl_trivial[H:].mean() > 0.9 * result.first
+    assert result.ticks["query"] == tuple(range(1, 9))
+
+
+def test_a_cliff_fails_with_the_ratio_of_the_means():
+    mixed = [0.05] * H + [0.5, 0.9, 0.9]
+    result, judged, kl = length_cliff.measure(view(mixed)), found(view(mixed)), by_hand(mixed)
+    within = kl[:, :H].mean()
+    assert judged[RATIO].verdict == "FAIL" and judged[RATIO].value == pytest.approx(kl[:, H].mean() / within, rel=1e-4)
+    assert judged[LATER].value == pytest.approx(kl[:, H + 1 :].mean() / within, rel=1e-4)
+    assert judged[PAST].value == pytest.approx(kl[:, H:].mean(), rel=1e-5)
+    assert (result.within, result.first) == pytest.approx((within, kl[:, H].mean()), rel=1e-4)
+    assert result.plateau == pytest.approx(kl[:, H + 1 :].mean(), rel=1e-5)
+    # The jackknife, over sequences and on the log scale, by its formula.
+    left = [np.delete(kl, i, axis=0) for i in range(N)]
+    without = np.log([each[:, H].mean() / each[:, :H].mean() for each in left])
+    half = t.ppf(0.975, N - 1) * math.sqrt((N - 1) / N * np.square(without - without.mean()).sum())
+    assert judged[RATIO].low == pytest.approx(judged[RATIO].value * math.exp(-half), rel=1e-4)
+    assert judged[RATIO].high == pytest.approx(judged[RATIO].value * math.exp(half), rel=1e-4)
+    assert judged[RATIO].units == N
+
+
+def test_an_error_that_stays_passes_and_one_that_doubles_is_open():
+    assert found(view([0.05] * ASKED))[RATIO].verdict == "PASS"
+    assert found(view([0.05] * H + [0.01] * 3))[RATIO].verdict == "PASS"
+    # What is mixed in so that the mean error is twice that within: neither side of 2 is excluded.
+    level = by_hand([0.05] * ASKED)[:, :H].mean()
+    shares = np.linspace(0.05, 0.2, 300)
+    errors = [by_hand([share] * ASKED)[:, H].mean() for share in shares]
+    twice = float(shares[np.searchsorted(errors, 2 * level)])
+    judged = found(view([0.05] * H + [twice] * 3))[RATIO]
+    assert judged.verdict == "INCONCLUSIVE" and judged.value == pytest.approx(2, rel=0.02)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.8])
+def test_whoever_learnt_nothing_does_not_pass(share):
+    """An untrained model, and one that hardly infers: the same error everywhere is no algorithm."""
+    given = view([share if share else 1.0] * ASKED)
+    if not share:
+        sample = given.samples[WHOLE]
+        given = replace(given, samples={WHOLE: replace(sample, capture=sample.twins[0])})
+    result = length_cliff.measure(given)
+    assert [h.name for h in result.headlines] == [PAST]
+    (warning,) = result.warnings
+    assert warning.startswith("no ratio: within the horizon") and "little that could be carried on" in warning
+
+
+def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probability_too():
+    """Tokens beyond the outcomes take half of the probability: one bit more at every query."""
+    batch, said = answers([0.0] * ASKED)
+    wide = torch.cat([said - math.log(2), torch.full((*said.shape[:2], 1), -math.log(2))], -1)
+    given = view([0.0] * ASKED)
+    sample = replace(given.samples[WHOLE], capture=capture(batch, wide))
+    np.testing.assert_allclose(length_cliff.measure(replace(given, samples={WHOLE: sample})).kl, 1, atol=1e-6)
+    never = said.clone()
+    never[3, 2] = -math.inf
+    sample = replace(sample, capture=capture(batch, never))
+    with pytest.raises(Refused, match="infinitely far from the exact answer at query 3 of sequence 4"):
+        length_cliff.measure(replace(given, samples={WHOLE: sample}))
+
+
+def test_the_trivial_predictor_is_the_mean_exact_answer_at_each_query():
+    batch, _ = answers([0.0] * ASKED)
+    p = batch.posterior.predictive.exp().numpy()
+    expected = [entropy(p[:, q], p[:, q].mean(0, keepdims=True), base=2, axis=-1).mean() for q in range(ASKED)]
+    np.testing.assert_allclose(length_cliff.measure(view([0.1] * ASKED)).kl_trivial, expected, rtol=1e-6)
+
+
+def test_grade_says_the_same_of_the_same_sequences():
+    task = Bijection(vocab=6, pairs=6)
+    mixed = [0.0, 0.2, 0.2, 0.2, 0.6, 0.8]
+
+    def predictive(inputs):
+        p, share = task.log_predictive(inputs).exp(), torch.tensor(mixed, dtype=torch.float64)[:, None]
+        return ((1 - share) * p + share / 6).log()
+
+    record = examine(graded_subject(task, saying(task, predictive)), task, Told(task.title, 4), n=60, nulls=20)
+    graded = {h.name: h for h in record.results["posterior_horizon"].headlines}
+    batch = task.sample(60, 0, "held-out")
+    log_p = torch.full((60, 6, task.vocabulary), -1e9, dtype=torch.float64)
+    log_p[..., list(task.answers.tokens)] = predictive(batch.inputs.ids)
+    own = capture(batch, log_p)
+    sample = Sample(own, np.zeros(360), (own,) * 20)
+    scanned = found(View(own, np.zeros(360), samples={WHOLE: sample}, reading=Reach(4, "bijection")))
+    assert graded.keys() == scanned.keys() and graded[RATIO].verdict == scanned[RATIO].verdict == "FAIL"
+    for name, one in graded.items():
+        assert (one.value, one.low, one.high) == pytest.approx(
+            (scanned[name].value, scanned[name].low, scanned[name].high), rel=1e-5
+        )
+
+
+# ---- where the horizon is --------------------------------------------------------------------------------------------
+
+
+def told(**facts) -> Subject:
+    task = wind_tunnels.named("hmm:steps=4")
+    shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
+    return Subject.of(build("lstm", **shape, width=8, layers=1), None, "toy", **facts)
+
+
+def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
+    short, horizon = wind_tunnels.named("hmm:steps=8").sample(2, 0), wind_tunnels.named("hmm:steps=8,horizon=3")
+    assert reach(told(), short) == Reach(8, "")
+    assert reach(told(trained_on="hmm:steps=5", trained_queries=5), short) == Reach(5, "hmm:steps=5")
+    assert reach(told(trained_on="hmm:steps=20", trained_queries=20), short).queries == 8
+    assert reach(told(trained_on="recall", trained_queries=5), short).queries == 8
+    assert reach(told(), horizon.sample(2, 0)).queries == 3 and reach(told(), horizon.cut(2, 0)).queries == 3
+    assert wind_tunnels.named("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
+
+
+def test_nothing_past_the_horizon_is_refused():
+    with pytest.raises(Refused, match="all 8 queries are within the 8 that a loss was on: nothing lies past the horiz"):
+        length_cliff.measure(view([0.1] * ASKED, trained=8))
+
+
+def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
+    """Log-probabilities over a whole vocabulary are not captured for prompts, which have no exact answer."""
+    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
+    batch = task.cut(20, 0, "held-out")
+    subject = Subject.of(build("lstm", vocabulary=task.vocabulary, length=task.length, width=8), None, "toy")
+    asked = []
+    plain = Subject.capture
+    monkeypatch.setattr(Subject, "capture", lambda self, b, s, **more: asked.append({*s}) or plain(self, b, s, **more))
+    probes = {"length_cliff": length_cliff}
+    record = scan(subject, replace(batch, posterior=None), probes, nulls=2)
+    assert record.unmeasured == {"length_cliff": NO_EXACT} and not any(Site.LOG_PROBS in sites for sites in asked)
+    record = scan(subject, batch, probes, nulls=2)
+    assert "whole sequences of a task" in record.unmeasured["length_cliff"]
+    real = wind_tunnels.named("regression")
+    subject = Subject.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
+    record = scan(subject, real.cut(20, 0), probes, nulls=2, samples={WHOLE: real.sample(20, 0)})
+    assert record.unmeasured["length_cliff"].startswith("what is asked here is a real number")
+
+
+def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
+    """Through the command: what stands beside the weights is the horizon; and a damaged one is refused."""
+    asked = Training("hmm:steps=4", arch="lstm", width=32, layers=1, steps=150, batch=64, lr="1e-2", snapshots=2)
+    folder = train(replace(asked, targets="soft"), tmp_path / "model").out
+    assert hub.tunnel_facts(str(folder)) == {"trained_on": "hmm:steps=4", "trained_queries": 4}
+    subject = Subject.load(str(folder))
+    assert subject.facts["trained_queries"] == 4 and "trained_queries" not in subject.twin(0).facts
+    flags = ["--n", "60", "--nulls", "20", "-q", "--probes", "length_cliff", "--out", str(tmp_path / "run")]
+    shown = CliRunner().invoke(main, ["scan", "--model", str(folder), "--task", "hmm:steps=8", *flags])
+    assert shown.exit_code == 0, shown.output
+    record = Record.load(tmp_path / "run")
+    past, task = record.results["length_cliff"], wind_tunnels.named("hmm:steps=8")
+    assert past.notes[0] == "the horizon is query 4" and record.subject["trained_on"] == "hmm:steps=4"
+    batch = task.sample(60, 0, "held-out")
+    said = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)
+    kl = entropy(batch.posterior.predictive.exp().numpy(), said.numpy(), base=2, axis=-1)
+    np.testing.assert_allclose(past.arrays["kl"], kl.mean(0), rtol=1e-4)
+    twin = subject.twin(1).capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)
+    theirs = entropy(batch.posterior.predictive.exp().numpy(), twin.numpy(), base=2, axis=-1).mean(0)
+    low, high = past.arrays["kl_null"].T
+    assert (low - 1e-6 <= theirs).all() and (theirs <= high + 1e-6).all()
+    flags[-1] = str(tmp_path / "own")
+    shown = CliRunner().invoke(main, ["scan", "--model", str(folder), *flags])
+    assert "all 4 queries are within the 4" in Record.load(tmp_path / "own").unmeasured["length_cliff"]
+    (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
+    with pytest.raises(Refused, match="it does not say what was trained: 'trained'"):
+        Subject.load(str(folder))
