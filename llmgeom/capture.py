@@ -51,7 +51,8 @@ class Site(StrEnum):
 
 ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
-ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}  # what only a model with attention has
+# What only a model with attention has.
+ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
 
 NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
