@@ -48,9 +48,9 @@ def other_symbols(task: Task, x: list, at: int, query: int) -> Iterator[list]:
 
 
 def other_tokens(task: Recall, x: list, at: int, query: int) -> Iterator[list]:
-    """Legal: any key for a key, any value for a value; that all differ, that what is asked was stored, and that an answer
-    agrees with what was stored are left aside, or hardly anything could be changed alone. Punctuation has no other
-    content. No stored key becomes the one asked about."""
+    """Legal: any key for a key, any value for a value; that all differ, that what is asked was stored, and that an
+    answer agrees with what was stored are left aside, or hardly anything could be changed alone. Punctuation has no
+    other content. No stored key becomes the one asked about."""
     first, after = task.first_key, task.first_value
     kind = range(first, after) if first <= x[at] < after else range(after, after + task.values)
     for content in kind if x[at] in kind else ():
@@ -59,8 +59,8 @@ def other_tokens(task: Recall, x: list, at: int, query: int) -> Iterator[list]:
 
 
 def other_rows(task: KeyedHMM, x: list, at: int, query: int) -> Iterator[list]:
-    """Legal: in a header row its two halves rotated, which still sum to 1; in a step any symbol and any key, but no step
-    of another chain becomes one of the chain asked about."""
+    """Legal: in a header row its two halves rotated, which still sum to 1; in a step any symbol and any key, but no
+    step of another chain becomes one of the chain asked about."""
     s, o, c = task.states, task.symbols, task.chains
     if at < s:
         move, emit, rest = x[at][:s], x[at][s : s + o], x[at][s + o :]

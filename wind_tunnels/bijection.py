@@ -102,7 +102,7 @@ class Bijection(Task):
         With it: the pairs that hold the key asked about, key and value; where there is none, the values. A pair that is
         shown twice is changed wherever it stands. The query bears once something was shown. That a value can also be
         had by elimination once all V are shown is not counted."""
-        keys, values = self._pairs(inputs)
+        keys = self._pairs(inputs)[0]
         earlier = torch.ones(self.pairs, self.pairs, dtype=torch.bool, device=inputs.device).tril(-1)
         same = (keys[:, :, None] == keys[:, None, :]) & earlier & self.replacement
         own = torch.eye(self.pairs, dtype=torch.bool, device=inputs.device) & earlier.any(1) & self.replacement

@@ -103,9 +103,8 @@ class Markov(Task):
         return dirichlet_multinomial(same[..., :-1] @ followed)
 
     def bearing(self, inputs: Tensor) -> Tensor:
-        """Ring: the query alone. Own matrix: the steps taken before from the symbol at the query, both ends of each; the
-        query bears once a step was taken. (Two symbols: a step's end has no other content but the symbol asked about.)
-        """
+        """Ring: the query alone. Own matrix: the steps taken before from the symbol at the query, both ends of each;
+        the query bears once a step was taken. (Of two symbols the other one at a step's end is the one asked about.)"""
         own = torch.eye(self.steps, dtype=torch.bool, device=inputs.device).expand(len(inputs), -1, -1)
         if self.fixed:
             return own
