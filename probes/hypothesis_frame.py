@@ -63,7 +63,8 @@ class Frames:
         value, key, out, value_out, key_value = (
             centred(x[..., *at]) for x in (self.value, self.key, self.out, self.value_out, self.key_value)
         )
-        size = np.sqrt(_diagonal(value) * _diagonal(out))
+        # Of a centred Gram, rounding may leave a square just under 0.
+        size = np.sqrt(_diagonal(value).clip(0) * _diagonal(out).clip(0))
         cosine = np.divide(_diagonal(value_out), size, out=np.zeros_like(size), where=size > 0)
         return {
             VALUE_OUT: overlap(value, np.broadcast_to(out, value.shape), value_out, self.rank),
@@ -99,8 +100,8 @@ def overlap(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, rank: int) -> np.nda
 def haar(r_u: int, r_w: int, dim: int) -> float:
     """Expected overlap of two subspaces of which one is drawn evenly (Haar), max(r_u, r_w) / dim.
 
-    Derived here: a fixed unit vector has squared length r_w / dim in the mean in a random subspace of r_w dimensions, so
-    that E ||U'W||_F^2 = r_u r_w / dim; over min(r_u, r_w). Raises Refused for a subspace larger than the space.
+    Derived here: in a random subspace of r_w dimensions a fixed unit vector has squared length r_w / dim in the mean,
+    so that E ||U'W||_F^2 = r_u r_w / dim; over min(r_u, r_w). Raises Refused for a subspace larger than the space.
     """
     if not 0 < min(r_u, r_w) <= max(r_u, r_w) <= dim:
         raise Refused(f"subspaces of {r_u} and {r_w} dimensions in {dim}: give 1 to {dim}")
@@ -128,7 +129,7 @@ def read(subject: Subject, batch: Batch) -> Reading:
     are exchangeable. Raises Unavailable or Refused.
     """
     if isinstance(batch.inputs, Rows):
-        raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding whose frame could be read")
+        raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
     if batch.posterior is not None:
         likely = others = _outcomes(batch)
     else:
@@ -136,7 +137,7 @@ def read(subject: Subject, batch: Batch) -> Reading:
         special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
         likely, others = _likely(subject, batch, special, len(common)), common
     if len(likely) < LEAST_UNITS:
-        raise Refused(f"{len(likely)} hypotheses span no frame that could be told from chance; {LEAST_UNITS} are needed")
+        raise Refused(f"{len(likely)} hypotheses span no frame to be told from chance; {LEAST_UNITS} are needed")
     names = map(str, likely) if subject.tokenizer is None else (repr(subject.tokenizer.decode([i])) for i in likely)
     frames = _frames(subject, likely)
     return Reading(frames, frames if others == likely else _frames(subject, others), tuple(names))
@@ -148,8 +149,8 @@ def _outcomes(batch: Batch) -> list[int]:
     unseen = [token for token in outcomes if token not in shown]
     if unseen:
         raise Refused(
-            f"outcome {unseen[0]} of this task is never shown to the model: its input embedding is as it was drawn, and "
-            "no frame of keys or values; more sequences (--n), or a task that shows its answers"
+            f"outcome {unseen[0]} of this task is never shown to the model: its input embedding was never trained; "
+            "give more sequences (--n), or a task that shows its answers"
         )
     return outcomes
 
@@ -187,6 +188,7 @@ def _frames(subject: Subject, ids: list[int]) -> Frames:
     return Frames(value, key, (u @ u.T).numpy(), value_out, key_value, w_v.shape[1], len(w_q))
 
 
+@torch.no_grad()
 def _gain(norm: nn.Module, like: Tensor) -> Tensor:
     """What a norm multiplies each coordinate by, from a vector of mean 0 and mean square 1, less its bias."""
     x = torch.ones(1, 1, like.shape[1], dtype=like.dtype, device=like.device)
@@ -194,6 +196,7 @@ def _gain(norm: nn.Module, like: Tensor) -> Tensor:
     return ((norm(x) - norm(-x)) / 2 / x)[0, 0].double().cpu()
 
 
+@torch.no_grad()
 def input_norms(subject: Subject) -> list[nn.Module]:
     """The norm in front of each layer's attention, or none: that with which residual and W_V give the captured values.
 
@@ -213,8 +216,8 @@ def input_norms(subject: Subject) -> list[nn.Module]:
                 break
         else:
             raise Unavailable(
-                f"{subject.name}: what stands between the residual stream and the values of layer {layer} of model type "
-                f"{subject.facts['model_type']!r} is not known; a frame of values would not be its own"
+                f"{subject.name}: what stands between the residual stream and the values of layer {layer} is not known "
+                f"for model type {subject.facts['model_type']!r}; a frame of values would not be its own"
             )
     return found
 
@@ -228,30 +231,32 @@ class Result(Base):
 
     TITLE = "Hypothesis frame"
     MEANING = (
-        "1 means that a head would write what tells hypotheses apart wholly within the directions in which the output "
-        "embedding tells them apart; the value for random subspaces, that it does not know of them. The match says how: "
-        "near 1 a head that writes a hypothesis raises its own logit, near -1 it lowers it (elimination), near 0 neither."
+        "1 means that a head would write what tells hypotheses apart wholly within the directions in which the "
+        "output embedding tells them apart; the value for random subspaces, that it does not know of them. The match "
+        "says how: near 1 a head that writes a hypothesis raises its own logit, near -1 it lowers it (elimination), "
+        "near 0 neither."
     )
     COMPUTED = (
-        "From weights, for each hypothesis token: its input embedding after the layer's input norm, through W_V and W_O "
-        "(value frame) and through W_K and W_Q' (key frame: where a query must point to find it, at distance 0); its row "
-        "of the output embedding (output frame); all centred over tokens, norms' gains included. Overlap of the first r "
-        "principal directions of two frames: ||U'W||_F^2 / r, r the smaller of half the head's width and two fewer than "
-        "tokens. Match: mean cosine of value and output of the same token. Declared places: the last layer for value and "
-        "output, the first for key and value, mean over heads. Intervals are jackknifed over tokens."
+        "From weights, for each hypothesis token: its input embedding after the layer's input norm, through W_V and "
+        "W_O (value frame) and through W_K and W_Q' (key frame: where a query must point to find it, at distance 0); "
+        "its row of the output embedding (output frame); all centred over tokens, norms' gains included. Overlap of "
+        "the first r principal directions of two frames: ||U'W||_F^2 / r, r the smaller of half the head's width and "
+        "two fewer than tokens. Match: mean cosine of value and output of the same token. Declared places: the last "
+        "layer for value and output, the first for key and value, mean over heads. Intervals are jackknifed over "
+        "tokens."
     )
     NULL = (
-        "The same model re-initialised: with the same outcomes in a wind tunnel, elsewhere with as many tokens of the "
-        "prompts, as a re-initialised model's tokens are exchangeable. The value for random subspaces, r / d_model, is "
-        "printed and decides nothing."
+        "The same model re-initialised: with the same outcomes in a wind tunnel, elsewhere with as many tokens of "
+        "the prompts, as a re-initialised model's tokens are exchangeable. The value for random subspaces, r / "
+        "d_model, is printed and decides nothing."
     )
     FAILURE_MODES = (
-        "In layers after the first this is the direct path only: the token's embedding as it enters the residual stream, "
-        "without what earlier layers add, which may be all that such a head reads. A tied output embedding, or a head "
-        "that copies any token, overlaps without any inference: see the other tokens in the notes. Position embeddings "
-        "are left out; keys are at distance 0, and where queries and keys are normalised after their projection the key "
-        "frame is that without this norm. Where a norm follows attention (Gemma-2, OLMo-2) values are those before it. A "
-        "frame that is there is not one that is used."
+        "In layers after the first this is the direct path only: the token's embedding as it enters the residual "
+        "stream, without what earlier layers add, which may be all that such a head reads. A tied output embedding, "
+        "or a head that copies any token, overlaps without any inference: see the other tokens in the notes. "
+        "Position embeddings are left out; keys are at distance 0, and where queries and keys are normalised after "
+        "their projection the key frame is that without this norm. Where a norm follows attention (Gemma-2, OLMo-2) "
+        "values are those before it. A frame that is there is not one that is used."
     )
 
     value_out: np.ndarray = quantity("layer head", "overlap", "value frame in output frame", Figure("heatmap"))
@@ -317,5 +322,4 @@ def measure(view: View) -> Result:
 
 
 def _diagonal(x: np.ndarray) -> np.ndarray:
-    # Of a centred Gram, rounding may leave a square just under 0.
     return np.diagonal(x, axis1=-2, axis2=-1)
