@@ -97,6 +97,18 @@ class Bijection(Task):
         possible = torch.where(known.any(-1, keepdim=True), known, ~used).double()
         return (possible / possible.sum(-1, keepdim=True)).log()
 
+    def bearing(self, inputs: Tensor) -> Tensor:
+        """Without replacement: the values shown before, in every sequence alike; no key bears, nor does the query.
+        With it: the pairs that hold the key asked about, key and value; where there is none, the values. A pair that is
+        shown twice is changed wherever it stands. The query bears once something was shown. That a value can also be
+        had by elimination once all V are shown is not counted."""
+        keys = self._pairs(inputs)[0]
+        earlier = torch.ones(self.pairs, self.pairs, dtype=torch.bool, device=inputs.device).tril(-1)
+        same = (keys[:, :, None] == keys[:, None, :]) & earlier & self.replacement
+        own = torch.eye(self.pairs, dtype=torch.bool, device=inputs.device) & earlier.any(1) & self.replacement
+        told = torch.where(same.any(2, keepdim=True), same, earlier)
+        return torch.stack([same | own, told], -1).flatten(2)[..., :-1]
+
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: each value alike, since a key alone tells nothing. bag of values: those not yet used, alike,
         or the used ones where the key came before; which key had which is not told. Without replacement it is exact."""

@@ -116,6 +116,12 @@ class KeyedHMM(Task):
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self.log_belief(inputs)
 
+    def bearing(self, inputs: Tensor) -> Tensor:
+        """The header, and the steps of the same chain so far, the query among them. Of single sequences it says too
+        much where the matrices are such that an observation tells nothing (two equal rows of T, say)."""
+        keys = self._read(inputs)[2]
+        return pad((keys[:, :, None] == keys[:, None, :]).tril(), (self.states, 0), value=True)
+
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: the belief from the last observation alone. one chain: keys are ignored, as if one chain had
         emitted everything; transport without binding."""

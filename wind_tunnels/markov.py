@@ -102,6 +102,17 @@ class Markov(Task):
         followed = one_hot(inputs[:, 1:], self.symbols).double()
         return dirichlet_multinomial(same[..., :-1] @ followed)
 
+    def bearing(self, inputs: Tensor) -> Tensor:
+        """Ring: the query alone. Own matrix: the steps taken before from the symbol at the query, both ends of each;
+        the query bears once a step was taken. (Of two symbols the other one at a step's end is the one asked about.)"""
+        own = torch.eye(self.steps, dtype=torch.bool, device=inputs.device).expand(len(inputs), -1, -1)
+        if self.fixed:
+            return own
+        start = (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
+        end = torch.nn.functional.pad(start, (1, -1))
+        taken = torch.arange(self.steps, device=inputs.device)[:, None] > 0
+        return start | end | own & taken
+
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """bag of values: (1 + n_j) / (S + n) with n_j of the n symbols so far being j, whatever stood before them. The
         last symbol alone, exact on the ring, tells nothing of a matrix not yet seen."""

@@ -121,6 +121,17 @@ class Recall(Task):
         found = values.gather(1, same.long().argmax(-1))
         return torch.nn.functional.one_hot(found, self.values).double().log()
 
+    def bearing(self, inputs: Tensor) -> Tensor:
+        """The stored key that is asked about, its value, and the query. That the last answer can also be had by
+        elimination where all keys are asked is not counted."""
+        step, query = 4 if self.layout == "papers" else 2, list(self.query)
+        same = inputs[:, query, None] == self._stored(inputs)[0][:, None]  # [sequence query pair]
+        found = torch.zeros(*same.shape[:2], self.length, dtype=torch.bool, device=inputs.device)
+        found[..., step // 2 - 1 : step * self.pairs : step] = same
+        found[..., step - 1 : step * self.pairs : step] = same
+        found[:, range(self.queries), query] = True
+        return found
+
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: each value alike, since a key alone tells nothing. bag of values: the stored ones alike, less
         those shown as answers: log2 (N!) / N bits a query in the mean where M = N (1.146 for N = 4)."""

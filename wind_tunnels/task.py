@@ -149,7 +149,14 @@ class Task(ABC):
         return None
 
     def bearing(self, inputs: Tensor) -> Bool[Tensor, "sequence query seq"] | None:
-        """The positions up to each query on which the exact answer there depends; None where the task does not say."""
+        """The positions up to each query that bear on the exact answer there.
+
+        An earlier position bears if some other content there would change the answer, short of content about what is
+        asked (its key, chain or symbol) that was not there before: anything might have been about it. The query itself
+        bears if any other content there would. Derived here; Paper I says "feasible" and does not define it.
+        None where the task does not say, and where there is no contrast since all that is shown bears, punctuation
+        aside (`hmm`, `coin`, `regression`; in `recurrence` all numbers do until chance is certain, then none).
+        """
         return None
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:

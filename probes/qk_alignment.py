@@ -1,0 +1,310 @@
+"""Does attention go to the positions on which the exact answer depends, and do queries single out keys by direction?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.errors import Refused
+from llmgeom.readout import folds
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import WHOLE, Needs, Sample, View
+from llmgeom.stats import band, jackknife, tail_p
+from llmgeom.subject import Subject
+
+LEAST_TOKENS = 5  # three keys between the first token and the last
+PLACEBOS = 999
+CLAIMS = declared("qk_alignment")
+LAST, CHANGE = (f"attention on bearing positions, {of}" for of in ("last layer", "last less first"))
+BEST = "attention on bearing positions by content, best head"
+PLACES = ", same places in every sequence"
+SPREAD, RISE = (f"spread of query-key cosines, {of}" for of in ("last layer", "last less first"))
+TWINS, OTHER = "re-initialised", "positions that bear in another sequence"
+
+
+@dataclass(frozen=True)
+class Cosines:
+    """Of the final query with earlier keys, neither the first nor its own.
+
+    spread    [layer head prompt] sd of the cosine over these keys.
+    contrast  [layer head prompt] mean over bearing keys less mean over the others; None where it is not told which are.
+    """
+
+    spread: np.ndarray
+    contrast: np.ndarray | None
+
+
+def cosines(subject: Subject, batch: Batch) -> Cosines:
+    """c_j = q.k_j / (|q| |k_j|), 0 < j < T - 1: q the query at the final position T - 1 of a prompt, k_j the key at j
+    of the kv head that the query head reads (head h reads h // (heads / kv_heads)).
+
+    As attention consumes them, after rotary embedding: the score is |q| |k_j| c_j / sqrt(head_dim), so that this is its
+    angle at the distance at which it acts. Prompts of fewer than 5 tokens are left out, and of those whose bearing keys
+    are none or all, the contrast. Paper I's figure of cos(q_t, k_j), by head instead of averaged over heads.
+    Raises Refused for fewer than 5 units of long enough prompts.
+    """
+    long = long_enough(subject.tokens(batch).lengths.numpy())
+    if len({unit for unit, kept in zip(batch.unit, long, strict=True) if kept}) < 5:
+        raise Refused(
+            f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; query-key cosines need 5 units of them"
+        )
+    seen = subject.capture(batch.take(long.nonzero()[0]), {Site.QUERY, Site.KEY}, positions="all")
+    lengths, place = seen.lengths, (seen.prompt, seen.position)
+    ends = seen.lengths.cumsum(0) - 1  # rows are (prompt, position) in order
+    at = torch.arange(int(lengths.max()))
+    between = ((at > 0) & (at < lengths[:, None] - 1)).double()[:, None]
+    found = []
+    for query, key in zip(seen.layers(Site.QUERY), seen.layers(Site.KEY), strict=True):
+        heads, kv_heads = query.shape[1], key.shape[1]
+        keys = torch.zeros(len(lengths), len(at), *key.shape[1:], dtype=torch.float64)
+        keys[place] = torch.nn.functional.normalize(key.double(), dim=-1)
+        last = torch.nn.functional.normalize(query[ends].double(), dim=-1)
+        found.append(torch.einsum("phd,pthd->pht", last, keys.repeat_interleave(heads // kv_heads, 2)))
+    c = torch.stack(found)  # [layer prompt head position]
+
+    def mean(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
+        return (x * of).sum(-1) / of.sum(-1)
+
+    spread = mean((c - mean(c, between)[..., None]) ** 2, between).sqrt()
+    contrast, posterior = None, seen.batch.posterior
+    if posterior is not None and posterior.bearing is not None:
+        bears = posterior.bearing[:, -1:, : len(at)] * between
+        some = (bears.sum(-1) > 0) & (bears.sum(-1) < between.sum(-1))
+        kept = some[:, 0]
+        contrast = mean(c[:, kept], bears[kept]) - mean(c[:, kept], (between - bears)[kept])
+    return Cosines(*(None if x is None else x.transpose(1, 2).numpy() for x in (spread, contrast)))
+
+
+def long_enough(lengths: np.ndarray) -> np.ndarray:
+    return lengths >= LEAST_TOKENS
+
+
+NEEDS = Needs(frozenset({Site.ATTENTION}), shuffled=False, samples=frozenset({WHOLE}), read=cosines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """How far the cosines of the final query with earlier keys spread, by layer and head."""
+
+    TITLE = "Query-key alignment"
+    MEANING = (
+        "A query that singles out some keys has cosines with keys that spread; one that meets all keys alike has none. "
+        "In a wind tunnel it is known on which positions the answer depends: there attention on them, over what even "
+        "attention would give, is 0 for attention that does not know them, and largest where it goes nowhere else."
+    )
+    COMPUTED = (
+        "Cosines: of the final query with each earlier key but the first, after rotary embedding, in every head with "
+        "the keys of its group; their standard deviation over positions, averaged over heads and then prompts. "
+        "Attention, at every query of whole sequences: sum over earlier positions j, without the first and the query's "
+        "own, of a_j (b_j - b): a_j the weight, b_j 1 where j bears on the exact answer and else 0, b the mean of b_j "
+        "over these positions as far as the layer sees. Weight on the first position (a sink) and on the query itself "
+        "(whose content is at hand without attention) counts for nothing, and is shown. Queries at which all or none "
+        "of these positions bear are left out. Mean over heads. By content: less the same sum with b_j averaged over "
+        "sequences; the best head of all layers is found on one half of the sequences and measured on the other, both "
+        "ways round. Intervals are jackknifed over prompts' templates or over sequences, the head found held fixed."
+    )
+    NULL = (
+        "The same model re-initialised. For attention also the positions that bear at the same query in another "
+        "sequence, whole sequences exchanged, which keeps everything but the content; both must be beaten. Where the "
+        "same positions bear in every sequence there is no such exchange, and the headline says so in its name."
+    )
+    FAILURE_MODES = (
+        "A layer may look at the position after the one that bears, where an earlier layer has carried its content: "
+        "attention then does what is needed and this does not see it. The mean over heads hides one head among many; "
+        "see the heat map. Where the same positions bear in every sequence, a rule about positions does as well as one "
+        "about content. Attention is not use: a head may look and add nothing. Cosines leave out the lengths of "
+        "queries and keys, which attention uses, and a part common to all keys, which it does not, lowers their "
+        "spread; they change with the basis of a head where no rotary embedding acts, and count keys beyond a sliding "
+        "window."
+    )
+
+    spread: np.ndarray = quantity("layer head", "sd of cos", "spread of the final query's cosines", Figure("heatmap"))
+    mean_spread: np.ndarray = quantity(
+        "layer", "sd of cos", "the same, mean over heads", Figure("curve", band="mean_spread_null")
+    )
+    mean_spread_null: np.ndarray = quantity("layer bound", "sd of cos", "the same, re-initialised models")
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithBearing(Result):
+    """The same where it is known which positions bear on the answer."""
+
+    excess: np.ndarray = quantity(
+        "layer head", "fraction", "attention on bearing positions over even attention", Figure("heatmap")
+    )
+    content: np.ndarray = quantity(
+        "layer head", "fraction", "of this by content: less what bears on average gives", Figure("heatmap")
+    )
+    mean_excess: np.ndarray = quantity(
+        "layer", "fraction", "the same, mean over heads", Figure("curve", band="mean_excess_null")
+    )
+    mean_excess_null: np.ndarray = quantity("layer bound", "fraction", "the same, re-initialised models")
+    most: float = quantity("", "fraction", "if all attention went to bearing positions")
+    first: np.ndarray = quantity("layer head", "fraction", "weight on the first position", Figure("heatmap"))
+    own: np.ndarray = quantity("layer head", "fraction", "weight on the query's own position", Figure("heatmap"))
+    contrast: np.ndarray = quantity(
+        "layer", "cos", "with bearing keys less with others, mean over heads", Figure("curve", band="contrast_null")
+    )
+    contrast_null: np.ndarray = quantity("layer bound", "cos", "the same, re-initialised models")
+
+
+def measure(view: View) -> Result:
+    """The spread of cosines, and the attention on bearing positions where they are known.
+
+    Raises Refused for fewer than 5 units, and where nothing else was read than the model itself.
+    """
+    if not view.twin_readings:
+        raise Refused("no re-initialised model was read, and the cosines have no other null: scan with --nulls 20")
+    spread, twins = view.reading.spread, [twin.spread for twin in view.twin_readings]
+    long = long_enough(view.capture.lengths.numpy())
+    units = np.asarray(view.capture.batch.unit)[long]
+    curves, null = spread.mean(1), np.array([twin.mean((1, 2)) for twin in twins])
+    forms = {SPREAD: lambda x: x[-1]} | ({RISE: lambda x: x[-1] - x[0]} if len(curves) > 1 else {})
+    headlines = [
+        _row(name, form(curves), np.ones(len(units)), units, [Null.of(TWINS, form(curves).mean(), form(null.T))])
+        for name, form in forms.items()
+    ]
+    fields = dict(spread=spread.mean(2), mean_spread=curves.mean(1), mean_spread_null=layer_band({TWINS: null}))
+    notes = [f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"] * (not long.all())
+    notes += ["one layer: there is no change from the first to the last"] * (len(curves) == 1)
+    whole = view.samples.get(WHOLE)
+    if whole is None or whole.capture.exact.bearing is None:
+        return Result(**fields, headlines=tuple(headlines), notes=tuple(notes))
+    rows, more, said = _attention(whole, view.seed)
+    notes.append(said)
+    if not rows:
+        return Result(**fields, headlines=tuple(headlines), notes=tuple(notes))
+    if not view.reading.contrast.size:
+        raise Refused("no sequence is cut where some earlier keys bear and others do not: ask for more with --n")
+    contrast, theirs = view.reading.contrast, [twin.contrast.mean((1, 2)) for twin in view.twin_readings]
+    more |= {"contrast": contrast.mean((1, 2)), "contrast_null": layer_band({TWINS: np.array(theirs)})}
+    return WithBearing(**fields, **more, headlines=(*rows, *headlines), notes=tuple(notes))
+
+
+def _row(name: str, above: np.ndarray, below: np.ndarray, units: np.ndarray, nulls: list[Null]) -> Headline:
+    """The headline of sum(above) / sum(below) over sequences or prompts."""
+
+    def ratio(rows: np.ndarray) -> float:
+        return float(above[rows].sum() / below[rows].sum())
+
+    every = np.arange(len(units))
+    span = jackknife(ratio, every, units)
+    return headline(CLAIMS[name], ratio(every), span, nulls, n=len(units), units=len(set(units)))
+
+
+# ---- attention on bearing positions ----------------------------------------------------------------------------------
+
+
+def reach(captures: tuple[Capture, ...]) -> list[int]:
+    """How many positions back each layer gives weight, to any head, in any of these models: a sliding window's width
+    less one, or the longest distance there is."""
+
+    def back(capture: Capture, layer: torch.Tensor) -> int:
+        return int((capture.position - (layer > 0).any(1).long().argmax(1)).max())
+
+    each = [[back(one, layer) for layer in one.layers(Site.ATTENTION)] for one in captures]
+    return np.max(each, axis=0).tolist()
+
+
+def against_even(capture: Capture, back: int) -> np.ndarray:
+    """b_j - b of each row, [row position]; 0 at positions that do not count and in rows without contrast.
+
+    Summed with attention weights it is attention on bearing positions less what even attention would give them.
+    """
+    position, bearing = capture.position.numpy()[:, None], capture.exact.bearing.numpy()
+    at = np.arange(bearing.shape[1])
+    counts = (at > 0) & (at < position) & (at >= position - back)
+    bears = bearing & counts
+    share = bears.sum(1, keepdims=True) / np.maximum(counts.sum(1, keepdims=True), 1)
+    return np.where(counts, bears - share, 0.0)
+
+
+def _attention(whole: Sample, seed: int) -> tuple[list[Headline], dict, str]:
+    """Headlines, fields and a note; without headlines where no query has contrast."""
+    capture, units = whole.capture, np.asarray(whole.capture.batch.unit)
+    n = len(units)
+    # [layer sequence query position], a row a query: all sequences of a task have the same queries.
+    even = np.stack([against_even(capture, back) for back in reach((capture, *whole.twins))])
+    even = even.reshape(len(even), n, -1, even.shape[-1])
+    has = (even[-1] != 0).any(-1)
+    if not has.any():
+        return (
+            [],
+            {},
+            "at no query do some of the earlier positions bear and others not: attention has nothing to choose",
+        )
+    flat = even.reshape(len(even), n, -1)
+
+    def weights(one: Capture) -> np.ndarray:
+        """[layer head sequence query*position]"""
+        x = np.stack([layer.double().numpy() for layer in one.layers(Site.ATTENTION)])
+        return x.transpose(0, 2, 1, 3).reshape(*x.shape[:1], x.shape[2], n, -1)
+
+    def excess(a: np.ndarray, of: np.ndarray) -> np.ndarray:
+        """[layer head sequence], summed over queries."""
+        return np.einsum("lhsx,lsx->lhs", a, of)
+
+    half, many = folds(units, seed, 2), has.sum(1).astype(float)
+    alike = bool((flat == flat[:, :1]).all())
+    a, usual = weights(capture), flat.mean(1, keepdims=True)
+
+    def pair(a: np.ndarray, of: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Excess, and what it owes to content: less the excess with the mean of what bears in all sequences."""
+        found = excess(a, of)
+        return found, found - excess(a, np.broadcast_to(usual, of.shape))
+
+    forms = {LAST: lambda e, _: e[-1].mean(0)}
+    if len(flat) > 1:
+        forms[CHANGE] = lambda e, _: (e[-1] - e[0]).mean(0)
+    if not alike:
+        forms[BEST] = lambda _, content: apart(content, half)[0]
+    own, theirs = pair(a, flat), [pair(weights(twin), flat) for twin in whole.twins]
+    rng = np.random.default_rng(seed)
+    exchanged = [] if alike else [pair(a, flat[:, rng.permutation(n)]) for _ in range(PLACEBOS)]
+    rows = []
+    for name, form in forms.items():
+        value, twins = (np.array([form(*one).sum() / many.sum() for one in of]) for of in ([own], theirs))
+        nulls = [Null.of(TWINS, value[0], twins)]
+        if not alike:
+            draws = np.array([form(*one).sum() / many.sum() for one in exchanged])
+            # A permutation null: its p holds the sampling noise, so the interval need only clear its centre.
+            nulls.append(Null(OTHER, *band(draws), float(np.median(draws)), tail_p(value[0], draws, "upper"), PLACEBOS))
+        rows.append(_row(name + PLACES * alike, form(*own), many, units, nulls))
+    every = has.reshape(-1)
+    weight = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
+    position = capture.position.numpy()[every]
+    said = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
+    if alike:
+        said += "the same positions bear in every sequence, so that a rule about positions does as well as content"
+    else:
+        which = ", ".join(f"L{i // a.shape[1]}H{i % a.shape[1]}" for i in apart(own[1], half)[1])
+        said += f"best head, as found on one half of the sequences and on the other: {which}"
+    fields = {
+        "excess": own[0].sum(2) / many.sum(),
+        "content": own[1].sum(2) / many.sum(),
+        "mean_excess": own[0].sum(2).mean(1) / many.sum(),
+        "mean_excess_null": layer_band({TWINS: np.array([one.sum(2).mean(1) / many.sum() for one, _ in theirs])}),
+        "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
+        "first": np.stack([w[..., 0].mean(0) for w in weight]),
+        "own": np.stack([w[np.arange(len(w)), :, position].mean(0) for w in weight]),
+    }
+    return rows, fields, said
+
+
+def apart(content: np.ndarray, half: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """[sequence] the value of the head that is largest on the other half, and which head halves 0 and 1 found.
+
+    content: [layer head sequence]. Measured where it was found, the largest is too large by what chance added.
+    """
+    each = content.reshape(-1, content.shape[-1])
+    found = [int(each[:, half == one].sum(1).argmax()) for one in (0, 1)]
+    return np.where(half == 0, each[found[1]], each[found[0]]), found

@@ -1,0 +1,359 @@
+"""Attention on bearing positions and query-key cosines, on attention whose answer is known and a model set by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused
+from llmgeom.probes import qk_alignment
+from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing, cosines
+from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import named
+from tests.families import FAMILIES
+
+RECALL = named("recall:keys=12,values=12,queries=3")
+
+
+@pytest.fixture(autouse=True)
+def _fewer_placebos(monkeypatch):
+    monkeypatch.setattr(qk_alignment, "PLACEBOS", 99)
+
+
+def captured(batch: Batch, rows: list[np.ndarray]) -> Capture:
+    """Attention rows [sequence query head position] of each layer, as they would have been captured."""
+    prompt, position = batch.query.nonzero(as_tuple=True)
+    tensors = {(Site.ATTENTION, i): torch.from_numpy(x).flatten(0, 1).float() for i, x in enumerate(rows)}
+    return Capture(batch, prompt, position, batch.inputs.lengths, tensors)
+
+
+def even(task, n: int, heads: int = 2, window: int = 99) -> np.ndarray:
+    """Over all positions up to the query, or the last `window` of them."""
+    x = np.zeros((n, len(task.query), heads, task.length))
+    for i, q in enumerate(task.query):
+        first = max(0, q + 1 - window)
+        x[:, i, :, first : q + 1] = 1 / (q + 1 - first)
+    return x
+
+
+def noisy(task, n: int, rng: np.random.Generator, heads: int = 2) -> np.ndarray:
+    x = even(task, n, heads) * np.exp(0.5 * rng.standard_normal((n, len(task.query), heads, task.length)))
+    return x / x.sum(-1, keepdims=True)
+
+
+def on_bearing(batch: Batch) -> np.ndarray:
+    """All weight evenly on what bears, the query's own position left out; one head."""
+    x = batch.posterior.bearing.numpy().astype(float)
+    for i, q in enumerate(batch.query[0].nonzero()[:, 0].tolist()):
+        x[:, i, q] = 0
+    return (x / np.maximum(x.sum(-1, keepdims=True), 1))[:, :, None]
+
+
+def measured(task, batch: Batch, rows: list[np.ndarray], seed: int = 0, twins=None):
+    rng = np.random.default_rng(seed)
+    n, heads = len(batch), rows[0].shape[2]
+    twins = twins or [[noisy(task, n, rng, heads) for _ in rows] for _ in range(20)]
+
+    def read() -> Cosines:
+        spread = rng.uniform(0.1, 0.2, (len(rows), heads, n))
+        return Cosines(spread, spread if batch.posterior.bearing is not None else None)
+
+    whole = Sample(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in twins))
+    main = replace(whole.capture, lengths=torch.full((n,), task.length))
+    readings = tuple(read() for _ in range(20))
+    return qk_alignment.measure(View(main, np.zeros(n), (), (), {WHOLE: whole}, read(), readings, seed))
+
+
+def heads(result) -> dict:
+    return {h.name: h for h in result.headlines}
+
+
+# ---- attention on bearing positions ----------------------------------------------------------------------------------
+
+
+def test_even_attention_has_no_excess_whatever_the_first_position_and_the_query_itself_take():
+    batch = RECALL.sample(40, 0)
+    sink = even(RECALL, 40)
+    sink *= 0.1
+    sink[..., 0] += 0.6
+    for i, q in enumerate(RECALL.query):
+        sink[:, i, :, q] += 0.3
+    result = measured(RECALL, batch, [even(RECALL, 40), sink])
+    np.testing.assert_allclose(result.excess, 0, atol=1e-6)
+    found = heads(result)
+    for name in (LAST, CHANGE):
+        assert found[name].value == pytest.approx(0, abs=1e-6) and found[name].verdict == "not above null"
+    np.testing.assert_allclose(result.first[1], 0.6 + np.mean([0.1 / (q + 1) for q in RECALL.query]), atol=1e-6)
+    np.testing.assert_allclose(result.own[1], 0.3 + np.mean([0.1 / (q + 1) for q in RECALL.query]), atol=1e-6)
+
+
+def by_hand(batch: Batch, rows: np.ndarray, head: int, back: int = 99) -> float:
+    """The mean over queries with contrast of weight on bearing positions less their share of the weight, in Python."""
+    found = []
+    for s in range(len(batch)):
+        for i, q in enumerate(batch.query[s].nonzero()[:, 0].tolist()):
+            counts = [j for j in range(1, q) if q - j <= back]
+            bears = [j for j in counts if batch.posterior.bearing[s, i, j]]
+            if 0 < len(bears) < len(counts):
+                a = rows[s, i, head]
+                found.append(sum(a[j] for j in bears) - sum(a[j] for j in counts) * len(bears) / len(counts))
+    return float(np.mean(found))
+
+
+def test_attention_on_the_matching_pair_is_found_in_value_head_and_verdict():
+    batch, rng = RECALL.sample(60, 1), np.random.default_rng(1)
+    blank, sharp = noisy(RECALL, 60, rng), noisy(RECALL, 60, rng)
+    sharp[:, :, 1] = on_bearing(batch)[:, :, 0]
+    result = measured(RECALL, batch, [blank, sharp])
+    for layer, rows in enumerate((blank, sharp)):
+        for head in (0, 1):
+            assert result.excess[layer, head] == pytest.approx(by_hand(batch, rows, head), abs=1e-6)
+    assert result.content[1, 1] > 0.5 and abs(result.content[:, 0]).max() < 0.05
+    found = heads(result)
+    assert found[BEST].value == pytest.approx(result.content[1, 1], abs=1e-9)
+    assert found[LAST].value == pytest.approx(result.excess[1].mean(), abs=1e-9)
+    assert found[CHANGE].value == pytest.approx(result.excess[1].mean() - result.excess[0].mean(), abs=1e-9)
+    assert {found[name].verdict for name in (LAST, CHANGE, BEST)} == {"above null"}
+    assert result.notes[-1].endswith("on the other: L1H1, L1H1")
+    assert result.excess[1, 1] < result.most < 1
+    # Turned round, the last layer has lost what the first had.
+    turned = heads(measured(RECALL, batch, [sharp, blank]))
+    assert turned[CHANGE].value == pytest.approx(-found[CHANGE].value) and turned[CHANGE].verdict == "not above null"
+    assert turned[BEST].value == pytest.approx(found[BEST].value) and turned[BEST].verdict == "above null"
+
+
+def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_and_not_above_its_null():
+    """A rule about places: always the values, none the keys, in whichever sequence."""
+    task = named("bijection:replacement=true")
+    batch, rows = task.sample(80, 2), None
+    rows = even(task, 80)
+    rows[..., 0::2] = 0
+    rows /= np.maximum(rows.sum(-1, keepdims=True), 1e-9)
+    result = measured(task, batch, [rows, rows])
+    found = heads(result)
+    assert found[LAST].value > 0.15 and found[LAST].null.startswith("positions that bear in another sequence")
+    assert found[LAST].verdict != "above null" and found[BEST].verdict != "above null"
+    assert abs(result.content).max() < 0.05
+    turned = replace(batch, posterior=batch.posterior.take(np.arange(79, -1, -1)))
+    exchanged = measured(task, batch, [on_bearing(turned)])
+    assert heads(exchanged)[BEST].verdict != "above null" and abs(heads(exchanged)[BEST].value) < 0.1
+
+
+def test_where_the_same_places_bear_everywhere_the_headline_says_so():
+    task = named("bijection")
+    batch = task.sample(40, 3)
+    result = measured(task, batch, [even(task, 40, 1), on_bearing(batch)])
+    found = heads(result)
+    assert set(found) == {LAST + PLACES, CHANGE + PLACES, SPREAD, RISE}
+    assert found[LAST + PLACES].verdict == "above null" and found[LAST + PLACES].null == "re-initialised (20 draws)"
+    assert found[CHANGE + PLACES].claim and not found[LAST + PLACES].claim
+    assert "the same positions bear in every sequence" in result.notes[-1]
+    np.testing.assert_allclose(result.content, 0, atol=1e-9)
+
+
+def test_a_window_s_even_attention_has_no_excess_either():
+    task = named("bijection")
+    batch, rows = task.sample(30, 4), even(task, 30, window=4)
+    twins = [[even(task, 30), rows]] * 20
+    result = measured(task, batch, [even(task, 30), rows], twins=twins)
+    np.testing.assert_allclose(result.excess, 0, atol=1e-6)
+    rows = noisy(task, 30, np.random.default_rng(0)) * (rows > 0)
+    assert measured(task, batch, [rows], twins=[[rows]] * 20).excess[0, 1] == pytest.approx(
+        by_hand(batch, rows, 1, back=3), abs=1e-6
+    )
+
+
+def test_a_single_row_s_zero_weights_are_no_window():
+    batch = RECALL.sample(30, 5)
+    result = measured(RECALL, batch, [on_bearing(batch)])
+    assert result.excess[0, 0] == pytest.approx(by_hand(batch, on_bearing(batch), 0), abs=1e-6)
+
+
+def test_tasks_without_contrast_keep_their_cosines():
+    ring = named("markov:steps=6")
+    result = measured(ring, ring.sample(20, 0), [even(ring, 20)])
+    assert not isinstance(result, WithBearing) and set(heads(result)) == {SPREAD}
+    assert result.notes == (
+        "one layer: there is no change from the first to the last",
+        "at no query do some of the earlier positions bear and others not: attention has nothing to choose",
+    )
+    coin = named("coin:flips=6")
+    assert not isinstance(measured(coin, coin.sample(20, 0), [even(coin, 20)]), WithBearing)
+
+
+def test_a_head_that_chance_made_largest_is_not_above_its_null():
+    """Best of 8 heads that know nothing: found and measured on the same sequences it would mostly be above 0."""
+    half, rng = np.arange(40) % 2, np.random.default_rng(0)
+    above = [qk_alignment.apart(rng.standard_normal((2, 4, 40)), half)[0].mean() for _ in range(400)]
+    assert abs(np.mean(above)) < 4 * np.std(above) / 20
+    each = rng.standard_normal((1, 3, 40))
+    each[0, 2, half == 0] += 9
+    each[0, 1, half == 1] += 9
+    value, which = qk_alignment.apart(each, half)
+    assert which == [2, 1]
+    np.testing.assert_array_equal(value, np.where(half == 0, each[0, 1], each[0, 2]))
+
+
+def untrained(seed: int) -> Subject:
+    config = transformers.GPT2Config(
+        vocab_size=RECALL.vocabulary, n_positions=16, n_embd=32, n_layer=2, n_head=2, initializer_range=0.18
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Subject.of(transformers.GPT2LMHeadModel(config))
+
+
+def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(monkeypatch):
+    """30 models, each as the subject beside 20 others."""
+    monkeypatch.setattr(qk_alignment, "PLACEBOS", 39)
+    whole, main = RECALL.sample(60, 7), RECALL.cut(60, 7)
+    pool = [untrained(seed) for seed in range(30)]
+    seen = [one.capture(whole, {Site.ATTENTION}) for one in pool]
+    read = [cosines(one, main) for one in pool]
+    cut = pool[0].capture(main, set())
+    above = dict.fromkeys((LAST, CHANGE, BEST, SPREAD, RISE), 0)
+    for i in range(30):
+        others = [(i + j) % 30 for j in range(1, 21)]
+        sample = Sample(seen[i], np.zeros(0), tuple(seen[j] for j in others))
+        view = View(cut, np.zeros(60), (), (), {WHOLE: sample}, read[i], tuple(read[j] for j in others), i)
+        for name, h in heads(qk_alignment.measure(view)).items():
+            above[name] += h.verdict == "above null"
+    # At 5 % 1.5 of 30 are expected; 5 or more come with probability 1.6 %.
+    assert max(above.values()) <= 4, above
+
+
+def matching() -> Subject:
+    """Two layers of one head: the first attends evenly, the second to every token like the query's; nothing is written.
+
+    Embeddings are one-hot, positions nothing, so that a layer norm keeps equal tokens equal and others at one angle.
+    """
+    subject = untrained(0)
+    config = subject.model.config
+    config.n_head = 1
+    model = transformers.GPT2LMHeadModel(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        model.transformer.wte.weight.copy_(torch.eye(config.vocab_size, config.n_embd))
+        for block in model.transformer.h:
+            block.ln_1.weight.fill_(1)
+        width = config.n_embd
+        strong = 3 * torch.eye(width)
+        model.transformer.h[1].attn.c_attn.weight[:, : 2 * width] = torch.cat([strong, strong], 1)
+        # Elsewhere keys have a direction too, or their cosines would be 0 over 0; queries of 0 see them all alike.
+        model.transformer.h[0].attn.c_attn.weight[:, width : 2 * width] = strong
+    return Subject.of(model, name="matching")
+
+
+def test_a_model_set_by_hand_to_look_at_the_matching_key():
+    """Half of the weight is on the key that is asked about, half on the query itself, which is the same token."""
+    task, subject = RECALL, matching()
+    # GPT-2's width must hold every token.
+    assert subject.facts["d_model"] >= task.vocabulary
+    record = scan(subject, task.cut(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0)
+    batch, expected = task.sample(60, 0), []
+    for x in batch.inputs.data.tolist():
+        for q in task.query:
+            place = x.index(x[q])  # the first position does not count: there the pair's value alone bears, unseen
+            expected.append(0.0 if place == 0 else 0.5 * (1 - 2 / (q - 1)))
+    found = {h.name: h for h in record.results["qk_alignment"].headlines}
+    for name in (LAST, CHANGE):
+        assert found[name].value == pytest.approx(np.mean(expected), abs=1e-3)
+        assert found[name].verdict == "PASS"
+    assert found[BEST].verdict == "above null"
+    # The matching key's cosine is 1, that of the others -1 / (width - 1).
+    main = task.cut(60, 0)
+    some = [x.index(x[length - 1]) > 0 for x, length in zip(main.inputs.ids.tolist(), main.inputs.lengths, strict=True)]
+    other = -1 / (subject.facts["d_model"] - 1)
+    spread = []
+    for match, length in zip(some, main.inputs.lengths.tolist(), strict=True):
+        c = np.full(length - 2, other)
+        c[0] = 1 if match else other
+        spread.append(c.std())
+    assert found[SPREAD].value == pytest.approx(np.mean(spread), abs=1e-3)
+
+
+# ---- cosines ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "gpt2", "phi", "qwen3"])
+def test_cosines_are_those_of_the_scores_that_attention_is_made_of(name):
+    """Key by key: a key is that of the prompt cut there; what the cosines give with the lengths put back is the log of
+    the model's own attention weights, up to a constant."""
+    subject = Subject.of(FAMILIES[name].model(), None, name)
+    ids = torch.randint(3, 100, (5, 9), generator=torch.Generator().manual_seed(0))
+    batch = Batch(Tokens(ids, torch.full((5,), 9)), tuple("abcde"), {})
+    found = cosines(subject, batch)
+    final = subject.capture(batch, {Site.QUERY, Site.ATTENTION})
+    cut = [subject.capture(replace(batch, inputs=Tokens(ids, torch.full((5,), j + 1))), {Site.KEY}) for j in range(8)]
+    group = subject.facts["heads"] // subject.facts["kv_heads"]
+    for layer in range(2):
+        for head in range(subject.facts["heads"]):
+            q = final.query[layer, :, head].double().numpy()
+            k = np.stack([one.key[layer, :, head // group].double().numpy() for one in cut[1:]], 1)
+            dots = np.einsum("pd,pjd->pj", q, k)
+            c = dots / np.linalg.norm(q, axis=-1)[:, None] / np.linalg.norm(k, axis=-1)
+            np.testing.assert_allclose(found.spread[layer, head], c.std(1), atol=1e-6)
+            weight = final.attention[layer, :, head, 1:8].double().log().numpy()
+            scores = dots / q.shape[-1] ** 0.5
+            np.testing.assert_allclose(scores - scores[:, :1], weight - weight[:, :1], atol=1e-4)
+    assert found.contrast is None
+
+
+def test_contrast_is_the_mean_over_bearing_keys_less_the_mean_over_the_others():
+    task = named("bijection:replacement=true,pairs=8")
+    subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
+    batch = task.cut(12, 3)
+    found, everything = cosines(subject, batch), subject.capture(batch, {Site.KEY, Site.QUERY}, positions="all")
+    expected = []
+    for i, length in enumerate(batch.inputs.lengths.tolist()):
+        rows = (everything.prompt == i).nonzero()[:, 0]
+        q, k = everything.query[1, rows[-1], 5].double(), everything.key[1, rows, 1].double()
+        c = torch.nn.functional.cosine_similarity(q[None], k).numpy()
+        bears = batch.posterior.bearing[i, 0].numpy()
+        ours, others = ([c[j] for j in range(1, length - 1) if bears[j] == one] for one in (True, False))
+        if length >= 5 and ours and others:
+            expected.append(np.mean(ours) - np.mean(others))
+    assert 5 < len(expected) < 12
+    np.testing.assert_allclose(found.contrast[1, 5], expected, atol=1e-6)
+
+
+def test_cosines_do_not_change_with_the_lengths_of_queries_and_keys_but_with_a_part_common_to_all_keys():
+    subject = Subject.of(FAMILIES["gpt2"].model(), None, "gpt2")
+    batch = RECALL.cut(10, 0)
+    before = cosines(subject, batch).spread
+    attention = subject.model.transformer.h[0].attn.c_attn
+    width = subject.facts["d_model"]
+    with torch.no_grad():
+        attention.weight[:, : 2 * width] *= 3
+        attention.bias[: 2 * width] *= 3
+    np.testing.assert_allclose(cosines(subject, batch).spread[0], before[0], atol=1e-6)
+    with torch.no_grad():
+        attention.bias[width : 2 * width] += 50
+    assert cosines(subject, batch).spread[0].mean() < before[0].mean() / 2
+
+
+def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
+    subject = untrained(0)
+    main = RECALL.cut(8, 0)
+    lengths = main.inputs.lengths.clone()
+    lengths[:4] = 4
+    short = replace(main, inputs=Tokens(main.inputs.ids, lengths))
+    with pytest.raises(Refused, match="4 prompts have 5 tokens or more; query-key cosines need 5 units of them"):
+        cosines(subject, short)
+    lengths[:1] = 5
+    assert cosines(subject, short).spread.shape == (2, 2, 5)
+
+
+def test_without_twins_the_probe_refuses():
+    batch = RECALL.sample(10, 0)
+    view = View(captured(batch, [even(RECALL, 10)]), np.zeros(10), reading=Cosines(np.ones((1, 2, 10)), None))
+    with pytest.raises(Refused, match="scan with --nulls 20"):
+        qk_alignment.measure(view)
