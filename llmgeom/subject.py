@@ -299,13 +299,13 @@ class Subject:
 
         Raises Unavailable where it cannot be told how this model goes from the last residual to its logits.
         """
-        norm, head, after = self._reading
+        norm, head, after = self.unembedding
         parameter = next(head.parameters())
         hidden = norm(residual.to(parameter.device, parameter.dtype)[:, None])
         return after(head(hidden)[:, 0].float()).log_softmax(-1).cpu()
 
     @cached_property
-    def _reading(self) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
+    def unembedding(self) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
         """Final norm, output embedding, and what is done to logits after it: found by trial, on two sequences."""
         batch = parity.probe_batch(self)
         seen = self.capture(batch, {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
