@@ -1,6 +1,6 @@
 """How near can a linear read-out of vectors come to a known distribution, on sequences that it has never seen?
 
-The neighbour of `readout`, whose target is a number: here it is a distribution over outcomes, and what is missed is bits.
+The neighbour of `readout`, whose target is a number: here it is a distribution over outcomes, and bits are missed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
 from llmgeom.information import bits, kl
 from llmgeom.readout import folds
 from llmgeom.stats import Units
@@ -35,14 +34,15 @@ class Missed:
 def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, units: Units, seed: int) -> Missed:
     """KL(p || softmax(z W + b_position)) of every row at every site, held out by unit.
 
-    sites      [row coordinate] each, of one width; log_p [row outcome] or, another for each site, [site row outcome], in
-               nats; position [row] int64, for which the read-out has free weights b: what it reads off the coordinates is
-               beyond what the place in the sequence tells.
+    sites      [row coordinate] each, of one width.
+    log_p      [row outcome], or another for each site [site row outcome]; nats.
+    position   [row] int64; the read-out has a free b for each, so that what the place in the sequence tells is not
+               counted as read off the coordinates.
 
     Coordinates are standardised over the rows that are fitted (constant ones are 0) and divided by sqrt(d), so that a
     penalty means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2
-    times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the least
-    loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
+    times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the
+    least loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
     Raises Refused for fewer than 5 units.
     """
     fold, log_p = folds(units, seed), log_p.double()
@@ -97,7 +97,7 @@ def fit(x: Tensor, p: Tensor, penalty: Tensor, start: Tensor | None = None) -> T
 
 
 def _coordinates(x: Tensor, position: Tensor, kept: Tensor) -> Tensor:
-    """[site row coordinate]: standardised over the kept rows, over sqrt(d), beside FREE times an indicator a position."""
+    """[site row coordinate]: standardised over the kept rows, over sqrt(d); and FREE times an indicator a position."""
     centre = x[:, kept].mean(1, keepdim=True)
     z = x - centre
     size = z[:, kept].square().mean(1, keepdim=True).sqrt()

@@ -1,4 +1,4 @@
-"""Where between input and output does the exact posterior become readable, and do attention or the MLPs bring it there?"""
+"""Where between input and output does the exact posterior become readable, over attention or over the MLPs?"""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from llmgeom.subject import Subject
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
 LEAST_LAYERS = 2
 TWINS, SHUFFLED = "re-initialised", "another sequence's posterior"
+LEAST_STEPS = 3  # of two steps the larger is never less than half of their fall
 FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
+GRADUAL = "fall outside the largest step"
 HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
 CLAIMS = declared("belief_readout")
 
@@ -60,20 +62,22 @@ class Result(Base):
     MEANING = (
         "How many bits a linear read-out of the residual stream misses of the exact posterior, from the input of the "
         "first layer through each attention and each MLP to the output of the last. What falls over the MLPs is what "
-        "they add to what attention has made readable; 'the FFN applies Bayes' rule' says that it is more than half."
+        "they add to what attention has made readable; 'the FFN applies Bayes' rule' says that it is more than half. "
+        "Evidence that accumulates layer by layer leaves more than half of the fall outside the largest step."
     )
     COMPUTED = (
         "KL(exact || softmax(W x + b)), mean over queries of held-out sequences, where the task has a belief its "
         "belief, else its predictive distribution. W and one free b a position (penalised "
-        f"{1 / FREE**2:g} as much) are fitted to the exact distributions; 5 folds of whole sequences, the ridge penalty "
-        f"of {', '.join(f'{one:g}' for one in PENALTIES)} by the fold after. x: residual in, + attention's write, "
-        "residual out. Skill: 1 - last site / position alone. MLPs' share: the sum of falls from after attention to "
-        "residual out, over the fall from first to last site. Steps down: query by query, the share of sites lower "
-        "than the one before. Intervals are jackknifed over sequences with the fits held fixed."
+        f"{1 / FREE**2:g} as much) are fitted to the exact distributions; 5 folds of whole sequences, the ridge "
+        f"penalty of {', '.join(f'{one:g}' for one in PENALTIES)} by the fold after; at most {MOST_ROWS} queries. x: "
+        "residual in, + attention's write, residual out. Skill: 1 - last site / position alone. MLPs' share: the sum "
+        "of falls from after attention to residual out, over the fall from first to last site. Outside the largest "
+        "step: 1 - the largest fall from site to site over the same. Steps down: query by query, the share of sites "
+        "lower than the one before. Intervals are jackknifed over sequences with the fits held fixed."
     )
     NULL = (
-        "The model re-initialised, read alike (for the share, what its MLPs take off over the model's own fall, which "
-        "is no ratio of noise); the posterior of another sequence at the same place; and one half for share and steps."
+        "The model re-initialised, read alike (for shares of the fall, its bits over the model's own fall, which is no "
+        "ratio of noise); the posterior of another sequence at the same place; and for shares of the fall one half."
     )
     FAILURE_MODES = (
         "The read-out ends in a softmax: log-likelihoods that attention has merely added up are normalised by it, and "
@@ -114,8 +118,8 @@ class Lens(Base):
         "Evidence that accumulates goes down step by step, and not at once at the end."
     )
     COMPUTED = (
-        "KL(final || logit lens), the lens being the model's own final norm and output embedding (nostalgebraist 2020), "
-        "mean over prompts. Linear CKA with the last residual, raw coordinates, unbiased HSIC (Song et al. 2012). Way "
+        "KL(final || logit lens), the lens being the model's own final norm and output embedding (nostalgebraist, "
+        "2020), mean over prompts. Linear CKA with the last residual, raw coordinates, unbiased HSIC (Song et al. 2012). Way "
         "done: 1 - KL at the input of the middle layer / KL at the input of the first. Steps down: the share of layers "
         "whose input is nearer than that of the layer before, the output left out: it is at 0 by definition. Intervals "
         "are jackknifed over templates. Nothing is fitted: no split, no penalty."
@@ -123,8 +127,8 @@ class Lens(Base):
     NULL = "The model re-initialised, its own lens held against its own end."
     FAILURE_MODES = (
         "The lens is not calibrated: early residuals are written in other bases than the last, and a large KL may say "
-        "no more than that. An untrained model says little, so that its ratios are of small numbers. CKA is that of the "
-        "coordinates of largest variance; one outlier coordinate can carry it."
+        "no more than that. An untrained model says little, so that its ratios are of small numbers. CKA is that of "
+        "the coordinates of largest variance; one outlier coordinate can carry it."
     )
 
     missed: np.ndarray = quantity(
@@ -182,19 +186,29 @@ def measure(view: View) -> Result | Lens:
     def of_twins(statistic: Callable) -> dict[str, np.ndarray]:
         return {TWINS: np.array([statistic(twin, every) for twin in twins])}
 
+    def over_own(statistic: Callable) -> dict[str, np.ndarray]:
+        return {TWINS: of_twins(statistic)[TWINS] / fall(own, every)}
+
+    def divided(statistic: Callable) -> Callable:
+        return lambda of, kept: statistic(of, kept) / fall(of, kept)
+
     add(SKILL, skill, of_twins(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
     span = add(FALL, fall, of_twins(fall))
-    if not both:
-        warnings.append("what attention writes cannot be told here: no share of the MLPs")
-    elif span.low <= 0:
+    if span.low <= 0:
         warnings.append(
             f"from input to output the read-out gains {fall(own, every):.2g} bits [{span.low:.2g}, {span.high:.2g}], "
-            "not distinguishable from 0: the MLPs' share of it is left out"
+            "not distinguishable from 0: shares of it are left out"
         )
     else:
-        null = {TWINS: np.array([_over_mlps(twin, every) for twin in twins]) / fall(own, every)}
-        add(SHARE, lambda of, kept: _over_mlps(of, kept) / fall(of, kept), null, at=0.5)
-    add(DOWN, _down, of_twins(_down), at=0.5)
+        if both:
+            add(SHARE, divided(_over_mlps), over_own(_over_mlps), at=0.5)
+        if len(own) > LEAST_STEPS:
+            add(GRADUAL, divided(_outside), over_own(_outside), at=0.5)
+    if not both:
+        warnings.append("what attention writes cannot be told here: there is no share of the MLPs")
+    if len(own) <= LEAST_STEPS:
+        warnings.append(f"{len(own) - 1} steps: of so few the largest is never less than half, and it is left out")
+    add(DOWN, _down, of_twins(_down))
     layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
     names = [f"{name} {layer}" for layer in range(layers) for name in (("in", "attention") if both else ("in",))]
     return Result(
@@ -293,6 +307,12 @@ def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
 def _over_mlps(missed: np.ndarray, rows: np.ndarray) -> float:
     """Bits that fall from after attention to residual out, summed over layers; missed [site row]."""
     return float((missed[1::2, rows] - missed[2::2, rows]).mean(1).sum())
+
+
+def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
+    """Bits that fall from first to last site, less those of the largest step."""
+    falls = -np.diff(missed[:, rows].mean(1))
+    return float(falls.sum() - falls.max())
 
 
 def _down(missed: np.ndarray, rows: np.ndarray) -> float:

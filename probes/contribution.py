@@ -1,9 +1,9 @@
-"""Which branch changes the answer, attention or the MLP: by the size of what it writes, and by what its absence does?"""
+"""Which branch changes the answer, attention or the MLP: by the size of its writes, and by what their absence does?"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -24,7 +24,8 @@ from llmgeom.subject import Subject
 
 MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every twin
 BRANCHES = (Site.ATTENTION_WRITE, Site.MLP_WRITE)
-BY_NORM, BY_EFFECT, BY_EVIDENCE = (f"MLPs over attentions, by {what}" for what in ("norm", "effect", "evidence"))
+BY_NORM, BY_EFFECT = "MLPs over attentions, by norm", "MLPs' share of the effects"
+BY_EVIDENCE = "MLPs' share of the lost evidence"
 TWINS = "re-initialised"
 CLAIMS = declared("contribution")
 
@@ -95,19 +96,22 @@ class Result(Base):
 
     TITLE = "MLPs against attention"
     MEANING = (
-        "How large the writes of the MLPs are beside those of attention, and how much more the answer changes when an "
-        "MLP's write is held at its mean than when attention's is. 'The FFN performs the update' says that the second "
-        "ratio is above 1, and above that of an untrained model."
+        "How large the writes of the MLPs are beside those of attention, and how much of what the answer changes, when "
+        "one write at a time is held at its mean, is the MLPs' doing. 'The FFN performs the update' says: more than "
+        "half of it, and more than MLPs do that have learnt nothing."
     )
     COMPUTED = (
-        "By norm: rms length of what is written at the positions that are asked; sum over layers of the MLPs' over that "
-        "of the attentions'. By effect: KL(clean || edited) of the next-token distribution, a branch's write replaced, "
-        "alone and only where it is asked, by its mean over the same rows; sum over layers of the MLPs' over that of "
-        f"the attentions'. The first row of each unit, at most {MOST}. By evidence, in tunnels: the rise of KL(exact || "
-        "model) in place of the KL. Intervals are jackknifed over units, the means held fixed. Nothing is fitted: no "
-        "split, no penalty."
+        "By norm: rms length of what is written at the positions that are asked; sum over layers of the MLPs' over "
+        "that of the attentions'. Effect: KL(clean || edited) of the next-token distribution, a branch's write "
+        "replaced, alone and only where it is asked, by its mean over the same rows; share: sum over layers of the "
+        "MLPs' over the sum of both branches'. Lost evidence, in tunnels: the rise of KL(exact || model) in place of "
+        f"the KL. The first row of each unit, at most {MOST}. Intervals are jackknifed over units, the means held "
+        "fixed. Nothing is fitted: no split, no penalty."
     )
-    NULL = "The model re-initialised, edited alike with its own means; for the claim also 1: as much as attention."
+    NULL = (
+        "The model re-initialised, edited alike with its own means; its MLPs' bits over the model's own total, for its "
+        "effects are small and mostly of MLPs. For shares also one half."
+    )
     FAILURE_MODES = (
         "A write that is the same in every row is large and does nothing when replaced by its mean; a norm is no "
         "effect. Where the MLP reads what attention wrote, attention replaced changes the MLP too, which counts for "
@@ -148,70 +152,63 @@ class OfEvidence(Result):
 
 
 def measure(view: View) -> Result:
-    """Norms, effects and their ratios. Raises Refused where no branch of attention changes anything."""
+    """Norms, effects and shares. Raises Refused where no branch changes anything."""
     own, twins = view.reading, view.twin_readings
-    rows = np.arange(len(own.units))
-    if not own.effect[0].sum() > 0:
-        raise Refused("no attention changes what this model says: there is nothing to hold the MLPs against")
-    ratios: dict[str, Callable[[Replaced, np.ndarray], float]] = {
-        BY_NORM: lambda of, kept: _over(np.sqrt(of.norm[..., kept].mean(-1))),
-        BY_EFFECT: lambda of, kept: _over(of.effect[..., kept].mean(-1)),
-    }
-    warnings = []
+    if not own.effect.sum() > 0:
+        raise Refused("no branch changes what this model says when replaced by its mean: there is nothing to share out")
+    count, units, warnings = len(set(own.units)), own.units, []
+    ratio = _ratio(own.norm)
+    span = jackknife(lambda kept: _ratio(own.norm[..., kept]), np.arange(len(units)), units, "log")
+    null = Null.of(TWINS, ratio, np.array([_ratio(twin.norm) for twin in twins]))
+    made = [headline(CLAIMS[BY_NORM], ratio, span, [null], n=len(units), units=count)]
+    made.append(_share(BY_EFFECT, own.effect, [twin.effect for twin in twins], units))
     if own.evidence is not None:
-        by_attention = own.evidence[0].sum(0)
-        span = jackknife(np.mean, by_attention, own.units)
+        total = own.evidence.sum((0, 1))
+        span = jackknife(np.mean, total, units)
         if span.low > 0:
-            # Over the model's own rise: a twin has no evidence to lose, and its ratio would be one of noise.
-            rise = by_attention.mean()
-            ratios[BY_EVIDENCE] = lambda of, kept: float(
-                of.evidence[1][:, kept].mean(-1).sum()
-                / (own.evidence[0][:, kept].mean(-1).sum() if of is own else rise)
-            )
+            made.append(_share(BY_EVIDENCE, own.evidence, [twin.evidence for twin in twins], units))
         else:
             warnings.append(
-                f"with attentions replaced KL(exact || model) rises by {by_attention.mean():.2g} bits "
-                f"[{span.low:.2g}, {span.high:.2g}], not distinguishable from 0: no ratio of the rises"
+                f"with branches replaced KL(exact || model) rises by {total.mean():.2g} bits "
+                f"[{span.low:.2g}, {span.high:.2g}], not distinguishable from 0: there is no evidence to share out"
             )
-    made = [
-        _headline(name, own, ratio, np.array([ratio(twin, rows) for twin in twins])) for name, ratio in ratios.items()
-    ]
-
-    def each(branch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        spans = [jackknife(np.mean, layer, own.units) for layer in own.effect[branch]]
-        draws = np.stack([twin.effect[branch].mean(1) for twin in twins])
-        interval = np.array([[max(span.low, 0.0), span.high] for span in spans])
-        return own.effect[branch].mean(1), interval, layer_band({TWINS: draws})
-
-    norms = np.sqrt(own.norm.mean(-1))
+    norms, theirs = np.sqrt(own.norm.mean(-1)), [float(_part(twin.effect)) for twin in twins]
     values = {"attention_norm": norms[0], "mlp_norm": norms[1], "headlines": tuple(made), "warnings": tuple(warnings)}
     for branch, name in enumerate(("attention", "mlp")):
-        values |= zip((name, f"{name}_interval", f"{name}_null"), each(branch), strict=True)
-    passes = norms.size + 1
-    values["notes"] = (f"{len(rows)} rows of {len(set(own.units))} units, edited in {passes} passes a model",)
+        spans = [jackknife(np.mean, layer, units) for layer in own.effect[branch]]
+        values |= {
+            name: own.effect[branch].mean(1),
+            f"{name}_interval": np.array([[max(span.low, 0.0), span.high] for span in spans]),
+            f"{name}_null": layer_band({TWINS: np.stack([twin.effect[branch].mean(1) for twin in twins])}),
+        }
+    values["notes"] = (
+        f"{len(units)} rows of {count} units, edited in {norms.size} passes a model",
+        f"MLPs' share of their own effects in re-initialised models: {min(theirs):.2f} to {max(theirs):.2f}",
+    )
     if own.evidence is None:
         return Result(**values)
     rises = own.evidence.mean(-1)
     return OfEvidence(**values, attention_evidence=rises[0], mlp_evidence=rises[1])
 
 
-def _over(each: np.ndarray) -> float:
-    """Sum over layers, MLPs over attentions; 0 where attentions sum to nothing. each: [branch layer]."""
-    attention, mlp = each.sum(1)
-    return float(mlp / attention) if attention > 0 else 0.0
+def _ratio(norm: np.ndarray) -> float:
+    """Sum over layers of the rms lengths, MLPs over attentions; norm [branch layer row] squared lengths."""
+    attention, mlp = np.sqrt(norm.mean(-1)).sum(1)
+    return float(mlp / attention)
 
 
-def _headline(name: str, own: Replaced, ratio: Callable[[Replaced, np.ndarray], float], twins: np.ndarray) -> Headline:
-    """A ratio with its interval, on the log scale where it can be, against twins and for a claim against 1."""
-    claim, rows, count = CLAIMS[name], np.arange(len(own.units)), len(set(own.units))
-    value = ratio(own, rows)
-    if claim.scale == "log" and min(value, twins.min()) <= 0:
-        claim = replace(claim, scale="identity")
-    span = jackknife(lambda kept: ratio(own, kept), rows, own.units, "log" if claim.scale == "log" else "identity")
-    nulls = [Null.of(TWINS, value, twins, claim.side)]
-    if claim.claim:
-        logs = [math.log(max(end, 1e-300)) for end in (value, span.low, span.high)]
-        p = equivalence_p(logs[0], replace(span, low=logs[1], high=logs[2]), 0.0, math.inf, count)
-        nulls.append(Null("as much as attention", 1.0, 1.0, 1.0, p, 0, side=claim.side))
-    found = headline(claim, value, span, nulls, n=len(rows), units=count)
-    return replace(found, null="as much as attention") if found.null.startswith("as much") else found
+def _part(effect: np.ndarray, total: float | None = None) -> float:
+    """Of the total, or of the effects' own sum, that of the MLPs; effect [branch layer row]."""
+    attention, mlp = effect.mean(-1).sum(1)
+    total = attention + mlp if total is None else total
+    return float(mlp / total) if total else 0.0
+
+
+def _share(name: str, own: np.ndarray, twins: Sequence[np.ndarray], units: np.ndarray) -> Headline:
+    """The MLPs' share, against what the twins' MLPs do over the same total, and against one half."""
+    claim, count, value = CLAIMS[name], len(set(units)), _part(own)
+    span = jackknife(lambda kept: _part(own[..., kept]), np.arange(len(units)), units)
+    null = Null.of(TWINS, value, np.array([_part(twin, own.mean(-1).sum()) for twin in twins]), claim.side)
+    half = Null("one half", 0.5, 0.5, 0.5, equivalence_p(value, span, 0.5, math.inf, count), 0)
+    found = headline(claim, value, span, [null, half], n=len(units), units=count)
+    return replace(found, null="one half") if found.null.startswith("one half") else found
