@@ -119,10 +119,10 @@ class Lens(Base):
     )
     COMPUTED = (
         "KL(final || logit lens), the lens being the model's own final norm and output embedding (nostalgebraist, "
-        "2020), mean over prompts. Linear CKA with the last residual, raw coordinates, unbiased HSIC (Song et al. 2012). Way "
-        "done: 1 - KL at the input of the middle layer / KL at the input of the first. Steps down: the share of layers "
-        "whose input is nearer than that of the layer before, the output left out: it is at 0 by definition. Intervals "
-        "are jackknifed over templates. Nothing is fitted: no split, no penalty."
+        "2020), mean over prompts. Linear CKA with the last residual, raw coordinates, unbiased HSIC (Song et al., "
+        "2012). Way done: 1 - KL at the input of the middle layer / KL at the input of the first. Steps down: the "
+        "share of layers whose input is nearer than that of the layer before, the output left out: it is at 0 by "
+        "definition. Intervals are jackknifed over templates. Nothing is fitted: no split, no penalty."
     )
     NULL = "The model re-initialised, its own lens held against its own end."
     FAILURE_MODES = (

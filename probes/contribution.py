@@ -157,11 +157,14 @@ def measure(view: View) -> Result:
     if not own.effect.sum() > 0:
         raise Refused("no branch changes what this model says when replaced by its mean: there is nothing to share out")
     count, units, warnings = len(set(own.units)), own.units, []
-    ratio = _ratio(own.norm)
-    span = jackknife(lambda kept: _ratio(own.norm[..., kept]), np.arange(len(units)), units, "log")
-    null = Null.of(TWINS, ratio, np.array([_ratio(twin.norm) for twin in twins]))
-    made = [headline(CLAIMS[BY_NORM], ratio, span, [null], n=len(units), units=count)]
-    made.append(_share(BY_EFFECT, own.effect, [twin.effect for twin in twins], units))
+    made = [_share(BY_EFFECT, own.effect, [twin.effect for twin in twins], units)]
+    if min(one.norm.sum((1, 2)).min() for one in (own, *twins)) > 0:
+        ratio = _ratio(own.norm)
+        span = jackknife(lambda kept: _ratio(own.norm[..., kept]), np.arange(len(units)), units, "log")
+        null = Null.of(TWINS, ratio, np.array([_ratio(twin.norm) for twin in twins]))
+        made.append(headline(CLAIMS[BY_NORM], ratio, span, [null], n=len(units), units=count))
+    else:
+        warnings.append("a branch writes nothing here or in a re-initialised model: there is no ratio of norms")
     if own.evidence is not None:
         total = own.evidence.sum((0, 1))
         span = jackknife(np.mean, total, units)
