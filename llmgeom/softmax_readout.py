@@ -18,7 +18,7 @@ from llmgeom.stats import Units
 
 PENALTIES = (1.0, 0.03, 0.001, 0.00003)  # tried from the largest, each from where the one before ended
 FREE = 10.0  # the size of a position's indicator: its weight costs 1 / FREE^2 of what another's does
-ROUNDS, LEAST_GRADIENT = 60, 1e-7
+ROUNDS, LEAST_GRADIENT = 100, 1e-7
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from llmgeom.probes.contribution import MOST, OfEvidence, Replaced
 from llmgeom.scan import scan
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.train import Training, train
-from tests.families import FAMILIES
+from tests.families import FAMILIES, hooked
 from tests.test_replacing import LAST, alone, kl_of, last_log_probs, random_prompts, write_set, writes_of
 
 torch.set_num_threads(1)
@@ -36,13 +36,8 @@ def test_effects_norms_and_evidence_are_what_hooks_on_the_writers_do(name):
     assert list(made.units) == list(batch.unit)
 
     def missed(ids, p, *handles) -> float:
-        for handle in handles:
-            assert handle is not None
-        try:
+        with hooked(*handles):
             q = last_log_probs(subject.model, ids)[list(outcomes)]
-        finally:
-            for handle in handles:
-                handle.remove()
         return sum(float(a.exp() * (a - b)) for a, b in zip(p[0], q, strict=True) if a > -np.inf) / np.log(2)
 
     for branch, path in enumerate((family.attention_write, family.mlp_write)):
