@@ -183,7 +183,7 @@ STILL = torch.zeros(SEQUENCES * QUERIES, WIDTH, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(("writer", "share", "verdict"), [("mlp", 1, "PASS"), ("attention", 0, "FAIL")])
-def test_who_writes_the_posterior_has_the_share(writer, share, verdict):
+def test_who_writes_the_posterior_has_the_share(writer, share, verdict, coarse):
     brought = written(LOG_P, 2, 5.0)
     first = (STILL, brought) if writer == "mlp" else (brought, STILL)
     made = belief_readout.measure(viewed([first, (STILL, STILL)], EXACT))
