@@ -1,0 +1,342 @@
+"""Where between input and output does the exact posterior become readable, over attention or over the MLPs?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.alignment import centred_gram, cka
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.errors import Refused
+from llmgeom.information import bits, kl
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import WHOLE, Needs, View
+from llmgeom.softmax_readout import FREE, PENALTIES, read
+from llmgeom.stats import Interval, equivalence_p, jackknife
+from llmgeom.subject import Subject
+
+MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
+LEAST_LAYERS = 2
+TWINS, SHUFFLED = "re-initialised", "another sequence's posterior"
+LEAST_STEPS = 3  # of two steps the larger is never less than half of their fall
+FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
+GRADUAL = "fall outside the largest step"
+HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
+CLAIMS = declared("belief_readout")
+
+
+def lens(subject: Subject, batch: Batch) -> np.ndarray | None:
+    """[depth row] KL(what the model says || logit lens of the residual) in bits; None where there is an exact answer.
+
+    Raises Unavailable as `Subject.lens`."""
+    if batch.posterior is not None:
+        return None
+    seen = subject.capture(batch, {Site.RESIDUAL, Site.LOG_PROBS})
+    said = seen.log_probs.double().log_softmax(-1)
+    each = [kl(said, subject.lens(x).double().log_softmax(-1)) for x in seen.layers(Site.RESIDUAL)]
+    return bits(torch.stack(each).clamp_min(0).numpy())
+
+
+NEEDS = Needs(
+    sites=frozenset({Site.RESIDUAL}),
+    optional=frozenset({Site.ATTENTION_WRITE}),
+    shuffled=False,
+    samples=frozenset({WHOLE}),
+    read=lens,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """What a linear read-out of the residual stream misses of the exact posterior, site by site."""
+
+    TITLE = "Read-out of the posterior"
+    MEANING = (
+        "How many bits a linear read-out of the residual stream misses of the exact posterior, from the input of the "
+        "first layer through each attention and each MLP to the output of the last. What falls over the MLPs is what "
+        "they add to what attention has made readable; 'the FFN applies Bayes' rule' says that it is more than half. "
+        "Evidence that accumulates layer by layer leaves more than half of the fall outside the largest step."
+    )
+    COMPUTED = (
+        "KL(exact || softmax(W x + b)), mean over queries of held-out sequences, where the task has a belief its "
+        "belief, else its predictive distribution. W and one free b a position (penalised "
+        f"{1 / FREE**2:g} as much) are fitted to the exact distributions; 5 folds of whole sequences, the ridge "
+        f"penalty of {', '.join(f'{one:g}' for one in PENALTIES)} by the fold after; at most {MOST_ROWS} queries. x: "
+        "residual in, + attention's write, residual out. Skill: 1 - last site / position alone. MLPs' share: the sum "
+        "of falls from after attention to residual out, over the fall from first to last site. Outside the largest "
+        "step: 1 - the largest fall from site to site over the same. Steps down: query by query, the share of sites "
+        "lower than the one before. Intervals are jackknifed over sequences with the fits held fixed."
+    )
+    NULL = (
+        "The model re-initialised, read alike (for shares of the fall, its bits over the model's own fall, which is no "
+        "ratio of noise); the posterior of another sequence at the same place; and for shares of the fall one half."
+    )
+    FAILURE_MODES = (
+        "The read-out ends in a softmax: log-likelihoods that attention has merely added up are normalised by it, and "
+        "the MLP that would do so is given nothing. What is there but not linear is missed. A random network mixes "
+        "tokens, too, and much can be read from the mixture: see the twins. Where attention and MLP read the same "
+        "stream (parallel blocks), 'after attention' is a convention. Where the posterior's entropy depends on "
+        "position alone, so does part of what is read; position is given for free. That it can be read does not say "
+        "that the model uses it."
+    )
+
+    missed: np.ndarray = quantity(
+        "site",
+        "bits",
+        "KL(exact || read-out), held out",
+        Figure("curve", band="missed_null", interval="missed_interval"),
+    )
+    missed_interval: np.ndarray = quantity("site bound", "bits", "95 % interval over sequences, fits held fixed")
+    missed_null: np.ndarray = quantity("site bound", "bits", "band of re-initialised models")
+    position: float = quantity("", "bits", "KL(exact || read-out of the position alone)")
+    input: float = quantity("", "bits", "KL(exact || read-out of position and what is put in there)")
+    shuffled: float = quantity(
+        "", "bits", "KL(another sequence's posterior || read-out) at the last site, mean of draws"
+    )
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: dict[str, tuple]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lens(Base):
+    """How near each layer of a language model is to what it will say, and to where it will be."""
+
+    TITLE = "Towards the answer, layer by layer"
+    MEANING = (
+        "Prompts have no exact posterior; what a model will say takes its place. The lens reads each residual as if it "
+        "were the last: bits from the final distribution. CKA tells how alike the prompts lie there and at the end. "
+        "Evidence that accumulates goes down step by step, and not at once at the end."
+    )
+    COMPUTED = (
+        "KL(final || logit lens), the lens being the model's own final norm and output embedding (nostalgebraist, "
+        "2020), mean over prompts. Linear CKA with the last residual, raw coordinates, unbiased HSIC (Song et al., "
+        "2012). Way done: 1 - KL at the input of the middle layer / KL at the input of the first. Steps down: the "
+        "share of layers whose input is nearer than that of the layer before, the output left out: it is at 0 by "
+        "definition. Intervals are jackknifed over templates. Nothing is fitted: no split, no penalty."
+    )
+    NULL = "The model re-initialised, its own lens held against its own end."
+    FAILURE_MODES = (
+        "The lens is not calibrated: early residuals are written in other bases than the last, and a large KL may say "
+        "no more than that. An untrained model says little, so that its ratios are of small numbers. CKA is that of "
+        "the coordinates of largest variance; one outlier coordinate can carry it."
+    )
+
+    missed: np.ndarray = quantity(
+        "depth", "bits", "KL(final || logit lens)", Figure("curve", band="missed_null", interval="missed_interval")
+    )
+    missed_interval: np.ndarray = quantity("depth bound", "bits", "95 % interval over templates")
+    missed_null: np.ndarray = quantity("depth bound", "bits", "band of re-initialised models")
+    alike: np.ndarray = quantity("depth", "CKA", "with the last residual", Figure("curve", band="alike_null"))
+    alike_null: np.ndarray = quantity("depth bound", "CKA", "band of re-initialised models")
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+
+
+def measure(view: View) -> Result | Lens:
+    """The read-out where an exact answer is known, else the lens. Raises Refused for real-valued answers, and for a
+    posterior that position alone tells."""
+    if view.capture.batch.posterior is None:
+        return _lens(view)
+    whole = view.samples.get(WHOLE, view)
+    exact = whole.capture.exact
+    if exact.belief is None and not exact.outcomes:
+        raise Refused(
+            "what is asked is a real number: a softmax reads out what can be counted; try a task with outcomes"
+        )
+    rows = _rows(whole.capture, view.seed)
+    given = torch.from_numpy(rows)
+    log_p = (exact.predictive if exact.belief is None else exact.belief)[given].double()
+    position, units = whole.capture.position[given], whole.units[rows]
+
+    def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
+        return read(x, target, position, units, view.seed).kl
+
+    own = missed(_stream(whole.capture, given))
+    there = _input(whole.capture)[given]
+    base = missed([torch.zeros_like(there), there])
+    if base[0].mean() < 1e-6:
+        raise Refused("the position alone tells the posterior: there is nothing that a residual could add")
+    twins = [missed(_stream(twin, given)) for twin in whole.twins]
+    draws = [_exchanged(whole.capture, given, [view.seed, draw]) for draw in range(max(len(twins), 1))]
+    shuffled = missed([_stream(whole.capture, given)[-1]] * len(draws), torch.stack([log_p[one] for one in draws]))
+
+    every, both, made, warnings = np.arange(len(rows)), _writes(whole.capture), [], []
+
+    def add(name: str, statistic: Callable, null: dict[str, np.ndarray], at: float | None = None) -> Interval:
+        span = jackknife(lambda kept: statistic(own, kept), every, units)
+        made.append(_headline(name, statistic(own, every), span, null, units, at))
+        return span
+
+    def skill(of: np.ndarray, kept: np.ndarray) -> float:
+        return float(1 - of[-1, kept].mean() / base[0, kept].mean())
+
+    def fall(of: np.ndarray, kept: np.ndarray) -> float:
+        return float((of[0, kept] - of[-1, kept]).mean())
+
+    def of_twins(statistic: Callable) -> dict[str, np.ndarray]:
+        return {TWINS: np.array([statistic(twin, every) for twin in twins])}
+
+    def over_own(statistic: Callable) -> dict[str, np.ndarray]:
+        return {TWINS: of_twins(statistic)[TWINS] / fall(own, every)}
+
+    def divided(statistic: Callable) -> Callable:
+        return lambda of, kept: statistic(of, kept) / fall(of, kept)
+
+    add(SKILL, skill, of_twins(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
+    span = add(FALL, fall, of_twins(fall))
+    if span.low <= 0:
+        warnings.append(
+            f"from input to output the read-out gains {fall(own, every):.2g} bits [{span.low:.2g}, {span.high:.2g}], "
+            "not distinguishable from 0: shares of it are left out"
+        )
+    else:
+        if both:
+            add(SHARE, divided(_over_mlps), over_own(_over_mlps), at=0.5)
+        if len(own) > LEAST_STEPS:
+            add(GRADUAL, divided(_outside), over_own(_outside), at=0.5)
+    if not both:
+        warnings.append("what attention writes cannot be told here: there is no share of the MLPs")
+    if len(own) <= LEAST_STEPS:
+        warnings.append(f"{len(own) - 1} steps: of so few the largest is never less than half, and it is left out")
+    add(DOWN, _down, of_twins(_down))
+    layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
+    names = [f"{name} {layer}" for layer in range(layers) for name in (("in", "attention") if both else ("in",))]
+    return Result(
+        missed=own.mean(1),
+        missed_interval=_spans(own, units),
+        missed_null=_band([twin.mean(1) for twin in twins], own.mean(1)),
+        position=float(base[0].mean()),
+        input=float(base[1].mean()),
+        shuffled=float(shuffled.mean()),
+        headlines=tuple(made),
+        warnings=tuple(warnings),
+        notes=(f"{len(set(units))} sequences, {len(rows)} queries, seed {view.seed}",),
+        ticks={"site": (*names, "out")},
+    )
+
+
+def _lens(view: View) -> Lens:
+    """KL by the lens and CKA at every depth. Raises Refused below two layers."""
+    own, units, every = view.reading, view.units, np.arange(len(view.units))
+    middle = (len(own) - 1) // 2
+    if len(own) - 1 < LEAST_LAYERS:
+        raise Refused(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
+    grams = [
+        [centred_gram(x.float().numpy()) for x in one.layers(Site.RESIDUAL)] for one in (view.capture, *view.twins)
+    ]
+
+    def way(of: np.ndarray, kept: np.ndarray) -> float:
+        first = of[0, kept].mean()
+        return float(1 - of[middle, kept].mean() / first) if first > 0 else 0.0
+
+    def alike(of: Sequence[np.ndarray], kept: np.ndarray) -> float:
+        return cka(of[middle][np.ix_(kept, kept)], of[-1][np.ix_(kept, kept)])
+
+    made = []
+    for name, statistic, mine, theirs in (
+        (HALF_LENS, way, own, view.twin_readings),
+        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.twin_readings),
+        (HALF_CKA, alike, grams[0], grams[1:]),
+    ):
+        span = jackknife(lambda kept, f=statistic, mine=mine: f(mine, kept), every, units)
+        null = {TWINS: np.array([statistic(twin, every) for twin in theirs])}
+        made.append(_headline(name, statistic(mine, every), span, null, units))
+    alignment = np.array([[cka(one, of[-1]) for one in of] for of in grams])
+    return Lens(
+        missed=own.mean(1),
+        missed_interval=_spans(own, units),
+        missed_null=_band([twin.mean(1) for twin in view.twin_readings], own.mean(1)),
+        alike=alignment[0],
+        alike_null=_band(alignment[1:], alignment[0]),
+        headlines=tuple(made),
+    )
+
+
+def _rows(capture: Capture, seed: int) -> np.ndarray:
+    """The rows of whole sequences, in random order as many as stay within MOST_ROWS; ascending."""
+    prompt = capture.prompt.numpy()
+    order = np.random.default_rng([seed, 11]).permutation(np.unique(prompt))
+    sizes = np.bincount(prompt)[order].cumsum()
+    return np.flatnonzero(np.isin(prompt, order[sizes <= max(MOST_ROWS, sizes[0])]))
+
+
+def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
+    """[row d_model] of each site in order: the input of each layer, where it is known with attention's write, and the
+    output of the last."""
+    stream = [x[rows].double() for x in capture.layers(Site.RESIDUAL)]
+    if not _writes(capture):
+        return stream
+    wrote = [x[rows].double() for x in capture.layers(Site.ATTENTION_WRITE)]
+    pairs = zip(stream[:-1], wrote, strict=True)
+    return [each for x, write in pairs for each in (x, x + write)] + stream[-1:]
+
+
+def _writes(capture: Capture) -> bool:
+    return any(site is Site.ATTENTION_WRITE for site, _ in capture.tensors)
+
+
+def _input(capture: Capture) -> Tensor:
+    """[row coordinate] what is put in where it is asked: a token's indicator, or the real-valued row."""
+    inputs = capture.batch.inputs
+    there = inputs.data[capture.prompt, capture.position]
+    return (there[:, None] == there.unique()).double() if isinstance(inputs, Tokens) else there.double()
+
+
+def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
+    """[row] whose posterior each row is given: that of the next sequence in a random ring, at the same position."""
+    prompt, position = capture.prompt[rows].numpy(), capture.position[rows].numpy()
+    place = np.random.default_rng([*seed, 12]).permutation(prompt.max() + 1)[prompt]
+    given = np.empty(len(rows), dtype=np.int64)
+    for at in np.unique(position):
+        ring = np.flatnonzero(position == at)
+        ring = ring[np.argsort(place[ring])]
+        given[ring] = np.roll(ring, 1)
+    return torch.from_numpy(given)
+
+
+def _over_mlps(missed: np.ndarray, rows: np.ndarray) -> float:
+    """Bits that fall from after attention to residual out, summed over layers; missed [site row]."""
+    return float((missed[1::2, rows] - missed[2::2, rows]).mean(1).sum())
+
+
+def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
+    """Bits that fall from first to last site, less those of the largest step."""
+    falls = -np.diff(missed[:, rows].mean(1))
+    return float(falls.sum() - falls.max())
+
+
+def _down(missed: np.ndarray, rows: np.ndarray) -> float:
+    """The share of steps, site to site, at which a row misses less than before, mean over rows (fraction)."""
+    return float((np.diff(missed[:, rows], axis=0) < 0).mean())
+
+
+def _spans(missed: np.ndarray, units: np.ndarray) -> np.ndarray:
+    """[site bound] intervals of the means of [site row]."""
+    found = [jackknife(np.mean, one, units) for one in missed]
+    return np.array([[span.low, span.high] for span in found])
+
+
+def _band(draws: Sequence[np.ndarray], own: np.ndarray) -> np.ndarray:
+    return layer_band({TWINS: np.stack([*draws])}, "lower")
+
+
+def _headline(
+    name: str, value: float, span: Interval, null: dict[str, np.ndarray], units: np.ndarray, at: float | None = None
+) -> Headline:
+    """Held against each null, and where `at` is given against that value too."""
+    claim, count = CLAIMS[name], len(set(units))
+    nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
+    if at is not None:
+        nulls.append(Null("one half", at, at, at, equivalence_p(value, span, at, math.inf, count), 0, side=claim.side))
+    found = headline(claim, value, span, nulls, n=len(units), units=count)
+    return replace(found, null="one half") if found.null.startswith("one half") else found

@@ -1,0 +1,217 @@
+"""Which branch changes the answer, attention or the MLP: by the size of its writes, and by what their absence does?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.batch import Batch
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused
+from llmgeom.information import bits, kl
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import Needs, View
+from llmgeom.stats import LEAST_UNITS, equivalence_p, jackknife
+from llmgeom.subject import Subject
+
+MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every twin
+BRANCHES = (Site.ATTENTION_WRITE, Site.MLP_WRITE)
+BY_NORM, BY_EFFECT = "MLPs over attentions, by norm", "MLPs' share of the effects"
+BY_EVIDENCE = "MLPs' share of the lost evidence"
+TWINS = "re-initialised"
+CLAIMS = declared("contribution")
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What replacing each branch did, [branch layer row], bits; branch 0 is attention, 1 the MLP.
+
+    effect     KL(clean || edited).
+    evidence   rise of KL(exact || model), where an exact answer is known.
+    norm       [branch layer row] squared length of what is written there, of the clean model.
+    units      [row].
+    """
+
+    effect: np.ndarray
+    evidence: np.ndarray | None
+    norm: np.ndarray
+    units: np.ndarray
+
+
+def replaced(subject: Subject, batch: Batch) -> Replaced:
+    """Each branch of each layer alone set to its mean over these rows, at the positions that are asked.
+
+    Raises Refused below 5 units, and where what is asked is a real number.
+    """
+    exact, first = batch.posterior, {}
+    if exact is not None and not exact.outcomes:
+        raise Refused("what is asked is a real number: KL of next-token distributions does not compare such answers")
+    for row, unit in enumerate(batch.unit):
+        first.setdefault(unit, row)
+    if len(first) < LEAST_UNITS:
+        raise Refused(f"{len(first)} units: a contribution needs at least {LEAST_UNITS}; add templates or documents")
+    few = batch.take([*first.values()][:MOST])
+    clean = subject.capture(few, {Site.LOG_PROBS, *BRANCHES})
+    asked, units = _said(clean), np.array(few.unit)[clean.prompt.numpy()]
+
+    def missed(said: Tensor) -> np.ndarray:
+        return bits(kl(clean.exact.predictive.double(), said[:, list(exact.outcomes)]).numpy())
+
+    shape = len(BRANCHES), len(subject.blocks), len(asked)
+    effect, evidence = np.empty(shape), np.empty(shape)
+    for branch, site in enumerate(BRANCHES):
+        for layer, write in enumerate(clean.layers(site)):
+            said = _said(subject.capture(few, {Site.LOG_PROBS}, [_mean(site, layer, write)]))
+            effect[branch, layer] = bits(kl(asked, said).clamp_min(0).numpy())
+            if exact is not None:
+                evidence[branch, layer] = missed(said) - missed(asked)
+    norm = torch.stack([clean.stacked(site).double().square().sum(-1) for site in BRANCHES]).numpy()
+    return Replaced(effect, None if exact is None else evidence, norm, units)
+
+
+def _mean(site: Site, layer: int, write: Tensor) -> Edit:
+    mean = write.double().mean(0)
+    spec = {"do": "mean", "point": site.value}
+    return Edit(site.value, lambda x, where: mean.to(x).expand_as(x), (layer,), "query", spec)
+
+
+def _said(capture: Capture) -> Tensor:
+    return capture.log_probs.double().log_softmax(-1)  # float32 sums to 1 within 1e-7 only
+
+
+NEEDS = Needs(sites=frozenset(BRANCHES), shuffled=False, read=replaced)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """What each layer's attention and MLP write, and what the answer loses without them."""
+
+    TITLE = "MLPs against attention"
+    MEANING = (
+        "How large the writes of the MLPs are beside those of attention, and how much of what the answer changes, when "
+        "one write at a time is held at its mean, is the MLPs' doing. 'The FFN performs the update' says: more than "
+        "half of it, and more than MLPs do that have learnt nothing."
+    )
+    COMPUTED = (
+        "By norm: rms length of what is written at the positions that are asked; sum over layers of the MLPs' over "
+        "that of the attentions'. Effect: KL(clean || edited) of the next-token distribution, a branch's write "
+        "replaced, alone and only where it is asked, by its mean over the same rows; share: sum over layers of the "
+        "MLPs' over the sum of both branches'. Lost evidence, in tunnels: the rise of KL(exact || model) in place of "
+        f"the KL. The first row of each unit, at most {MOST}. Intervals are jackknifed over units, the means held "
+        "fixed. Nothing is fitted: no split, no penalty."
+    )
+    NULL = (
+        "The model re-initialised, edited alike with its own means; its MLPs' bits over the model's own total, for its "
+        "effects are small and mostly of MLPs. For shares also one half."
+    )
+    FAILURE_MODES = (
+        "A write that is the same in every row is large and does nothing when replaced by its mean; a norm is no "
+        "effect. Where the MLP reads what attention wrote, attention replaced changes the MLP too, which counts for "
+        "attention; effects do not add up. Rows asked at unlike positions share one mean, so that what a branch says "
+        "of position is taken away too. What attention wrote at earlier positions stays. A branch that others stand in "
+        "for does nothing alone."
+    )
+
+    attention_norm: np.ndarray = quantity("layer", "length", "rms of what attention writes", Figure("curve"))
+    mlp_norm: np.ndarray = quantity("layer", "length", "rms of what the MLP writes", Figure("curve"))
+    attention: np.ndarray = quantity(
+        "layer",
+        "bits",
+        "KL(clean || attention's write replaced)",
+        Figure("curve", band="attention_null", interval="attention_interval"),
+    )
+    attention_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over units")
+    attention_null: np.ndarray = quantity("layer bound", "bits", "band of re-initialised models")
+    mlp: np.ndarray = quantity(
+        "layer",
+        "bits",
+        "KL(clean || the MLP's write replaced)",
+        Figure("curve", band="mlp_null", interval="mlp_interval"),
+    )
+    mlp_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over units")
+    mlp_null: np.ndarray = quantity("layer bound", "bits", "band of re-initialised models")
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfEvidence(Result):
+    """The same where the exact answer is known."""
+
+    attention_evidence: np.ndarray = quantity("layer", "bits", "rise of KL(exact || model), attention's replaced")
+    mlp_evidence: np.ndarray = quantity("layer", "bits", "rise of KL(exact || model), the MLP's replaced")
+
+
+def measure(view: View) -> Result:
+    """Norms, effects and shares. Raises Refused where no branch changes anything."""
+    own, twins = view.reading, view.twin_readings
+    if not own.effect.sum() > 0:
+        raise Refused("no branch changes what this model says when replaced by its mean: there is nothing to share out")
+    count, units, warnings = len(set(own.units)), own.units, []
+    made = [_share(BY_EFFECT, own.effect, [twin.effect for twin in twins], units)]
+    if min(one.norm.sum((1, 2)).min() for one in (own, *twins)) > 0:
+        ratio = _ratio(own.norm)
+        span = jackknife(lambda kept: _ratio(own.norm[..., kept]), np.arange(len(units)), units, "log")
+        null = Null.of(TWINS, ratio, np.array([_ratio(twin.norm) for twin in twins]))
+        made.append(headline(CLAIMS[BY_NORM], ratio, span, [null], n=len(units), units=count))
+    else:
+        warnings.append("a branch writes nothing here or in a re-initialised model: there is no ratio of norms")
+    if own.evidence is not None:
+        total = own.evidence.sum((0, 1))
+        span = jackknife(np.mean, total, units)
+        if span.low > 0:
+            made.append(_share(BY_EVIDENCE, own.evidence, [twin.evidence for twin in twins], units))
+        else:
+            warnings.append(
+                f"with branches replaced KL(exact || model) rises by {total.mean():.2g} bits "
+                f"[{span.low:.2g}, {span.high:.2g}], not distinguishable from 0: there is no evidence to share out"
+            )
+    norms, theirs = np.sqrt(own.norm.mean(-1)), [float(_part(twin.effect)) for twin in twins]
+    values = {"attention_norm": norms[0], "mlp_norm": norms[1], "headlines": tuple(made), "warnings": tuple(warnings)}
+    for branch, name in enumerate(("attention", "mlp")):
+        spans = [jackknife(np.mean, layer, units) for layer in own.effect[branch]]
+        values |= {
+            name: own.effect[branch].mean(1),
+            f"{name}_interval": np.array([[max(span.low, 0.0), span.high] for span in spans]),
+            f"{name}_null": layer_band({TWINS: np.stack([twin.effect[branch].mean(1) for twin in twins])}),
+        }
+    values["notes"] = (
+        f"{len(units)} rows of {count} units, edited in {norms.size} passes a model",
+        f"MLPs' share of their own effects in re-initialised models: {min(theirs):.2f} to {max(theirs):.2f}",
+    )
+    if own.evidence is None:
+        return Result(**values)
+    rises = own.evidence.mean(-1)
+    return OfEvidence(**values, attention_evidence=rises[0], mlp_evidence=rises[1])
+
+
+def _ratio(norm: np.ndarray) -> float:
+    """Sum over layers of the rms lengths, MLPs over attentions; norm [branch layer row] squared lengths."""
+    attention, mlp = np.sqrt(norm.mean(-1)).sum(1)
+    return float(mlp / attention)
+
+
+def _part(effect: np.ndarray, total: float | None = None) -> float:
+    """Of the total, or of the effects' own sum, that of the MLPs; effect [branch layer row]."""
+    attention, mlp = effect.mean(-1).sum(1)
+    total = attention + mlp if total is None else total
+    return float(mlp / total) if total else 0.0
+
+
+def _share(name: str, own: np.ndarray, twins: Sequence[np.ndarray], units: np.ndarray) -> Headline:
+    """The MLPs' share, against what the twins' MLPs do over the same total, and against one half."""
+    claim, count, value = CLAIMS[name], len(set(units)), _part(own)
+    span = jackknife(lambda kept: _part(own[..., kept]), np.arange(len(units)), units)
+    null = Null.of(TWINS, value, np.array([_part(twin, own.mean(-1).sum()) for twin in twins]), claim.side)
+    half = Null("one half", 0.5, 0.5, 0.5, equivalence_p(value, span, 0.5, math.inf, count), 0)
+    found = headline(claim, value, span, [null, half], n=len(units), units=count)
+    return replace(found, null="one half") if found.null.startswith("one half") else found

@@ -1,0 +1,399 @@
+"""A posterior that a branch wrote is read where it was written; read-out, lens and CKA against other roads to them."""
+
+from __future__ import annotations
+
+from itertools import permutations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LogisticRegression
+
+from llmgeom import claims, softmax_readout, wind_tunnels
+from llmgeom.alignment import centred_gram, cka, hsic
+from llmgeom.batch import Batch, Posterior, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.errors import Refused
+from llmgeom.probes import belief_readout, known
+from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
+from llmgeom.readout import folds
+from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.softmax_readout import FREE, PENALTIES, fit, read
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import Training, train
+from tests.families import FAMILIES, hooked
+from tests.test_replacing import alone, last_log_probs, random_prompts
+
+torch.set_num_threads(1)
+
+# ---- the fit, against scikit-learn -----------------------------------------------------------------------------------
+
+
+def by_sklearn(x: np.ndarray, p: np.ndarray, penalty: float) -> np.ndarray:
+    """[coordinate outcome] weights: soft targets as rows that come once an outcome, weighted."""
+    n, outcomes = p.shape
+    model = LogisticRegression(C=1 / (penalty * n), fit_intercept=False, tol=1e-10, max_iter=20_000)
+    model.fit(np.repeat(x, outcomes, 0), np.tile(np.arange(outcomes), n), sample_weight=p.ravel())
+    return model.coef_.T
+
+
+def probabilities(logits: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(logits).softmax(-1).numpy()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(80, 6), (25, 40)])
+@pytest.mark.parametrize("penalty", [1.0, 0.03, 0.001])
+def test_soft_targets_are_fitted_as_scikit_learn_fits_weighted_rows(rows, width, penalty):
+    rng = np.random.default_rng(0)
+    x, other = rng.standard_normal((2, rows, width))
+    p = probabilities(2 * x[:, :4] + rng.standard_normal((rows, 4)))
+    p[0] = [1, 0, 0, 0]
+    found = fit(
+        torch.tensor(np.stack([x, other])), torch.tensor(np.stack([p, p])), torch.tensor([penalty, 2 * penalty])
+    )
+    for one, mine, cost in ((x, found[0], penalty), (other, found[1], 2 * penalty)):
+        theirs = by_sklearn(one, p, cost)
+        np.testing.assert_allclose(probabilities(one @ mine.numpy()), probabilities(one @ theirs), atol=1e-4)
+        new = rng.standard_normal((50, width))
+        np.testing.assert_allclose(probabilities(new @ mine.numpy()), probabilities(new @ theirs), atol=1e-4)
+
+
+def test_where_the_fit_starts_does_not_decide_where_it_ends():
+    rng = torch.Generator().manual_seed(0)
+    x, p = torch.randn(1, 60, 5, generator=rng).double(), torch.randn(1, 60, 3, generator=rng).double().softmax(-1)
+    plain, cost = fit(x, p, torch.tensor([0.01])), torch.tensor([0.01])
+    torch.testing.assert_close(
+        fit(x, p, cost, 3 * torch.randn(1, 5, 3, generator=rng).double()), plain, atol=1e-4, rtol=0
+    )
+
+
+def drawn(seed: int, sequences: int = 12, queries: int = 3, width: int = 5, outcomes: int = 3):
+    rng = np.random.default_rng(seed)
+    n = sequences * queries
+    x = rng.standard_normal((n, width)) * np.arange(1, width + 1) + 7
+    log_p = torch.from_numpy(x - 7)[:, :outcomes].log_softmax(-1)
+    units = [f"s{i}" for i in np.repeat(np.arange(sequences), queries)]
+    return x, log_p, torch.arange(queries).repeat(sequences), units
+
+
+def test_reading_is_nested_cross_validation_by_whole_units():
+    x, log_p, position, units = drawn(0)
+    x[:, -1] = 3  # constant: says nothing
+    noise = np.random.default_rng(1).standard_normal(x.shape)
+    found = read([torch.from_numpy(x), torch.from_numpy(noise)], log_p, position, units, seed=4)
+    fold, p = folds(units, 4), log_p.exp().numpy()
+    np.testing.assert_array_equal(found.fold, fold)
+    for site, one in enumerate((x, noise)):
+        for held in range(5):
+            rest, later = fold != held, fold == (held + 1) % 5
+            size = one[rest].std(0)
+            z = (one - one[rest].mean(0)) / np.where(size > 0, size, 1) / 5**0.5
+            z = np.hstack([z, FREE * np.eye(3)[position]])
+            tried = [by_sklearn(z[rest & ~later], p[rest & ~later], penalty) for penalty in PENALTIES[:-1]]
+            losses = [-(p * np.log(probabilities(z @ w)))[later].sum(1).mean() for w in tried]
+            chosen = found.penalty[site, held]
+            if chosen in PENALTIES[:-1]:
+                assert chosen == PENALTIES[int(np.argmin(losses))]
+            q = probabilities(z @ by_sklearn(z[rest], p[rest], chosen))
+            expected = (p * np.log2(p / q)).sum(1)[fold == held]
+            np.testing.assert_allclose(found.kl[site, fold == held], expected, atol=2e-3)
+    assert len({*found.penalty.ravel()}) > 1
+
+
+def test_each_site_may_have_a_target_of_its_own():
+    x, log_p, position, units = drawn(2)
+    other = log_p.flip(0)
+    both = read([torch.from_numpy(x)] * 2, torch.stack([log_p, other]), position, units, 0)
+    for site, target in enumerate((log_p, other)):
+        single = read([torch.from_numpy(x)], target, position, units, 0)
+        np.testing.assert_allclose(both.kl[site], single.kl[0], atol=1e-4)
+
+
+def test_what_position_tells_is_not_counted_as_read():
+    """A posterior that position decides is read without a residual, and certainty of 0 and 1 is no trouble."""
+    position, units = torch.arange(4).repeat(10), np.repeat(np.arange(10), 4)
+    log_p = torch.eye(4, dtype=torch.float64)[position].log()
+    found = read([torch.zeros(40, 3)], log_p, position, units, 0)
+    assert found.kl.min() >= 0 and found.kl.max() < 0.01
+
+
+# ---- residuals in which it is known who wrote the posterior ----------------------------------------------------------
+
+SEQUENCES, QUERIES, OUTCOMES, WIDTH = 60, 3, 3, 16
+
+
+def posteriors(seed: int) -> torch.Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(SEQUENCES, QUERIES, OUTCOMES, generator=rng, dtype=torch.float64)).log_softmax(-1)
+
+
+def noise(seed: int) -> torch.Tensor:
+    return torch.randn(SEQUENCES * QUERIES, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def written(log_p: torch.Tensor, seed: int, amount: float = 1.0) -> torch.Tensor:
+    """[row d_model]: the log-posterior in directions of its own, in float64."""
+    into = torch.randn(OUTCOMES, WIDTH, generator=torch.Generator().manual_seed(seed)).double()
+    return amount * log_p.flatten(0, 1) @ into
+
+
+def held(writes: list[tuple[torch.Tensor, torch.Tensor]], exact: Posterior, seed: int, known_writes: bool = True):
+    """A capture of whole sequences: noise at the input, then (attention, MLP) layer by layer."""
+    query = torch.zeros(SEQUENCES, 2 * QUERIES, dtype=torch.bool)
+    query[:, ::2] = True
+    rng = torch.Generator().manual_seed(5)
+    ids = torch.randint(6, (SEQUENCES, 2 * QUERIES), generator=rng)
+    lengths = torch.full((SEQUENCES,), 2 * QUERIES)
+    batch = Batch(Tokens(ids, lengths), tuple(f"s{i}" for i in range(SEQUENCES)), {}, query, None, {}, exact)
+    prompt, position = query.nonzero(as_tuple=True)
+    x, tensors = noise(seed), {}
+    for layer, (attention, mlp) in enumerate(writes):
+        tensors[Site.RESIDUAL, layer] = x
+        if known_writes:
+            tensors[Site.ATTENTION_WRITE, layer] = attention
+        x = x + attention + mlp
+    tensors[Site.RESIDUAL, len(writes)] = x
+    return Capture(batch, prompt, position, lengths, tensors)
+
+
+def viewed(writes, exact: Posterior, twins: int = 20, known_writes: bool = True) -> SimpleNamespace:
+    """Twins whose writes are noise alone."""
+    untrained = [
+        held(
+            [(noise(50 + 9 * i + n), noise(3000 + 9 * i + n)) for n in range(len(writes))],
+            exact,
+            9000 + i,
+            known_writes,
+        )
+        for i in range(twins)
+    ]
+    own = held(writes, exact, 1, known_writes)
+    sample = Sample(own, np.zeros(len(own.prompt)), tuple(untrained))
+    return SimpleNamespace(capture=own, samples={WHOLE: sample}, seed=0)
+
+
+def judged(made) -> dict:
+    return {h.name: h for h in claims.judge({"belief_readout": made.lowered()})["belief_readout"].headlines}
+
+
+LOG_P = posteriors(0)
+EXACT = Posterior(LOG_P, outcomes=tuple(range(OUTCOMES)))
+STILL = torch.zeros(SEQUENCES * QUERIES, WIDTH, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("writer", "share", "verdict"), [("mlp", 1, "PASS"), ("attention", 0, "FAIL")])
+def test_who_writes_the_posterior_has_the_share(writer, share, verdict, coarse):
+    brought = written(LOG_P, 2, 5.0)
+    first = (STILL, brought) if writer == "mlp" else (brought, STILL)
+    made = belief_readout.measure(viewed([first, (STILL, STILL)], EXACT))
+    found = judged(made)
+    assert found[SHARE].value == pytest.approx(share, abs=0.01) and found[SHARE].verdict == verdict
+    assert found[SHARE].units == SEQUENCES and found[SHARE].n == SEQUENCES * QUERIES
+    assert made.ticks["site"] == ("in 0", "attention 0", "in 1", "attention 1", "out")
+    falls = -np.diff(made.missed)
+    assert falls[1 if writer == "mlp" else 0] == pytest.approx(made.missed[0] - made.missed[-1], abs=1e-3)
+    assert found[SKILL].value > 0.9 and found[SKILL].verdict == "above null"
+    assert found[SKILL].value == pytest.approx(1 - made.missed[-1] / made.position)
+    assert found[FALL].value == pytest.approx(made.missed[0] - made.missed[-1])
+    # All at once is no accumulation.
+    assert found[GRADUAL].value == pytest.approx(0, abs=0.01) and found[GRADUAL].verdict == "FAIL"
+    assert found["steps down"].unit == "fraction" and found["steps down"].claim == ""
+    assert made.position == pytest.approx(made.input, rel=0.05) and made.shuffled >= made.position - 0.05
+
+
+def test_evidence_that_arrives_in_parts_is_accumulated_and_shared(coarse):
+    """The log-posterior is a sum of six parts, as of six observations; each write brings one."""
+    rng = torch.Generator().manual_seed(2)
+    parts = torch.randn(6, SEQUENCES, QUERIES, OUTCOMES, generator=rng, dtype=torch.float64)
+    exact = Posterior(parts.sum(0).log_softmax(-1), outcomes=EXACT.outcomes)
+    w = [written(part, 2, 5.0) for part in parts]
+    made = belief_readout.measure(viewed([(w[0], w[1]), (w[2], w[3]), (w[4], w[5])], exact))
+    found = judged(made)
+    falls = -np.diff(made.missed)
+    assert found[SHARE].value == pytest.approx(falls[1::2].sum() / falls.sum()) and 0.2 < found[SHARE].value < 0.8
+    assert found[GRADUAL].value == pytest.approx(1 - falls.max() / falls.sum())
+    assert found[GRADUAL].verdict == "PASS"
+    assert found["steps down"].value > 0.6
+
+
+@pytest.fixture
+def coarse(monkeypatch):
+    """Two penalties do where nothing depends on a fine one, in half the time."""
+    monkeypatch.setattr(softmax_readout, "PENALTIES", (0.03, 0.001))
+
+
+def test_a_residual_that_never_holds_the_posterior_passes_nothing(coarse):
+    """Random writes, or a posterior that belongs to other sequences: no share, or none that passes."""
+    above = 0
+    for seed in range(4):
+        writes = [(noise(700 + seed), noise(800 + seed))]
+        exact = EXACT if seed % 2 else Posterior(posteriors(seed + 1), outcomes=EXACT.outcomes)
+        if not seed % 2:
+            writes = [(written(LOG_P, 3), written(LOG_P, 4))]
+        made = belief_readout.measure(viewed(writes, exact))
+        found = judged(made)
+        above += found[SKILL].verdict == "above null"
+        assert all(found[name].verdict != "PASS" for name in (SHARE, GRADUAL) if name in found)
+        if SHARE not in found:
+            assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
+    assert above <= 1 and seed == 3
+
+
+def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
+    """What is readable by chance falls over its MLPs as over those of its twins."""
+    for seed in range(2):
+        faint = [(STILL, written(LOG_P, 20 + seed, 0.3) + 0.5 * noise(seed))]
+        view = viewed(faint, EXACT, twins=0)
+        twins = tuple(
+            held([(STILL, written(LOG_P, 60 + i, 0.3) + 0.5 * noise(30 + i))], EXACT, 200 + i) for i in range(20)
+        )
+        view.samples[WHOLE] = Sample(view.capture, view.samples[WHOLE].entropy, twins)
+        found = judged(belief_readout.measure(view))
+        assert found[SHARE].value == pytest.approx(1) and found[SHARE].verdict != "PASS"
+        assert found[SKILL].verdict != "above null"
+
+
+def test_the_belief_is_read_where_there_is_one():
+    exact = Posterior(posteriors(9), LOG_P, tuple(range(OUTCOMES)))
+    made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))], exact, twins=2))
+    assert made.missed[-1] < 0.1 * made.position
+
+
+def test_without_writes_there_is_a_curve_and_no_share():
+    made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))] * 2, EXACT, twins=2, known_writes=False))
+    assert made.missed.shape == (3,) and made.ticks["site"] == ("in 0", "in 1", "out")
+    assert {SHARE, GRADUAL}.isdisjoint(judged(made))
+    assert "what attention writes cannot be told" in made.warnings[0] and "2 steps" in made.warnings[1]
+
+
+def test_what_cannot_be_read_out_is_refused():
+    writes = [(STILL, STILL)]
+    with pytest.raises(Refused, match="what is asked is a real number"):
+        belief_readout.measure(viewed(writes, Posterior(LOG_P[..., :2]), twins=1))
+    alike = torch.full_like(LOG_P, -np.log(OUTCOMES))
+    with pytest.raises(Refused, match="the position alone tells the posterior"):
+        belief_readout.measure(viewed(writes, Posterior(alike, outcomes=EXACT.outcomes), twins=1))
+
+
+def test_many_rows_are_cut_to_whole_sequences(monkeypatch):
+    capture = held([(STILL, STILL)], EXACT, 0)
+    monkeypatch.setattr(belief_readout, "MOST_ROWS", 32)
+    rows = belief_readout._rows(capture, 3)
+    prompt, counts = np.unique(capture.prompt.numpy()[rows], return_counts=True)
+    assert len(prompt) == 10 and (counts == QUERIES).all()
+    assert set(rows) != set(belief_readout._rows(capture, 4))
+
+
+def test_another_sequence_s_posterior_is_at_the_same_position():
+    capture = held([(STILL, STILL)], EXACT, 0)
+    rows = torch.from_numpy(belief_readout._rows(capture, 0))
+    given = belief_readout._exchanged(capture, rows, [0, 1])
+    assert torch.equal(capture.position[given], capture.position) and sorted(given) == list(range(len(rows)))
+    donor = capture.prompt[given].view(SEQUENCES, QUERIES)
+    assert (donor == donor[:, :1]).all() and (donor[:, 0] != torch.arange(SEQUENCES)).all()
+    assert not torch.equal(given, belief_readout._exchanged(capture, rows, [0, 2]))
+
+
+# ---- prompts: lens and alignment -------------------------------------------------------------------------------------
+
+
+def test_unbiased_hsic_is_the_mean_over_quadruples_of_rows():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((7, 3)), rng.standard_normal((7, 9))
+    k, m = x @ x.T, y @ y.T
+    terms = [k[i, j] * m[i, j] + k[i, j] * m[q, r] - 2 * k[i, j] * m[i, q] for i, j, q, r in permutations(range(7), 4)]
+    assert hsic(k, m) == pytest.approx(np.mean(terms))
+
+
+def test_cka_is_of_places_and_not_of_directions():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((40, 30)) * np.arange(1, 31)
+    turn = np.linalg.qr(rng.standard_normal((30, 30)))[0]
+    assert cka(centred_gram(x), centred_gram(3 * x @ turn + 100)) == pytest.approx(1)
+    # With more coordinates than rows the plain estimate of unrelated vectors is far from 0; this one is not.
+    apart = [cka(*(centred_gram(rng.standard_normal((20, 200))) for _ in "ab")) for _ in range(40)]
+    assert abs(np.mean(apart)) < 0.03
+    assert cka(centred_gram(x), np.zeros((40, 40))) == 0
+
+
+def hand_lens(model, x: torch.Tensor, norm: str, head: str, cap: float | None = None) -> torch.Tensor:
+    normed = model.get_submodule(norm)(x)
+    logits = normed @ model.get_submodule(head).weight.T
+    return (logits if cap is None else cap * torch.tanh(logits / cap)).double().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "head", "cap"),
+    [("gpt_neox", "gpt_neox.final_layer_norm", "lm_head", None), ("gemma2", "model.norm", "lm_head", 4.0)],
+)
+@torch.no_grad()
+def test_the_lens_is_the_model_s_own_norm_and_embedding(name, norm, head, cap):
+    model, batch = FAMILIES[name].model(), random_prompts(units=6)
+    found = lens(Subject.of(model, name=name), batch)
+    assert found.shape == (3, 6)
+    for row, ids in enumerate(alone(batch)):
+        states = []
+
+        def entered(_module, args, kwargs, states=states):
+            states.append((args or [*kwargs.values()])[0][0, -1])
+
+        layers = model.get_submodule(FAMILIES[name].layers)
+        with hooked(*(layer.register_forward_pre_hook(entered, with_kwargs=True) for layer in layers)):
+            said = last_log_probs(model, ids)
+        for depth, x in enumerate(states):
+            q = hand_lens(model, x, norm, head, cap)
+            assert found[depth, row] == pytest.approx(float((said.exp() * (said - q)).sum()) / np.log(2), rel=1e-3)
+    assert found[-1].max() < 1e-5
+
+
+def test_the_lens_reads_no_model_where_an_answer_is_exact():
+    assert lens(None, held([(STILL, STILL)], EXACT, 0).batch) is None
+
+
+def at_depths(residuals: list[np.ndarray]) -> Capture:
+    n = len(residuals[0])
+    batch = Batch(
+        Tokens(torch.zeros(n, 2, dtype=torch.int64), torch.full((n,), 2)), tuple(f"t{i}" for i in range(n)), {}
+    )
+    tensors = {(Site.RESIDUAL, i): torch.from_numpy(x) for i, x in enumerate(residuals)}
+    return Capture(batch, torch.arange(n), torch.ones(n, dtype=torch.int64), torch.full((n,), 2), tensors)
+
+
+def test_the_way_and_the_steps_of_the_lens():
+    rng, n = np.random.default_rng(0), 30
+    own = np.array([8.0, 4.0, 2.0, 1.0, 0.0])[:, None] * rng.uniform(0.9, 1.1, n)
+    other = np.array([1.0, 1.5, 0.9, 0.5, 0.0])[:, None] * rng.uniform(0.9, 1.1, n)
+    x = [rng.standard_normal((n, 6)) for _ in range(5)]
+    captures = [at_depths(x)] * 4
+    view = View(captures[0], np.zeros(n), tuple(captures[1:]), reading=own, twin_readings=(other,) * 3)
+    made = belief_readout.measure(view)
+    found = {h.name: h for h in made.headlines}
+    way = found["lens: way done at half depth"]
+    assert way.value == pytest.approx(1 - own[2].mean() / own[0].mean())
+    assert way.null_low == pytest.approx(1 - other[2].mean() / other[0].mean())
+    assert found["lens: steps down"].value == 1 and found["lens: steps down"].null_low == pytest.approx(2 / 3, abs=0.05)
+    expected = cka(centred_gram(x[2]), centred_gram(x[4]))
+    assert found["CKA with the last, at half depth"].value == pytest.approx(expected, abs=1e-6)
+    np.testing.assert_allclose(made.missed, own.mean(1))
+    assert made.alike[-1] == pytest.approx(1) and made.alike[0] < 0.7
+    with pytest.raises(Refused, match="1 layer: a way from input to output has at least 2"):
+        belief_readout.measure(View(captures[0], np.zeros(n), reading=own[:2]))
+
+
+# ---- the whole way ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["neox", "lstm"])
+def test_a_tunnel_is_scanned_with_its_whole_sequences(tmp_path, arch):
+    folder = train(
+        Training("hmm:steps=4", arch=arch, width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
+    ).out
+    task = wind_tunnels.named("hmm:steps=4")
+    samples = {WHOLE: task.sample(25, 0, "held-out")}
+    cut = task.cut(25, 0, "held-out")
+    record = scan(Subject.load(str(folder)), cut, known(["belief_readout"]), nulls=2, samples=samples)
+    found = record.results["belief_readout"]
+    assert len(found.arrays["missed"]) == (5 if arch == "neox" else 3)
+    assert found.notes == ("25 sequences, 100 queries, seed 0",)
+    assert found.headlines[0].n == 100 and found.headlines[0].units == 25
