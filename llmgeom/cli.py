@@ -250,6 +250,27 @@ def ablate(**options: Any) -> int:
     return _show(out, [record], say)
 
 
+@main.command(epilog="Example:  llmgeom swap --model runs/bijection --layers 0,1")
+@_model_options
+@click.option("--task", help="NAME or NAME:field=value,... [default: what the model was trained on]")
+@click.option("--n", default=200, show_default=True, help="Sequences; a frame is found on half of them.")
+@click.option("--layers", default="all", show_default=True, help="all, or 0,1: whose input is swapped, one at a time.")
+@click.option("--controls", default=39, show_default=True, help="Random subspaces.")
+@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
+@click.option("--seed", default=0, show_default=True, help="Fixes sequences, swaps, halves and controls.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-swap-TASK-HASH]")
+@_say_options
+def swap(**options: Any) -> int:
+    """Where is evidence held? Exchange it inside the model, and hold the answer against the exact counterfactual."""
+    from llmgeom.experiments.swap import Request, perform
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with bar(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(**options), progress)
+    return _show(out, [record], say)
+
+
 @main.command(
     epilog="Example:  llmgeom train bijection:vocab=8 --arch llama --steps 600 --lr 1e-2 --out runs/bijection\n\n"
     "Example:  llmgeom train coin --arch lstm --lr auto\n\n"

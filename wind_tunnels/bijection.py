@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, uniform
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, renamed, uniform
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,18 @@ class Bijection(Task):
         known = (same[:, :, :-1, None] & shown[:, None]).any(2)
         possible = torch.where(known.any(-1, keepdim=True), known, ~used).double()
         return (possible / possible.sum(-1, keepdim=True)).log()
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """A value that is shown, at a place drawn evenly, and one that is not (or where all are, another) exchanged:
+        what another map would have shown at the same keys."""
+        if self.pairs < 2:
+            return None
+        n, device = len(inputs), generator.device
+        values = self._pairs(inputs)[1]
+        one = values.gather(1, torch.randint(self.pairs - 1, (n, 1), generator=generator, device=device))
+        lots = torch.rand(n, self.vocab, generator=generator, device=device)
+        lots = (lots - self._used(values)[:, -1].float()).scatter(1, one, -2.0)
+        return renamed(inputs, one + self.vocab, lots.argmax(1, keepdim=True) + self.vocab)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: each value alike, since a key alone tells nothing. bag of values: those not yet used, alike,

@@ -23,7 +23,7 @@ from llmgeom.wind_tunnels.hmm import (
     read_rows,
     walk,
 )
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, altered
 
 
 @dataclass(frozen=True)
@@ -115,6 +115,15 @@ class KeyedHMM(Task):
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self.log_belief(inputs)
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Another observation at one step, the last excepted, of the same chain."""
+        if self.steps < 2:
+            return None
+        symbols = altered(self._read(inputs)[1][:, :-1], self.symbols, generator)
+        other = inputs.clone()
+        other[:, self.states : -1, -self.symbols - self.chains : -self.chains] = one_hot(symbols, self.symbols).float()
+        return other
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: the belief from the last observation alone. one chain: keys are ignored, as if one chain had
