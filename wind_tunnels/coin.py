@@ -94,7 +94,7 @@ class Coin(Task):
         return _weights(_flips(inputs).cumsum(1), on_device(values, inputs.device))
 
     def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """One flip turned over, the last that is shown excepted. None where the bias may be 0 or 1, which forbids it."""
+        """One flip turned over, the last that is shown excepted. None where a bias of 0 or 1 forbids it."""
         kind, values = self._prior()
         if self.flips < 3 or (kind == "list" and {0.0, 1.0} & {*values}):
             return None

@@ -173,7 +173,8 @@ class HMM(Task):
         if self.steps < 2:
             return None
         hypothesis, symbols = self._read(inputs)
-        return self._inputs(hypothesis, torch.cat([altered(symbols[:, :-1], self.symbols, generator), symbols[:, -1:]], 1))
+        other = torch.cat([altered(symbols[:, :-1], self.symbols, generator), symbols[:, -1:]], 1)
+        return self._inputs(hypothesis, other)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: the belief from the last observation alone, ~ E_j,o_t. bag of values: from all so far, whatever
