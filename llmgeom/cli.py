@@ -195,7 +195,8 @@ def sula(**options: Any) -> int:
 
 @main.command(
     epilog="Example:  llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all\n\n"
-    "Example:  llmgeom ablate --model EleutherAI/pythia-70m --heads all --domain math"
+    "Example:  llmgeom ablate --model EleutherAI/pythia-70m --heads all --domain math\n\n"
+    "Example:  llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --heads all"
 )
 @_model_options
 @click.option("--axis", type=click.Choice(["entropy"]), default="entropy", show_default=True, help="What is edited.")
@@ -217,9 +218,8 @@ def sula(**options: Any) -> int:
 @click.option(
     "--positions",
     type=click.Choice(["query", "all"]),
-    default="query",
-    show_default=True,
-    help="Edit the final token, or all (of heads and blocks: but the first).",
+    help="Edit the final token (of a task: every query), or all (of prompts with heads and blocks: but the first)."
+    " [default: query; of a task all]",
 )
 @click.option("--domain", default="mixed", show_default=True, help="Prompt domain.")
 @click.option("--sula", is_flag=True, help="Label sequences in the place of a domain; see `llmgeom sula`.")
@@ -227,8 +227,10 @@ def sula(**options: Any) -> int:
 @click.option(
     "--k", "ks", type=Listed(int, "whole numbers"), default="1,2,4,8", show_default=True, help="Labels shown."
 )
-@click.option("--n", type=int, help="Prompts. [default: 75, or 20 for each k with --sula]")
+@click.option("--n", type=int, help="Prompts. [default: 75; 20 for each k with --sula; 200 sequences]")
 @click.option("--limit", type=int, help="A pool of at most LIMIT prompts.")
+@click.option("--task", help="Of heads and blocks: a task's sequences. [default: its own, of a tunnel's model]")
+@click.option("--also", multiple=True, help="Of heads and blocks: another training of the same model; repeat.")
 @click.option("--controls", default=199, show_default=True, help="Of an axis: draws of each control.")
 @click.option("--nulls", default=20, show_default=True, help="Of heads and blocks: re-initialised twins.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
@@ -241,6 +243,27 @@ def ablate(**options: Any) -> int:
     With --heads all or --blocks all: which heads, or blocks, does the output need? Replace each, one at a time.
     """
     from llmgeom.experiments.ablation import Request, perform
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with bar(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(**options), progress)
+    return _show(out, [record], say)
+
+
+@main.command(epilog="Example:  llmgeom swap --model runs/bijection --layers 0,1")
+@_model_options
+@click.option("--task", help="NAME or NAME:field=value,... [default: what the model was trained on]")
+@click.option("--n", default=200, show_default=True, help="Sequences; a frame is found on half of them.")
+@click.option("--layers", default="all", show_default=True, help="all, or 0,1: whose input is swapped, one at a time.")
+@click.option("--controls", default=39, show_default=True, help="Random subspaces.")
+@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
+@click.option("--seed", default=0, show_default=True, help="Fixes sequences, swaps, halves and controls.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-swap-TASK-HASH]")
+@_say_options
+def swap(**options: Any) -> int:
+    """Where is evidence held? Exchange it inside the model, and hold the answer against the exact counterfactual."""
+    from llmgeom.experiments.swap import Request, perform
 
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
     with bar(say["quiet"] or say["as_json"]) as progress:

@@ -19,6 +19,7 @@ from llmgeom.experiments.halves import Halves
 from llmgeom.experiments.parts import (
     BRANCH,
     EVIDENCE,
+    HALVED,
     LARGEST,
     OVER_LAST,
     OVER_MEDIAN,
@@ -336,8 +337,8 @@ def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypat
             perform(Request(offline=True, **asked))
         return str(told.value)
 
-    since = {"heads", "blocks", "nulls", "out", "offline", "device"}
-    named = {f.name: getattr(Request, f.name) for f in fields(Request) if f.name not in since}
+    since = {"heads", "blocks", "nulls", "task", "also", "out", "offline", "device"}
+    named = {f.name: getattr(Request, f.name) for f in fields(Request) if f.name not in since} | {"positions": "query"}
     assert spec() == digest(named | {"revision": Request().locate().revision})
     assert len({spec(), spec(heads="all"), spec(blocks="all"), spec(heads="all", nulls=2)}) == 4
 
@@ -352,4 +353,4 @@ def test_every_headline_of_the_parts_is_declared(subject):
     names = {h.name for kind in WAYS for m in examine(subject, BATCH, kind, nulls=1).results.values()
              for h in m.headlines}  # fmt: skip
     declared = {*parts.declared("heads"), *parts.declared("blocks")}
-    assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE}
+    assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE, HALVED}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, uniform
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, renamed, uniform
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,18 @@ class Bijection(Task):
         own = torch.eye(self.pairs, dtype=torch.bool, device=inputs.device) & earlier.any(1) & self.replacement
         told = torch.where(same.any(2, keepdim=True), same, earlier)
         return torch.stack([same | own, told], -1).flatten(2)[..., :-1]
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """A value that is shown, at a place drawn evenly, and one that is not (or where all are, another) exchanged:
+        what another map would have shown at the same keys."""
+        if self.pairs < 2:
+            return None
+        n, device = len(inputs), generator.device
+        values = self._pairs(inputs)[1]
+        one = values.gather(1, torch.randint(self.pairs - 1, (n, 1), generator=generator, device=device))
+        lots = torch.rand(n, self.vocab, generator=generator, device=device)
+        lots = (lots - self._used(values)[:, -1].float()).scatter(1, one, -2.0)
+        return renamed(inputs, one + self.vocab, lots.argmax(1, keepdim=True) + self.vocab)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: each value alike, since a key alone tells nothing. bag of values: those not yet used, alike,

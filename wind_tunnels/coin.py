@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, on_device
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, altered, on_device
 
 START = 2  # the token before the first flip; 0 is heads, 1 tails
 
@@ -92,6 +92,13 @@ class Coin(Task):
         if kind == "beta":
             return None
         return _weights(_flips(inputs).cumsum(1), on_device(values, inputs.device))
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """One flip turned over, the last that is shown excepted. None where a bias of 0 or 1 forbids it."""
+        kind, values = self._prior()
+        if self.flips < 3 or (kind == "list" and {0.0, 1.0} & {*values}):
+            return None
+        return torch.cat([inputs[:, :1], altered(inputs[:, 1:-1], 2, generator), inputs[:, -1:]], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: what the last flip alone says. A bag of values is exact here."""

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot, pad
 
 from llmgeom.errors import Refused
 from llmgeom.exact import forward_filter
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, seeded
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, altered, seeded
 
 LEAST = 5  # hundredths, of every probability
 TRANS, EMIT, SEP, OBS, SYMBOL = 96, 97, 98, 99, 100  # tokens 0 .. 95 are probabilities .05 .. 1.00
@@ -167,6 +167,14 @@ class HMM(Task):
         log_move, log_emit, _ = logs(*self._read(inputs))
         ahead = (belief[..., None] + log_move[:, None]).logsumexp(-2)
         return (ahead[..., None] + log_emit[:, None]).logsumexp(-2)
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Another observation at one step, the last excepted: every symbol can come from every state."""
+        if self.steps < 2:
+            return None
+        hypothesis, symbols = self._read(inputs)
+        other = torch.cat([altered(symbols[:, :-1], self.symbols, generator), symbols[:, -1:]], 1)
+        return self._inputs(hypothesis, other)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: the belief from the last observation alone, ~ E_j,o_t. bag of values: from all so far, whatever

@@ -23,7 +23,7 @@ from llmgeom.wind_tunnels.hmm import (
     read_rows,
     walk,
 )
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, altered
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,15 @@ class KeyedHMM(Task):
         much where the matrices are such that an observation tells nothing (two equal rows of T, say)."""
         keys = self._read(inputs)[2]
         return pad((keys[:, :, None] == keys[:, None, :]).tril(), (self.states, 0), value=True)
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Another observation at one step, the last excepted, of the same chain."""
+        if self.steps < 2:
+            return None
+        symbols = altered(self._read(inputs)[1][:, :-1], self.symbols, generator)
+        other = inputs.clone()
+        other[:, self.states : -1, -self.symbols - self.chains : -self.chains] = one_hot(symbols, self.symbols).float()
+        return other
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: the belief from the last observation alone. one chain: keys are ignored, as if one chain had

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot
 from llmgeom.errors import Refused
 from llmgeom.exact import dirichlet_multinomial
 from llmgeom.wind_tunnels.hmm import dirichlet, walk
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, altered
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,12 @@ class Markov(Task):
         end = torch.nn.functional.pad(start, (1, -1))
         taken = torch.arange(self.steps, device=inputs.device)[:, None] > 0
         return start | end | own & taken
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """Another symbol at one step, the last excepted. On the ring later answers do not depend on it."""
+        if self.steps < 2:
+            return None
+        return torch.cat([altered(inputs[:, :-1], self.symbols, generator), inputs[:, -1:]], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """bag of values: (1 + n_j) / (S + n) with n_j of the n symbols so far being j, whatever stood before them. The

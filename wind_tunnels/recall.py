@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, uniform
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, renamed, uniform
 
 PAD, STORE, FILLER, QUERY, SEP = range(5)
 FIRST_KEY = 10  # in the papers' layout
@@ -131,6 +131,14 @@ class Recall(Task):
         found[..., step - 1 : step * self.pairs : step] = same
         found[:, range(self.queries), query] = True
         return found
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """The values of two stored pairs exchanged, and with them the answers that are shown."""
+        if self.pairs < 2:
+            return None
+        values = self._stored(inputs)[1] + self.first_value
+        two = torch.rand(values.shape, generator=generator, device=generator.device).argsort(1)[:, :2]
+        return renamed(inputs, *values.gather(1, two).split(1, 1))
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: each value alike, since a key alone tells nothing. bag of values: the stored ones alike, less

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, on_device
+from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, altered, on_device
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,13 @@ class Recurrence(Task):
         program = math.log(self.program) + log_consistent - 3 * math.log(p)
         chance = (math.log1p(-self.program) - seen * math.log(p)).expand_as(program)
         return torch.stack([program, chance], -1).log_softmax(-1)
+
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+        """Another number at one step, the last that is shown excepted; chance might have drawn it."""
+        before, numbers = inputs.split([self.header, self.steps - 1], 1)
+        first = self.answers.tokens[0]
+        other = altered(numbers[:, :-1] - first, self.modulus, generator) + first
+        return torch.cat([before, other, numbers[:, -1:]], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """memoryless: what the last number alone says. A program stays where it is with probability

@@ -39,7 +39,8 @@ class Drawn:
 
 class Task(ABC):
     """A wind tunnel: a frozen dataclass whose fields are its spec. A subclass gives `vocabulary`, `length`, `query`,
-    `answers`, `draw`, `log_predictive`, and where it can `hypothesis`; its first docstring line is its title.
+    `answers`, `draw`, `log_predictive`, and where it can `hypothesis` and `swapped`; its first docstring line is its
+    title.
 
     A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that hypotheses can be held
     out of training by their hash. What a model is asked stands at the same positions in every sequence.
@@ -159,6 +160,11 @@ class Task(ABC):
         """
         return None
 
+    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+        """The same sequences with one piece of their evidence another, which the task might have drawn too: what the
+        answers would then have been, `log_predictive` says. None where the task does not say."""
+        return None
+
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
         """By name, what predictors that do not infer would say, as `log_predictive` says it. Uniform and constant ones
         need not be here: every task is held against them."""
@@ -271,6 +277,23 @@ def _signed(x: int) -> int:
 def uniform(inputs: Tensor, queries: int, outcomes: int) -> Float[Tensor, "sequence query outcome"]:
     """log 1/K at every query."""
     return torch.full((len(inputs), queries, outcomes), -math.log(outcomes), dtype=torch.float64, device=inputs.device)
+
+
+def altered(
+    symbols: Int[Tensor, "sequence place"], many: int, generator: torch.Generator
+) -> Int[Tensor, "sequence place"]:
+    """One symbol of each sequence, at a place drawn evenly, is another one of 0 .. many - 1."""
+    n, places = symbols.shape
+    chosen = torch.randint(places, (n, 1), generator=generator, device=generator.device)
+    further = torch.randint(1, many, (n, 1), generator=generator, device=generator.device)
+    return symbols.scatter(1, chosen, (symbols.gather(1, chosen) + further) % many)
+
+
+def renamed(
+    inputs: Int[Tensor, "sequence seq"], one: Int[Tensor, "sequence 1"], other: Int[Tensor, "sequence 1"]
+) -> Int[Tensor, "sequence seq"]:
+    """Two tokens exchanged wherever they stand."""
+    return torch.where(inputs == one, other, torch.where(inputs == other, one, inputs))
 
 
 def on_device(numbers: Sequence[float], device: torch.device) -> Float[Tensor, " number"]:

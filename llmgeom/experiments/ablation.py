@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom import claims
+from llmgeom import claims, hub, wind_tunnels
 from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
@@ -22,7 +22,7 @@ from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_directi
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
 from llmgeom.experiments.halves import Halves
 from llmgeom.experiments.replacing import Kind
-from llmgeom.experiments.scanning import POOL
+from llmgeom.experiments.scanning import POOL, SEQUENCES
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.prompts.domains import Domain
@@ -33,6 +33,8 @@ from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import jackknife, spearman
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import laws
+from llmgeom.wind_tunnels.task import Task
 
 DIRECTIONS, MODES = ("pc1", "ridge"), ("cut", "only", "shift")
 CONTROL = "ablation_control"
@@ -366,12 +368,14 @@ class Request(request.Request):
 
     heads: str | None = None
     blocks: str | None = None
+    task: str | None = None
+    also: tuple[str, ...] = ()
     nulls: int = NULLS
     axis: str = "entropy"
     directions: tuple[str, ...] = DIRECTIONS
     mode: str = "cut"
     layers: str = "last"
-    positions: str = "query"
+    positions: str | None = None
     domain: str = "mixed"
     sula: bool = False
     prior: str = "two-point"
@@ -391,7 +395,7 @@ class Request(request.Request):
         kind = "heads" if self.heads else "blocks" if self.blocks else None
         if kind and getattr(self, kind) != "all":
             raise Refused(f"--{kind} {getattr(self, kind)}: expected all")
-        for field in ("directions", "mode", "layers", "controls") if kind else ("nulls",):
+        for field in ("directions", "mode", "layers", "controls") if kind else ("nulls", "also"):
             given, default = getattr(self, field), getattr(Request, field)
             if given != default:
                 flag, said = self.FLAGS.get(field, f"--{field}"), given[0] if isinstance(given, tuple) else given
@@ -401,6 +405,27 @@ class Request(request.Request):
                     else f"{flag} {said}: an axis is held against --controls; leave it out, or give --heads or --blocks"
                 )
         return kind
+
+    def tunnel(self, located: hub.Located) -> Task | None:
+        """The task that is asked for, or else the model's own where no prompts are asked for. Raises Refused for one
+        that breaks its own laws, and beside prompts."""
+        prompts = [
+            flag
+            for flag, given in (
+                ("--sula", self.sula),
+                (f"--domain {self.domain}", self.domain != Request.domain),
+                (f"--limit {self.limit}", self.limit),
+            )
+            if given
+        ]
+        if self.task and prompts:
+            raise Refused(f"--task {self.task} with {prompts[0]}: a task's sequences are no prompts; leave one out")
+        spelt = self.task or (hub.tunnel_task(located.path) if hub.tunnel(located.path) and not prompts else None)
+        if spelt is None:
+            return None
+        task = wind_tunnels.named(spelt)
+        laws.obeyed(task)
+        return task
 
 
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
@@ -415,11 +440,18 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         ("--axis", (asked.axis,), ("entropy",)),
         ("--direction", asked.directions, DIRECTIONS),
         ("--mode", (asked.mode,), MODES),
-        ("--positions", (asked.positions,), ("query", "all")),
+        ("--positions", (asked.positions or "query",), ("query", "all")),
     ):
         if wrong := [one for one in given if one not in known]:
             raise Refused(f"{flag} {wrong[0]}: expected {' or '.join(known)}")
-    n = asked.n or (20 if asked.sula else 75)
+    located = asked.locate()
+    task = asked.tunnel(located)
+    if task and not kind:
+        raise Refused(f"{task.title}: an axis is edited in prompts; of a task give --heads all or --blocks all")
+    command = asked.command()
+    # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
+    asked = replace(asked, positions=asked.positions or ("all" if task else "query"))
+    n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
     for flag, value, least in (
         ("--n", n, 5 if asked.sula else 20),
         ("--controls", asked.controls, 1),
@@ -434,14 +466,21 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     if asked.sula and min(asked.ks) < 1:
         raise Refused(f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence")
     given, domain = prior(asked.prior), Domain(asked.domain)
-    located = asked.locate()
     # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
-    spec = asked.spec(located, without=() if kind else ("heads", "blocks", "nulls"))
-    what = f"ablate-{'sula' if asked.sula else asked.domain}-{kind or asked.mode}"
+    without = (
+        *(() if kind else ("heads", "blocks", "nulls")),
+        *(() if task else ("task",)),
+        *(() if asked.also else ("also",)),
+    )
+    spec = asked.spec(located, without=without)
+    drawn = type(task).__name__.lower() if task else "sula" if asked.sula else asked.domain
+    what = f"ablate-{drawn}-{kind or asked.mode}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
     request.check_folder(out, spec)
     subject = subject or asked.load()
-    if asked.sula:
+    if task:
+        batch = task.sample(n, asked.seed, "any" if task.memorisable else "held-out")
+    elif asked.sula:
         batch = Sula(available(subject.tokenizer), given, ks=asked.ks).sample(n, asked.seed)
     else:
         pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
@@ -451,10 +490,11 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         "seed": asked.seed,
         "batch_tokens": asked.batch_tokens,
         "progress": progress,
-        "facts": {"spec": spec, "command": asked.command()},
+        "facts": {"spec": spec, "command": command},
     }
     if kind:
-        record = parts.examine(subject, batch, kind, nulls=asked.nulls, **shared)
+        also = [replace(asked, model=one, revision=None).load() for one in asked.also]
+        record = parts.examine(subject, batch, kind, task=task, also=also, nulls=asked.nulls, **shared)
     else:
         chosen = {"directions": asked.directions, "mode": asked.mode, "layers": layers}
         record = examine(subject, batch, controls=asked.controls, **chosen, **shared)

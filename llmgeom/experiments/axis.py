@@ -17,7 +17,9 @@ from llmgeom.subject import Subject
 
 SIZE, VARIANCE = "same size", "same variance"
 Mode = Literal["cut", "only", "shift"]
-Move = Callable[[Tensor, Tensor], Tensor]  # x [row coordinate] float64, prompt [row] -> what is added to x
+# x [row coordinate] float64 at the edited positions and the number of each among all of them, input after input (edited
+# at its end alone, that of the prompt) -> what is added to x.
+Move = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)

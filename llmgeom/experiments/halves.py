@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -14,7 +14,7 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
 from llmgeom.experiments.axis import ridge
-from llmgeom.experiments.bench import Bench, Place
+from llmgeom.experiments.bench import Bench, Place, Tunnel
 from llmgeom.information import bits
 from llmgeom.readout import folds
 from llmgeom.record import Record
@@ -22,16 +22,16 @@ from llmgeom.result import Measured
 from llmgeom.scan import prompt_table, provenance
 from llmgeom.stats import LEAST_UNITS
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.task import Categorical, Task
+
+Positions = Literal["query", "all"]
 
 
 @dataclass(frozen=True, eq=False)
-class Halves:
-    """What the ablations start from.
+class Split:
+    """What is estimated on one half of the units and measured on the other starts from.
 
-    whole     the batch as token ids; fit, held: its halves.   asked  held, in the form in which it was given.
-    seen      "fit" and "held" -> the clean model at the final tokens.   entropy  the same -> [prompt] bits.
-    read      [prompt d_model] last residual stream -> bits: ridge regression of entropy, fitted on `fit`.
-    pair, exact  as in `Bench`.
+    whole     the batch as the model reads it; fit, held: its halves.   asked  held, in the form in which it was given.
     """
 
     subject: Subject
@@ -39,20 +39,12 @@ class Halves:
     whole: Batch
     fit: Batch
     held: Batch
-    seen: Mapping[str, Capture]
-    entropy: Mapping[str, np.ndarray]
-    read: Callable[[np.ndarray], np.ndarray]
-    pair: Tensor
-    exact: Tensor | None
     seed: int
     batch_tokens: int
 
-    @classmethod
-    def of(cls, subject: Subject, batch: Batch, sites: Set[Site], seed: int, batch_tokens: int) -> Halves:
-        """Halves by seed, with `sites` of the clean model. Raises Refused: a batch with positions of its own; fewer
-        than 5 units in a half."""
-        if batch.query is not None:
-            raise Refused("an edit is made where a prompt ends; this batch examines positions of its own: give prompts")
+    @staticmethod
+    def halved(subject: Subject, batch: Batch, seed: int) -> tuple[Batch, Batch, Batch, Batch]:
+        """asked, whole, fit and held, halves by seed. Raises Refused: fewer than 5 units in a half."""
         half = folds(batch.unit, seed, 2)
         whole = replace(batch, inputs=subject.tokens(batch))
         fit, held = (whole.take(np.flatnonzero(half == one)) for one in (0, 1))
@@ -60,6 +52,55 @@ class Halves:
             raise Refused(
                 f"{len(set(batch.unit))} units leave {least} in a half; {LEAST_UNITS} in each are needed: add templates"
             )
+        return batch.take(np.flatnonzero(half == 1)), whole, fit, held
+
+    def recorded(
+        self,
+        entropy: np.ndarray,
+        results: Mapping[str, Measured],
+        unmeasured: Mapping[str, str],
+        nulls: int,
+        facts: Mapping[str, Any],
+    ) -> Record:
+        """What was measured on `held`, entropy [input] in bits; its warnings and its time are not here."""
+        return Record(
+            results=results,
+            unmeasured=unmeasured,
+            prompts=prompt_table(self.subject, self.asked, self.held.inputs, entropy),
+            subject={k: v for k, v in self.subject.facts.items() if v is not None},
+            source=dict(self.asked.source),
+            facts={
+                **provenance(self.held, self.whole.inputs, self.seed, nulls),
+                "estimated on": len(self.fit),
+                **facts,
+            },
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Halves(Split):
+    """What the ablations of prompts start from.
+
+    seen      "fit" and "held" -> the clean model at the final tokens.   entropy  the same -> [prompt] bits.
+    read      [prompt d_model] last residual stream -> bits: ridge regression of entropy, fitted on `fit`.
+    pair, exact  as in `Bench`.
+    """
+
+    seen: Mapping[str, Capture]
+    entropy: Mapping[str, np.ndarray]
+    read: Callable[[np.ndarray], np.ndarray]
+    pair: Tensor
+    exact: Tensor | None
+
+    EVERYWHERE: ClassVar[Literal["later"]] = "later"  # many models park attention on the first token
+
+    @classmethod
+    def of(cls, subject: Subject, batch: Batch, sites: Set[Site], seed: int, batch_tokens: int) -> Halves:
+        """Halves by seed, with `sites` of the clean model. Raises Refused: a batch with positions of its own; fewer
+        than 5 units in a half."""
+        if batch.query is not None:
+            raise Refused("an edit is made where a prompt ends; this batch examines positions of its own: give prompts")
+        asked, whole, fit, held = cls.halved(subject, batch, seed)
         sites = {*sites, Site.RESIDUAL, Site.ENTROPY}
         seen = {"fit": subject.capture(fit, sites, batch_tokens=batch_tokens)}
         seen["held"] = subject.capture(held, sites | {Site.LOG_PROBS}, batch_tokens=batch_tokens)
@@ -73,8 +114,7 @@ class Halves:
         def read(x: np.ndarray) -> np.ndarray:
             return (x - centre) / sd @ w + intercept
 
-        asked = batch.take(np.flatnonzero(half == 1))
-        return cls(subject, asked, whole, fit, held, seen, entropy, read, pair, exact, seed, batch_tokens)
+        return cls(subject, asked, whole, fit, held, seed, batch_tokens, seen, entropy, read, pair, exact)
 
     def bench(self, places: tuple[Place, ...], positions: Literal["query", "all", "later"]) -> Bench:
         """The half that is measured, ready to be edited at these places."""
@@ -82,22 +122,73 @@ class Halves:
         rest = (entropy, self.read, self.pair, self.exact, self.batch_tokens)
         return Bench(self.subject, bare, places, positions, *rest)
 
+    def means(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
+        """[1 coordinate] over the edited positions of the half that is not measured."""
+        seen, rows = self.seen["fit"], slice(None)
+        if positions == "all":
+            seen = self.subject.capture(self.fit, sites, positions="all", batch_tokens=self.batch_tokens)
+            rows = seen.position > 0
+        return {place: x[rows].mean(0, keepdim=True) for place, x in by_place(seen, sites).items()}
+
+    def own(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor] | None:
+        """[row coordinate] what the half that is measured has at the edited positions; None where prompts of unlike
+        lengths have no positions in common."""
+        return by_place(self.seen["held"], sites) if positions == "query" else None
+
     def record(
         self, results: Mapping[str, Measured], unmeasured: Mapping[str, str], nulls: int, facts: Mapping[str, Any]
     ) -> Record:
-        """What was measured on `held`, with the prompts and the provenance; its warnings and its time are not here."""
-        return Record(
-            results=results,
-            unmeasured=unmeasured,
-            prompts=prompt_table(self.subject, self.asked, self.held.inputs, self.entropy["held"]),
-            subject={k: v for k, v in self.subject.facts.items() if v is not None},
-            source=dict(self.asked.source),
-            facts={
-                **provenance(self.held, self.whole.inputs, self.seed, nulls),
-                "estimated on": len(self.fit),
-                **facts,
-            },
-        )
+        """What was measured on `held`, with the prompts and the provenance."""
+        return self.recorded(self.entropy["held"], results, unmeasured, nulls, facts)
+
+
+@dataclass(frozen=True, eq=False)
+class Sequences(Split):
+    """What the ablations of a task start from: whole sequences, each position of which means the same in all."""
+
+    task: Task
+
+    EVERYWHERE: ClassVar[Literal["all"]] = "all"
+
+    @classmethod
+    def of(cls, subject: Subject, batch: Batch, task: Task, seed: int, batch_tokens: int) -> Sequences:
+        """Raises Refused: answers that are real numbers; a model with too few outputs; few sequences."""
+        if not isinstance(task.answers, Categorical):
+            raise Refused(f"{task.title} asks for real numbers: a divergence of next-token distributions is not theirs")
+        if (outputs := subject.facts["vocabulary"]) < task.vocabulary:
+            raise Refused(
+                f"{subject.name} has {outputs} outputs; {task.title} needs {task.vocabulary}: give --task with the "
+                "fields that it was trained with"
+            )
+        return cls(subject, *cls.halved(subject, batch, seed), seed, batch_tokens, task)
+
+    def bench(self, places: tuple[Place, ...], positions: Positions) -> Tunnel:
+        return Tunnel(self.subject, self.held, places, self.task, positions, self.batch_tokens)
+
+    def _seen(self, half: Batch, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
+        return by_place(self.subject.capture(half, sites, positions=positions, batch_tokens=self.batch_tokens), sites)
+
+    def means(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
+        """[position coordinate] over sequences, for each edited position by itself: where it stands stays known."""
+        n = len(self.fit)
+        return {place: x.unflatten(0, (n, -1)).mean(0) for place, x in self._seen(self.fit, sites, positions).items()}
+
+    def own(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
+        """[row coordinate] what the half that is measured has at the edited positions, sequence after sequence."""
+        return self._seen(self.held, sites, positions)
+
+    def record(
+        self, results: Mapping[str, Measured], unmeasured: Mapping[str, str], nulls: int, facts: Mapping[str, Any]
+    ) -> Record:
+        """What was measured on `held`; the entropy of a sequence is the mean over its queries."""
+        nats = self.subject.capture(self.held, {Site.ENTROPY}, batch_tokens=self.batch_tokens).entropy
+        entropy = bits(nats.double().numpy()).reshape(len(self.held), -1).mean(1)
+        return self.recorded(entropy, results, unmeasured, nulls, facts)
+
+
+def by_place(seen: Capture, sites: Set[Site]) -> dict[Place, Tensor]:
+    """[row coordinate] float64 of each layer of these sites."""
+    return {(site.value, n): x.flatten(1).double() for site in sites for n, x in enumerate(seen.layers(site))}
 
 
 def _labels(subject: Subject, batch: Batch) -> Tensor:

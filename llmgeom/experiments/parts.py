@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -11,26 +11,31 @@ import numpy as np
 
 from llmgeom import claims
 from llmgeom.batch import Batch
-from llmgeom.claims import declared, layer_band
+from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import Refused
 from llmgeom.experiments.bench import beside
-from llmgeom.experiments.halves import Halves
-from llmgeom.experiments.replacing import DONORS, WHERE, Kind, Positions, Replaced, Way, sites
+from llmgeom.experiments.halves import Halves, Positions, Sequences
+from llmgeom.experiments.replacing import DONORS, WHERE, WHERE_OF_A_TASK, Kind, Replaced, Way, sites
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.readout import folds
 from llmgeom.record import Record
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Figure, Headline, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats import jackknife
+from llmgeom.stats import LEAST_UNITS, Interval, equivalence_p, jackknife
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.task import Task
 
 TITLED: dict[Way, str] = {"zero": "set to 0", "mean": "set to the mean", "interchange": "exchanged"}
+CLAIMED: Way = "zero"  # as published
 TWINS = "re-initialised twins"
 LARGEST, SHARE, SECOND = "largest head", "share of the largest head", "second head over the largest"
 WEAKEST, OVER_MEDIAN = "weakest middle block", "weakest middle block over the median"
 OVER_LAST, BRANCH = "weakest middle block over the last", "MLPs over attentions"
 EVIDENCE = "largest rise of the evidence error"
+FIRST, TENFOLD = "share of the first layer's heads", "error without the weakest middle block"
+BOUNDS = {SECOND: 0.5, TENFOLD: 10.0}  # what a claim about a task must clear beside its null, by its own words
+HALVED = "heads above half of the largest"
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -74,11 +79,25 @@ class Heads(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadsOfEvidence(Heads):
-    """The same on label sequences, whose exact answer is known."""
+    """The same where the exact answer is known; of label sequences over the two labels."""
 
-    evidence: np.ndarray = quantity(
-        "layer head", "bits", "rise of KL(exact || model) over the two labels", Figure("heatmap")
-    )
+    evidence: np.ndarray = quantity("layer head", "bits", "rise of KL(exact || model)", Figure("heatmap"))
+
+
+OF_A_TASK = (
+    " Of a task: whole sequences, every number the mean over a sequence's queries; KL over all tokens, the rise of "
+    "KL(exact || model), and the error |H_model - H_exact|."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsOfTask(HeadsOfEvidence):
+    """The same on a task's sequences, with the error of entropy that the papers use."""
+
+    COMPUTED: ClassVar[str] = Heads.COMPUTED + OF_A_TASK
+
+    error: np.ndarray = quantity("layer head", "bits", "rise of |H_model - H_exact|", Figure("heatmap"))
+    clean_error: float = quantity("", "bits", "|H_model - H_exact| of the model as it is")
 
 
 def _curve(name: str) -> Figure:
@@ -129,15 +148,52 @@ class Blocks(Result):
 
 @dataclass(frozen=True, kw_only=True)
 class BlocksOfEvidence(Blocks):
-    """The same on label sequences, whose exact answer is known."""
+    """The same where the exact answer is known; of label sequences over the two labels."""
 
     evidence: np.ndarray = quantity(
         "layer",
         "bits",
-        "rise of KL(exact || model) over the two labels, both writes replaced",
+        "rise of KL(exact || model), both writes replaced",
         Figure("curve", band="evidence_null"),
     )
     evidence_null: np.ndarray = quantity("layer bound", "bits", "band of re-initialised models")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlocksOfTask(BlocksOfEvidence):
+    """The same on a task's sequences, with the error of entropy that the papers use."""
+
+    COMPUTED: ClassVar[str] = Blocks.COMPUTED + OF_A_TASK
+
+    error: np.ndarray = quantity(
+        "layer", "times", "|H_model - H_exact| over that of the model as it is", Figure("curve", band="error_null")
+    )
+    error_null: np.ndarray = quantity("layer bound", "times", "band of re-initialised models")
+    clean_error: float = quantity("", "bits", "|H_model - H_exact| of the model as it is")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trainings(Result):
+    """The headlines of several trainings of one architecture."""
+
+    TITLE: ClassVar[str] = "Over trainings"
+    MEANING: ClassVar[str] = (
+        "Each model is edited and measured alike on the same sequences, with its own means, donors and largest part. "
+        "What is said of one model may be that of its seed; what is said here is not."
+    )
+    COMPUTED: ClassVar[str] = (
+        "The headlines of each model, as above; then their mean, and Student's interval over models (a unit is a "
+        "training). Above half: parts whose effect on all units is more than half of the largest's, that one included."
+    )
+    NULL: ClassVar[str] = "Re-initialised twins of the first model, each alone: their band is wider than a mean's."
+    FAILURE_MODES: ClassVar[str] = (
+        "Trainings that differ in more than their seed are no sample of one thing; what was trained is for you to say."
+    )
+
+    training: np.ndarray = quantity("statistic training", "as named", "of each model, the first first")
+    headlines: tuple[Headline, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
 
 
 # ---- what stands out ------------------------------------------------------------------------------------------------
@@ -160,11 +216,13 @@ def found_apart(each: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[np.nda
 Fractions = Mapping[str, tuple[np.ndarray, np.ndarray]]  # headline -> numerator and denominator, [prompt] each
 
 
-def of_heads(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
+def of_heads(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
     """The headlines of heads as sum over prompts / sum over prompts."""
     kl = effects["kl"]
     largest, second = (found_apart(kl, half, rank)[0] for rank in (0, 1))
     found = {LARGEST: (largest, np.ones(len(half))), SHARE: (largest, kl.sum(0)), SECOND: (second, largest)}
+    if layers > 1 and "mae" in effects:
+        found[FIRST] = (kl[: len(kl) // layers].sum(0), kl.sum(0))
     return found | _of_evidence(effects, half)
 
 
@@ -177,6 +235,9 @@ def of_blocks(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
         median = found_apart(block, half, (n - 1) // 2, n // 2)[0]
         found |= {WEAKEST: (weakest, np.ones(len(half))), OVER_MEDIAN: (weakest, median)}
         found |= {OVER_LAST: (weakest, block[-1])}
+        if "mae" in effects:
+            error, clean = (np.split(effects[name], 3)[2] for name in ("mae", "clean_mae"))
+            found[TENFOLD] = (found_apart(error[1:-1], half, -1)[0], clean[0])
     return found | _of_evidence({k: np.split(v, 3)[2] for k, v in effects.items()}, half)
 
 
@@ -191,8 +252,12 @@ def _over(fraction: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice = sl
     return float(above / below) if below else 0.0
 
 
-def headlines(kind: Kind, own: Fractions, twins: Sequence[Fractions], units: np.ndarray) -> tuple[Headline, ...]:
+def headlines(
+    probe: str, own: Fractions, twins: Sequence[Fractions], units: np.ndarray, way: Way = CLAIMED
+) -> tuple[Headline, ...]:
     """Each fraction with its jackknife on the log scale, the parts found held fixed, beside those of the twins.
+
+    What the papers claim of a part replaced by 0 is no claim about another way.
 
     Simulated with log-normal effects of 16 heads, sd of the log 1 between prompts, 0.5 to 1.5 between heads, 37 units:
     covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and 74-87 %.
@@ -200,7 +265,8 @@ def headlines(kind: Kind, own: Fractions, twins: Sequence[Fractions], units: np.
     """
     made, rows = [], np.arange(len(units))
     for name, fraction in own.items():
-        claim = declared(kind)[name]
+        claim = declared(probe)[name]
+        claim = claim if way == CLAIMED else replace(claim, claim="")
         if not fraction[1].any():
             raise Refused(f"'{name}' is a share of nothing: what was replaced does not reach what the model says")
         # The log needs something positive left, whichever unit is taken out.
@@ -208,9 +274,26 @@ def headlines(kind: Kind, own: Fractions, twins: Sequence[Fractions], units: np.
         transform = "log" if claim.scale == "log" and positive else "identity"
         span = jackknife(lambda kept, fraction=fraction: _over(fraction, kept), rows, units, transform)
         span = replace(span, high=min(span.high, 1.0)) if claim.unit == "fraction" else span
-        null = {TWINS: np.array([_over(twin[name]) for twin in twins])}
-        made.append(beside(claim, _over(fraction), span, null, units))
+        value, null = _over(fraction), {TWINS: np.array([_over(twin[name]) for twin in twins])}
+        bounds = [_bound(claim, value, span, len(set(units)))] if claim.claim else []
+        made.append(beside(claim, value, span, null, units, *bounds))
     return tuple(made)
+
+
+def _bound(claim: Claim, value: float, span: Interval, units: int) -> Null:
+    """The number that a claim names, as a null without draws: Student's p that the value is not past it."""
+    bound = BOUNDS[claim.name]
+    near, far = (bound, np.inf) if claim.side == "upper" else (-np.inf, bound)
+    return Null("the number in the claim", bound, bound, bound, equivalence_p(value, span, near, far, units), 0)
+
+
+def _probe(effects: Mapping[str, np.ndarray], kind: str) -> str:
+    """The probe under which the headlines are declared."""
+    return f"{kind}_task" if "mae" in effects else kind
+
+
+def _where(own: Replaced, effects: Mapping[str, np.ndarray]) -> str:
+    return (WHERE_OF_A_TASK if "mae" in effects else WHERE)[own.positions]
 
 
 def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Heads:
@@ -219,8 +302,9 @@ def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.n
     Raises Refused as `headlines`, and for fewer than 5 units.
     """
     effects, units, layers = own.effects[way], own.units, own.layers
-    kl, made = effects["kl"], of_heads(effects, half)
-    found = headlines("heads", made, [of_heads(twin.effects[way], half) for twin in twins], units)
+    kl, made = effects["kl"], of_heads(effects, half, layers)
+    theirs = [of_heads(twin.effects[way], half, layers) for twin in twins]
+    found = headlines(_probe(effects, "heads"), made, theirs, units, way)
     mean = kl.mean(1)
     which = [own.parts[part].name for part in found_apart(kl, half, 0)[1]]
     warnings = []
@@ -237,52 +321,96 @@ def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.n
     values = {
         "kl": mean.reshape(layers, -1),
         "interval": spans(kl, units).reshape(layers, -1, 2),
-        "above_half": float((mean > mean.max() / 2).sum()),
+        "above_half": above_half(mean),
         "equal": 1 / len(mean),
         "headlines": found,
         "warnings": tuple(warnings),
         "notes": (
-            WHERE[own.positions],
+            _where(own, effects),
             f"largest head, as found on one half of the units and on the other: {', '.join(which)}",
         ),
     }
     if "evidence" not in effects:
         return Heads(**values)
-    return HeadsOfEvidence(**values, evidence=effects["evidence"].mean(1).reshape(layers, -1))
+    values["evidence"] = effects["evidence"].mean(1).reshape(layers, -1)
+    if "mae" not in effects:
+        return HeadsOfEvidence(**values)
+    rise = effects["mae"] - effects["clean_mae"]
+    clean = float(effects["clean_mae"].mean())
+    return HeadsOfTask(**values, error=rise.mean(1).reshape(layers, -1), clean_error=clean)
 
 
 def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Blocks:
     """Attentions, MLPs and whole blocks replaced in one way, as `measure_heads`."""
     effects, units, layers = own.effects[way], own.units, own.layers
-    found = headlines("blocks", of_blocks(effects, half), [of_blocks(twin.effects[way], half) for twin in twins], units)
+    theirs = [twin.effects[way] for twin in twins]
+    null = [of_blocks(one, half) for one in theirs]
+    found = headlines(_probe(effects, "blocks"), of_blocks(effects, half), null, units, way)
 
-    def branches(of: Replaced, effect: str = "kl") -> np.ndarray:
-        return of.effects[way][effect].mean(1).reshape(3, layers)
+    def branches(of: Mapping[str, np.ndarray], effect: str = "kl") -> np.ndarray:
+        return of[effect].mean(1).reshape(3, layers)
 
-    def beside_twins(draws: Sequence[np.ndarray]) -> np.ndarray:
-        return layer_band({TWINS: np.array(draws)})
+    def times(of: Mapping[str, np.ndarray]) -> np.ndarray:
+        return branches(of, "mae")[2] / branches(of, "clean_mae")[2]
 
-    kl, theirs = branches(own), [branches(twin) for twin in twins]
-    interval = spans(effects["kl"], units).reshape(3, layers, 2)
+    def beside_twins(statistic: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
+        return layer_band({TWINS: np.array([statistic(one) for one in theirs])})
+
+    kl, interval = branches(effects), spans(effects["kl"], units).reshape(3, layers, 2)
     values = {
         name + what: array
         for i, name in enumerate(("attention", "mlp", "block"))
         for what, array in (
             ("", kl[i]),
             ("_interval", interval[i]),
-            ("_null", beside_twins([twin[i] for twin in theirs])),
+            ("_null", beside_twins(lambda one, i=i: branches(one)[i])),
         )
     }
     values |= {
         "relative": kl[2] / np.median(kl[2]),
-        "relative_null": beside_twins([twin[2] / np.median(twin[2]) for twin in theirs]),
+        "relative_null": beside_twins(lambda one: (block := branches(one)[2]) / np.median(block)),
         "headlines": found,
-        "notes": (WHERE[own.positions], _middle(own, effects["kl"], half)),
+        "notes": (_where(own, effects), _middle(own, effects["kl"], half)),
     }
     if "evidence" not in effects:
         return Blocks(**values)
-    null = beside_twins([branches(twin, "evidence")[2] for twin in twins])
-    return BlocksOfEvidence(**values, evidence=branches(own, "evidence")[2], evidence_null=null)
+    values["evidence"] = branches(effects, "evidence")[2]
+    values["evidence_null"] = beside_twins(lambda one: branches(one, "evidence")[2])
+    if "mae" not in effects:
+        return BlocksOfEvidence(**values)
+    clean = float(effects["clean_mae"].mean())
+    return BlocksOfTask(**values, error=times(effects), error_null=beside_twins(times), clean_error=clean)
+
+
+def measure_trainings(
+    kind: Kind, way: Way, every: Sequence[Replaced], names: Sequence[str], twins: Sequence[Replaced], half: np.ndarray
+) -> Trainings:
+    """The headlines of each model, and their means over models. Raises Refused: fewer than 5 models; models that have
+    other parts than the first, or in which nothing reaches the output."""
+    if len(every) < LEAST_UNITS:
+        raise Refused(f"{len(every)} trainings: an interval over them needs at least {LEAST_UNITS}; give more --also")
+
+    def of(one: Replaced) -> dict[str, float]:
+        effects = one.effects[way]
+        made = of_heads(effects, half, one.layers) if kind == "heads" else of_blocks(effects, half)
+        found = {name: _over(fraction) for name, fraction in made.items()}
+        return found | ({HALVED: above_half(effects["kl"].mean(1))} if kind == "heads" else {})
+
+    values, null, trainings = [of(one) for one in every], [of(one) for one in twins], np.arange(len(every))
+    found = []
+    for name in values[0]:
+        x = np.array([one[name] for one in values])
+        entry = declared(_probe(every[0].effects[way], kind))[name]
+        claim = replace(entry, name=f"{name}, over trainings", claim="", counts="trainings")
+        draws = {TWINS: np.array([one[name] for one in null])}
+        found.append(beside(claim, x.mean(), jackknife(np.mean, x, trainings), draws, trainings))
+    table = np.array([[one[name] for one in values] for name in values[0]])
+    return Trainings(training=table, headlines=tuple(found), ticks={"statistic": (*values[0],), "training": (*names,)})
+
+
+def above_half(mean: np.ndarray) -> float:
+    """How many have more than half of the largest, the largest included."""
+    return float((mean > mean.max() / 2).sum())
 
 
 def _middle(own: Replaced, kl: np.ndarray, half: np.ndarray) -> str:
@@ -307,6 +435,8 @@ def examine(
     batch: Batch,
     kind: Kind,
     *,
+    task: Task | None = None,
+    also: Sequence[Subject] = (),
     positions: Positions = "query",
     nulls: int = NULLS,
     seed: int = 0,
@@ -316,34 +446,62 @@ def examine(
 ) -> Record:
     """Every head, or every block, replaced in each way, of the subject and of `nulls` re-initialised twins.
 
-    Raises Refused: fewer than 5 units in a half; a batch with positions of its own; writes that are not known.
+    task    whose whole sequences the batch holds; without it, prompts that are asked at their end.
+    also    other trainings of the same architecture.
+    Raises Refused: fewer than 5 units in a half; a batch with positions of its own and no task; writes that are not
+    known; models whose parts are not those of the first.
     """
     started = time.time()
 
-    def halves(of: Subject) -> Halves:
+    def halves(of: Subject) -> Halves | Sequences:
+        if task:
+            return Sequences.of(of, batch, task, seed, batch_tokens)
         return Halves.of(of, batch, sites(kind), seed, batch_tokens)
 
     def tell(done: int, total: int) -> None:
         if progress:
             progress(kind, done, total)
 
+    def replaced(stage: str, of: Sequence[Callable[[], Subject]]) -> list[Replaced]:
+        made = []
+        for one in of:
+            made.append(Replaced.of(halves(one()), kind, positions))
+            if progress:
+                progress(stage, len(made), len(of))
+        return made
+
     mine = halves(subject)
-    own, twins = Replaced.of(mine, kind, positions, tell), []
-    for i in range(nulls):
-        twins.append(Replaced.of(halves(subject.twin(seed + 1 + i)), kind, positions))
-        if progress:
-            progress(TWINS, i + 1, nulls)
+    own = Replaced.of(mine, kind, positions, tell)
+    others = replaced("other trainings", [lambda one=one: one for one in also])
+    for one, other in zip(also, others, strict=True):
+        if other.parts != own.parts:
+            raise Refused(
+                f"{one.name} has {len(other.parts)} {kind}, {subject.name} {len(own.parts)}: no such training"
+            )
+    twins = replaced(TWINS, [lambda i=i: subject.twin(seed + 1 + i) for i in range(nulls)])
     half, measure = folds(own.units, seed, 2), measure_heads if kind == "heads" else measure_blocks
-    results, unmeasured = {}, {}
+    names = [one.name for one in (subject, *also)]
+    measures: dict[str, Callable[[], Measured]] = {}
     for way in own.effects:
+        measures[f"{kind}_{way}"] = lambda way=way: _titled(measure(own, way, twins, half), way)
+        if also:
+            measures[f"{kind}_{way}_trainings"] = lambda way=way: _titled(
+                measure_trainings(kind, way, [own, *others], names, twins, half), way
+            )
+    results, unmeasured = {}, {}
+    for name, made in measures.items():
         try:
-            made = measure(own, way, twins, half).lowered()
-            results[f"{kind}_{way}"] = replace(made, title=f"{made.title}: {TITLED[way]}")
+            results[name] = made()
         except Refused as refusal:
-            unmeasured[f"{kind}_{way}"] = str(refusal)
+            unmeasured[name] = str(refusal)
     edited = {"kind": kind, "ways": list(own.effects), "positions": positions, "donors": DONORS}
     return replace(
         mine.record(claims.judge(results), unmeasured, nulls, {"parts": edited, **(facts or {})}),
         warnings=(*few_draws(nulls), *filter(None, [subject.facts.get("note")])),
         run=took(started),
     )
+
+
+def _titled(result: Result, way: Way) -> Measured:
+    made = result.lowered()
+    return replace(made, title=f"{made.title}: {TITLED[way]}")

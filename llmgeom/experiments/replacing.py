@@ -12,13 +12,13 @@ from torch import Tensor
 
 from llmgeom.capture import Site
 from llmgeom.edits import Point
+from llmgeom.errors import Unavailable
 from llmgeom.experiments.axis import Move
 from llmgeom.experiments.bench import Copy, Place
-from llmgeom.experiments.halves import Halves
+from llmgeom.experiments.halves import Halves, Positions, Sequences
 
 Kind = Literal["heads", "blocks"]
 Way = Literal["zero", "mean", "interchange"]
-Positions = Literal["query", "all"]
 WAYS: dict[Kind, tuple[Way, ...]] = {"heads": ("zero", "mean", "interchange"), "blocks": ("zero", "mean")}
 POINTS: dict[Kind, tuple[Point, ...]] = {"heads": ("z",), "blocks": ("attention_write", "mlp_write")}
 BRANCHES: dict[str, tuple[Point, ...]] = {
@@ -29,6 +29,10 @@ BRANCHES: dict[str, tuple[Point, ...]] = {
 WHERE: dict[Positions, str] = {
     "query": "replaced at the final token",
     "all": "replaced at every position but the first, the mean being taken over all of these",
+}
+WHERE_OF_A_TASK: dict[Positions, str] = {
+    "query": "replaced at every query, the means being taken query by query",
+    "all": "replaced at every position, the means being taken position by position",
 }
 DONORS = 4  # prompts whose z takes the place of a prompt's own, one after another; each of another unit
 
@@ -73,27 +77,28 @@ def donors(units: Sequence[str], count: int, seed: int) -> np.ndarray:
     )
 
 
-def zero(x: Tensor, prompt: Tensor) -> Tensor:
+def zero(x: Tensor, row: Tensor) -> Tensor:
     """To 0."""
     return -x
 
 
 def towards(mean: Tensor) -> Move:
-    """To the mean [coordinate]."""
-    return lambda x, prompt: mean - x
+    """To the mean [position coordinate], of one position or of each that is edited in an input."""
+    return lambda x, row: mean[row % len(mean)] - x
 
 
 def exchanged(own: Tensor, donor: np.ndarray) -> Move:
-    """To what the donor has, own[donor[prompt]], by what it has more than one's own: who gives to himself is moved by
-    exactly nothing, in whatever packing x was computed."""
-    given = own[torch.from_numpy(donor)] - own
-    return lambda x, prompt: given[prompt]
+    """To what the donor of an input has at the same position, own [row coordinate] with as many rows an input, by what
+    it has more than one's own: who gives to himself is moved by exactly nothing, in whatever packing x was computed."""
+    each = own.unflatten(0, (len(donor), -1))
+    given = (each[torch.from_numpy(donor)] - each).flatten(0, 1)
+    return lambda x, row: given[row]
 
 
 def _within(move: Move, columns: slice) -> Move:
-    def only(x: Tensor, prompt: Tensor) -> Tensor:
+    def only(x: Tensor, row: Tensor) -> Tensor:
         kept = torch.zeros_like(x)
-        kept[:, columns] = move(x, prompt)[:, columns]
+        kept[:, columns] = move(x, row)[:, columns]
         return kept
 
     return only
@@ -111,23 +116,31 @@ class Replaced:
 
     @classmethod
     def of(
-        cls, halves: Halves, kind: Kind, positions: Positions, tell: Callable[[int, int], None] | None = None
+        cls,
+        halves: Halves | Sequences,
+        kind: Kind,
+        positions: Positions,
+        tell: Callable[[int, int], None] | None = None,
     ) -> Replaced:
         """Means from one half of the units, effects on the other.
 
         positions   "query": at the final token. "all": at every position but the first, to which many models tie
                     what no head says, and by the mean over all those positions; there is no interchange then, for
-                    prompts differ in length.
+                    prompts differ in length. Of a task, whose sequences are alike: at every query, or at every
+                    position, by the mean of each or by what the donor has there.
         """
-        subject, layers, fit, later = halves.subject, len(halves.subject.blocks), halves.seen["fit"], slice(None)
-        if positions == "all":
-            fit = subject.capture(halves.fit, sites(kind), positions="all", batch_tokens=halves.batch_tokens)
-            later = fit.position > 0
+        layers, wanted = len(halves.subject.blocks), sites(kind)
         places: list[Place] = [(point, layer) for point in POINTS[kind] for layer in range(layers)]
-        # Stacked, so that layers of unlike heads are refused and not cut in the wrong places.
-        every = parts(kind, layers, *(halves.seen["fit"].z.shape[2:] if kind == "heads" else ()))
-        mean = {(p, n): fit.layers(Site(p))[n][later].flatten(1).double().mean(0) for p, n in places}
-        own = {(p, n): halves.seen["held"].layers(Site(p))[n].flatten(1).double() for p, n in places}
+        mean, own = halves.means(wanted, positions), halves.own(wanted, positions)
+        of = ()
+        if kind == "heads":
+            of = (halves.subject.facts["heads"], halves.subject.facts["head_dim"])
+            if unlike := {x.shape[1] for x in mean.values()} - {of[0] * of[1]}:
+                raise Unavailable(
+                    f"{halves.subject.name}: a layer of {of[0]} heads of {of[1]} and one of {unlike.pop()} "
+                    "coordinates; heads are cut alike in every layer"
+                )
+        every = parts(kind, layers, *of)
         moves: dict[Way, list[Callable[[Place], Move]]] = {
             "zero": [lambda place: zero],
             "mean": [lambda place: towards(mean[place])],
@@ -136,14 +149,14 @@ class Replaced:
                 for donor in donors(halves.held.unit, DONORS, halves.seed)
             ],
         }
-        ways = [way for way in WAYS[kind] if way != "interchange" or positions == "query"]
+        ways = [way for way in WAYS[kind] if way != "interchange" or own is not None]
         copies: list[Copy] = [
             {place: _within(to(place), part.columns) for place in part.places}
             for way in ways
             for part in every
             for to in moves[way]
         ]
-        found = halves.bench(tuple(places), "query" if positions == "query" else "later").run(copies, tell)
+        found = halves.bench(tuple(places), "query" if positions == "query" else halves.EVERYWHERE).run(copies, tell)
         effects: dict[Way, dict[str, np.ndarray]] = {way: {} for way in ways}
         ends = np.cumsum([len(every) * len(moves[way]) for way in ways])[:-1]
         for name, each in found.items():

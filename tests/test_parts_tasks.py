@@ -1,0 +1,396 @@
+"""In a task's sequences heads and blocks are replaced everywhere, and what is lost is what plain hooks lose."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from scipy import stats as scipy_stats
+
+from llmgeom import claims, wind_tunnels
+from llmgeom.cli import main
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.experiments import parts
+from llmgeom.experiments.bench import Packed
+from llmgeom.experiments.halves import Sequences
+from llmgeom.experiments.parts import (
+    BOUNDS,
+    CLAIMED,
+    FIRST,
+    HALVED,
+    SECOND,
+    TENFOLD,
+    examine,
+    headlines,
+    measure_trainings,
+    of_blocks,
+    of_heads,
+)
+from llmgeom.experiments.replacing import DONORS, WAYS, Replaced, donors
+from llmgeom.readout import folds
+from llmgeom.record import Record
+from llmgeom.result import Measured
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import Training, train
+from tests.brute_force import filtered, hmm_of_rows, hot
+from tests.families import hooked
+
+torch.set_num_threads(1)
+BIJECTION, HMM, FEW = "bijection:vocab=4,pairs=3", "hmm:steps=4", "hmm:steps=4,horizon=2"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made, root = {}, tmp_path_factory.mktemp("parts")
+
+    def get(task: str, arch: str, seed: int = 0, layers: int = 2):
+        if (task, arch, seed, layers) not in made:
+            given = Training(
+                task, arch=arch, width=32, layers=layers, heads=2, steps=25, batch=32, lr="1e-2", snapshots=2, seed=seed
+            )
+            made[task, arch, seed, layers] = train(given, root / f"{len(made)}").out
+        return made[task, arch, seed, layers]
+
+    return get
+
+
+@pytest.fixture(scope="module")
+def subject(folder):
+    return lambda task, arch, *more: Subject.load(str(folder(task, arch, *more)), offline=True)
+
+
+def batch_of(task, n: int = 20):
+    return task.sample(n, 0, "held-out")
+
+
+def halved(batch) -> list[torch.Tensor]:
+    half = folds(batch.unit, 0, 2)
+    return [batch.inputs.data[np.flatnonzero(half == one)] for one in (0, 1)]
+
+
+# ---- plain hooks, and answers written out ---------------------------------------------------------------------------
+
+
+def exact_of(spec: str, inputs: torch.Tensor) -> np.ndarray:
+    """[query outcome] by writing out every map, or every path."""
+    if spec.startswith("hmm"):
+        move, emit, shown = hmm_of_rows(inputs.tolist(), 3, 3)
+        return np.array(filtered([hot(row) for row in shown], move, emit))
+    row, found = inputs.tolist(), []
+    for q in range(0, len(row), 2):
+        pairs = [*zip(row[0:q:2], row[1:q:2], strict=True)]
+        left = [pi for pi in permutations(range(4)) if all(pi[k] + 4 == v for k, v in pairs)]
+        found.append([sum(pi[row[q]] == v for pi in left) / len(left) for v in range(4)])
+    return np.array(found)
+
+
+def said(task, model, inputs: torch.Tensor) -> np.ndarray:
+    """[query token] log-probabilities, nats."""
+    read = {"rows": inputs[None]} if task.features else {"input_ids": inputs[None]}
+    with torch.no_grad():
+        return model(**read).logits[0, list(task.query)].double().log_softmax(-1).numpy()
+
+
+def entropy(p: np.ndarray) -> np.ndarray:
+    return -(p * np.log2(p, where=p > 0, out=np.zeros_like(p))).sum(-1)
+
+
+def effects(task, spec, inputs, clean, edited) -> dict[str, float]:
+    """As bench.Tunnel, in plain numpy. Of a form: outcomes, and one more for all other tokens."""
+    exact, tokens = exact_of(spec, inputs), list(task.answers.tokens)
+
+    def form(log):
+        own = np.exp(log[:, tokens])
+        return np.concatenate([own, np.clip(1 - own.sum(1, keepdims=True), 0, 1)], 1)
+
+    def missed(log):
+        logs = log[:, tokens]
+        return (exact * (np.log(exact, where=exact > 0, out=np.zeros_like(exact)) - logs)).sum(1) / math.log(2)
+
+    each = {
+        "kl": (np.exp(clean) * (clean - edited)).sum(1) / math.log(2),
+        "evidence": missed(edited) - missed(clean),
+        "mae": abs(entropy(form(edited)) - entropy(exact)),
+        "clean_mae": abs(entropy(form(clean)) - entropy(exact)),
+    }
+    return {name: one[: task.trained].mean() for name, one in each.items()}
+
+
+def z_of(task, model, block, inputs: torch.Tensor) -> torch.Tensor:
+    """[position head head_dim] what arrives at the output projection."""
+    seen = []
+    with hooked(output_of(block).register_forward_pre_hook(lambda _m, args: seen.append(args[0].clone()))):
+        said(task, model, inputs)
+    return seen[0].reshape(len(inputs), 2, -1)
+
+
+def output_of(block):
+    return block.attention.dense if hasattr(block.attention, "dense") else block.attention.c_proj
+
+
+CASES = [(BIJECTION, "neox"), (HMM, "gpt2"), (FEW, "gpt2")]
+
+
+@pytest.mark.parametrize("positions", ["query", "all"])
+@pytest.mark.parametrize(("spec", "arch"), CASES)
+def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, arch, positions):
+    task, one = wind_tunnels.named(spec), subject(spec, arch)
+    batch = batch_of(task)
+    made = Replaced.of(Sequences.of(one, batch, task, 0, 60), "heads", positions)
+    assert tuple(made.effects) == WAYS["heads"], "positions mean the same in all sequences: even all can be exchanged"
+    fit, held = halved(batch)
+    at = torch.tensor(task.query) if positions == "query" else torch.arange(task.length)
+    given = donors(made.units.tolist(), DONORS, 0)
+    for layer, head in ((0, 1), (1, 0)):
+        block, part = one.blocks[layer], 2 * layer + head
+        mean = torch.stack([z_of(task, one.model, block, inputs)[:, head] for inputs in fit]).mean(0)
+        own = [z_of(task, one.model, block, inputs)[:, head] for inputs in held]
+
+        def with_z(inputs, value, block=block, head=head):
+            def hook(_module, args):
+                z = args[0].clone().reshape(1, len(inputs), 2, -1)
+                z[0, at, head] = value[at]
+                return (z.reshape(args[0].shape),)
+
+            with hooked(output_of(block).register_forward_pre_hook(hook)):
+                return said(task, one.model, inputs)
+
+        for way in WAYS["heads"]:
+            for i, inputs in enumerate(held[:4]):
+                values = {"zero": [0 * mean], "mean": [mean], "interchange": [own[j] for j in given[:, i]]}[way]
+                clean = said(task, one.model, inputs)
+                each = [effects(task, spec, inputs, clean, with_z(inputs, value)) for value in values]
+                for name in each[0]:
+                    expected = np.mean([found[name] for found in each])
+                    assert made.effects[way][name][part, i] == pytest.approx(expected, rel=1e-3, abs=3e-6), (way, name)
+        assert made.effects["zero"]["kl"][part].mean() > 1e-4
+
+
+@pytest.mark.parametrize(("spec", "arch"), CASES[:2])
+def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
+    task, one = wind_tunnels.named(spec), subject(spec, arch)
+    made = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
+    layer = one.blocks[1].layer
+
+    def bypass(_module, args, kwargs, out):
+        x = args[0] if args else kwargs["hidden_states"]
+        return (x, *out[1:]) if isinstance(out, tuple) else x
+
+    for i, inputs in enumerate(halved(batch_of(task))[1][:4]):
+        clean = said(task, one.model, inputs)
+        with hooked(layer.register_forward_hook(bypass, with_kwargs=True)):
+            edited = said(task, one.model, inputs)
+        expected = effects(task, spec, inputs, clean, edited)
+        for name, each in made.effects["zero"].items():
+            assert each[5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), (made.parts[5].name, name)
+
+
+def test_the_record_holds_each_effect_s_mean(subject):
+    task, one = wind_tunnels.named(HMM), subject(HMM, "gpt2", 0, 3)
+    batch = batch_of(task)
+    for kind in ("heads", "blocks"):
+        made = Replaced.of(Sequences.of(one, batch, task, 0, 4096), kind, "all")
+        record = examine(one, batch, kind, task=task, positions="all", nulls=2)
+        assert not record.unmeasured and record.source["name"] == HMM
+        for way, found in made.effects.items():
+            arrays = record.results[f"{kind}_{way}"].arrays
+            clean = found["clean_mae"][0].mean()
+            assert arrays["clean_error"] == pytest.approx(clean) and clean > 0
+            mean = {name: each.mean(1) for name, each in found.items()}
+            if kind == "heads":
+                np.testing.assert_allclose(arrays["kl"], mean["kl"].reshape(3, 2))
+                np.testing.assert_allclose(arrays["evidence"], mean["evidence"].reshape(3, 2))
+                np.testing.assert_allclose(arrays["error"], mean["mae"].reshape(3, 2) - clean, atol=1e-12)
+            else:
+                np.testing.assert_allclose(arrays["block"], mean["kl"][6:])
+                np.testing.assert_allclose(arrays["evidence"], mean["evidence"][6:])
+                np.testing.assert_allclose(arrays["error"], mean["mae"][6:] / clean)
+                times = next(h for h in record.results[f"blocks_{way}"].headlines if h.name == TENFOLD)
+                assert times.value == pytest.approx(mean["mae"][7] / clean)
+            assert record.results[f"{kind}_{way}"].notes[0].startswith("replaced at every position, the means being")
+    assert record.prompts["entropy"][0] == pytest.approx(
+        np.mean(entropy(np.exp(said(task, one.model, halved(batch)[1][0])))), abs=1e-5
+    )
+
+
+# ---- what the papers claim ------------------------------------------------------------------------------------------
+
+
+def test_only_parts_set_to_0_are_claimed_about_and_only_of_a_task(subject):
+    task = wind_tunnels.named(HMM)
+    for kind, name in (("heads", SECOND), ("blocks", TENFOLD)):
+        record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
+        claimed = {(probe, h.name) for probe, m in record.results.items() for h in m.headlines if h.claim}
+        assert claimed == {(f"{kind}_{CLAIMED}", name)}
+    assert {
+        name for probe in ("heads_task", "blocks_task") for name, c in parts.declared(probe).items() if c.claim
+    } == {*BOUNDS}
+
+
+def times(each, units=40, layers=3, seed=0):
+    """Headlines of blocks of which the middle one multiplies an error of .1 by `each`, with a scatter of a half."""
+    rng, n = np.random.default_rng(seed), units
+    error = np.ones((3 * layers, n))
+    error[2 * layers + 1] = each * np.exp(0.5 * rng.standard_normal(n)) * 0.1
+    effects = {"kl": np.ones((3 * layers, n)), "evidence": error, "mae": error, "clean_mae": np.full_like(error, 0.1)}
+    half = np.arange(n) % 2
+    return {**effects}, half
+
+
+@pytest.mark.parametrize(("each", "word"), [(15, "PASS"), (10.05, "INCONCLUSIVE"), (7, "FAIL")])
+def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
+    made, half = times(each)
+    twins = [of_blocks(times(1.5, seed=i + 1)[0], half) for i in range(20)]
+    found = headlines("blocks_task", of_blocks(made, half), twins, np.arange(40))
+
+    measured = Measured("", "", "", "", "", found, {}, {})
+    h = next(h for h in claims.judge({"x": measured})["x"].headlines if h.name == TENFOLD)
+    assert h.value == pytest.approx(made["mae"][7].mean() / 0.1) and h.verdict == word
+    natural = (h.high - h.low) / 2 / scipy_stats.t.ppf(0.975, 39)
+    p = scipy_stats.t.sf((h.value - 10) / natural, 39)
+    assert h.p == pytest.approx(max(p, 1 / 21))
+    of_twins = [of_blocks(times(20, seed=i + 1)[0], half) for i in range(20)]
+    other = headlines("blocks_task", of_blocks(made, half), of_twins, np.arange(40))
+    assert next(h for h in other if h.name == TENFOLD).p > 0.9, "an untrained model that loses more leaves no claim"
+
+
+def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
+    half, rng = np.arange(40) % 2, np.random.default_rng(0)
+
+    def kl(second, seed=0):
+        scatter = np.exp(0.05 * np.random.default_rng(seed).standard_normal((4, 40)))
+        one = np.array([[1.0], [second], [0.1], [0.1]]) * scatter
+        return {"kl": one, "evidence": one, "mae": one, "clean_mae": 0 * one}
+
+    twins = [of_heads(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
+    found = {second: {h.name: h for h in headlines("heads_task", of_heads(kl(second), half, 2), twins, np.arange(40))}
+             for second in (0.3, 0.6)}  # fmt: skip
+    assert found[0.3][SECOND].p < 0.05 and found[0.3][SECOND].high < 0.5 == found[0.3][SECOND].margin
+    assert found[0.6][SECOND].p > 0.5 and found[0.6][SECOND].low > 0.5
+    assert found[0.3][FIRST].value == pytest.approx(1.3 / 1.5, rel=0.02)
+    assert FIRST not in of_heads(kl(0.3), half, 1)
+
+
+# ---- over trainings -------------------------------------------------------------------------------------------------
+
+
+def test_over_trainings_every_model_counts_once(subject):
+    task = wind_tunnels.named(BIJECTION)
+    every = [subject(BIJECTION, "neox", seed) for seed in range(5)]
+    record = examine(every[0], batch_of(task), "heads", task=task, also=every[1:], positions="all", nulls=2)
+    half = folds(Sequences.of(every[0], batch_of(task), task, 0, 4096).held.unit, 0, 2)
+    for way in WAYS["heads"]:
+        measured = record.results[f"heads_{way}_trainings"]
+        found = {h.name: h for h in measured.headlines}
+        seconds, halves = [], []
+        for one in every:
+            kl = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "heads", "all").effects[way]["kl"]
+            largest, second = (parts.found_apart(kl, half, rank)[0] for rank in (0, 1))
+            seconds.append(second.sum() / largest.sum())
+            halves.append(sum(kl.mean(1) > kl.mean(1).max() / 2))
+        for name, each in ((SECOND, seconds), (HALVED, halves)):
+            h = found[f"{name}, over trainings"]
+            assert h.value == pytest.approx(np.mean(each)) and h.n == h.units == 5 and h.counts == "trainings"
+            width = scipy_stats.t.ppf(0.975, 4) * np.std(each, ddof=1) / np.sqrt(5)
+            assert (h.low, h.high) == pytest.approx((np.mean(each) - width, np.mean(each) + width))
+            row = measured.ticks["statistic"].index(name)
+            np.testing.assert_allclose(measured.arrays["training"][row], each)
+        assert (
+            measured.ticks["training"] == tuple(one.name for one in every)
+            and not found[f"{SECOND}, over trainings"].claim
+        )
+
+
+def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
+    task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
+    record = examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 1)], nulls=1)
+    assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
+    with pytest.raises(Refused, match=r"has 6 heads, .* 4: no such training"):
+        examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 0, 3)], nulls=1)
+    made = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
+    five = measure_trainings("blocks", "zero", [made] * 5, "abcde", [made], folds(made.units, 0, 2))
+    assert HALVED not in five.ticks["statistic"] and five.headlines[0].low == five.headlines[0].high
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def ablate(*options: str):
+    return CliRunner().invoke(main, ["ablate", "--offline", "-q", *options], prog_name="llmgeom")
+
+
+def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder, tmp_path):
+    given = ["--model", str(folder(HMM, "gpt2")), "--n", "20", "--nulls", "1"]
+    done = ablate(*given, "--heads", "all", "--out", str(tmp_path / "own"))
+    assert done.exit_code == 0, done.output
+    record = Record.load(tmp_path / "own")
+    assert record.facts["parts"]["positions"] == "all" and record.source["name"] == HMM
+    assert record.source["split"] == "held-out" and record.facts["command"].endswith("--heads all --nulls 1 --n 20")
+    assert "ise of |H_model - H_exact|" in (tmp_path / "own" / "report.html").read_text()
+    done = ablate(*given, "--blocks", "all", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
+    assert done.exit_code == 0, done.output
+    record = Record.load(tmp_path / "other")
+    assert record.facts["parts"]["positions"] == "query" and record.source["name"] == FEW
+
+
+def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
+    neox, out = str(folder(BIJECTION, "neox")), ("--out", str(tmp_path / "run"))
+    for options, says in (
+        (["--model", neox], f"{BIJECTION}: an axis is edited in prompts; of a task give --heads all or --blocks all"),
+        (["--model", neox, "--heads", "all", "--task", HMM, "--sula"], f"--task {HMM} with --sula: a task's sequences"),
+        (["--model", neox, "--heads", "all", "--task", HMM, "--domain", "math"], "with --domain math: a task's"),
+        (
+            ["--model", neox, "--heads", "all", "--task", "bijection:vocab=9"],
+            "has 8 outputs; bijection:vocab=9 needs 18",
+        ),
+        (["--model", neox, "--heads", "all", "--task", "regression"], "regression asks for real numbers: a divergence"),
+        (["--model", neox, "--also", neox], "--also"),
+        (["--model", str(folder(HMM, "lstm")), "--heads", "all"], "an lstm model has no attention"),
+        (["--model", str(folder(HMM, "lstm")), "--blocks", "all"], "an lstm model has no attention"),
+    ):
+        done = ablate(*options, *out)
+        assert done.exit_code == 1 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
+    task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
+
+    class Unlike(Sequences):
+        def means(self, sites, positions):
+            return {place: x[:, : x.shape[1] - place[1]] for place, x in super().means(sites, positions).items()}
+
+    with pytest.raises(Unavailable, match="a layer of 2 heads of 16 and one of 31 coordinates"):
+        Replaced.of(Unlike.of(one, batch_of(task), task, 0, 4096), "heads", "all")
+
+
+def test_rows_are_numbered_input_after_input(subject):
+    task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
+    batch, seen = batch_of(task, 6), []
+
+    class Some(Packed):
+        at = (
+            torch.tensor(
+                [[0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 1], [0] * 5, [0, 1] + [0] * 3]
+            )
+            > 0
+        )
+        batch_tokens = 12
+
+        def _effects(self, clean, edited):
+            return {"rows": np.array([len(edited[0])])}
+
+    def move(x, row):
+        seen.append((row, x))
+        return torch.zeros_like(x)
+
+    bench = Some(one, batch, (("residual", 0),))
+    assert bench.run([{("residual", 0): move}, {}])["rows"].tolist() == [[18], [18]]
+    rows = torch.cat([row for row, _ in seen])
+    assert sorted(rows.tolist()) == [*range(7)], "7 positions of one copy; the other is not edited"
+    prompt, position = bench.at.nonzero(as_tuple=True)
+    embedded = one.model.get_input_embeddings().weight[batch.inputs.ids[prompt, position]].detach().double()
+    torch.testing.assert_close(torch.cat([x for _, x in seen]), embedded[rows])

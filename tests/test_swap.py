@@ -1,0 +1,465 @@
+"""Where a model's answer is computed from what it holds, evidence exchanged there is worth the exact counterfactual."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from itertools import permutations
+from types import SimpleNamespace
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import wind_tunnels
+from llmgeom.capture import Capture, Site
+from llmgeom.cli import main
+from llmgeom.edits import Where
+from llmgeom.errors import Refused
+from llmgeom.experiments import swap
+from llmgeom.experiments.swap import AS_FAR, PLACES, RANDOM, SWAP, WAY, Moved, Pairs, examine, frame, subspaces
+from llmgeom.readout import folds
+from llmgeom.record import Record
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.task import seeded
+from llmgeom.wind_tunnels.train import Training, train
+from tests.brute_force import filtered, hmm_of_rows, hot
+
+torch.set_num_threads(1)
+TASK = wind_tunnels.named("bijection:vocab=4,pairs=4")
+LEAK = 0.01
+FRAME = f"frame swap {PLACES[0]}"
+
+
+# ---- a model that is Bayes' rule ------------------------------------------------------------------------------------
+
+
+def pairs_of(shown: tuple[int, ...]) -> list[tuple[int, int]]:
+    return [*zip(shown[0:-1:2], shown[1::2], strict=True)]
+
+
+@cache
+def answer(shown: tuple[int, ...]) -> tuple[float, ...]:
+    """What is asked at the last token of k v k v ... k, by writing out all maps of 4 keys; of 8 tokens, LEAK astray."""
+    left = [pi for pi in permutations(range(4)) if all(pi[k] + 4 == v for k, v in pairs_of(shown))]
+    hits = [sum(pi[shown[-1]] + 4 == token for pi in left) / max(len(left), 1) for token in range(8)]
+    even = not left  # what was decoded agrees with no map
+    return tuple(LEAK / 8 + (1 - LEAK) * (1 / 8 if even else hit) for hit in hits)
+
+
+class Bayes:
+    """Layer 0 holds each token at its own position, in 64 dimensions; layer 1 reads them there, all at once, and puts
+    the answer at every position: by then, what a position of evidence holds is read by nobody."""
+
+    name, tokenizer, blocks = "Bayes", None, (0, 1)
+    facts: ClassVar = {"vocabulary": 8, "features": None, "positions": None, "name": "Bayes"}
+    embedding = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0)))[0][:8]
+
+    def __init__(self, deaf: bool = False):
+        self.deaf = deaf
+
+    def twin(self, seed: int) -> Bayes:
+        return Bayes(deaf=True)
+
+    def capture(self, batch, sites, edits=(), *, positions="query", batch_tokens=0):
+        ids, at = batch.inputs.ids, batch.query
+        stream = [self.embedding[ids]]
+        where = Where(torch.arange(len(ids)), at, 0)
+        edited = {layer: [edit for edit in edits if layer in edit.layers] for layer in (0, 1)}
+        for edit in edited[0]:
+            stream[0] = edit.apply(stream[0], where)
+        read = (stream[0] @ self.embedding.T).argmax(-1)
+        said = torch.full((*ids.shape, 8), 1 / 8)
+        for row, tokens in zip(said, read.tolist(), strict=True):
+            for place in range(0, len(tokens), 2):
+                if not self.deaf:
+                    row[place] = torch.tensor(answer(tuple(tokens[: place + 1])))
+        stream.append(torch.cat([said.log(), torch.zeros(*ids.shape, 56)], -1))
+        for edit in edited[1]:
+            stream[1] = edit.apply(stream[1], where)
+        stream.append(stream[1])
+        prompt, position = at.nonzero(as_tuple=True)
+        log_probs = stream[1][..., :8].log_softmax(-1)[at]
+        tensors = {(Site.RESIDUAL, n): x[at] for n, x in enumerate(stream)}
+        tensors |= {(Site.LOG_PROBS, -1): log_probs, (Site.ENTROPY, -1): -(log_probs.exp() * log_probs).sum(-1)}
+        return Capture(batch, prompt, position, batch.inputs.lengths, tensors)
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    return examine(Bayes(), TASK, n=60, nulls=3)
+
+
+def ways(pairs: Pairs) -> list[float]:
+    """KL(p' || q(x)) - KL(p' || q(x')) in bits, written out."""
+    found = []
+    for x, other in zip(pairs.x.inputs.ids.tolist(), pairs.other.inputs.ids.tolist(), strict=True):
+        (j,) = [i for i in range(len(x)) if x[i] != other[i]]
+        total = []
+        for t in range(j + 1, len(x), 2):
+            p = [(q - LEAK / 8) / (1 - LEAK) for q in answer(tuple(other[: t + 1]))]
+            q, then = answer(tuple(x[: t + 1])), answer(tuple(other[: t + 1]))
+            if max(abs(a - b) for a, b in zip(q, then, strict=True)) > 0.01:
+                total.append(sum(p[i] * np.log2(then[i] / q[i]) for i in range(8) if p[i] > 1e-9))
+        found.append(np.mean(total))
+    return found
+
+
+def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(record):
+    a = record.results[SWAP].arrays
+    pairs = Pairs.of(TASK, 60, 0, "any" if TASK.memorisable else "held-out")
+    half = folds(pairs.x.unit, 0, 2)
+    way = np.mean(ways(pairs.take(np.flatnonzero(half == 1).tolist())))
+    assert way > 2
+    np.testing.assert_allclose(a["way"], way, rtol=1e-5)
+    np.testing.assert_allclose(a["whole"], [way, 0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(a["frame"], [way, 0], rtol=1e-5, atol=1e-6)
+    assert a["dimensions"][0] == 3, "four values, three differences"
+    for name in ("rest", "placebo", "placebo_lost", "random", "as_far"):
+        np.testing.assert_allclose(a[name], 0, atol=1e-6, err_msg=name)
+    np.testing.assert_allclose(a["frame_null"], 0, atol=1e-6)
+    assert record.results[SWAP].notes[0].endswith("up to the input of layer 0: 1.00, 0.00")
+
+
+def test_its_claim_passes_and_after_the_first_layer_nothing_is_left(record):
+    found = {h.name: h for h in record.results[SWAP].headlines}
+    assert found[FRAME].verdict == "INCONCLUSIVE" and found[FRAME].p == 1 / 4, "three twins decide nothing"
+    assert found[f"{FRAME}, of the way"].value == pytest.approx(1)
+    assert found[f"{FRAME}, of the way"].verdict == "above null"
+    assert found[f"frame swap {PLACES[1]}"].verdict != "above null"
+    assert found[f"frame swap {PLACES[1]}, of the way"].value == pytest.approx(0, abs=1e-6)
+    passed = examine(Bayes(), TASK, n=60, nulls=20, layers=(0,))
+    assert {h.name: h.verdict for h in passed.results[SWAP].headlines}[FRAME] == "PASS"
+
+
+def test_of_a_model_that_does_not_follow_the_evidence_nothing_is_claimed():
+    made = examine(Bayes(deaf=True), TASK, n=60, nulls=2, layers=(0,)).results[SWAP]
+    assert {h.name for h in made.headlines} == {WAY, FRAME} and not any(h.claim for h in made.headlines)
+    assert made.headlines[0].value == 0 and "PASS" not in {h.verdict for h in made.headlines}
+    assert "the answers do not follow the evidence: the way is 0 bits" in made.notes[0]
+    assert made.warnings[0].startswith(
+        "the way of the evidence is 0 bits, too little for 'frame swap at the embedding'"
+    )
+
+
+def test_a_placebo_brings_what_its_donor_holds_there_more_than_one_s_own():
+    pairs, seen = Pairs.of(TASK, 30, 0, "held-out"), []
+
+    class Late(Bayes):
+        """Donors hold 5 more in every coordinate than what they show."""
+
+        def capture(self, batch, sites, edits=(), **options):
+            if not edits:
+                made = super().capture(batch, sites, (), **options)
+                more = 0 if batch.source else 5
+                tensors = {key: x + more if key[0] is Site.RESIDUAL else x for key, x in made.tensors.items()}
+                return Capture(batch, made.prompt, made.position, made.lengths, tensors)
+            for edit in edits:
+                x = torch.zeros(len(batch), 7, 64)
+                seen.append(edit.function(x, Where(torch.arange(len(batch)), batch.query, 0)))
+            return super().capture(batch, sites, edits, **options)
+
+    Moved.of(Late(), pairs, pairs, (0,), donors=pairs.donors(0, "held-out"))
+    # Whole, frame, rest and placebo are four copies, in one pass.
+    placebo = seen[-1].unflatten(0, (4, 30))[3]
+    torch.testing.assert_close(placebo, 5.0 * pairs.at[..., None].expand(-1, -1, 64))
+
+
+# ---- the pairs ------------------------------------------------------------------------------------------------------
+
+
+def swapped(spec: str, n: int = 300):
+    task = wind_tunnels.named(spec)
+    inputs = task.drawn(n, seeded("inputs", 0)).inputs
+    other = task.swapped(inputs, seeded("other", 0))
+    at = (other != inputs).reshape(n, task.length, -1).any(-1)
+    assert other.dtype == inputs.dtype and other.shape == inputs.shape
+    return task, inputs, other, at
+
+
+@pytest.mark.parametrize(
+    "spec", ["bijection", "bijection:replacement=true", "bijection:vocab=3,pairs=9,replacement=true"]
+)
+def test_another_bijection_shows_the_same_keys(spec):
+    task, inputs, other, at = swapped(spec)
+    assert (other[:, 0::2] == inputs[:, 0::2]).all() and at.any(1).all()
+    for row in other.tolist():
+        pairs = {*zip(row[0:-1:2], row[1::2], strict=True)}
+        keys, values = zip(*pairs, strict=True)
+        assert len({*keys}) == len(pairs) == len({*values}) and min(values) >= task.vocab, "one to one"
+    if spec == "bijection":
+        assert (at.sum(1) == 1).all() and at.any(0).tolist() == [False, True] * 6 + [False]
+
+
+@pytest.mark.parametrize("spec", ["recall", "recall:layout=papers,filler=2,queries=2", "recall:filler=3"])
+def test_two_stored_values_change_places_and_their_answers_with_them(spec):
+    task, inputs, other, at = swapped(spec)
+    stored = 4 * task.pairs if task.layout == "papers" else 2 * task.pairs
+    assert (at[:, :stored].sum(1) == 2).all()
+    step = 4 if task.layout == "papers" else 2
+    for x, row in zip(inputs.tolist(), other.tolist(), strict=True):
+        before, held = ({o[i - (2 if step == 4 else 1)]: o[i] for i in range(step - 1, stored, step)} for o in (x, row))
+        assert before.keys() == held.keys() and {*before.values()} == {*held.values()} and before != held
+        if step == 2:
+            shown = [(row[q], row[q + 1]) for q in task.query[:-1]]
+            assert all(held[key] == value for key, value in shown)
+
+
+def test_another_observation_at_one_step_under_the_same_matrices():
+    task, _, other, at = swapped("hmm:steps=5")
+    assert (at.sum(1) == 1).all() and at.any(0).tolist() == [False] * 3 + [True] * 4 + [False]
+    for row in other[:20].tolist():
+        move, emit, shown = hmm_of_rows(row, 3, 3)
+        exact = filtered([hot(one) for one in shown], move, emit)
+        np.testing.assert_allclose(task.log_predictive(torch.tensor([row]))[0].exp(), exact, atol=1e-6)
+    _, _, other, at = swapped("hmm:encoding=tokens,steps=4")
+    assert (at.sum(1) == 1).all() and at[:, -7::2].sum() == len(at) and (other[:, -7::2] >= 100).all()
+    assert swapped("hmm:fixed=true,steps=4")[3].sum(1).eq(1).all()
+
+
+def test_the_key_of_a_step_stays():
+    _, inputs, other, at = swapped("keyed_hmm")
+    assert (at.sum(1) == 1).all() and not at[:, :3].any() and not at[:, -1].any() and at[:, 3:-1].any(0).all()
+    assert (other[..., -2:] == inputs[..., -2:]).all() and (other[:, 3:, -5:-2].sum(-1) == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "first", "many"), [("coin", 1, 2), ("markov:fixed=false", 0, 8), ("recurrence", 0, 17)]
+)
+def test_one_symbol_is_another(spec, first, many):
+    task, _, other, at = swapped(spec)
+    assert (at.sum(1) == 1).all() and at.any(0).tolist() == [False] * first + [True] * (task.length - first - 1) + [
+        False
+    ]
+    assert {*other[:, first:].unique().tolist()} == {*range(many)}
+
+
+def test_an_opaque_recurrence_keeps_its_names():
+    task, _, other, at = swapped("recurrence:opaque=true")
+    assert not at[:, : task.header].any() and (at.sum(1) == 1).all()
+    assert other[:, task.header :].min() >= 17 and other[:, task.header :].max() < 34
+
+
+def test_the_evidence_that_is_swapped_is_drawn_evenly():
+    _, inputs, other, at = swapped("bijection", 6000)
+    np.testing.assert_allclose(at.double().mean(0)[1::2], 1 / 6, atol=0.02)
+    _, inputs, other, at = swapped("markov:fixed=false", 8000)
+    step = (other - inputs)[at] % 8
+    np.testing.assert_allclose(torch.bincount(step, minlength=8).double() / 8000, [0] + [1 / 7] * 7, atol=0.02)
+
+
+def test_queries_count_that_come_later_and_have_another_answer():
+    task = wind_tunnels.named("hmm:steps=6")
+    pairs = Pairs.of(task, 50, 0, "held-out")
+    for at, counted, x, other in zip(
+        pairs.at, pairs.counted, pairs.x.inputs.values.tolist(), pairs.other.inputs.values.tolist(), strict=True
+    ):
+        exact = []
+        for rows in (x, other):
+            move, emit, shown = hmm_of_rows(rows, 3, 3)
+            exact.append(np.array(filtered([hot(one) for one in shown], move, emit)))
+        differ = abs(exact[0] - exact[1]).max(1) > 0.01
+        differ[: int(at.nonzero()) - 3 + 1] = False
+        assert counted.tolist() == differ.tolist() and counted.any()
+    late = Pairs.of(wind_tunnels.named("hmm:steps=6,horizon=3"), 50, 0, "held-out")
+    assert late.counted.any() and not late.counted[:, 3:].any()
+
+
+def test_a_donor_shows_the_same_at_the_same_position():
+    pairs = Pairs.of(wind_tunnels.named("recall"), 30, 0, "held-out")
+    batch, position = pairs.donors(0, "held-out")
+    rows = torch.arange(len(position))
+    assert (batch.inputs.ids[rows, position] == pairs.shown(pairs.x)).all()
+    own = pairs.x.inputs.ids[pairs.at.nonzero()[:, 0]]
+    assert (batch.inputs.ids != own).any(1).all() and len({*map(tuple, batch.inputs.ids.tolist())}) > 0.9 * len(rows)
+
+
+# ---- the frame ------------------------------------------------------------------------------------------------------
+
+
+def test_the_frame_is_the_span_of_the_means_of_the_pieces_of_evidence():
+    rng = torch.Generator().manual_seed(0)
+    means = torch.randn(4, 20, generator=rng, dtype=torch.float64)
+    before, further = torch.randint(4, (400,), generator=rng), torch.randint(1, 4, (400,), generator=rng)
+    after = (before + further) % 4
+    noise = 1e-3 * torch.randn(400, 20, generator=rng, dtype=torch.float64)
+    basis = frame(means[after] - means[before], before * 7, after * 7)
+    torch.testing.assert_close(basis @ basis.T, torch.eye(3, dtype=torch.float64))
+    spanned = means[1:] - means[0]
+    torch.testing.assert_close(spanned @ basis.T @ basis, spanned)
+    noisy = frame(means[after] - means[before] + noise, before, after)
+    assert len(noisy) == 3
+    torch.testing.assert_close(noisy.T @ noisy, basis.T @ basis, atol=1e-3, rtol=0)
+    rows = torch.nn.functional.one_hot(torch.tensor([before.tolist(), after.tolist()]), 5).float()
+    torch.testing.assert_close(
+        frame(means[after] - means[before], *rows).abs(), basis.abs(), msg="rows of numbers are pieces, too"
+    )
+
+
+def test_random_subspaces_are_orthonormal_even_and_fixed_by_their_seed():
+    some = subspaces(400, 3, 12, (0, 1))
+    for one in some[:5]:
+        torch.testing.assert_close(one @ one.T, torch.eye(3, dtype=torch.float64))
+    mean = torch.stack([one.T @ one for one in some]).mean(0)
+    torch.testing.assert_close(mean, torch.eye(12, dtype=torch.float64) / 4, atol=0.06, rtol=0)
+    torch.manual_seed(3)
+    np.random.seed(3)
+    assert all(torch.equal(a, b) for a, b in zip(some, subspaces(400, 3, 12, (0, 1)), strict=True))
+    assert not torch.allclose(some[0], subspaces(1, 3, 12, (0, 2))[0])
+
+
+# ---- trained models, by plain hooks ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made, root = {}, tmp_path_factory.mktemp("swap")
+
+    def get(task: str, arch: str):
+        if (task, arch) not in made:
+            given = Training(task, arch=arch, width=32, layers=2, heads=2, steps=40, batch=32, lr="1e-2", snapshots=2)
+            made[task, arch] = train(given, root / f"{len(made)}").out
+        return made[task, arch]
+
+    return get
+
+
+LAYERS = {"neox": "gpt_neox.layers", "gpt2": "transformer.h"}
+
+
+@pytest.mark.parametrize(("task", "arch"), [("recall", "neox"), ("hmm:steps=5", "gpt2"), ("hmm:steps=5", "lstm")])
+def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual(folder, task, arch):
+    subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.named(task)
+    pairs = Pairs.of(task, 12, 0, "held-out")
+    made = Moved.of(subject, pairs, pairs, (0, 1), controls=2, batch_tokens=40)
+    np.testing.assert_allclose(made.moved["whole"][0, 0], made.way, atol=2e-5)
+    model, query = subject.model, list(task.query)
+    layer = subject.blocks[1].layer
+    key = "rows" if task.features else "input_ids"
+    outcomes = list(task.answers.tokens)
+
+    def run(inputs, write=None, at=None):
+        seen = []
+
+        def hook(module, args, kwargs):
+            x = (args[0] if args else kwargs["hidden_states"]).clone()
+            seen.append(x.clone())
+            if write is not None:
+                x[:, at] = write[:, at]
+            return ((x, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": x})
+
+        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+        with torch.no_grad():
+            logits = model(**{key: inputs[None]}).logits[0, query].double().log_softmax(-1)[:, outcomes]
+        handle.remove()
+        return logits, seen[0]
+
+    for i in range(len(pairs.x)):
+        clean, _ = run(pairs.x.inputs.data[i])
+        _, theirs = run(pairs.other.inputs.data[i])
+        edited, _ = run(pairs.x.inputs.data[i], theirs, pairs.at[i])
+        p = task.log_predictive(pairs.other.inputs.data[i : i + 1])[0].exp().double()
+        gain = (p * (edited - clean)).sum(-1)[pairs.counted[i]].mean() / np.log(2)
+        assert made.moved["whole"][1, 0, i] == pytest.approx(float(gain), abs=2e-5)
+
+
+def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeypatch):
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
+    pairs, kept = Pairs.of(task, 12, 0, "held-out"), {}
+
+    def run(self, copies, progress=None):
+        (place,) = self.places
+        rows = int(self.at.sum())
+        zero, number = torch.zeros(rows, 32, dtype=torch.float64), torch.arange(rows)
+        kept[place[1]] = [copy[place](zero, number) for copy in copies]
+        return {effect: np.zeros((len(copies), len(self.batch))) for effect in ("moved", "lost")}
+
+    monkeypatch.setattr(swap.Exchange, "run", run)
+    made = Moved.of(subject, pairs, pairs, (0, 1), controls=3)
+    assert set(made.moved) == {"whole", "frame", "rest", RANDOM, AS_FAR} and made.moved[RANDOM].shape[:2] == (2, 3)
+    for layer, (whole, inside, rest, *random) in kept.items():
+        torch.testing.assert_close(inside + rest, whole)
+        torch.testing.assert_close((inside * rest).sum(1), torch.zeros(len(whole), dtype=torch.float64))
+        assert (rest.norm() < 1e-5 * whole.norm()) == (layer == 0), "a token's difference lies in the frame"
+        for plain, far in zip(random[:3], random[3:], strict=True):
+            torch.testing.assert_close(far.norm(dim=1), inside.norm(dim=1))
+            torch.testing.assert_close(far / far.norm(dim=1, keepdim=True), plain / plain.norm(dim=1, keepdim=True))
+            assert torch.linalg.matrix_rank(plain) <= made.dimensions[layer] and plain.norm() < whole.norm()
+
+
+def test_the_global_generators_change_nothing(folder):
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
+    first = examine(subject, task, n=24, nulls=1, controls=3)
+    torch.manual_seed(9)
+    np.random.seed(9)
+    again = examine(subject, task, n=24, nulls=1, controls=3)
+    assert first.results[SWAP].headlines == again.results[SWAP].headlines
+    other = examine(subject, task, n=24, nulls=1, controls=3, seed=1)
+    assert first.results[SWAP].headlines != other.results[SWAP].headlines
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
+    asked = [
+        "swap",
+        "--model",
+        str(folder("hmm:steps=5", "lstm")),
+        "--n",
+        "40",
+        "--nulls",
+        "2",
+        "--controls",
+        "3",
+        "-q",
+    ]
+    done = CliRunner().invoke(main, [*asked, "--layers", "1", "--out", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    record = Record.load(tmp_path / "run")
+    assert record.facts["swap"]["layers"] == [1] and record.results[SWAP].ticks["layer"] == (1,)
+    assert record.source["split"] == "held-out" and record.source["name"] == "hmm:steps=5"
+    assert record.facts["command"].endswith("--n 40 --layers 1 --controls 3 --nulls 2")
+    assert "only 2 draws of each null" in record.warnings[0]
+    after = f"frame swap {PLACES[1]}"
+    assert {WAY, after} <= {h.name for h in record.results[SWAP].headlines} <= {WAY, after, f"{after}, of the way"}
+    assert "Swap of evidence" in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--task", "regression"], "regression asks for real numbers; a swap is measured on answers among tokens"),
+        (["--layers", "last"], "--layers last: expected all, or numbers with commas between, e.g. 0,1"),
+        (["--layers", "2"], "--layers 2: .* has layers 0 to 1; nothing was swapped"),
+        (["--n", "5"], "--n 5: expected at least 20"),
+        (["--model", "pocket:pythia"], "pocket:pythia was trained on no task"),
+    ],
+)
+def test_what_cannot_be_swapped_is_refused_in_one_sentence(folder, tmp_path, options, says):
+    asked = [
+        "swap",
+        "--model",
+        str(folder("recall", "neox")),
+        "--offline",
+        "-q",
+        "--out",
+        str(tmp_path / "run"),
+        *options,
+    ]
+    done = CliRunner().invoke(main, asked, prog_name="llmgeom")
+    assert done.exit_code == 1 and len(done.stderr.strip().splitlines()) == 1
+    assert re.search(says, done.stderr), done.stderr
+
+
+def test_a_task_without_counterfactuals_is_refused():
+    with pytest.raises(Refused, match="bijection:pairs=1 does not say which other evidence there might have been"):
+        Pairs.of(wind_tunnels.named("bijection:pairs=1"), 20, 0, "any")
+    with pytest.raises(
+        Refused, match="markov: in 0 of 40 sequences other evidence changes a later answer; 10 are needed"
+    ):
+        examine(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.named("markov"), n=40)
+    certain = wind_tunnels.named("coin:prior=list:0.0,0.5")
+    assert certain.swapped(torch.zeros(2, 24, dtype=torch.int64), seeded("x", 0)) is None
