@@ -10,11 +10,11 @@ E_i b = sum_j alpha_ij b_ij = u_i . z_i
     dL/ds_ij = alpha_ij (b_ij - E_i b)          dL/dv_j = sum_i alpha_ij u_i
     dL/dq_i  = scale sum_j (dL/ds_ij) k_j       dL/dk_j = scale sum_i (dL/ds_ij) q_i
 
-A_ij = -(b_ij - E_i b) is the advantage: descent on the scores raises s_ij where it is positive. Derived here for what the
-paper does not have: queries that share a key and value head add up in dL/dk and dL/dv; where scores are capped,
-c tanh(s / c), dL/ds has the factor 1 - tanh(s / c)^2; a learned sink is one more key whose value is 0, so that the weights
-of a row sum to less than 1 and its score gradients to E_i b times the sink's weight, which the sink's own gradient
-balances. Queries and keys are those that attention consumed, after rotary embedding and norms. All in float64.
+A_ij = -(b_ij - E_i b) is the advantage: descent on the scores raises s_ij where it is positive. Derived here for what
+the paper does not have: queries that share a key and value head add up in dL/dk and dL/dv; where scores are capped,
+c tanh(s / c), dL/ds has the factor 1 - tanh(s / c)^2; a learned sink is one more key whose value is 0, so that the
+weights of a row sum to less than 1 and its score gradients to E_i b times the sink's weight, which the sink's own
+gradient balances. Queries and keys are those that attention consumed, after rotary embedding and norms. All in float64.
 """
 
 from __future__ import annotations
@@ -129,8 +129,8 @@ class Signals:
 def doubled(subject: Subject) -> Subject:
     """A copy in float64 to be differentiated, and changed.
 
-    Raises Unavailable for a model whose gradients are not had: read through TransformerLens, edited, spread over devices,
-    larger than 2e9 parameters, or without weights on other positions.
+    Raises Unavailable for a model whose gradients are not had: read through TransformerLens, edited, spread over
+    devices, larger than 2e9 parameters, or without weights on other positions.
     """
     if type(subject) is not Subject:
         raise Unavailable(

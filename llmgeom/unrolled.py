@@ -4,7 +4,7 @@ Derived here from the recurrences of Mamba-2 (Dao & Gu 2024) and Mamba-1 (Gu & D
 
     w_ij = sum_n C_in B_jn dt_j exp(A_n (dt_{j+1} + ... + dt_i))
 
-in every head (Mamba-2; one A, and C and B shared by all heads) or channel (Mamba-1). With u_i = dL/dy_i, b_ij = u_i . x_j
+in every head (Mamba-2; one A, and all heads share C and B) or channel (Mamba-1). With u_i = dL/dy_i, b_ij = u_i . x_j
 
     dL/dw_ij = b_ij        dL/d log|w_ij| = w_ij b_ij        dL/dx_j = sum_i w_ij u_i    (by way of the values alone)
 

@@ -33,8 +33,8 @@ class Reading:
 
     error, rival   [gradient layer], [layer]: largest |law - autograd| over the largest |autograd|, and the same of the
                    score gradient with the baseline E_i b left out (attention) or put in (a scan).
-    mass           shares of the rows with a choice, one row one; positive, agree: of these what lies on keys of positive
-                   advantage, and on keys whose share the step moves as the advantage says.
+    mass           shares of the rows with a choice, one row one; positive, agree: of these what lies on keys of
+                   positive advantage, and on keys whose share the step moves as the advantage says.
     pull           |dL/ds|; pulled: of this what lies on keys that move so.
     shuffled       [draw layer weight head]: `agree` and `pulled` with the advantages of a row in random order, over
                    sequences.
@@ -223,30 +223,28 @@ def measure(view: View) -> Result:
         )
     shuffled = ours.shuffled.sum((1, 3)) / np.array([ours.mass.sum(), ours.pull.sum()])
 
-    def said(name: str, over: str, under: str, null: np.ndarray) -> Headline:
-        """Against these draws, or where there are none against the twins."""
+    def said(name: str, over: str, under: str, null: np.ndarray | None = None) -> Headline:
+        """Against these draws, or without any against the twins."""
 
         def statistic(rows: np.ndarray, of: Reading = ours) -> float:
-            return _ratio(getattr(of, over)[..., rows].sum(), getattr(of, under)[..., rows].sum())
+            return float(_ratio(getattr(of, over)[..., rows].sum(), getattr(of, under)[..., rows].sum()))
 
-        value = statistic(every)
-        draws = {
-            key: null if len(null) else np.array([statistic(every, one) for one in theirs])
-            for key, null in nulls.items()
-        }
-        held = [Null.of(key, value, null, CLAIMS[name].side) for key, null in draws.items() if len(null)]
-        return headline(CLAIMS[name], value, jackknife(statistic, every, ours.units), held, n=ours.queries, units=units)
+        value, claim = statistic(every), CLAIMS[name]
+        if null is None:
+            held = Null.of("re-initialised", value, np.array([statistic(every, one) for one in theirs]), claim.side)
+        else:
+            held = Null.of("advantages in random order", value, null, claim.side)
+        return headline(claim, value, jackknife(statistic, every, ours.units), [held], n=ours.queries, units=units)
 
-    untrained = np.array([])
     found = [
         _law(ours),
         said(NEXT, "agree", "mass", shuffled[:, 0]),
         said(PULLED, "pulled", "pull", shuffled[:, 1]),
     ]
     if theirs:
-        found.append(said(BEYOND, "agree", "mass", untrained))
+        found.append(said(BEYOND, "agree", "mass"))
         if ours.scan:
-            found.append(said(PART, "own", "whole", untrained))
+            found.append(said(PART, "own", "whole"))
     return Result(
         error=ours.error,
         rival=ours.rival,
@@ -284,6 +282,6 @@ def _warnings(ours: Reading) -> list[str]:
     if abs(ours.found / ours.expected - 1) < 0.05:
         return []
     return [
-        f"the step lowered the loss by {ours.found:.2g} nats where {ours.expected:.2g} was expected: it is no small step, "
-        "and agreement is that of this step"
+        f"the step lowered the loss by {ours.found:.2g} nats where {ours.expected:.2g} was expected: it is no small "
+        "step, and agreement is that of this step"
     ]
