@@ -208,7 +208,7 @@ def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
     parameters = list(subject.model.parameters())
     layers, gradients = _backward(mixed, loss, inputs.lengths, parameters)
     before = Routing(float(loss.detach()), len(target), layers)
-    expected, size = decrease * min(1.0, abs(before.loss)), float(sum(g.square().sum() for g in gradients))
+    expected, size = decrease * min(1.0, abs(before.loss)), sum(float(g.square().sum()) for g in gradients)
     if size == 0:
         raise Unavailable(f"{subject.name}: the loss has no gradient on this batch; no step can be taken")
     with torch.no_grad():
