@@ -33,7 +33,7 @@ SEEDS = (42, 2024, 1337, 7777, 9999)
 TUNING = (1, 2)  # seeds on which rates are chosen, and nothing is judged
 READ, KEYS, VALUES = 20, 10, 15  # d_x, d_k, d_v
 SLOW, FAST = 0.01, 0.1
-MULTIPLES = (30.0, 100.0, 300.0, 1000.0)  # of SLOW, tried for the free rate of a method
+MULTIPLES = (30.0, 100.0, 300.0, 1000.0)  # of SLOW, tried for the free rate of a method in a quarter of the steps
 RIDGES = (1e-4, 1e-3, 1e-2)  # tried in a quarter of the steps
 PARTS = {"V": (2,), "O": (3,), "QK": (0, 1), "all": (0, 1, 2, 3)}  # which of W_Q, W_K, W_V, W_O a method speeds up
 SIZES = (READ * KEYS, READ * KEYS, READ * VALUES, VALUES * 8)
@@ -358,7 +358,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     }
     tried = run(
         {
-            (part, multiple, seed): Cell(rates(part, SLOW * multiple), seed, **shape, until=ends[seed])
+            (part, multiple, seed): Cell(rates(part, SLOW * multiple), seed, **quarter, until=ends[seed])
             for part in PARTS
             for multiple in MULTIPLES
             for seed in TUNING
