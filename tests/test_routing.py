@@ -475,3 +475,13 @@ def test_without_its_baseline_the_law_is_wrong_and_with_one_a_scan_s_is():
 def test_fewer_than_five_units_are_refused():
     with pytest.raises(Refused, match="4 templates"):
         said(made(0.5, units=4))
+
+
+def test_the_advantage_s_part_of_a_scan_is_that_of_its_squared_gradient():
+    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
+    subject = Subject.of(build("mamba2", vocabulary=task.vocabulary, length=task.length, width=8))
+    found, one = routing_law.read(subject, task.cut(6, 0)), routing.routing(subject, task.cut(6, 0)).layers[0]
+    choice = one.seen & (one.seen.sum(-1, keepdim=True) > 1)
+    whole, relative = one.law.score * choice, (one.share * one.advantage) * choice
+    np.testing.assert_allclose(found.whole[0], whole.square().sum((2, 3)).T.numpy())
+    np.testing.assert_allclose(found.own[0], relative.square().sum((2, 3)).T.numpy())
