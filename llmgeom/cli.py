@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from llmgeom import __version__, hub
 from llmgeom.errors import Refused
@@ -389,16 +390,27 @@ def audit(**options: Any) -> None:
     _show_rows(audit, options)
 
 
-@main.command(epilog="Example:  llmgeom reproduce predictions --model EleutherAI/pythia-410m")
-@click.argument("what", type=click.Choice(["predictions"]))
+@main.command(
+    epilog="Example:  llmgeom reproduce predictions --model EleutherAI/pythia-410m\n\n"
+    "Example:  llmgeom reproduce paper2 --quick"
+)
+@click.argument("what", type=click.Choice(["predictions", "paper2"]))
 @_model_options
 @_trilogy_options
-@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-predictions-HASH]")
-def reproduce(what: str, **options: Any) -> None:
-    """The trilogy's testable predictions, put to one model, each with its verdict."""
-    from llmgeom.experiments import predictions
+@click.option("--quick", is_flag=True, help="Of paper2: a shorter chain, under a minute instead of ten.")
+@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-predictions-HASH, runs/paper2-HASH]")
+@click.pass_context
+def reproduce(ctx: click.Context, what: str, **options: Any) -> None:
+    """predictions: the trilogy's testable ones, put to one model, each with its verdict. paper2: the sticky chain, and
+    whether the value step should be the fast one; it trains its own head and takes no model."""
+    from llmgeom.experiments import paper2, predictions
 
-    _show_rows(predictions, options)
+    own = {"quick", "out", "as_json", "quiet"} if what == "paper2" else set(options) - {"quick"}
+    typed = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
+    if unused := [name for name in typed if name not in own]:
+        raise Refused(f"reproduce {what} has no --{unused[0].replace('_', '-')}; leave it out")
+    asked = {name: value for name, value in options.items() if name in own}
+    _show_rows(paper2 if what == "paper2" else predictions, asked)
 
 
 def _show_rows(experiment: Any, options: dict[str, Any]) -> None:

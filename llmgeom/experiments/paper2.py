@@ -1,0 +1,491 @@
+"""Paper II's sticky chain: is the value step the one that should be fast? `llmgeom reproduce paper2`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from scipy.stats import t as student
+from torch import Tensor
+
+from llmgeom import claims
+from llmgeom.claims import Null, declared, headline
+from llmgeom.information import bits
+from llmgeom.progress import Progress
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import grid
+from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.scan import took, versions
+from llmgeom.stats import Interval
+from llmgeom.store import digest
+from llmgeom.wind_tunnels.markov import Markov
+from llmgeom.wind_tunnels.task import seeded
+
+SEEDS = (42, 2024, 1337, 7777, 9999)
+TUNING = (1, 2)  # seeds on which rates are chosen, and nothing is judged
+READ, KEYS, VALUES = 20, 10, 15  # d_x, d_k, d_v
+SLOW, FAST = 0.01, 0.1
+MULTIPLES = (30.0, 100.0, 300.0, 1000.0)  # of SLOW, tried for the free rate of a method in a quarter of the steps
+RIDGES = (1e-4, 1e-3, 1e-2)  # tried in a quarter of the steps
+PARTS = {"V": (2,), "O": (3,), "QK": (0, 1), "all": (0, 1, 2, 3)}  # which of W_Q, W_K, W_V, W_O a method speeds up
+SIZES = (READ * KEYS, READ * KEYS, READ * VALUES, VALUES * 8)
+PLAIN, ALTERNATING = "plain descent", "values in closed form"
+CLAIMS = declared("paper2")
+TEN, EQUAL, WEIGHED, TUNED = "ten times", "equal sum", "equal sum by size", "tuned"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `llmgeom reproduce paper2`; its fields are its flags."""
+
+    quick: bool = False
+    out: str | None = None
+
+    @property
+    def length(self) -> int:
+        return 500 if self.quick else 2000
+
+    @property
+    def steps(self) -> int:
+        return 400 if self.quick else 1000
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One training.
+
+    rates   rates of W_Q, W_K, W_V, W_O; in closed form that of W_V is not used.
+
+    until   training loss in nats at which it stops, 0 to run all steps.
+    """
+
+    rates: tuple[float, float, float, float]
+    seed: int
+    length: int
+    steps: int
+    ridge: float = 0.0
+    until: float = 0.0
+
+
+# ---- the model and its gradients ------------------------------------------------------------------------------------
+
+
+def chain(seed: int, length: int, purpose: str = "train") -> tuple[Tensor, Tensor]:
+    """Inputs [step 20] and targets [step]: x_t = mu_{y_{t-1}} + N(0, I), target y_t, y the sticky ring of 8 symbols;
+    mu_s ~ N(0, I), the same for every seed.
+    """
+    task = Markov(steps=length)
+    generator = seeded(f"paper2 {purpose}", seed)
+    drawn = task.draw(task.hypothesis(1, generator), generator)
+    means = torch.randn(task.symbols, READ, generator=seeded("paper2 means", 0))
+    noise = torch.randn(length, READ, generator=generator)
+    return means[drawn.inputs[0]] + noise, drawn.target[0]
+
+
+def fresh_weights(seed: int) -> list[Tensor]:
+    """W_Q, W_K, W_V, W_O ~ 0.1 N(0, 1)."""
+    generator = seeded("paper2 weights", seed)
+    return [0.1 * torch.randn(m, n, generator=generator) for m, n in _shapes()]
+
+
+def least() -> float:
+    """H_min in nats: the mean entropy of a row of the ring, 1.829188."""
+    ring = Markov().ring()
+    return float(torch.special.entr(ring).sum(1).mean())
+
+
+def gradients(
+    x: Tensor, y: Tensor, weights: Sequence[Tensor], block: int = 100, wanted: bool = True
+) -> tuple[float, list[Tensor], Tensor]:
+    """Mean loss in nats; its gradients by W_Q, W_K, W_V, W_O, by the law of llmgeom/routing.py; and alpha X, [step 20].
+
+    One causal head, logits W_O' sum_j alpha_ij W_V' x_j. A block of queries at a time, which sees only its own past
+    and stays in the cache.
+    """
+    w_q, w_k, w_v, w_o = weights
+    scale = w_q.shape[1] ** -0.5
+    q, k, v = scale * (x @ w_q), x @ w_k, x @ w_v
+    dq, dk, dv, do, mixed = (torch.zeros_like(one) for one in (q, k, v, w_o, x))
+    loss, n = 0.0, len(x)
+    future = torch.ones(block, block, dtype=torch.bool).triu(1)
+    for at in range(0, n, block):
+        end = min(at + block, n)
+        score = q[at:end] @ k[:end].T
+        score[:, at:].masked_fill_(future[: end - at, : end - at], -math.inf)
+        alpha = score.softmax(-1)
+        mixed[at:end] = alpha @ x[:end]
+        z = mixed[at:end] @ w_v
+        log_p = (z @ w_o).log_softmax(-1)
+        target = y[at:end, None]
+        loss -= float(log_p.gather(1, target).sum())
+        if not wanted:
+            continue
+        missed = log_p.exp().scatter_add_(1, target, -torch.ones_like(log_p[:, :1])) / n
+        do += z.T @ missed
+        u = missed @ w_o.T
+        dv[:end] += alpha.T @ u
+        pull = torch.addmm(-(u * z).sum(1, keepdim=True), u, v[:end].T).mul_(alpha)
+        dq[at:end] = pull @ k[:end]
+        dk[:end] += pull.T @ q[at:end]
+    return loss / n, [scale * (x.T @ dq), x.T @ dk, x.T @ dv, do], mixed
+
+
+def closed_form(mixed: Tensor, by_values: Tensor, w_v: Tensor, w_o: Tensor, ridge: float) -> Tensor:
+    """The W_V that minimises an upper bound of loss + ridge |W_V|^2 / 2, alpha and W_O held fixed. Derived here.
+
+    With h_i = sum_j alpha_ij x_j, rows of H (`mixed`), logits are W_O' W_V' h_i, and the Hessian of the cross-entropy
+    in them is at most (I - 11'/C) / 2 (Boehning 1992). So for a change D of W_V, with the gradient G = dL/dW_V,
+
+        L(W_V + D) <= L + <G, D> + tr(D' A D B) / 2,   A = H'H / T,   B = W_O (I - 11'/C) W_O' / 2,
+
+    and the bound with the ridge is least where A D B + ridge D = -(G + ridge W_V), solved in the eigenvectors of A and
+    B. Repeated with alpha fixed it lowers loss + ridge |W_V|^2 / 2 every time, and needs no rate.
+    """
+    h, v, o = mixed.double(), w_v.double(), w_o.double()
+    a, left = torch.linalg.eigh(h.T @ h / len(h))
+    b, right = torch.linalg.eigh(o @ (torch.eye(o.shape[1]).to(o) - 1 / o.shape[1]) @ o.T / 2)
+    wanted = left.T @ -(by_values.double() + ridge * v) @ right
+    change = left @ (wanted / (a[:, None].clamp_min(0) * b.clamp_min(0) + ridge)) @ right.T
+    return (v + change).to(w_v.dtype)
+
+
+def trained(cell: Cell) -> dict[str, Any]:
+    """Train one cell: loss in nats before every step and at the end, that on a fresh sequence, and whether both are
+    finite.
+
+    A step is one loss with its gradients. In closed form they alternate: values in closed form with attention held
+    fixed, then a step of plain descent on the rest with values held fixed.
+    """
+    x, y = chain(cell.seed, cell.length)
+    weights, losses = fresh_weights(cell.seed), []
+    for turn in range(cell.steps):
+        loss, found, mixed = gradients(x, y, weights)
+        losses.append(loss)
+        if loss <= cell.until or not math.isfinite(loss):
+            break
+        if cell.ridge and turn % 2 == 0:
+            weights[2] = closed_form(mixed, found[2], weights[2], weights[3], cell.ridge)
+            continue
+        for i, (gradient, rate) in enumerate(zip(found, cell.rates, strict=True)):
+            if not (cell.ridge and i == 2):
+                weights[i] = weights[i] - rate * gradient
+    else:
+        losses.append(gradients(x, y, weights, wanted=False)[0])
+    other = gradients(*chain(cell.seed, cell.length, "fresh"), weights, wanted=False)[0]
+    finite = math.isfinite(losses[-1]) and math.isfinite(other)
+    return {"losses": losses if finite else [], "fresh": other if finite else 0.0, "finite": finite}
+
+
+def _shapes() -> tuple[tuple[int, int], ...]:
+    return (READ, KEYS), (READ, KEYS), (READ, VALUES), (VALUES, 8)
+
+
+# ---- methods ---------------------------------------------------------------------------------------------------------
+
+
+def rates(part: str, fast: float) -> tuple[float, float, float, float]:
+    """SLOW, and `fast` for the matrices of a part."""
+    return tuple(fast if i in PARTS[part] else SLOW for i in range(4))
+
+
+def equal(part: str, by_size: bool = False) -> tuple[float, float, float, float]:
+    """Rates with the budget of the published schedule, spent on this part: what is over SLOW, shared by its matrices.
+
+    Budget: the sum of the rates of the four matrices, 0.13; by_size: the sum over their 820 numbers.
+    """
+    size = SIZES if by_size else (1, 1, 1, 1)
+    return rates(part, SLOW + (FAST - SLOW) * size[2] / sum(size[i] for i in PARTS[part]))
+
+
+def schedules(steps: int) -> dict[str, tuple[float, float, float, float]]:
+    """The trainings of full length by name."""
+    found = {PLAIN: (SLOW,) * 4}
+    found |= {f"{part}, {TEN}": rates(part, FAST) for part in PARTS}
+    found |= {f"{part}, {EQUAL}": equal(part) for part in ("QK", "all")}  # of one matrix it is ten times the rate
+    return found
+
+
+# ---- what is said ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedules(Result):
+    """What every schedule reaches, and how fast."""
+
+    TITLE: ClassVar[str] = "Schedules on the sticky chain"
+    MEANING: ClassVar[str] = (
+        "Paper II reads value updates as the M-step of an EM algorithm and concludes that they should be fast and "
+        "routing slow; its evidence is that W_V at ten times the rate reaches plain descent's final loss in 0.43 of "
+        "its steps. What decides is whether the same budget does more when it is spent on W_V than on anything else."
+    )
+    COMPUTED: ClassVar[str] = (
+        "One causal attention head on one noisy sequence of 8 sticky symbols, full-batch descent, five seeds, as "
+        "published. Steps: the first at which the training loss is below the one that plain descent (0.01 on all) ends "
+        "with, for the same seed. Equal sum: rates of the four matrices add up to the published 0.13; equal sum by "
+        "size: weighted by how many numbers a matrix has. Tuned: the free rate of each method, others at 0.01, that "
+        "needs the fewest steps on two seeds that are not judged. Values in closed form: W_V minimises an upper bound "
+        "of the loss with attention held fixed (a ridge regression; the ridge with the least fresh loss on those two "
+        "seeds), then one plain step of the rest with values held fixed; each counts as a step. Fresh: the loss on a "
+        "sequence never trained on. Ratios and intervals: Student's t over seeds, paired, on the log scale."
+    )
+    NULL: ClassVar[str] = "No difference: a ratio of 1. Losses: ln 8 (3 bits), uniform, and H_min = 2.639 bits."
+    FAILURE_MODES: ClassVar[str] = (
+        "A model of 820 numbers on 2,000 symbols, far from H_min where plain descent ends: speed is that of leaving a "
+        "uniform answer. A budget is a convention; two are shown. A tuned rate is the best of a coarse grid. Five "
+        "seeds. The two steps of the alternation maximise no common likelihood: in the model p = softmax(W_O' sum_j "
+        "alpha_ij v_j) attention is mixed inside the exponent, and EM's responsibilities are those of another model."
+    )
+
+    train: np.ndarray = quantity(
+        "method", "bits", "training loss at the end, mean over seeds", Figure("curve", interval="train_interval")
+    )
+    train_interval: np.ndarray = quantity("method bound", "bits", "95 % interval over seeds")
+    fresh: np.ndarray = quantity(
+        "method",
+        "bits",
+        "loss on a fresh sequence, mean over seeds",
+        Figure("curve", interval="fresh_interval", beside="least"),
+    )
+    fresh_interval: np.ndarray = quantity("method bound", "bits", "95 % interval over seeds")
+    least: np.ndarray = quantity("method", "bits", "H_min")
+    steps: np.ndarray = quantity(
+        "schedule",
+        "steps",
+        "to plain descent's final loss, mean over seeds",
+        Figure("curve", interval="steps_interval"),
+    )
+    steps_interval: np.ndarray = quantity("schedule bound", "steps", "95 % interval over seeds")
+    steps_seed: np.ndarray = quantity(
+        "schedule seed", "steps", "to plain descent's final loss; one more than all: never"
+    )
+    loss: np.ndarray = quantity("method step", "bits", "training loss at every fiftieth step, mean over seeds")
+
+    headlines: tuple[Headline, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method: its rates, steps to plain descent's final loss by seed, and the losses at the end in bits, [seed];
+    empty where it was stopped on its arrival."""
+
+    name: str
+    rates: tuple[float, ...]
+    steps: tuple[int, ...]
+    train: tuple[float, ...] = ()
+    fresh: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Found:
+    """The table and the verdicts."""
+
+    rows: tuple[Row, ...]
+    headlines: tuple[Headline, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"rows": [asdict(row) for row in self.rows], "headlines": [asdict(h) for h in self.headlines]}
+
+    def lines(self) -> list[str]:
+        """What a terminal shows."""
+        floor = bits(least())
+        head = ("rates Q K V O", "steps", "by seed", "train bits", "fresh bits", "fresh - H_min")
+        cells = [
+            (
+                row.name,
+                " ".join(f"{rate:.3g}" for rate in row.rates),
+                f"{np.mean(row.steps):.0f}",
+                " ".join(map(str, row.steps)),
+                *([f"{np.mean(x):.4f}" for x in (row.train, row.fresh)] if row.train else ["", ""]),
+                f"{np.mean(row.fresh) - floor:+.4f}" if row.fresh else "",
+            )
+            for row in self.rows
+        ]
+        said = [
+            (h.name, f"{h.value:.3g} {h.unit}", f"{h.low:.3g} to {h.high:.3g}", f"{h.p:.2g}", h.verdict, h.why)
+            for h in self.headlines
+        ]
+        return [
+            f"steps to plain descent's final loss; losses after all steps; H_min {floor:.4f} bits, uniform 3",
+            *grid("method", head, cells),
+            "",
+            *grid("headline", ("value", "95 %, seeds", "p", "verdict", ""), said),
+        ]
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Found]:
+    """Train what is not yet trained, write the record and the page; (folder, table)."""
+    started = time.time()
+    out = Path(asked.out or f"runs/paper2-{digest({'quick': asked.quick})[:8]}")
+    (out / "cells").mkdir(parents=True, exist_ok=True)
+    shape = {"length": asked.length, "steps": asked.steps}
+
+    def run(each: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
+        found = {}
+        for i, (name, cell) in enumerate(each.items()):
+            found[name] = _held(out / "cells" / f"{digest(asdict(cell))[:16]}.json", cell)
+            if progress:
+                progress(stage, i + 1, len(each))
+        return found
+
+    named = schedules(asked.steps)
+    whole = {(name, seed): Cell(rate, seed, **shape) for name, rate in named.items() for seed in SEEDS}
+    ran = run(whole, "schedules")
+    quarter = {**shape, "steps": asked.steps // 4}
+    ridges = run(
+        {(ridge, seed): Cell((SLOW,) * 4, seed, **quarter, ridge=ridge) for ridge in RIDGES for seed in TUNING}, "ridge"
+    )
+    ridge = min(RIDGES, key=lambda r: sum(ridges[r, seed]["fresh"] for seed in TUNING))
+    ran |= run({(ALTERNATING, seed): Cell((SLOW,) * 4, seed, **shape, ridge=ridge) for seed in SEEDS}, ALTERNATING)
+    ends = {seed: ran[PLAIN, seed]["losses"][-1] for seed in SEEDS}
+    ends |= {
+        seed: one["losses"][-1]
+        for seed, one in run({s: Cell((SLOW,) * 4, s, **shape) for s in TUNING}, "plain descent, tuning seeds").items()
+    }
+    tried = run(
+        {
+            (part, multiple, seed): Cell(rates(part, SLOW * multiple), seed, **quarter, until=ends[seed])
+            for part in PARTS
+            for multiple in MULTIPLES
+            for seed in TUNING
+        },
+        "tuning",
+    )
+    best = {
+        part: min(MULTIPLES, key=lambda m: sum(_reached(tried[part, m, s], ends[s], asked.steps) for s in TUNING))
+        for part in PARTS
+    }
+    short = {f"{part}, {WEIGHED}": equal(part, by_size=True) for part in PARTS if part != "V"}
+    short |= {f"{part}, {TUNED}": rates(part, SLOW * best[part]) for part in PARTS}
+    ran |= run(
+        {(name, seed): Cell(rate, seed, **shape, until=ends[seed]) for name, rate in short.items() for seed in SEEDS},
+        "equal budgets and tuned rates",
+    )
+    rows = tuple(
+        Row(
+            name,
+            rate,
+            tuple(_reached(ran[name, seed], ends[seed], asked.steps) for seed in SEEDS),
+            *([()] * 2 if name in short else _ends(ran, name)),
+        )
+        for name, rate in {**named, ALTERNATING: (SLOW, SLOW, 0.0, SLOW), **short}.items()
+    )
+    chosen = {f"rate of {part}": SLOW * multiple for part, multiple in best.items()} | {"ridge": ridge}
+    result = _result(rows, ran, chosen).lowered()
+    results = claims.judge({"paper2": result})
+    record = Record(
+        results=results,
+        unmeasured={},
+        prompts={},
+        subject={"name": f"one attention head of {sum(SIZES)} numbers"},
+        source={"name": "the sticky chain", "kind": "task", "length": asked.length},
+        facts={"command": "llmgeom reproduce paper2" + " --quick" * asked.quick, "versions": versions(), **shape},
+        warnings=("quick: a quarter of the sequence and two fifths of the steps",) if asked.quick else (),
+        run=took(started),
+    )
+    record.save(out)
+    from llmgeom.reports import page
+
+    write_whole(out / "report.html", page([record]).encode())
+    return out, Found(rows, results["paper2"].headlines)
+
+
+def _held(path: Path, cell: Cell) -> dict[str, Any]:
+    """A finished cell is read, another trained and kept."""
+    if path.exists():
+        return json.loads(path.read_text())
+    found = trained(cell)
+    write_whole(path, json.dumps(found).encode())
+    return found
+
+
+def _reached(one: Mapping[str, Any], end: float, steps: int) -> int:
+    """The first step with a loss of at most `end`; one more than all steps where there is none."""
+    return next((step for step, loss in enumerate(one["losses"]) if loss <= end), steps + 1)
+
+
+def _ends(ran: Mapping, name: str) -> list[tuple[float, ...]]:
+    """Losses at the end in bits by seed: of training, and on the fresh sequence."""
+    cells = [ran[name, seed] for seed in SEEDS]
+    return [tuple(bits(one["losses"][-1]) for one in cells), tuple(bits(one["fresh"]) for one in cells)]
+
+
+def paired(name: str, over: Sequence[float], under: Sequence[float], why: str = "") -> Headline:
+    """The mean ratio over / under of paired seeds, on the log scale, against 1."""
+    log = np.log(np.asarray(over, float) / np.asarray(under, float))
+    error = max(float(log.std(ddof=1)) / math.sqrt(len(log)), 1e-12)
+    half = student.ppf(0.975, len(log) - 1) * error
+    mean = float(log.mean())
+    interval = Interval(math.exp(mean - half), math.exp(mean + half), 0.95, "Student's t over paired seeds, log scale")
+    p = float(student.sf(mean / error, len(log) - 1))
+    null = Null("no difference" + why, 1.0, 1.0, 1.0, max(p, 1e-6), 0)
+    return headline(CLAIMS[name], math.exp(mean), interval, [null], n=len(log), units=len(log))
+
+
+def hardest(name: str, steps: Mapping[str, Sequence[float]], value: str, controls: Sequence[str]) -> Headline:
+    """How many times fewer steps the value step needs than each control; the one that leaves it least decides."""
+    made = [paired(name, steps[control], steps[value], f" from {control}") for control in controls]
+    return min(made, key=lambda h: h.low)
+
+
+def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> Schedules:
+    steps = {row.name: row.steps for row in rows}
+    whole = [row for row in rows if row.train]
+    others = [part for part in PARTS if part != "V"]
+    value = f"V, {TEN}"
+    sized, tenfold = [f"{part}, {WEIGHED}" for part in others], [f"{part}, {TEN}" for part in others]
+    found = [
+        hardest("value step against every control, equal sum of rates", steps, value,
+                [f"O, {TEN}", f"QK, {EQUAL}", f"all, {EQUAL}"]),
+        hardest("value step against every control, equal sum by size", steps, value, sized),
+        hardest("value step against every control, ten times the rate", steps, value, tenfold),
+        hardest("value step against every control, tuned", steps, f"V, {TUNED}", [f"{p}, {TUNED}" for p in others]),
+        paired("value step against plain descent", steps[PLAIN], steps[value]),
+        paired("values in closed form against plain descent", steps[PLAIN], steps[ALTERNATING]),
+    ]  # fmt: skip
+
+    def column(get: Callable[[Row], Sequence[float]], of: Sequence[Row]) -> dict[str, np.ndarray]:
+        values = np.array([get(row) for row in of], float)
+        half = student.ppf(0.975, values.shape[1] - 1) * values.std(1, ddof=1) / math.sqrt(values.shape[1])
+        mean = values.mean(1)
+        return {"": mean, "_interval": np.stack([mean - half, mean + half], 1)}
+
+    columns = {
+        "train": (lambda r: r.train, whole),
+        "fresh": (lambda r: r.fresh, whole),
+        "steps": (lambda r: r.steps, rows),
+    }
+    arrays = {f"{name}{end}": x for name, (get, of) in columns.items() for end, x in column(get, of).items()}
+    curves = [[ran[row.name, seed]["losses"][::50] for seed in SEEDS] for row in whole]
+    return Schedules(
+        **arrays,
+        least=np.full(len(whole), bits(least())),
+        steps_seed=np.array([row.steps for row in rows], float),
+        loss=bits(np.array(curves).mean(1)),
+        headlines=tuple(found),
+        notes=tuple(f"chosen on seeds {TUNING}: {what} {value:g}" for what, value in chosen.items()),
+        warnings=tuple(
+            f"{row.name}: {sum(s > max(rows[0].steps) for s in row.steps)} of {len(row.steps)} seeds did not arrive"
+            for row in rows
+            if max(row.steps) > max(rows[0].steps)
+        ),
+        ticks={
+            "method": tuple(row.name for row in whole),
+            "schedule": tuple(row.name for row in rows),
+            "seed": SEEDS,
+        },
+    )
