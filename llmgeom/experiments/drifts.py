@@ -19,6 +19,7 @@ from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.task import Task
 
 LEVEL = 0.05  # of its initial value: what is left of a curve that has settled
+TINY = 1e-9  # a drift that is only rounding
 SEEDS = 5  # training runs, the fewest over which an interval is worth a verdict
 
 
@@ -97,9 +98,7 @@ def drifts(states: Sequence[State]) -> Drifts:
     last = states[-1]
 
     def apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-        each = [
-            1 - cka(a[:, head], b[:, head]) for a, b in zip(one, other, strict=True) for head in range(a.shape[1])
-        ]
+        each = [1 - cka(a[:, head], b[:, head]) for a, b in zip(one, other, strict=True) for head in range(a.shape[1])]
         return float(np.mean(each))
 
     def precision(one: State) -> float:
@@ -138,19 +137,20 @@ class Settled:
     pinned: bool
 
 
-def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL) -> Settled:
-    """The first step from which on the curve stays at or below `level` of its first value.
+def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
+    """The first step from which on the curve stays at or below `level` of `whole`, its first value unless given.
 
-    Between two snapshots the curve is taken as straight in log(1 + step). Raises Refused where its first value is not
-    above 0: nothing is left to fall.
+    Between two snapshots the curve is taken as straight in log(1 + step). Raises Refused where `whole` is not above 0:
+    there is nothing to fall.
     """
-    if not curve[0] > 0:
-        raise Refused(f"a curve over training begins at {curve[0]:.3g}; it must begin above 0 to settle")
-    over = np.flatnonzero(curve > level * curve[0])[-1]
+    whole = float(curve[0]) if whole is None else whole
+    if not whole > TINY:
+        raise Refused(f"a curve over training begins at {whole:.2g}; there is nothing to fall from")
+    over = int(np.flatnonzero(curve > level * whole)[-1])
     if over == len(curve) - 1:
         return Settled(float(steps[-1]), True)
     x, (above, below) = np.log1p(steps), curve[over : over + 2]
-    part = (above - level * curve[0]) / (above - below)
+    part = (above - level * whole) / (above - below)
     return Settled(float(np.expm1(x[over] + part * (x[over + 1] - x[over]))), over == len(curve) - 2)
 
 
