@@ -142,7 +142,7 @@ def table(record: Record) -> Iterator[str]:
         measured = record.results.get(name)
         if measured is None:
             continue
-        columns = [key for key in measured.quantities if key.endswith("_settled")]
+        columns = sorted(key for key in measured.quantities if key.endswith("_settled"))
         rows = [
             (
                 str(run),
