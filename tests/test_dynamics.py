@@ -197,7 +197,7 @@ def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Headline]:
 def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():
     early = verdicts((15, 120, 120), (100, 100, 20))
     assert {early[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"PASS"}
-    assert 0.1 < early["frame over values"].value < early["frame over values"].high < 0.2  # 15 of 120 steps
+    assert 0.1 < early["frame over values"].value < early["frame over values"].high < 0.25  # 15 of 120 steps
     assert early["frame over values, half-way"].verdict == "below null"
     late = verdicts((120, 15, 15), (100, 100, 20))
     assert {late[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"FAIL"}
@@ -364,7 +364,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     for name, shown in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
         found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
         assert shown == f"{found.step:.0f}" + "+" * found.pinned
-    assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --probes '' --n 12"
+    assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --n 12 --probes ''"
     assert any("no random-target runs" in warning for warning in record.warnings)
 
 
