@@ -80,8 +80,17 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
 def _small(curve: Drawn, quantity: Quantity) -> Drawn:
     """The curve in a third of the width: what it shows stands over it, the unit alone beside it."""
     layout = curve.spec["layout"]
-    text = {"text": plotly_text(quantity.meaning, 48), "font": {"size": 14}, "showarrow": False, "align": "left"}
-    where = {"x": 0, "y": 1, "xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 4}
+    text = {"text": plotly_text(quantity.meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
+    where = {
+        "x": 0,
+        "y": 1,
+        "xref": "paper",
+        "yref": "paper",
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "yshift": 4,
+        "xshift": -48,
+    }
     over = {"annotations": [text | where], "height": 290, "showlegend": False}
     across = layout["xaxis"] | {"tickfont": {"size": 12}, "tickangle": -60}
     up = {"title": {"text": plotly_text(quantity.unit)}}

@@ -156,6 +156,15 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
     assert found.precision[-1] < found.precision[0]
 
 
+def test_a_fine_tuning_begins_where_its_start_ended(runs, tmp_path):
+    made = train(replace(TINY, start=runs["run0"], seed=5), tmp_path / "tuned").out
+    task = named(TASK)
+    batch = task.sample(15, 3, "held-out")
+    first, last = state(Run.of(str(made)).load(0), batch, task), state(Run.of(runs["run0"]).load(-1), batch, task)
+    assert first.kl == last.kl and np.array_equal(first.attention[0], last.attention[0])
+    assert Run.of(str(made)).steps == STEPS
+
+
 # ---- ratios and what they are held against --------------------------------------------------------------------------
 
 
