@@ -165,6 +165,27 @@ def test_a_fine_tuning_begins_where_its_start_ended(runs, tmp_path):
     assert Run.of(str(made)).steps == STEPS
 
 
+def test_precision_is_of_the_queries_that_were_trained(tmp_path):
+    made = train(replace(TINY, task="hmm:steps=6,horizon=2", steps=2), tmp_path / "hmm").out
+    subject, task = Subject.load(str(made)), named("hmm:steps=6,horizon=2")
+    assert task.trained == 2
+    batch = task.sample(20, 0, "held-out")
+    found = state(subject, batch, task)
+    assert found.kl == pytest.approx(grade(subject, task, 20, 0).own.kl[:, :2].mean())
+    assert found.attention[0].shape[0] == 20 * 6  # the frame is of all that is asked
+
+
+def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
+    layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
+    pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x, spread=x) for x in layers)
+    one = Course(Run("a", (0, 1, 2), ()), None, pulls)
+    assert one.pull("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
+    assert one.pull("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
+    still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
+    with pytest.raises(Refused, match="score gradient of a is 0 at every snapshot"):
+        Course(Run("a", (0, 1, 2), ()), None, still).pull("score_gradient")
+
+
 # ---- ratios and what they are held against --------------------------------------------------------------------------
 
 
