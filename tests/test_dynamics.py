@@ -237,6 +237,36 @@ def test_a_ratio_that_models_with_nothing_to_learn_have_too_does_not_pass():
     found = verdicts((15, 120, 120), (15, 120, 120))
     for name in ("frame over precision", "frame over values", "scores over values"):
         assert found[name].high < 1 and found[name].verdict != "PASS"
+        assert found[name].p > 0.05  # by Welch's t; against 1 it is far below
+
+
+def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
+    own = [course(s, 0.0, 60, 90, 120, 0.4) for s in range(5)]
+    null = [course(s, 1.0, 80, 70, 20, 0.9) for s in range(5)]
+    found = {h.name: h for m in sections([*own, *null], gradients=True).values() for h in m.headlines}
+    for name, first, second, level in (
+        ("frame over precision", "frame", "precision", 0.05),
+        ("frame over values", "frame", "value", 0.05),
+        ("frame over precision, half-way", "frame", "precision", 0.5),
+        ("frame over values, half-way", "frame", "value", 0.5),
+    ):
+        ours, theirs = (
+            np.array([settled(c.run.steps, getattr(c.drifts, first), level).step for c in group])
+            / [settled(c.run.steps, getattr(c.drifts, second), level).step for c in group]
+            for group in (own, null)
+        )
+        assert found[name].value == pytest.approx(stats.gmean(ours))
+        assert found[name].p == pytest.approx(max(less_p(ours), less_p(ours, theirs)))
+        assert found[name].margin == pytest.approx(min(1, stats.gmean(theirs)))
+        assert less_p(ours) != pytest.approx(less_p(ours, theirs))
+    for name, level in (("scores over values", 0.05), ("scores over values, half-way", 0.5)):
+        each = [[settled(c.run.steps, c.pull(of), level, 1.0).step for of in PULLS] for c in own]
+        assert found[name].value == pytest.approx(stats.gmean([s / v for s, v in each]))
+    left = [c.pull("score_gradient")[-1] / c.pull("value_gradient")[-1] for c in own]
+    assert found["scores over values, what is left"].value == pytest.approx(stats.gmean(left))
+
+
+PULLS = ("score_gradient", "value_gradient")
 
 
 @pytest.mark.parametrize(
@@ -479,6 +509,14 @@ def test_what_cannot_be_asked_is_refused(given, why):
 def test_revisions_are_ascending_steps(revisions, why):
     with pytest.raises(Refused, match=why):
         Run.at("a/b", revisions)
+
+
+def test_snapshots_are_in_the_order_of_their_steps(runs, monkeypatch):
+    plain = Path.glob
+    monkeypatch.setattr(Path, "glob", lambda *asked: sorted(plain(*asked), reverse=True))  # as a file system may
+    run = Run.of(runs["run0"])
+    assert run.steps == STEPS
+    assert [Path(place).name for place, _ in run.places] == ["step0", "step1", "step2", "step5", "run0"]
 
 
 def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):

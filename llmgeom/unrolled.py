@@ -1,0 +1,153 @@
+"""A selective state space written out as weights on earlier inputs, y_i = sum_{j<=i} w_ij x_j, and its gradients.
+
+Derived here from the recurrences of Mamba-2 (Dao & Gu 2024) and Mamba-1 (Gu & Dao 2023):
+
+    w_ij = sum_n C_in B_jn dt_j exp(A_n (dt_{j+1} + ... + dt_i))
+
+in every head (Mamba-2; one A, and all heads share C and B) or channel (Mamba-1). With u_i = dL/dy_i, b_ij = u_i . x_j
+
+    dL/dw_ij = b_ij        dL/d log|w_ij| = w_ij b_ij        dL/dx_j = sum_i w_ij u_i    (by way of the values alone)
+
+and nothing is subtracted: weights are not normalised, so no key takes from another, and the softmax's baseline E_i b
+has no cause. What is of the advantage's kind is a part: write |w_ij| = g_i pi_ij with sum_j pi_ij = 1, and
+f_ij = g_i sign(w_ij) b_ij, whose mean under pi is u_i . y_i. Then
+
+    dL/d log|w_ij| = pi_ij (f_ij - E_i f) + pi_ij (u_i . y_i)
+
+The first part moves weight between keys at a gain g_i that stays, with the advantage E_i f - f_ij; the second moves the
+gain, for which attention has no counterpart. Nor is a weight moved alone: what is kept at step k, a_k, is a factor of
+every weight across it, dL/d log a_k = sum_{j<k<=i} w_ij b_ij. The term D x_i beside the scan is no routing: left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Gradients:
+    """Of the loss in nats: by score, value, query and key, as attention or a scan consumed them."""
+
+    score: Float[Tensor, "batch head query key"]
+    value: Float[Tensor, "batch kv_head seq head_dim"]
+    query: Float[Tensor, "batch head seq head_dim"]
+    key: Float[Tensor, "batch kv_head seq head_dim"]
+
+
+@dataclass(frozen=True, eq=False)
+class Forgetting(Gradients):
+    """Of a scan: score is log|w_ij|, query C, key B, and step the log of what is kept at each position."""
+
+    step: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Unrolled:
+    """What one layer's scan computed, still on the graph.
+
+    query, key   C and B [batch 1 seq state], shared by all heads.   value  x [batch head seq dim].
+    kept         [batch head (state) query key]: dt_j exp(A (...)), 0 where j > i; without `state` for one A a head.
+    nudge, step  zeros, added to log|w_ij| and to log a_k, to be differentiated by.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    kept: Tensor
+    nudge: Tensor
+    step: Tensor
+    weight: Tensor
+    z: Tensor
+    allowed: Tensor
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, kept: Tensor) -> Unrolled:
+        states = "bhnij" if kept.dim() == 5 else "bhij"
+        batch, heads, seq, _ = value.shape
+        plain = torch.einsum(f"bin,bjn,{states}->bhij", query[:, 0], key[:, 0], kept)
+        nudge = torch.zeros_like(plain, requires_grad=True)
+        step = torch.zeros(batch, heads, seq, 1, dtype=value.dtype, device=value.device, requires_grad=True)
+        upto = step.cumsum(2)
+        allowed = torch.ones(seq, seq, dtype=torch.bool, device=value.device).tril()
+        weight = plain * (nudge + (upto - upto.mT).masked_fill(~allowed, 0)).exp()
+        return cls(query, key, value, kept, nudge, step, weight, weight @ value, allowed[None, None])
+
+    @property
+    def wanted(self) -> tuple[Tensor, ...]:
+        """What is differentiated by, in the order of the gradients; the output last."""
+        return (self.nudge, self.value, self.query, self.key, self.step, self.z)
+
+    @property
+    def score(self) -> Tensor:
+        """log|w_ij|, 0 where there is no weight."""
+        return self.weight.detach().abs().masked_fill(self.weight.detach() == 0, 1).log()
+
+    def law(self, u: Tensor) -> Forgetting:
+        """The formulas of this module."""
+        states = "bhnij" if self.kept.dim() == 5 else "bhij"
+        b = u @ self.value.mT
+        score = self.weight * b
+        # [k, j]: the sum over i >= k; of it what lies at j < k.
+        later = score.flip(2).cumsum(2).flip(2)
+        across = later.tril(-1).sum(3, keepdim=True)
+        return Forgetting(
+            score=score,
+            value=self.weight.mT @ u,
+            query=torch.einsum(f"bhij,{states},bjn->bin", b, self.kept, self.key[:, 0])[:, None],
+            key=torch.einsum(f"bhij,{states},bin->bjn", b, self.kept, self.query[:, 0])[:, None],
+            step=across,
+        )
+
+
+def scan_of(mixer: nn.Module, keep: Callable[[Unrolled], None]) -> Callable[[Tensor], Tensor]:
+    """The forward of a mixer with its scan written out, handed to `keep`; the mixer's own otherwise.
+
+    mixer   Mamba-2 or Mamba-1, told apart by Mamba-1's `dt_proj`; parameters as transformers names them.
+    """
+    return (lambda u: _mamba(mixer, u, keep)) if hasattr(mixer, "dt_proj") else (lambda u: _mamba2(mixer, u, keep))
+
+
+def _mamba2(mixer: nn.Module, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
+    wide, state, heads = mixer.out_proj.in_features, mixer.state, mixer.heads
+    gate, mixed, dt = mixer.in_proj(u).split([wide, wide + 2 * state, heads], -1)
+    x, b, c = _causal(mixer.conv1d, mixed).split([wide, state, state], -1)
+    value = x.unflatten(-1, (heads, -1)).transpose(1, 2)
+    dt = F.softplus(dt + mixer.dt_bias).mT
+    # + 0: what D passes on is not routed, and a gradient by the value is to know the scan alone.
+    one = Unrolled.of(c[:, None], b[:, None], value + 0, _kept(-mixer.A_log.exp()[:, None] * dt, dt))
+    keep(one)
+    y = one.z + mixer.D[:, None, None] * value
+    return mixer.out_proj(mixer.norm(y.transpose(1, 2).flatten(2) * F.silu(gate)))
+
+
+def _mamba(mixer: nn.Module, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
+    x, gate = mixer.in_proj(u).chunk(2, -1)
+    x = _causal(mixer.conv1d, x)
+    rank, state = mixer.dt_proj.in_features, mixer.state
+    dt, b, c = mixer.x_proj(x).split([rank, state, state], -1)
+    dt = F.softplus(mixer.dt_proj(dt)).mT
+    value = x.mT[..., None]
+    log_kept = -mixer.A_log.exp()[..., None] * dt[:, :, None]
+    # + 0: x also decides dt, B and C, and passes through D.
+    one = Unrolled.of(c[:, None], b[:, None], value + 0, _kept(log_kept, dt[:, :, None]))
+    keep(one)
+    y = (one.z + mixer.D[:, None, None] * value)[..., 0].mT
+    return mixer.out_proj(y * F.silu(gate))
+
+
+def _kept(log_kept: Tensor, dt: Tensor) -> Tensor:
+    """[... query key]: dt_j exp(sum of log_kept over j < k <= i), 0 where j > i, from log_kept and dt [... seq]."""
+    total = log_kept.cumsum(-1)
+    future = torch.ones(total.shape[-1], total.shape[-1], dtype=torch.bool, device=total.device).triu(1)
+    # Filled before exp: the sums above the diagonal are positive, and inf * 0 has no gradient.
+    return (total[..., None] - total[..., None, :]).masked_fill(future, -torch.inf).exp() * dt[..., None, :]
+
+
+def _causal(conv: nn.Conv1d, x: Tensor) -> Tensor:
+    return F.silu(conv(x.mT)[..., : x.shape[1]].mT)
