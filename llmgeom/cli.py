@@ -346,6 +346,44 @@ def grade(**options: Any) -> int:
     return _show(out, [record], say)
 
 
+@main.command(
+    epilog="Example:  llmgeom dynamics runs/seed0 runs/seed1 runs/seed2 runs/seed3 runs/seed4\n\n"
+    "Example:  llmgeom dynamics --task bijection --seeds 5\n\n"
+    "Example:  llmgeom dynamics --model EleutherAI/pythia-70m --revisions step0,step512,step8000,step143000"
+)
+@click.argument("runs", nargs=-1, type=click.Path())
+@click.option("--task", help="Train constant-rate runs of this task, and as many on random targets, and follow them.")
+@click.option("--seeds", default=5, show_default=True, help="Of --task: runs of each kind.")
+@click.option("--quick", is_flag=True, help="Of --task: a quarter of the steps.")
+@click.option("--model", help="A hub id, instead of runs.")
+@click.option("--revisions", type=Listed(str, "revisions"), default="", help="Of --model: stepN,stepM,... ascending.")
+@click.option("--domain", default="mixed", show_default=True, help="Prompts that the revisions of --model read.")
+@click.option("--probes", help="Comma-separated probe names; '' for none. [default: all; see `llmgeom list probes`]")
+@click.option("--n", type=int, help="Sequences, or prompts. [default: 200, or 75 prompts]")
+@click.option("--nulls", default=20, show_default=True, help="Draws of each null of the probes.")
+@click.option("--seed", default=0, show_default=True, help="Fixes sequences, prompts and nulls.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision.")
+@click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]")
+@click.option("--offline", is_flag=True, help="Never touch the network.")
+@click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/dynamics-WHAT-HASH]")
+@_say_options
+def dynamics(**options: Any) -> int:
+    """What settles first in training: attention, values or the answers? And every probe from snapshot to snapshot.
+
+    RUNS: folders of `llmgeom train --schedule constant`, one a training seed, and of `--corrupt 1` as their null.
+    """
+    from llmgeom.experiments.dynamics import Request, perform, table
+
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    chosen = options.pop("probes")
+    names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
+    with bar(say["quiet"] or say["as_json"]) as progress:
+        out, record = perform(Request(probes=names, **options), progress)
+    if not say["as_json"]:
+        click.echo("\n".join([*table(record), ""]))
+    return _show(out, [record], say)
+
+
 @main.command(epilog="Example:  llmgeom primitives --quick")
 @click.option("--quick", is_flag=True, help="A fifth of the steps: about 10 minutes on two cores instead of 60.")
 @click.option("--seeds", default=3, show_default=True, help="Trainings of each cell.")

@@ -132,7 +132,8 @@ def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, pla
         caption = f"{caption} Dashed: {means.meaning}."
     hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
-    line |= {"mode": "markers"} if words else {}
+    # Steps of training have names so that those that grow geometrically stand evenly; they are in order all the same.
+    line |= {"mode": "markers"} if words and not axis.startswith("step") else {}
     if figure.interval:
         ends = np.asarray(measured.arrays[figure.interval], dtype=np.float64)
         whiskers = {"array": compact(ends[:, 1] - y), "arrayminus": compact(y - ends[:, 0])}

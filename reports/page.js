@@ -17,11 +17,14 @@ function plot(figure, colour) {
   return Plotly.react(figure.id, figure.data || scatter(figure, colour), layout, CONFIG);
 }
 
+function unpacked(id) {
+  const packed = Uint8Array.from(atob(document.getElementById(id).textContent), (c) => c.charCodeAt(0));
+  return new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+}
+
 async function start() {
-  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (c) => c.charCodeAt(0));
-  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
   const script = document.createElement("script");
-  script.textContent = await new Response(stream).text();
+  script.textContent = await unpacked("plotly");
   document.head.append(script);
   for (const figure of content.figures) {
     document.getElementById(figure.id).textContent = "";
@@ -74,4 +77,4 @@ addEventListener("afterprint", () => {
   for (const details of folded) details.open = false;
   resize(null);
 });
-start();
+const started = start();

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
+import numpy as np
 import pytest
 from jupyter_client.kernelspec import KernelSpec
 from jupyter_client.manager import AsyncKernelManager
@@ -23,6 +24,7 @@ from plotly.graph_objects import Figure
 from llmgeom import progress
 from llmgeom.record import Record
 from llmgeom.reports import figures, page, panel
+from llmgeom.reports.steps import steps_page
 from tests.notebooks import FOLDER, converted, written
 from tests.test_page import HOSTILE, Tree, odd_scatter, shape, synthetic
 
@@ -33,16 +35,19 @@ SAVED = {
     "scan": ("notebook-scan", "notebook-scan/untrained"),
     "entropy_axis_ablation": ("notebook-ablation",),
     "tunnel": ("notebook-tunnel", "notebook-tunnel/scan"),
+    "dynamics": ("notebook-dynamics",),
 }
 FIGURES = {
     "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
     "entropy_axis_ablation": (("ablation_pc1", "kl"), ("ablation_control", "odds")),
     "tunnel": (("posterior", "kl"), ("posterior", "entropy")),
+    "dynamics": (("drift", "frame"), ("drift", "value"), ("drift", "precision"), ("gradients", "score_gradient")),
 }
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
     "entropy_axis_ablation": ("dose 1",),
     "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "measuring", "measuring attention_focus"),
+    "dynamics": ("bijection, gpt2", "bijection, gpt2", "snapshots scanned"),
 }
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'
 
@@ -120,7 +125,7 @@ def test_one_line_names_the_model(name):
     script = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     code = [line for line in script.splitlines() if not line.startswith("#")]
     named = [line for line in code if re.search(r"pocket:\w|EleutherAI", line)]
-    assert named == ([] if name == "tunnel" else [MODEL])  # a tunnel trains its own
+    assert named == ([] if name in ("tunnel", "dynamics") else [MODEL])  # these train their own
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------
@@ -142,7 +147,11 @@ def test_the_records_shown_are_the_records_saved(run):
         assert len(headlines) > 3 and html.count('data-label="verdict"') == len(headlines)
         assert all(f"</span> {h.verdict}</b>" in html for h in headlines)
         assert html.count("not measured, because") == len(record.unmeasured)
-    assert (run.folder / SAVED[run.name][0] / "report.html").read_text(encoding="utf-8") == page(records)
+    drawn = page(records)
+    if run.name == "dynamics":
+        steps = records[0].facts["steps"]
+        drawn = steps_page(records[0], {s: Record.load(run.folder / SAVED[run.name][0] / f"step{s}") for s in steps})
+    assert (run.folder / SAVED[run.name][0] / "report.html").read_text(encoding="utf-8") == drawn
 
 
 def test_the_figures_shown_are_those_of_the_record(run):
@@ -188,6 +197,22 @@ def test_progress_leaves_standard_output_alone_elsewhere(capsys):
     with progress.bar(silent=True) as tell:
         assert tell is None
     assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("run", ["dynamics"], indirect=True)
+def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
+    measured = Record.load(run.folder / "notebook-dynamics").results["drift"]
+    (told,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and out["text"].startswith("frame")]
+    for line in told.splitlines():
+        name, _, step = line.split()
+        curve, steps = measured.arrays[f"{name}_runs"][0], list(map(int, measured.ticks["step"]))
+        last = np.flatnonzero(curve > 0.5 * curve[0])[-1]
+        assert steps[last] - 1 <= int(step) <= steps[last + 1] + 1
+    frame = measured.arrays["frame_runs"]
+    assert measured.arrays["precision"][-1] < 0.2
+    assert (
+        frame[0, -2] < frame[0, 0] / 4 and frame[1, -2] > frame[1, 0] / 2
+    )  # the one on random targets has not settled
 
 
 # ---- a record shows itself ------------------------------------------------------------------------------------------

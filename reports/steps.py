@@ -1,0 +1,129 @@
+"""Snapshots of one training as one page: curves over its steps, and a slider through the figures of each snapshot."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from markupsafe import Markup
+
+from llmgeom.record import Record
+from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
+from llmgeom.reports.page import _environment, _file, _hash, _json, _part, _plotly, _warnings
+from llmgeom.reports.prompts import prompt_columns
+from llmgeom.reports.text import plotly_text
+from llmgeom.reports.verdicts import ICONS, labels, lines
+from llmgeom.result import Quantity
+
+
+def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
+    """One HTML page that opens from disk without the network; equal records give equal bytes.
+
+    record     what is said of the training as a whole; its curves are always there.
+    snapshots  the record of each step, ascending, of the same prompts. The last one's figures are drawn; when the
+               slider moves, a script draws another's in the same places. The verdicts of all are plain HTML.
+    """
+    (label,) = labels([record])
+    part = _part(0, label, record)
+    for section in part["sections"]:
+        measured = section["measured"]
+        section["drawn"] = [
+            _small(d, measured.quantities[name]) for name, d in zip(pictured(measured), section["drawn"], strict=True)
+        ]
+    places = _places(snapshots)
+    shown = {step: _shown(one, places) for step, one in snapshots.items()}
+    last = list(shown.values())[-1:]
+    curves = {section["probe"]: section for section in part["sections"]}
+    data = {
+        "figures": [{"id": d.id, **d.spec} for section in part["sections"] for d in section["drawn"]]
+        + [{"id": d.id, **d.spec} for found in last for d in found.values()],
+        "records": [prompt_columns(one.prompts) for one in list(snapshots.values())[-1:]],
+        "template": TEMPLATE,
+    }
+    steps = {
+        step: {
+            "figures": {
+                d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
+                for d in shown[step].values()
+            },
+            "records": [prompt_columns(one.prompts)],
+        }
+        for step, one in snapshots.items()
+    }
+    # One script, so that the page's functions serve the slider too.
+    script, (plotly, plotly_hash) = _file("page.js") + (_file("steps.js") if snapshots else ""), _plotly()
+    template = _environment().get_template("steps.html")
+    return template.render(
+        title=f"{record.title}, over training",
+        parts=[part],
+        warnings=_warnings([label], [record]),
+        rows=lines([record]),
+        icons=ICONS,
+        sections={(label, probe): section["id"] for probe, section in curves.items()},
+        curves=curves,
+        steps=list(snapshots),
+        probes=[
+            _probe(probe, snapshots, shown) for probe in sorted({p for one in snapshots.values() for p in one.results})
+        ],
+        allowed=Markup(f"'{_hash(script)}' '{plotly_hash}'"),
+        css=Markup(_file("page.css") + _file("steps.css")),
+        script=Markup(script),
+        plotly=Markup(plotly),
+        data=Markup(_json(data)),
+        packed=Markup(base64.b64encode(gzip.compress(_json(steps).encode(), 9, mtime=0)).decode()),
+    )
+
+
+def _small(curve: Drawn, quantity: Quantity) -> Drawn:
+    """The curve in a third of the width: what it shows stands over it, the unit alone beside it."""
+    layout = curve.spec["layout"]
+    text = {"text": plotly_text(quantity.meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
+    where = {
+        "x": 0,
+        "y": 1,
+        "xref": "paper",
+        "yref": "paper",
+        "xanchor": "left",
+        "yanchor": "bottom",
+        "yshift": 4,
+        "xshift": -48,
+    }
+    over = {"annotations": [text | where], "height": 290, "showlegend": False}
+    across = layout["xaxis"] | {"tickfont": {"size": 12}, "tickangle": -60}
+    up = {"title": {"text": plotly_text(quantity.unit)}}
+    margin = {"l": 64, "r": 12, "t": 48, "b": 48}
+    return replace(
+        curve, spec=curve.spec | {"layout": layout | over | {"xaxis": across, "yaxis": up, "margin": margin}}
+    )
+
+
+def _places(snapshots: Mapping[int, Record]) -> dict[tuple[str, str], str]:
+    """Where each figure of any snapshot stands: (probe, quantity) -> id."""
+    every = {(p, name) for one in snapshots.values() for p, m in one.results.items() for name in pictured(m)}
+    return {key: f"snapshot-{i}" for i, key in enumerate(sorted(every))}
+
+
+def _shown(one: Record, places: Mapping[tuple[str, str], str]) -> dict[tuple[str, str], Drawn]:
+    return {
+        (probe, name): draw(measured, name, places[probe, name], 0, one.prompts)
+        for probe, measured in sorted(one.results.items())
+        for name in pictured(measured)
+    }
+
+
+def _probe(probe: str, snapshots: Mapping[int, Record], shown: Mapping[int, Mapping]) -> dict[str, Any]:
+    """The part of a section that the slider changes: the verdicts of each step, and a place for each figure."""
+    measured = [one.results[probe] for one in snapshots.values() if probe in one.results][-1]
+    # The place of a figure is that of the last snapshot that has it; where the last of all has not, it is hidden.
+    found = {name: d for each in shown.values() for (of, name), d in each.items() if of == probe}
+    now = list(shown.values())[-1]
+    order = sorted(found, key=lambda name: (not found[name].choices, name))
+    return {
+        "probe": probe,
+        "measured": measured,
+        "drawn": [(found[name], (probe, name) in now) for name in order],
+        "rows": {s: [row for row in lines([one]) if row.probe == probe] for s, one in snapshots.items()},
+    }
