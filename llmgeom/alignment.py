@@ -1,31 +1,39 @@
-"""Do two layers place the same inputs alike, whatever directions each uses?"""
+"""Do two sets of vectors place the same inputs alike, whatever directions each uses?"""
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
+from jaxtyping import Float
+
+from llmgeom.errors import Refused
 
 
-def centred_gram(x: np.ndarray) -> np.ndarray:
-    """[row row] inner products of rows less their mean, float64."""
-    x = x.astype(np.float64)
-    x = x - x.mean(0)
-    return x @ x.T
+def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) -> float:
+    """Debiased linear CKA of two sets of features of the same rows: 1 where they are equal up to rotation and scale,
+    mean 0 where they are unrelated.
 
-
-def hsic(k: np.ndarray, m: np.ndarray) -> float:
-    """Unbiased estimate of the Hilbert-Schmidt independence criterion of two Gram matrices [row row], n of 4 or more:
-    1 / (n (n - 3)) (tr K'M' + (1'K'1)(1'M'1) / ((n - 1)(n - 2)) - 2 / (n - 2) 1'K'M'1), K' and M' without their
-    diagonals (Song et al. 2012, equation 5). Its mean is 0 where rows are paired at random.
+    hsic(x, y) / sqrt(hsic(x, x) hsic(y, y)), with x and y centred over n rows, a_i = |x_i|^2, b_i = |y_i|^2 and
+    hsic(x, y) = |x' y|^2 - n / (n - 2) sum_i a_i b_i + sum_i a_i sum_i b_i / ((n - 1)(n - 2)): n (n - 3) times the
+    unbiased HSIC of Song et al. (JMLR 13, 2012), in the CKA of Kornblith et al. (ICML 2019). |x' y|^2 is taken from
+    inner products of rows where these are fewer than features. `compare.gram` and `compare.alignment` are the same for
+    matrices that are kept and permuted.
+    Raises Refused for fewer than 4 rows, and where all rows of one set are alike.
     """
-    n = len(k)
-    k, m = k - np.diag(np.diag(k)), m - np.diag(np.diag(m))
-    cross = (k * m).sum() + k.sum() * m.sum() / ((n - 1) * (n - 2)) - 2 / (n - 2) * k.sum(0) @ m.sum(0)
-    return float(cross / (n * (n - 3)))
+    n = len(x)
+    if n < 4:
+        raise Refused(f"{n} rows were given to debiased CKA; it needs 4")
+    x, y = (each.astype(np.float64) - each.mean(0, dtype=np.float64) for each in (x, y))
 
+    def hsic(one: np.ndarray, other: np.ndarray) -> float:
+        a, b = np.square(one).sum(1), np.square(other).sum(1)
+        few = n < min(one.shape[1], other.shape[1])
+        whole = np.vdot(one @ one.T, other @ other.T) if few else np.square(one.T @ other).sum()
+        return float(whole - n / (n - 2) * a @ b + a.sum() * b.sum() / ((n - 1) * (n - 2)))
 
-def cka(k: np.ndarray, m: np.ndarray) -> float:
-    """Linear centred kernel alignment HSIC(K, M) / sqrt(HSIC(K, K) HSIC(M, M)) of Gram matrices, by unbiased estimates:
-    1 for rows that differ by a rotation and a factor, 0 in the mean where they are unrelated (Kornblith et al. 2019;
-    the plain estimate tends to 1 where there are fewer rows than coordinates). 0 where one does not vary."""
-    own = hsic(k, k) * hsic(m, m)
-    return hsic(k, m) / own**0.5 if own > 0 else 0.0
+    own, theirs = hsic(x, x), hsic(y, y)
+    for each, size in ((x, own), (y, theirs)):
+        if size <= 1e-12 * np.square(each).sum() ** 2:
+            raise Refused(f"all {n} rows of one side are alike; an alignment needs them to differ")
+    return hsic(x, y) / math.sqrt(own * theirs)

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.alignment import centred_gram, cka
+from llmgeom.alignment import cka
 from llmgeom.batch import Batch, Tokens
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.cloud import varies
 from llmgeom.errors import Refused
 from llmgeom.information import bits, kl
 from llmgeom.result import Figure, Headline, quantity
@@ -231,27 +232,25 @@ def _lens(view: View) -> Lens:
     middle = (len(own) - 1) // 2
     if len(own) - 1 < LEAST_LAYERS:
         raise Refused(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
-    grams = [
-        [centred_gram(x.float().numpy()) for x in one.layers(Site.RESIDUAL)] for one in (view.capture, *view.twins)
-    ]
+    residuals = [[x.float().numpy() for x in one.layers(Site.RESIDUAL)] for one in (view.capture, *view.twins)]
 
     def way(of: np.ndarray, kept: np.ndarray) -> float:
         first = of[0, kept].mean()
         return float(1 - of[middle, kept].mean() / first) if first > 0 else 0.0
 
     def alike(of: Sequence[np.ndarray], kept: np.ndarray) -> float:
-        return cka(of[middle][np.ix_(kept, kept)], of[-1][np.ix_(kept, kept)])
+        return _alike(of[middle][kept], of[-1][kept])
 
     made = []
     for name, statistic, mine, theirs in (
         (HALF_LENS, way, own, view.twin_readings),
         (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.twin_readings),
-        (HALF_CKA, alike, grams[0], grams[1:]),
+        (HALF_CKA, alike, residuals[0], residuals[1:]),
     ):
         span = jackknife(lambda kept, f=statistic, mine=mine: f(mine, kept), every, units)
         null = {TWINS: np.array([statistic(twin, every) for twin in theirs])}
         made.append(_headline(name, statistic(mine, every), span, null, units))
-    alignment = np.array([[cka(one, of[-1]) for one in of] for of in grams])
+    alignment = np.array([[_alike(one, of[-1]) for one in of] for of in residuals])
     return Lens(
         missed=own.mean(1),
         missed_interval=_spans(own, units),
@@ -260,6 +259,11 @@ def _lens(view: View) -> Lens:
         alike_null=_band(alignment[1:], alignment[0]),
         headlines=tuple(made),
     )
+
+
+def _alike(x: np.ndarray, last: np.ndarray) -> float:
+    """CKA; 0 where prompts that end in one token enter the first layer alike."""
+    return cka(x, last) if varies(x) else 0.0
 
 
 def _rows(capture: Capture, seed: int) -> np.ndarray:

@@ -21,7 +21,7 @@ from llmgeom.errors import Refused
 from llmgeom.experiments import dynamics, sweep
 from llmgeom.experiments.compare import alignment, gram
 from llmgeom.experiments.courses import Course, Run, sections
-from llmgeom.experiments.drifts import Drifts, cka, drifts, fallen, less_p, mean_log, settled, state
+from llmgeom.experiments.drifts import Drifts, drifts, fallen, less_p, mean_log, settled, state
 from llmgeom.experiments.dynamics import Request, over_training, perform, table
 from llmgeom.experiments.grades import grade
 from llmgeom.record import Record
@@ -100,24 +100,6 @@ def test_log_precision_has_done_95_percent_of_its_fall():
 
 
 # ---- the functional -------------------------------------------------------------------------------------------------
-
-
-def test_cka_is_the_debiased_alignment_of_inner_products():
-    rng = np.random.default_rng(0)
-    x, y = rng.normal(3, 1, (30, 7)), rng.normal(-1, 2, (30, 12))
-    y[:, :3] += 2 * x[:, :3]
-    assert cka(x, y) == pytest.approx(alignment(gram(x), gram(y)), abs=1e-12)
-    turn = np.linalg.qr(rng.normal(size=(7, 7)))[0]
-    assert cka(x, 5 * x @ turn + 1) == pytest.approx(1)
-    unrelated = [cka(rng.normal(size=(20, 30)), rng.normal(size=(20, 30))) for _ in range(400)]
-    assert np.mean(unrelated) == pytest.approx(0, abs=0.01)  # the biased form gives 0.6
-
-
-def test_cka_needs_rows_that_differ():
-    with pytest.raises(Refused, match="3 rows"):
-        cka(np.eye(3), np.eye(3))
-    with pytest.raises(Refused, match="all 5 rows of a layer and head are alike"):
-        cka(np.ones((5, 2)), np.eye(5))
 
 
 def test_identical_snapshots_have_not_drifted(runs):

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
 from llmgeom import stats
+from llmgeom.alignment import cka
 from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.errors import Refused
@@ -21,33 +21,6 @@ from llmgeom.wind_tunnels.task import Task
 LEVEL = 0.05  # of its initial value: what is left of a curve that has settled
 TINY = 1e-9  # a drift that is only rounding
 SEEDS = 5  # training runs, the fewest over which an interval is worth a verdict
-
-
-def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) -> float:
-    """Debiased linear CKA of two sets of features of the same rows: 1 where they are equal up to rotation and scale,
-    mean 0 where they are unrelated.
-
-    hsic(x, y) / sqrt(hsic(x, x) hsic(y, y)), with x and y centred over n rows, a_i = |x_i|^2, b_i = |y_i|^2 and
-    hsic(x, y) = |x' y|^2 - n / (n - 2) sum_i a_i b_i + sum_i a_i sum_i b_i / ((n - 1)(n - 2)): n (n - 3) times the
-    unbiased HSIC of Song et al. (JMLR 13, 2012), written in features so that its cost grows with rows and not with
-    their square. `compare.gram` and `compare.alignment` are the same from inner products, for few rows.
-    Raises Refused for fewer than 4 rows, and where all rows of one set are alike.
-    """
-    n = len(x)
-    if n < 4:
-        raise Refused(f"{n} rows were given to debiased CKA; it needs 4")
-    x, y = (each.astype(np.float64) - each.mean(0, dtype=np.float64) for each in (x, y))
-
-    def hsic(one: np.ndarray, other: np.ndarray) -> float:
-        a, b = np.square(one).sum(1), np.square(other).sum(1)
-        whole = np.square(one.T @ other).sum()
-        return float(whole - n / (n - 2) * a @ b + a.sum() * b.sum() / ((n - 1) * (n - 2)))
-
-    own, theirs = hsic(x, x), hsic(y, y)
-    for each, size in ((x, own), (y, theirs)):
-        if size <= 1e-12 * np.square(each).sum() ** 2:
-            raise Refused(f"all {n} rows of a layer and head are alike; a drift needs them to differ")
-    return hsic(x, y) / math.sqrt(own * theirs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,50 @@
+"""CKA against its definition over quadruples of rows, against inner products, and where it means nothing."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from llmgeom.alignment import cka
+from llmgeom.errors import Refused
+from llmgeom.experiments.compare import alignment, gram
+
+
+def test_cka_is_the_ratio_of_means_over_quadruples_of_rows():
+    rng = np.random.default_rng(0)
+    x, y = rng.standard_normal((7, 3)), rng.standard_normal((7, 9))
+
+    def hsic(a, b):
+        k, m = a @ a.T, b @ b.T
+        terms = [
+            k[i, j] * m[i, j] + k[i, j] * m[q, r] - 2 * k[i, j] * m[i, q] for i, j, q, r in permutations(range(7), 4)
+        ]
+        return np.mean(terms)
+
+    assert cka(x, y) == pytest.approx(hsic(x, y) / math.sqrt(hsic(x, x) * hsic(y, y)))
+
+
+@pytest.mark.parametrize(("rows", "wide", "wider"), [(30, 7, 12), (10, 12, 40), (12, 5, 40)])
+def test_cka_is_the_debiased_alignment_of_inner_products(rows, wide, wider):
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(3, 1, (rows, wide)), rng.normal(-1, 2, (rows, wider))
+    y[:, :3] += 2 * x[:, :3]
+    assert cka(x, y) == pytest.approx(alignment(gram(x), gram(y)), abs=1e-12)
+    turn = np.linalg.qr(rng.normal(size=(wide, wide)))[0]
+    assert cka(x, 5 * x @ turn + 1) == pytest.approx(1)
+
+
+def test_unrelated_vectors_have_none_in_the_mean():
+    rng = np.random.default_rng(0)
+    unrelated = [cka(rng.normal(size=(20, 30)), rng.normal(size=(20, 30))) for _ in range(4000)]
+    assert np.mean(unrelated) == pytest.approx(0, abs=0.01)  # the biased form gives 0.6
+
+
+def test_cka_needs_rows_that_differ():
+    with pytest.raises(Refused, match="3 rows"):
+        cka(np.eye(3), np.eye(3))
+    with pytest.raises(Refused, match="all 5 rows of one side are alike"):
+        cka(np.ones((5, 2)), np.eye(5))
