@@ -100,6 +100,19 @@ def test_reading_is_nested_cross_validation_by_whole_units():
     assert len({*found.penalty.ravel()}) > 1
 
 
+def test_the_penalty_of_a_fold_is_chosen_without_it():
+    x, log_p, position, units = drawn(3, sequences=15, width=9)
+    fold, sites = folds(units, 0), [torch.from_numpy(x), torch.from_numpy(x[::-1].copy())]
+    own = read(sites, log_p, position, units, 0).penalty
+    changed = 0
+    for held in range(5):
+        other = torch.where(torch.from_numpy(fold == held)[:, None], log_p.roll(1, 1).flip(0), log_p)
+        theirs = read(sites, other, position, units, 0).penalty
+        np.testing.assert_array_equal(theirs[:, held], own[:, held])
+        changed += (theirs != own).sum()
+    assert changed, "the others' choices must be free to move, or the test says nothing"
+
+
 def test_each_site_may_have_a_target_of_its_own():
     x, log_p, position, units = drawn(2)
     other = log_p.flip(0)

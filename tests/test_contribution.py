@@ -15,6 +15,7 @@ from llmgeom.errors import Refused
 from llmgeom.probes import contribution, known
 from llmgeom.probes.contribution import MOST, OfEvidence, Replaced
 from llmgeom.scan import scan
+from llmgeom.stats import band
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.train import Training, train
 from tests.families import FAMILIES, hooked
@@ -121,6 +122,15 @@ def test_who_changes_the_answer_has_the_share(attention, mlp, verdict):
     assert found.verdict == verdict
     if 0 in (attention, mlp):
         assert found.value == (mlp > 0)
+
+
+def test_twins_are_held_against_what_the_model_itself_loses_in_all():
+    """Their MLPs' bits over its total, not over their own: small effects make no large share."""
+    own, twins = drawn(1, 3, 0), [drawn(1, 3, 100 + i) for i in range(20)]
+    found = judged(own, twins)["MLPs' share of the effects"]
+    total = own.effect.mean(2).sum()
+    shares = [twin.effect[1].mean(1).sum() / total for twin in twins]
+    assert min(shares) > 0.5 and (found.null_low, found.null_high) == pytest.approx(tuple(band(np.array(shares))))
 
 
 def test_a_branch_that_writes_nothing_has_no_ratio_of_norms():
