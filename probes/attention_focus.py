@@ -119,11 +119,13 @@ def measure(view: View) -> Result:
         # A narrowing layer has less entropy than its null: the lower end decides.
         return layer_band({key: np.array([c[name].mean(1) for c in null]) for key, null in nulls.items()}, "lower")
 
-    statistics = {
-        "focusing": lambda c, rows: _focusing(c["all"], rows),
-        "focusing without the first token": lambda c, rows: _focusing(c["rest"], rows),
-        "weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean()),
-    }
+    statistics = {"weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean())}
+    if layers > 1:
+        statistics = {
+            "focusing": lambda c, rows: _focusing(c["all"], rows),
+            "focusing without the first token": lambda c, rows: _focusing(c["rest"], rows),
+            **statistics,
+        }
     if layers >= LEAST_LAYERS:
         statistics["monotonicity"] = lambda c, rows: float(c["order"][rows].mean())
     every = np.arange(len(seen))
@@ -188,8 +190,10 @@ def _order(curve: np.ndarray) -> np.ndarray:
 def _warnings(found: Reach | None, long: np.ndarray, seen: np.ndarray, layers: int) -> Iterator[str]:
     if not long.all():
         yield f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"
+    if layers == 1:
+        yield "1 layer: there is no last layer beside the first, and focusing is left out"
     if layers < LEAST_LAYERS:
-        yield f"{layers} layers: monotonicity needs at least {LEAST_LAYERS} and is left out"
+        yield f"{layers} layer{'s' * (layers > 1)}: monotonicity needs at least {LEAST_LAYERS} and is left out"
     if found is None:
         return
     short = [(layer, tokens) for layer, tokens in enumerate(found.tokens) if tokens < seen.max()]

@@ -157,6 +157,15 @@ def test_two_layers_have_no_monotonicity_and_say_so():
     assert result.warnings == ("2 layers: monotonicity needs at least 3 and is left out",)
 
 
+def test_one_layer_has_nothing_to_narrow_from_and_no_verdict_about_it():
+    result = attention_focus.measure(view([0.5], 7))
+    assert set(heads(result)) == {"weight on the first token"}
+    assert result.warnings == (
+        "1 layer: there is no last layer beside the first, and focusing is left out",
+        "1 layer: monotonicity needs at least 3 and is left out",
+    )
+
+
 # ---- windows and sinks -----------------------------------------------------------------------------------------------
 
 
