@@ -122,7 +122,7 @@ def _say_options(command):
 @click.option("--prompts-from", help="Reuse the prompts of an earlier run folder.")
 @click.option("--n", type=int, help="Prompts a domain, spread evenly over entropy. [default: 75; fewer in small ones]")
 @click.option("--limit", type=int, help="Use only the first LIMIT prompts of a file, or a pool of at most LIMIT.")
-@click.option("--probes", help="Comma-separated probe names. [default: all; see `llmgeom list probes`]")
+@click.option("--probes", help="Comma-separated probe names, or all. [default: all; of prompts less what costs most]")
 @_protocol_option
 @click.option(
     "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
@@ -358,7 +358,7 @@ def grade(**options: Any) -> int:
 @click.option("--model", help="A hub id, instead of runs.")
 @click.option("--revisions", type=Listed(str, "revisions"), default="", help="Of --model: stepN,stepM,... ascending.")
 @click.option("--domain", default="mixed", show_default=True, help="Prompts that the revisions of --model read.")
-@click.option("--probes", help="Comma-separated probe names; '' for none. [default: all; see `llmgeom list probes`]")
+@click.option("--probes", help="Comma-separated probe names, or all; '' for none. [default: as `llmgeom scan`]")
 @click.option("--n", type=int, help="Sequences, or prompts. [default: 200, or 75 prompts]")
 @click.option("--nulls", default=20, show_default=True, help="Draws of each null of the probes.")
 @click.option("--seed", default=0, show_default=True, help="Fixes sequences, prompts and nulls.")
@@ -468,11 +468,12 @@ def list_(what: str) -> None:
     """What there is: pocket models, prompt domains, tasks and architectures of tunnels, probes, and the claims that a
     scan can pass or fail."""
     if what == "probes":
-        from llmgeom.probes import PROTOCOLS, known, names
+        from llmgeom.probes import ON_REQUEST, PROTOCOLS, known, names
 
         for protocol in PROTOCOLS:
             for name, module in known(names(protocol)).items():
-                click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}")
+                asked = " (of prompts: --probes)" if name in ON_REQUEST else ""
+                click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}{asked}")
     elif what == "claims":
         from llmgeom.claims import entries
 

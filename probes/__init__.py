@@ -15,6 +15,9 @@ from types import ModuleType
 from llmgeom.errors import Refused
 
 PROTOCOLS = ("sound", "published")
+# Edited passes and gradients, of every twin too: several times what the rest of a scan costs. In prompts, which large
+# models read, they are measured where they are asked for by name; in a tunnel always.
+ON_REQUEST = ("contribution", "routing_law")
 PUBLISHED = "published"
 
 
@@ -40,6 +43,15 @@ def check(only: Iterable[str]) -> tuple[str, ...]:
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise Refused(f"unknown probe {name!r}: {hint}known: {', '.join(every)}")
     return only
+
+
+def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bool = True) -> tuple[str, ...]:
+    """What a command measures: `only` these; with ("all",) all of the protocol; by default all of it, in prompts less
+    those of ON_REQUEST. Raises Refused as `names` and `check`."""
+    every = names(protocol)
+    if only not in (None, ("all",)):
+        return check(only)
+    return tuple(name for name in every if only or not prompts or name not in ON_REQUEST)
 
 
 def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from llmgeom import hub
 from llmgeom.cli import main
-from llmgeom.probes import names
+from llmgeom.probes import ON_REQUEST, names
 from llmgeom.record import Record
 
 
@@ -41,7 +41,9 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
         "report.html",
     }
     record = Record.load(run_folder)
-    assert set(record.results) == set(names()) and not record.unmeasured
+    assert set(record.results) == set(names()) - record.unmeasured.keys() - set(ON_REQUEST)
+    assert "no exact answer" in record.unmeasured["length_cliff"]
+    assert set(record.unmeasured) == {"length_cliff", "belief_clusters"}
     assert len(record.prompts["text"]) == 40
     assert record.subject["parity"]["logits"] == 0
     assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150")
@@ -295,4 +297,8 @@ def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     scope: dict = {}
     exec(code, scope)
     assert scope["html"].startswith("<!doctype html>")
-    assert set(Record.load("runs/mine").results) == set(names()) - {"domain_restriction"}
+    assert set(Record.load("runs/mine").results) == set(names()) - {
+        "domain_restriction",
+        "length_cliff",
+        "belief_clusters",
+    }

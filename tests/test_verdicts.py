@@ -33,7 +33,8 @@ from llmgeom.stats import prediction_p
 from llmgeom.subject import Subject
 from tests.test_stats import coverage
 
-PROBES = known()
+# Probes of the mechanism simulate nulls of their own, in their own files: untrained models obey the routing law, too.
+PROBES = known(("attention_focus", "attention_write", "domain_restriction", "key_orthogonality", "value_manifold"))
 SITES = frozenset().union(*(probe.NEEDS.sites for probe in PROBES.values())) | {Site.ENTROPY}
 SAMPLES = frozenset().union(*(probe.NEEDS.samples for probe in PROBES.values()))
 FOLLOWS = ("attention_write", "value_manifold")  # the probes that read entropy

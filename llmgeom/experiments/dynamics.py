@@ -93,7 +93,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
     OUT/stepN holds the record of each snapshot; the same command goes on after the last one that is there.
     """
     started = time.time()
-    modules = probes.known(asked.probes)
+    modules = probes.known(probes.chosen(asked.probes, prompts=bool(asked.model)))
     runs = _runs(asked, progress)
     spec = digest(
         {

@@ -122,12 +122,12 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     ):
         if value is not None and value < least:
             raise Refused(f"{flag} {value}: expected at least {least}")
-    chosen = probes.names(asked.protocol) if asked.probes is None else probes.check(asked.probes)
-    if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
-        raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     located = asked.locate()
     if not any(given) and hub.tunnel(located.path):
         asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
+    chosen = probes.chosen(asked.probes, asked.protocol, prompts=not asked.tasks)
+    if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
+        raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     pools = _pools(asked)
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
     own = asked.prompts_file is not None or asked.prompts_from is not None or bool(asked.tasks)
