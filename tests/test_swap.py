@@ -389,6 +389,16 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
             assert torch.linalg.matrix_rank(plain) <= made.dimensions[layer] and plain.norm() < whole.norm()
 
 
+def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
+    """One pair of sequences exchanges two pieces of evidence and spans one direction, whatever the measured ones do."""
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
+    pairs = Pairs.of(task, 12, 0, "held-out")
+    one, many = (Moved.of(subject, fit, pairs.take(range(6, 12)), (0,)) for fit in (pairs.take([0]), pairs))
+    assert one.dimensions == (1,) and many.dimensions > (3,)
+    np.testing.assert_array_equal(one.moved["whole"], many.moved["whole"])
+    assert (one.moved["frame"] != many.moved["frame"]).any()
+
+
 def test_the_global_generators_change_nothing(folder):
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
     first = examine(subject, task, n=24, nulls=1, controls=3)
