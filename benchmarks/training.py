@@ -26,7 +26,7 @@ from llmgeom.wind_tunnels.train import Training, _Run, replace
 
 RECIPES = {
     "bijection V=8: mae_abs <= 0.02 in 15 s": Training(
-        "bijection", width=32, layers=1, steps=2000, batch=128, lr="1e-2"
+        "bijection", arch="gpt2", width=32, layers=1, steps=1500, batch=128, lr="1e-2"
     ),
     "coin: mae_abs <= 0.01 in 20 s": Training("coin", width=32, layers=1, steps=500, batch=256, lr="5e-3"),
     "recall, 4 pairs: accuracy > .99 in 30 s": Training("recall", arch="gpt2", steps=500, lr="3e-3"),
