@@ -172,6 +172,20 @@ def test_only_the_named_rates_move_their_matrices_and_a_run_stops_on_arrival(mon
     ]
 
 
+def test_closed_form_and_descent_take_turns_and_each_leaves_the_other_s_matrices(monkeypatch):
+    seen, own = [], paper2.gradients
+
+    def watched(x, y, weights, *args, **options):
+        seen.append([each.clone() for each in weights])
+        return own(x, y, weights, *args, **options)
+
+    monkeypatch.setattr(paper2, "gradients", watched)
+    trained(Cell((0.01,) * 4, 1, 60, 5, ridge=1e-2))
+    for turn, (before, after) in enumerate(pairwise(seen[:6])):
+        moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
+        assert moved == ([False, False, True, False] if turn % 2 == 0 else [True, True, False, True])
+
+
 def test_a_training_that_diverges_is_said_and_arrives_never():
     found = trained(Cell((1e30,) * 4, 1, 60, 5))
     assert not found["finite"] and found["losses"] == []
