@@ -15,8 +15,8 @@ from types import ModuleType
 from llmgeom.errors import Refused
 
 PROTOCOLS = ("sound", "published")
-# Edited passes and gradients, of every twin too: several times what the rest of a scan costs. In prompts, which large
-# models read, they are measured where they are asked for by name; in a tunnel always.
+# Edited passes and gradients, of every twin too: more than the rest of a scan together, the more the deeper the model.
+# In prompts, which large models read, they are measured where they are asked for; in a tunnel always.
 ON_REQUEST = ("contribution", "routing_law")
 PUBLISHED = "published"
 
