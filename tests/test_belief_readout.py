@@ -252,6 +252,15 @@ def test_a_residual_that_never_holds_the_posterior_passes_nothing(coarse):
     assert above <= 1 and seed == 3
 
 
+def test_of_no_fall_there_are_no_shares(coarse):
+    """Two layers that only add noise make the posterior no more readable: whose doing would it be?"""
+    made = belief_readout.measure(viewed([(noise(71), noise(72)), (noise(73), noise(74))], EXACT))
+    found = judged(made)
+    assert found["fall from input to output"].low <= 0
+    assert SHARE not in found and GRADUAL not in found
+    assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
+
+
 def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
     """What is readable by chance falls over its MLPs as over those of its twins."""
     for seed in range(2):
