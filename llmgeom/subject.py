@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import transformers
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
 from llmgeom import hub, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
@@ -25,6 +25,7 @@ from llmgeom.capture import ATTENDING, OUTPUTS, Capture, Key, Site
 from llmgeom.edits import Edit
 from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
 from llmgeom.information import bits, entropy
+from llmgeom.lens import Unembedding, unembedding_of
 from llmgeom.plan import BATCH_TOKENS, plan
 from llmgeom.store import Store
 
@@ -292,60 +293,18 @@ class Subject:
         nats = self.capture(batch, {Site.ENTROPY}, **options).entropy
         return bits(nats.double().numpy())
 
-    @torch.no_grad()
     def lens(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocabulary"]:
         """The logit lens: next-token log-probabilities in nats, float32, if this residual were the last layer's output;
         through the model's own final norm and output embedding (nostalgebraist 2020).
 
         Raises Unavailable where it cannot be told how this model goes from the last residual to its logits.
         """
-        norm, head, after = self.unembedding
-        parameter = next(head.parameters())
-        hidden = norm(residual.to(parameter.device, parameter.dtype)[:, None])
-        return after(head(hidden)[:, 0].float()).log_softmax(-1).cpu()
+        return self.unembedding(residual)
 
     @cached_property
-    def unembedding(self) -> tuple[Any, Any, Callable[[Tensor], Tensor]]:
-        """Final norm, output embedding, and what is done to logits after it: found by trial, on two sequences."""
-        batch = parity.probe_batch(self)
-        seen = self.capture(batch, {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
-        last, final = seen.layers(Site.RESIDUAL)[-1], seen.final
-        head = self.model.get_output_embeddings()
-        if head is None or next(head.parameters()).is_meta:
-            raise Unavailable(f"{self.name} has no output embedding in memory; a logit lens reads through it")
-
-        near = 1e-3 if self.facts["dtype"] == "float32" else 3e-2
-
-        def same(ours: Tensor, theirs: Tensor) -> bool:
-            return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= near * theirs.abs().max())
-
-        norms: list[Any] = [nn.Identity()]
-        for owner in self.model.modules():
-            if any(isinstance(child, nn.ModuleList) for child in owner.children()):
-                norms += [child for child in owner.children() if not isinstance(child, nn.ModuleList | nn.Embedding)]
-        cap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        scale = getattr(self.model.config.get_text_config(), "logit_scale", None) or 1.0
-        ways: tuple[Callable[[Tensor], Tensor], ...] = (
-            lambda logits: logits,
-            lambda logits: cap * (logits / cap).tanh() if cap else logits,
-            lambda logits: logits * scale,
-        )
-        parameter = next(head.parameters())
-        with torch.no_grad():
-            for norm in norms:
-                try:
-                    hidden = norm(last.to(parameter.device, parameter.dtype)[:, None])[:, 0].cpu()
-                except (TypeError, RuntimeError, ValueError):  # not a module of one tensor: no norm
-                    continue
-                if same(hidden.float(), final.float()):
-                    logits = head(final.to(parameter.device, parameter.dtype)).float().cpu()
-                    for after in ways:
-                        if same(after(logits).log_softmax(-1), seen.log_probs):
-                            return norm, head, after
-        raise Unavailable(
-            f"{self.name}: how model type {self.facts['model_type']!r} goes from its last layer to its logits is not "
-            "known; a logit lens would not be its own"
-        )
+    def unembedding(self) -> Unembedding:
+        """Final norm, output embedding, and what is done to logits after it. Raises Unavailable as `lens`."""
+        return unembedding_of(self)
 
     def _halving(self, tokens, where, members, sites, edits, batch, events) -> dict[Key, Tensor]:
         """One planned batch; on out-of-memory in halves, and the halving is told."""

@@ -166,7 +166,7 @@ def _frames(subject: Subject, ids: list[int]) -> Frames:
     facts = subject.facts
     embedding = subject.model.get_input_embeddings().weight
     e = embedding[torch.tensor(ids, device=embedding.device)]
-    final, head, _ = subject.unembedding
+    final, head = subject.unembedding.norm, subject.unembedding.head
     u = head.weight[torch.tensor(ids, device=head.weight.device)].double().cpu() * _gain(final, e)
     group, found = facts["heads"] // facts["kv_heads"], []
     for layer, norm in enumerate(input_norms(subject)):

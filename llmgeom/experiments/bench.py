@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -36,13 +37,13 @@ Draw = Callable[[float], Copy]  # at a dose
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class Packed(ABC):
     """Inputs, ready to be read under many edits: a pass holds several copies of them, each edited in its own way.
 
     batch    what is read; its queried positions are where it is asked.
     places   where copies may be edited.
-    Subclasses give `at`, the positions that are edited, [input seq] bool; `sites`, what is read; `_effects`; and
-    `batch_tokens`, how many tokens run together.
+    Subclasses say which positions are edited, which sites are read (`sites`), what is made of them, and how many tokens
+    run together (`batch_tokens`).
     """
 
     subject: Subject
@@ -52,12 +53,13 @@ class Packed:
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS,)
 
     @property
+    @abstractmethod
     def at(self) -> Tensor:
-        raise NotImplementedError
+        """[input seq] bool, the positions that are edited."""
 
+    @abstractmethod
     def _effects(self, clean: Sequence[Tensor], edited: Sequence[Tensor]) -> dict[str, np.ndarray]:
         """By effect [input], of what is read of one copy, site by site."""
-        raise NotImplementedError
 
     @cached_property
     def _clean(self) -> dict[int, list[Tensor]]:

@@ -157,7 +157,7 @@ def mean_log(values: np.ndarray) -> tuple[float, float, float]:
 
     x = np.log(values)
     half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)) if len(x) > 1 else 0.0
-    return tuple(float(v) for v in np.exp([x.mean(), x.mean() - half, x.mean() + half]))  # type: ignore[return-value]
+    return math.exp(x.mean()), math.exp(x.mean() - half), math.exp(x.mean() + half)
 
 
 def less_p(values: np.ndarray, others: np.ndarray | None = None) -> float:

@@ -62,6 +62,15 @@ class Told:
         except (ValueError, KeyError, TypeError) as error:
             raise Refused(f"{folder}: task.json or training.json cannot be read ({error}); train it again") from error
 
+    def asked(self, spec: str | None, model: str) -> Task:
+        """The task of a spec, or else the model's own. Raises Refused where there is neither, and for one that breaks
+        its laws."""
+        if not (spec or self.task):
+            raise Refused(f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task")
+        task = wind_tunnels.named(spec or self.task)
+        laws.obeyed(task)
+        return task
+
     @property
     def corrupt(self) -> float:
         return float(self.facts.get("training", {}).get("corrupt", 0.0))
@@ -208,12 +217,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         raise Refused(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
     located = asked.locate()
     told = Told.of(located.path)
-    if not (asked.task or told.task):
-        raise Refused(
-            f"{asked.model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task"
-        )
-    task = wind_tunnels.named(asked.task or told.task)
-    laws.obeyed(task)
+    task = told.asked(asked.task, asked.model)
     spec = asked.spec(located)
     what = f"grade-{type(task).__name__.lower()}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from llmgeom import claims, hub, wind_tunnels
+from llmgeom import claims
 from llmgeom.batch import Batch, Posterior
 from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
@@ -32,7 +32,6 @@ from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import LEAST_UNITS, jackknife
 from llmgeom.subject import Subject
-from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.task import Categorical, Task, seeded
 from llmgeom.wind_tunnels.task import Split as Of
 
@@ -444,12 +443,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         layers = tuple(int(part) for part in asked.layers.split(","))
     located = asked.locate()
     told = Told.of(located.path)
-    if not (asked.task or told.task):
-        raise Refused(
-            f"{asked.model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task"
-        )
-    task = wind_tunnels.named(asked.task or told.task)
-    laws.obeyed(task)
+    task = told.asked(asked.task, asked.model)
     spec = asked.spec(located)
     what = f"swap-{type(task).__name__.lower()}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
