@@ -41,6 +41,12 @@ EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
 JUDGED = 1024  # held-out sequences that choose a learning rate
+EVIDENCE = {
+    "kept": "as it is",
+    "exchanged": "targets are those of another sequence: every position keeps its outcomes, nothing can be inferred",
+    "unbound": "what is asked (the inputs at the queries) is another sequence's: what was shown counts, its keys do not",
+    "sheet": "targets are drawn from the exact answers to one fixed sequence: position alone tells them",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,7 @@ class Training:
     targets       "hard": the outcome drawn, so that Bayes' rule has to be found; "soft": the exact predictive, which
                   is quicker and teaches the answer itself.
     corrupt       the fraction of hard targets that are drawn again, evenly over the outcomes; see `corrupted`.
+    evidence      "kept", or one of the ways to learn something else on the same sequences, see `Evidence`.
     precision     of the forward pass, "float32" or "bf16" (autocast; weights stay float32).
     compile       through torch.compile; graph: on a GPU, one CUDA graph a step.
     snapshots     how many are kept, at steps that grow geometrically; step 0 and the last step are among them.
@@ -79,6 +86,7 @@ class Training:
     clip: float = 1.0
     targets: str = "hard"
     corrupt: float = 0.0
+    evidence: str = "kept"
     precision: str = "float32"
     compile: bool = False
     graph: bool = False
@@ -99,10 +107,13 @@ class Training:
         for name, word, words in (
             ("schedule", self.schedule, ("cosine", "constant")),
             ("targets", self.targets, ("hard", "soft")),
+            ("evidence", self.evidence, EVIDENCE),
             ("precision", self.precision, ("float32", "bf16")),
         ):
             if word not in words:
                 raise Refused(f"--{name} {word}: expected {' or '.join(words)}")
+        if self.evidence != "kept" and self.targets == "soft":
+            raise Refused(f"--evidence {self.evidence}: soft targets are the exact answer itself; leave --targets out")
         if not 0 <= self.corrupt <= 1:
             raise Refused(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
         for flag, value, fits in (
@@ -173,6 +184,8 @@ def train(
     task = wind_tunnels.named(asked.task)
     if asked.corrupt and not isinstance(task.answers, Categorical):
         raise Refused(f"--corrupt {asked.corrupt}: {task.title} asks for real numbers, not outcomes")
+    if asked.evidence == "sheet" and not isinstance(task.answers, Categorical):
+        raise Refused(f"--evidence sheet: {task.title} asks for real numbers, not outcomes")
     device = usable(device)
     if asked.graph and not device.startswith("cuda"):
         raise Refused(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
@@ -264,6 +277,7 @@ class _Run:
         self.query = torch.tensor(task.query, device=device)[: task.trained]
         self.tokens = torch.tensor(getattr(task.answers, "tokens", ()), device=device)
         self.floor = floor(task, asked.corrupt, asked.seed)
+        self.sheet = sheet(task, asked.seed, device) if asked.evidence == "sheet" else None
         matrices = [p for p in self.plain.parameters() if p.dim() > 1]
         rest = [p for p in self.plain.parameters() if p.dim() <= 1]
         rate: Any = torch.tensor(lr, device=device) if asked.graph else lr
@@ -329,6 +343,13 @@ class _Run:
         asked, task = self.asked, self.task
         drawn = task.drawn(asked.batch, self.generator, self.split, training=True)
         inputs, target = drawn.inputs, drawn.target[:, : task.trained]
+        if asked.evidence == "exchanged":
+            target = target.roll(1, 0)
+        elif asked.evidence == "unbound":
+            inputs = inputs.index_copy(1, self.query, inputs[:, self.query].roll(1, 0))
+        elif self.sheet is not None:
+            lots = torch.rand(*target.shape, self.sheet.shape[-1], generator=self.generator, device=target.device)
+            target = (self.sheet - (-lots.log()).log()).argmax(-1)  # Gumbel's: P(k) is the sheet's
         if asked.corrupt:
             target = redrawn(target, asked.corrupt, len(self.tokens), self.generator)
         mine = slice(self.rank, None, self.world)
@@ -412,6 +433,12 @@ def redrawn(target: Tensor, p: float, outcomes: int, generator: torch.Generator)
     lots = torch.rand(target.shape, generator=generator, device=target.device)
     other = torch.randint(outcomes, target.shape, generator=generator, device=target.device)
     return torch.where(lots < p, other, target)
+
+
+def sheet(task: Task, seed: int, device: str) -> Tensor:
+    """[query outcome] log-probabilities, nats: the exact answers to one sequence, drawn by the seed alone."""
+    drawn = task.drawn(1, seeded("sheet", seed, device), "any")
+    return task.log_predictive(drawn.inputs)[0, : task.trained]
 
 
 def corrupted(log_predictive: Tensor, p: float) -> Tensor:

@@ -8,7 +8,7 @@ import multiprocessing.connection
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -45,19 +45,31 @@ def sweep(
             found[name] = held
     if progress:
         progress(stage, len(found), len(cells))
-    workers = min(len(left), os.cpu_count() or 1)
+    # The longest first, so that the last one does not run alone.
+    order = sorted(left, key=lambda name: -left[name].steps)
+    jobs = {name: (str(out / name), left[name], n) for name in order}
+    tell = (lambda done, name: progress(stage, len(cells) - len(left) + done, len(cells), name)) if progress else None
+    return found | spread(_cell, jobs, tell)
+
+
+def spread(
+    work: Callable[..., Any], jobs: Mapping[str, tuple], tell: Callable[[int, str], None] | None = None
+) -> dict[str, Any]:
+    """By name what `work` makes of each job's arguments: one process a core, each with one thread, in this order.
+
+    tell   called with how many are done, and the name of the last.
+    """
+    workers, found = min(len(jobs), os.cpu_count() or 1), {}
     if not workers:
         return found
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone)
     try:
-        # The longest first, so that the last one does not run alone.
-        order = sorted(left, key=lambda name: -left[name].steps)
-        futures = {pool.submit(_cell, str(out / name), left[name], n): name for name in order}
+        futures = {pool.submit(work, *given): name for name, given in jobs.items()}
         for future in as_completed(futures):
             found[futures[future]] = future.result()
-            if progress:
-                progress(stage, len(found), len(cells), futures[future])
+            if tell:
+                tell(len(found), futures[future])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return found
