@@ -298,6 +298,13 @@ def swap(**options: Any) -> int:
     help="hard: the outcome drawn, so that Bayes' rule has to be found; soft: the exact answer itself.",
 )
 @click.option("--corrupt", default=0.0, show_default=True, help="Fraction of the hard targets drawn again, evenly.")
+@click.option(
+    "--evidence",
+    type=click.Choice(["kept", "exchanged", "unbound", "sheet"]),
+    default="kept",
+    show_default=True,
+    help="What is learnt instead: exchanged, nothing; unbound, what is shown without its keys; sheet, position.",
+)
 @click.option("--precision", type=click.Choice(["float32", "bf16"]), default="float32", show_default=True)
 @click.option("--compile", is_flag=True, help="Through torch.compile; pays for itself in long runs.")
 @click.option("--cuda-graph", "graph", is_flag=True, help="One CUDA graph a step.")

@@ -25,8 +25,8 @@ Names = Shaped[np.ndarray, " subject"]
 
 @dataclass(frozen=True)
 class Area:
-    """An area under the ROC curve: P(a subject of the kind scores higher than one of the other kind), ties half; 1 tells
-    the kinds apart, 1/2 tells nothing, 0 tells them apart the wrong way round.
+    """An area under the ROC curve: P(a subject of the kind scores higher than one of the other kind), ties half; 1
+    tells the kinds apart, 1/2 tells nothing, 0 tells them apart the wrong way round.
 
     low, high   its interval.   p   one-sided, of an area no larger than 1/2.
     pairs       how many were compared; positives, negatives: of how many subjects; clusters: of how many tasks.
@@ -63,8 +63,8 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
         A = sum_s U_s / sum_s n+_s n-_s,    U_s = #{positive > negative in s} + #{ties} / 2
 
     Pairs of different strata are not compared: a task, or an architecture, that gives large scores to all its subjects
-    would otherwise look like a kind. The interval is on the logit of A' = (A m + 1/2) / (m + 1), m the smaller number of
-    subjects, so that it has a width where A is 1: Student's t with as many degrees of freedom as clusters less one,
+    would otherwise look like a kind. The interval is on the logit of A' = (A m + 1/2) / (m + 1), m the smaller number
+    of subjects, so that it has a width where A is 1: Student's t with as many degrees of freedom as clusters less one,
     and the larger of two variances, that of the jackknife over clusters, and Hanley and McNeil's (1982) of independent
     subjects, summed over strata at A'. Derived here, and held against simulation in the tests.
 
@@ -134,8 +134,9 @@ def rate(hit: Bool[np.ndarray, " subject"], cluster: Names) -> Rate:
 
 
 def threshold(score: Scores, level: float = 0.05) -> float:
-    """The score that at most this fraction of subjects like these exceed: with m of them, the ceil((m + 1) (1 - level))th
-    smallest (the quantile of conformal prediction: a further subject exceeds it with probability of `level` at most).
+    """The score that at most this fraction of subjects like these exceed: with m of them, the
+    ceil((m + 1) (1 - level))th smallest (the quantile of conformal prediction: a further subject exceeds it with
+    probability of `level` at most).
 
     Raises ValueError for so few that there is none.
     """

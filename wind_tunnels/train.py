@@ -44,7 +44,7 @@ JUDGED = 1024  # held-out sequences that choose a learning rate
 EVIDENCE = {
     "kept": "as it is",
     "exchanged": "targets are those of another sequence: every position keeps its outcomes, nothing can be inferred",
-    "unbound": "what is asked (the inputs at the queries) is another sequence's: what was shown counts, its keys do not",
+    "unbound": "what is asked (the inputs at the queries) is another sequence's: what was shown counts, not its keys",
     "sheet": "targets are drawn from the exact answers to one fixed sequence: position alone tells them",
 }
 
