@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from llmgeom.calibration import placed
 from llmgeom.record import Record
 from llmgeom.reports.text import numbers, visible
 from llmgeom.result import Headline
@@ -39,6 +40,7 @@ class Row(NamedTuple):
     claim: str
     probe: str
     method: str
+    calibration: str
 
 
 def labels(records: Sequence[Record]) -> list[str]:
@@ -71,17 +73,17 @@ def lines(records: Sequence[Record]) -> list[Row]:
     stand side by side."""
     rows, named = [], list(zip(labels(records), records, strict=True))
     for probe in sorted({probe for record in records for probe in (*record.results, *record.unmeasured)}):
-        found = [(label, h) for label, r in named if probe in r.results for h in r.results[probe].headlines]
-        for name in dict.fromkeys(h.name for _, h in found):
-            rows += [_row(label, probe, h) for label, h in found if h.name == name]
+        found = [(label, h, r) for label, r in named if probe in r.results for h in r.results[probe].headlines]
+        for name in dict.fromkeys(h.name for _, h, _ in found):
+            rows += [_row(label, probe, h, record) for label, h, record in found if h.name == name]
         for label, record in named:
             if probe in record.unmeasured:
-                cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], "", probe, "")
+                cells = (label, probe, "", "", "", "", "", "not measured", record.unmeasured[probe], "", probe, "", "")
                 rows.append(Row(*map(visible, cells)))
     return sorted(rows, key=lambda row: not row.claim)
 
 
-def _row(label: str, probe: str, h: Headline) -> Row:
+def _row(label: str, probe: str, h: Headline, record: Record) -> Row:
     value, low, high = numbers(h.value, h.low, h.high)
     null, p = "none", ""
     if h.verdict != "no null":
@@ -94,4 +96,5 @@ def _row(label: str, probe: str, h: Headline) -> Row:
         p,
         f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.units else f", {h.units} units"),
     )
-    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method)))
+    place = placed(h, probe, record)
+    return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

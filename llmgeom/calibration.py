@@ -1,0 +1,148 @@
+"""Where a number stands: in units of its own null, and beside what models of known truth gave (numpy only).
+
+The table is made by `llmgeom calibrate` and ships with the code. It is of small models in wind tunnels, and of no
+other: outside the bench's range of width, depth and n a value is "not calibrated here", and no likelihood ratio is ever
+carried over to a large model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from llmgeom.errors import Refused
+from llmgeom.record import Record
+from llmgeom.result import Headline
+
+TABLE = Path(__file__).parent / "calibrated.json"
+VERSION = 1
+Z95 = 1.959964  # a normal's 97.5 % point
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One headline on the bench.
+
+    area, low, high   AUC of models trained to the posterior against models trained as long where nothing could be
+                      inferred, and its 95 % interval. `word`: "yes" where it tells them apart, "no" where an area of
+                      0.75 is excluded, "reversed", "undecided", or why it could not be had.
+    trained, idle     5 % and 95 % points of the two kinds, in units of each value's own null; None where it has none.
+    numbers           everything else that the table has: areas against other kinds, error rates, power, relation to KL.
+    """
+
+    probe: str
+    name: str
+    word: str
+    area: float | None = None
+    low: float | None = None
+    high: float | None = None
+    trained: tuple[float, float] | None = None
+    idle: tuple[float, float] | None = None
+    numbers: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The table: its signatures, and of which models it is.
+
+    bench    how many subjects of each kind, tasks, architectures, CPU minutes, version, what made it.
+    width, depth, n   the ranges, ends included, of d_model, layers and sequences.
+    """
+
+    signatures: tuple[Signature, ...]
+    bench: Mapping[str, Any]
+    width: tuple[int, int]
+    depth: tuple[int, int]
+    n: tuple[int, int]
+
+    def find(self, probe: str, name: str) -> Signature | None:
+        return next((one for one in self.signatures if (one.probe, one.name) == (probe, name)), None)
+
+    def outside(self, record: Record) -> str:
+        """Why the values of this record are not calibrated here; empty where they are. n: its sequences."""
+        if record.source.get("kind") != "task":
+            return "no task of the bench's kind"
+        subject, n = record.subject, len(record.prompts["text"])
+        for what, value, (least, most) in (
+            ("width", subject.get("d_model"), self.width),
+            ("depth", subject.get("layers"), self.depth),
+            ("n", n, self.n),
+        ):
+            if value is None or not least <= value <= most:
+                return f"{what} {value}, the bench has {least} to {most}"
+        return ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "version": VERSION,
+            "bench": dict(self.bench),
+            "width": list(self.width),
+            "depth": list(self.depth),
+            "n": list(self.n),
+            "signatures": [{**vars(one), "numbers": dict(one.numbers)} for one in self.signatures],
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> Calibration:
+        """From a file. Raises Refused where it is not there or of another version."""
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            if body["version"] != VERSION:
+                raise Refused(f"{path} has version {body['version']}; this llmgeom reads {VERSION}: calibrate again")
+            signatures = tuple(
+                Signature(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
+                for one in body["signatures"]
+            )
+            return cls(signatures, body["bench"], *(tuple(body[key]) for key in ("width", "depth", "n")))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise Refused(f"{path} is no calibration ({error}); make one with llmgeom calibrate") from None
+
+
+@cache
+def shipped() -> Calibration | None:
+    """The table that came with the code; None where it has none."""
+    return Calibration.read(TABLE) if TABLE.exists() else None
+
+
+def null_units(h: Headline) -> float | None:
+    """How far a value lies from the middle of its null's 95 % band, the way that is asked of it counted as above 0:
+
+        z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 where low values are asked for;
+
+    a normal null has a band of z from -1.96 to 1.96. None where the band has no width: a null that is one number.
+    Derived here.
+    """
+    half = (h.null_high - h.null_low) / 2
+    if h.verdict == "no null" or half <= 0:
+        return None
+    return (1 if h.side == "upper" else -1) * (h.value - (h.null_high + h.null_low) / 2) / half * Z95
+
+
+def placed(h: Headline, probe: str, record: Record) -> str:
+    """A value's place in words: units of its own null, then the bench's range, or why it is not calibrated."""
+    z, table = null_units(h), shipped()
+    own = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "
+    if table is None or (found := table.find(probe, h.name)) is None:
+        return f"{own}not calibrated"
+    if why := table.outside(record):
+        return f"{own}not calibrated here: {why}"
+    if found.area is None:
+        return f"{own}not calibrated: {found.word}"
+    if z is None or found.trained is None or found.idle is None:
+        ranges = ""
+    else:
+        ends = (f"{name} {low:+.1f} to {high:+.1f}" for name, (low, high) in
+                (("trained", found.trained), ("no inference", found.idle)))  # fmt: skip
+        ranges = f"bench: {', '.join(ends)}; "
+    told = {
+        "yes": "tells them apart",
+        "no": "does NOT tell them apart",
+        "reversed": "tells them apart the WRONG way round",
+        "undecided": "not shown to tell them apart",
+    }[found.word]
+    return f"{own}{ranges}{told} (AUC {found.area:.2f}, {found.low:.2f} to {found.high:.2f})"

@@ -1,0 +1,356 @@
+"""The calibration: what its subjects are trained on, what its table makes of readings, and what a page says of a value."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import calibration as placing
+from llmgeom import wind_tunnels
+from llmgeom.calibration import Calibration, Signature, null_units, placed
+from llmgeom.claims import Null, declared, headline
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.experiments import calibrate, subjects, sweep
+from llmgeom.experiments.grades import grade
+from llmgeom.experiments.subjects import CELLS, KINDS, bench
+from llmgeom.record import Record
+from llmgeom.reports import page, table
+from llmgeom.stats import Interval
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import EVIDENCE, Training, _Run, sheet, train
+from tests.test_primitives import TINY, InProcess
+
+PAIRS = wind_tunnels.named("bijection:vocab=5,pairs=4")
+
+
+# ---- what else may be learnt -----------------------------------------------------------------------------------------
+
+
+class Seen(torch.nn.Module):
+    """Keeps what a loss shows it."""
+
+    def __init__(self, vocabulary):
+        super().__init__()
+        self.vocabulary, self.inputs = vocabulary, None
+
+    def forward(self, input_ids, logits_to_keep, **_):
+        self.inputs = input_ids
+        logits = torch.zeros(len(input_ids), len(logits_to_keep), self.vocabulary)
+        return type("Output", (), {"logits": logits})
+
+
+def shown(evidence, monkeypatch, task="bijection:vocab=5,pairs=4", batch=64):
+    """The inputs and targets of one step: [sequence seq] and [sequence query]."""
+    asked = Training(task, **{**TINY, "batch": batch}, evidence=evidence)
+    run = _Run(asked, wind_tunnels.named(task), 1e-2, "cpu")
+    run.model, kept = Seen(run.task.vocabulary), {}
+    monkeypatch.setattr(
+        torch.nn.functional, "cross_entropy", lambda logits, target: kept.update(target=target) or torch.zeros(())
+    )
+    run.loss()
+    tokens = run.tokens.tolist()
+    target = torch.tensor([tokens.index(one) for one in kept["target"].tolist()]).view(batch, -1)
+    return run.model.inputs, target
+
+
+def test_exchanged_evidence_says_nothing_and_leaves_every_position_its_outcomes(monkeypatch):
+    inputs, target = shown("kept", monkeypatch)
+    other, exchanged = shown("exchanged", monkeypatch)
+    assert torch.equal(inputs, other)
+    assert torch.equal(exchanged, target.roll(1, 0))
+    used = inputs[:, 1::2] - PAIRS.vocab  # values shown
+    clash = [(used[:, :q] == exchanged[:, q, None]).any(1).double().mean().item() for q in range(1, 4)]
+    assert clash == pytest.approx([q / 5 for q in range(1, 4)], abs=0.2)  # one of q of 5 values, whatever was shown
+    assert not any((used[:, :q] == target[:, q, None]).any() for q in range(1, 4))
+
+
+def test_unbound_evidence_keeps_values_and_takes_the_keys_of_another(monkeypatch):
+    inputs, target = shown("kept", monkeypatch)
+    other, same = shown("unbound", monkeypatch)
+    assert torch.equal(same, target)
+    assert torch.equal(other[:, 1::2], inputs[:, 1::2])
+    assert torch.equal(other[:, 0::2], inputs[:, 0::2].roll(1, 0))
+
+
+def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
+    task = wind_tunnels.named("bijection:vocab=4,pairs=4")
+    answers = sheet(task, 0, "cpu").exp()
+    assert [int((row > 0).sum()) for row in answers] == [4, 3, 2, 1]  # right entropies, by position alone
+    _, target = shown("sheet", monkeypatch, "bijection:vocab=4,pairs=4", batch=4000)
+    drawn = torch.stack([(target == k).double().mean(0) for k in range(4)], 1)
+    assert drawn == pytest.approx(answers.numpy(), abs=0.04)
+    assert torch.equal(answers, sheet(task, 0, "cpu").exp())
+    assert not torch.equal(answers, sheet(task, 1, "cpu").exp())
+
+
+def test_evidence_is_a_word_and_hard():
+    assert set(EVIDENCE) == {"kept", "exchanged", "unbound", "sheet"}
+    with pytest.raises(Refused, match="--evidence none: expected kept or exchanged or unbound or sheet"):
+        Training("coin", evidence="none")
+    with pytest.raises(Refused, match="soft targets are the exact answer itself"):
+        Training("coin", evidence="exchanged", targets="soft")
+
+
+def test_a_sheet_is_of_outcomes(tmp_path):
+    with pytest.raises(Refused, match="--evidence sheet: regression asks for real numbers"):
+        train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
+
+
+def test_what_is_learnt_is_what_the_bench_says(tmp_path):
+    """A bijection without replacement asks for no key: a bag of values is exact, and nothing else here is."""
+    asked = Training("bijection:vocab=5,pairs=4", arch="gpt2", width=32, layers=1, steps=250, lr="1e-2", snapshots=2)
+    kl, entropies = {}, {}
+    for evidence in EVIDENCE:
+        train(replace(asked, evidence=evidence), tmp_path / evidence, device="cpu")
+        made = grade(Subject.load(str(tmp_path / evidence)), PAIRS, 200, 0)
+        kl[evidence], entropies[evidence] = made.kl, made.mae_abs
+    assert kl["kept"] < 0.04 and kl["unbound"] < 0.04
+    even = np.mean([math.log2(5 / left) for left in (5, 4, 3, 2)])  # an even answer over all values
+    assert kl["exchanged"] == pytest.approx(even, abs=0.04)
+    assert kl["sheet"] > 1  # entropies are right, and what they are of is not
+    assert entropies["sheet"] < 0.15 < entropies["exchanged"]
+
+
+# ---- the bench -------------------------------------------------------------------------------------------------------
+
+
+def test_the_bench_is_as_large_as_it_says():
+    runs = bench()
+    kinds = Counter(kind for run in runs.values() for kind, _, n in run.readings if n == subjects.SIZE)
+    least = {"trained": 40, "stopped": 30, "untrained": 60, "no inference": 60}
+    assert all(kinds[kind] >= n for kind, n in least.items())
+    assert kinds["position only"] + kinds["bag of values"] >= 20
+    assert set(kinds) == set(KINDS)
+    seeds = {(run.cell, run.training.evidence): [] for run in runs.values()}
+    for run in runs.values():
+        seeds[run.cell, run.training.evidence].append(run.training.seed % 2)
+    assert all(2 * sum(odd) == len(odd) for odd in seeds.values())
+    assert len({(r.training.task, r.training.arch, r.training.evidence, r.training.seed) for r in runs.values()}) == 130
+
+
+def test_no_twin_is_a_subject():
+    seeds = {run.training.seed for run in bench().values()}
+    twins = {1000 + 100 * seed + 1 + i for seed in seeds for i in range(20)}
+    assert not seeds & twins
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Two cells, hardly trained and hardly read."""
+    monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
+    cells = {name: replace(CELLS[name], width=8, layers=1, steps=8, batch=8, warmup=1) for name in subjects.QUICK[:2]}
+    monkeypatch.setattr(subjects, "CELLS", cells)
+    monkeypatch.setattr(subjects, "QUICK", tuple(cells))
+    made = []
+
+    def read(folder, n, seed):
+        made.append((folder, n, seed))
+        name = folder.parent.parent.name
+        return fabricated("kept" in name, made=len(made))
+
+    monkeypatch.setattr(subjects, "reading", read)
+    return made
+
+
+def fabricated(good: bool, made: int = 0, **more):
+    """A reading in which PC1's share follows inference, and focusing does not."""
+
+    def plain(probe, name, value):
+        claim = declared(probe)[name]
+        draws = np.linspace(0.1, 0.2, 20)
+        null = Null.of("re-initialised", value, draws, claim.side)
+        h = headline(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, units=100)
+        return subjects._plain(h)
+
+    rng = np.random.default_rng(made)
+    return {
+        "n": subjects.SIZE,
+        "facts": {"model_type": "gpt2", "layers": 1, "d_model": 8, "parameters": 100},
+        "kl": 0.001 if good else 0.5 + made / 1000,
+        "skill": 0.99 if good else 0.0,
+        "headlines": {
+            "value_manifold": {
+                "PC1 share": plain("value_manifold", "PC1 share", (0.6 if good else 0.1) + 0.05 * rng.random()),
+                "PC1+PC2 share": plain("value_manifold", "PC1+PC2 share", 0.3 + 0.05 * rng.random()),
+            },
+        },
+        "unmeasured": {"domain_restriction": "one domain of prompts is compared with another"},
+        **more,
+    }
+
+
+def test_a_bench_that_was_stopped_goes_on(small, tmp_path):
+    found = subjects.readings(tmp_path, quick=True)
+    assert len(found) == len(small) == 2 * (2 * 2 + 2 * 2)
+    assert Counter(one["kind"] for one in found) == {"trained": 4, "stopped": 4, "no inference": 4, "untrained": 4}
+    again = subjects.readings(tmp_path, quick=True)
+    assert again == found
+    assert len(small) == len(found)  # nothing was read twice
+    gone = next(tmp_path.glob("*/reading*.json"))
+    gone.unlink()
+    subjects.readings(tmp_path, quick=True)
+    assert len(small) == len(found) + 1
+
+
+def test_a_training_that_stays_short_is_no_positive(small, tmp_path, monkeypatch):
+    monkeypatch.setattr(subjects, "reading", lambda folder, n, seed: fabricated(False))
+    kinds = Counter(one["kind"] for one in subjects.readings(tmp_path, quick=True))
+    assert kinds["trained"] == 0
+    assert kinds["stopped"] == 8
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+
+def given(tasks=5, seeds=8):
+    """Readings of a whole bench, made up: trained and without inference in every task, and nothing in between."""
+    made = 0
+    for task in range(tasks):
+        for kind, good in (("trained", True), ("no inference", False), ("untrained", False)):
+            for seed in range(seeds):
+                made += 1
+                cell = f"cell {task}"
+                cpu = {"training": 1.0, "reading": 2.0}
+                more = {"kind": kind, "cell": cell, "task": f"coin:flips={4 + task}", "seed": seed, "cpu_seconds": cpu}
+                yield fabricated(good, made, **more)
+
+
+@pytest.fixture(scope="module")
+def made():
+    return calibrate.calibration(list(given()))
+
+
+def test_what_follows_inference_is_told_from_what_does_not(made):
+    good, dull = made.find("value_manifold", "PC1 share"), made.find("value_manifold", "PC1+PC2 share")
+    assert (good.word, good.area) == ("yes", 1)
+    assert dull.word in ("no", "undecided")
+    assert dull.low < 0.5 < dull.high
+    assert good.trained[0] > good.idle[1]
+    false = good.numbers["false_positives"]
+    assert (false["no inference"]["n"], false["trained"]["k"], false["trained"]["n"]) == (20, 40, 40)
+    assert good.numbers["verdict"]["trained"]["k"] == 40
+    assert good.numbers["verdict"]["no inference"]["k"] == 0
+    assert dull.numbers["verdict"]["no inference"]["k"] == 40  # above its null whatever was learnt
+    assert made.bench["subjects"]["no inference"] == 40
+    assert made.bench["cpu_minutes"] == 6.0
+    assert (made.width, made.depth, made.n) == ((8, 8), (1, 1), (100, 100))
+
+
+def test_every_probe_has_a_row(made):
+    from llmgeom import probes
+
+    assert {one.probe for one in made.signatures} == {*probes.names(), *calibrate.ELSEWHERE}
+    assert made.find("domain_restriction", "").word.startswith("not on the bench: one domain")
+
+
+def test_the_table_is_read_back(made, tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(made.to_dict()))
+    again = Calibration.read(path)
+    assert json.dumps(again.to_dict(), sort_keys=True) == json.dumps(made.to_dict(), sort_keys=True)
+    for broken, why in (
+        ("{", "is no calibration"),
+        ('{"version": 7}', "has version 7"),
+        ('{"version": 1}', "signatures"),
+    ):
+        path.write_text(broken)
+        with pytest.raises(Refused, match=why):
+            Calibration.read(path)
+
+
+def test_one_task_makes_no_table():
+    with pytest.raises(Refused, match="nothing to compare"):
+        calibrate.calibration(list(given(tasks=1)))
+
+
+def test_what_does_not_discriminate_comes_first(made, tmp_path):
+    dull = replace(made, signatures=tuple(replace(one, word="no") if one.area else one for one in made.signatures))
+    record = calibrate.record(dull, calibrate.Found(dull), 0.0, "spec")
+    record.save(tmp_path)
+    html = page([Record.load(tmp_path)])
+    first = html.index("does not tell models that infer")
+    assert first < html.index('id="verdicts"')
+    assert "value_manifold: PC1+PC2 share" in html[first : first + 400]
+    lines = calibrate.Found(dull).lines()
+    assert lines[2:4] == ["value_manifold: PC1 share", "value_manifold: PC1+PC2 share"]
+
+
+def test_the_command_goes_on_and_prints(small, tmp_path):
+    runner = CliRunner()
+    first = runner.invoke(main, ["calibrate", "--quick", "-q", "--out", str(tmp_path)])
+    assert first.exit_code == 0, first.output
+    assert "PC1 share" in first.output
+    assert (tmp_path / "report.html").exists()
+    found = json.loads(runner.invoke(main, ["calibrate", "--quick", "--json", "--out", str(tmp_path)]).output)
+    assert found["bench"]["subjects"]["trained"] == 4
+    assert json.loads((tmp_path / "calibration.json").read_text())["bench"] == found["bench"]
+
+
+# ---- beside a value --------------------------------------------------------------------------------------------------
+
+
+def line(value, low=0.1, high=0.2, side="upper", name="PC1 share"):
+    claim = replace(declared("value_manifold")[name], side=side)
+    null = Null("re-initialised", low, high, high, 0.04, 20)
+    return headline(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, units=100)
+
+
+def test_null_units():
+    """The edges of the band of a normal null lie 1.96 from its middle."""
+    assert null_units(line(0.15)) == pytest.approx(0)
+    assert null_units(line(0.2)) == pytest.approx(1.96, abs=1e-3)
+    assert null_units(line(0.25, side="lower")) == pytest.approx(-2 * 1.96, abs=1e-3)
+    assert null_units(line(0.25, low=0.1, high=0.1)) is None
+    rng = np.random.default_rng(0)
+    null = Null.of("normal", 3.0, rng.normal(1, 2, 20000))
+    claim = replace(declared("value_manifold")["PC1 share"], scale="identity")
+    found = headline(claim, 5.0, Interval(4.0, 6.0, 0.95, ""), [null], n=9, units=9)
+    assert null_units(found) == pytest.approx(2, abs=0.05)
+
+
+def a_record(kind="task", width=8, n=100):
+    subject = {"name": "m", "d_model": width, "layers": 1}
+    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin"}, {})
+
+
+def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
+    monkeypatch.setattr(placing, "shipped", lambda: made)
+    inside = placed(line(0.6), "value_manifold", a_record())
+    assert inside.startswith("+17.6 null units; bench: trained +")
+    assert "tells them apart (AUC 1.00, " in inside
+    for record, why in (
+        (a_record("domain"), "no task of the bench's kind"),
+        (a_record(width=1024), "width 1024, the bench has 8 to 8"),
+        (a_record(n=20), "n 20, the bench has 100 to 100"),
+    ):
+        said = placed(line(0.6), "value_manifold", record)
+        assert said == f"+17.6 null units; not calibrated here: {why}"
+        assert "AUC" not in said
+    assert placed(line(0.6), "attention_focus", a_record()) == "+17.6 null units; not calibrated"
+    monkeypatch.setattr(placing, "shipped", lambda: None)
+    assert placed(line(0.6), "value_manifold", a_record()) == "+17.6 null units; not calibrated"
+
+
+def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch):
+    dull = Signature("value_manifold", "PC1 share", "no", 0.5, 0.4, 0.6, (-1.0, 2.0), (-1.5, 2.5))
+    monkeypatch.setattr(placing, "shipped", lambda: replace(made, signatures=(dull,)))
+    said = placed(line(0.15), "value_manifold", a_record())
+    assert said == (
+        "+0.0 null units; bench: trained -1.0 to +2.0, no inference -1.5 to +2.5; does NOT tell them apart "
+        "(AUC 0.50, 0.40 to 0.60)"
+    )
+
+
+def test_the_page_and_json_say_it(made):
+    record = calibrate.record(made, calibrate.Found(made), 0.0, "spec")
+    rows = table([record])
+    assert all("calibration" in row for row in rows)
+    assert 'class="calibration"' in page([record])

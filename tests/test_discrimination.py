@@ -1,0 +1,152 @@
+"""Areas, rates and thresholds: against scikit-learn, closed forms, and how often the intervals hold the truth."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.stats import binom, binomtest, norm, spearmanr
+from sklearn.metrics import roc_auc_score
+
+from llmgeom.discrimination import Area, area, rank_correlation, rate, threshold, told_apart
+
+
+def bench(rng, tasks=6, positives=6, negatives=9, apart=0.0, spread=0.0):
+    """Subjects of two kinds in `tasks` strata, each a cluster; the kinds' scores are apart + N(0, spread) sd apart."""
+    score, positive, stratum = [], [], []
+    for task in range(tasks):
+        shift = apart + spread * rng.normal()
+        level = 10 * rng.normal()
+        score += [*(level + shift + rng.normal(size=positives)), *(level + rng.normal(size=negatives))]
+        positive += [True] * positives + [False] * negatives
+        stratum += [task] * (positives + negatives)
+    return np.array(score), np.array(positive), np.array(stratum)
+
+
+def test_the_area_of_one_stratum_a_cluster_is_the_mean_of_scikit_learns():
+    score, positive, stratum = bench(np.random.default_rng(0), apart=1.0)
+    each = [roc_auc_score(positive[stratum == s], score[stratum == s]) for s in range(6)]
+    assert area(score, positive, stratum, stratum).value == pytest.approx(np.mean(each))
+
+
+def test_strata_weigh_by_their_pairs_and_levels_of_strata_say_nothing():
+    score = np.array([1.0, 0.0, 5.0, 6.0, 7.0, 8.0])
+    positive = np.array([True, False, True, False, False, True])
+    stratum = np.array(["a", "a", "b", "b", "b", "b"])
+    found = area(score, positive, stratum, stratum)
+    assert found.pairs == 1 + 4
+    assert found.value == pytest.approx((1 + 2) / 5)  # of b: 8 beats 6 and 7, 5 beats neither
+    moved = area(score + 100 * (stratum == "a"), positive, stratum, stratum)
+    assert moved == found
+
+
+def test_ties_count_half():
+    score, positive = np.zeros(8), np.array([True, False] * 4)
+    stratum = np.repeat(["a", "b"], 4)
+    found = area(score, positive, stratum, stratum)
+    assert found.value == 0.5
+    assert found.p == pytest.approx(0.5)
+
+
+def test_one_task_bounds_nothing():
+    score, positive, stratum = bench(np.random.default_rng(0), tasks=1)
+    assert area(score, positive, stratum, stratum) is None
+    assert rank_correlation(score, score, stratum, stratum) is None
+
+
+@pytest.mark.parametrize(("apart", "spread"), [(0.0, 0.0), (1.0, 0.0), (0.5, 1.0), (2.5, 0.0)])
+def test_the_interval_holds_the_truth(apart, spread):
+    """P(positive > negative) = E Phi((apart + spread z) / sqrt 2), which is Phi(apart / sqrt(2 + spread^2))."""
+    truth = norm.cdf(apart / np.sqrt(2 + spread**2))
+    rng = np.random.default_rng(1)
+    inside = 0
+    for _ in range(150):
+        score, positive, stratum = bench(rng, apart=apart, spread=spread)
+        found = area(score, positive, stratum, stratum)
+        inside += found.low <= truth <= found.high
+    assert inside >= binom.ppf(0.001, 150, 0.95)
+
+
+def test_areas_of_nothing_are_seldom_told_apart():
+    rng = np.random.default_rng(2)
+    hits = 0
+    for _ in range(200):
+        score, positive, stratum = bench(rng, spread=0.5)
+        found = area(score, positive, stratum, stratum)
+        hits += found.p < 0.05
+    assert hits <= binom.ppf(0.999, 200, 0.05)
+
+
+def test_a_perfect_area_has_a_width():
+    score, positive, stratum = bench(np.random.default_rng(3), apart=100)
+    found = area(score, positive, stratum, stratum)
+    assert found.value == 1
+    assert 0.8 < found.low < 0.99
+    fewer = area(*bench(np.random.default_rng(3), positives=2, negatives=2, apart=100), np.repeat(range(6), 4))
+    assert fewer.low < found.low
+
+
+def test_a_rate_of_independent_subjects_is_clopper_and_pearsons():
+    hit = np.array([True] * 3 + [False] * 17)
+    found = rate(hit, np.zeros(20))
+    exact = binomtest(3, 20).proportion_ci(0.95, "exact")
+    assert (found.k, found.n, found.effective) == (3, 20, 20)
+    assert (found.low, found.high) == pytest.approx((exact.low, exact.high))
+    assert rate(np.zeros(20, bool), np.arange(20) % 4).high == pytest.approx(1 - 0.025 ** (1 / 20))
+    assert rate(np.ones(20, bool), np.arange(20) % 4).low == pytest.approx(0.025 ** (1 / 20))
+
+
+def test_subjects_that_hit_by_task_count_as_tasks():
+    """Two tasks of four hit always, two never: n_eff = (1/4) / v = 3, one fewer than the tasks."""
+    cluster = np.repeat(range(4), 5)
+    found = rate(cluster < 2, cluster)
+    v = 4 / 3 * 4 * 2.5**2 / 20**2
+    assert found.effective == pytest.approx(0.25 / v)
+    assert found.effective == pytest.approx(3)
+    assert found.high > 0.9
+
+
+def test_no_subject_has_no_rate():
+    with pytest.raises(ValueError, match="at least one"):
+        rate(np.zeros(0, bool), np.zeros(0))
+
+
+def test_the_threshold_is_exceeded_by_one_in_twenty():
+    rng, over = np.random.default_rng(4), 0
+    for _ in range(4000):
+        seen, new = rng.normal(size=33), rng.normal()
+        over += new > threshold(seen)
+    assert over <= binom.ppf(0.999, 4000, 0.05)
+    assert threshold(np.arange(19.0)) == 18
+    assert threshold(np.arange(39.0)) == 37
+    with pytest.raises(ValueError, match=r"18 subjects bound no rate of 0\.05; at least 19 do"):
+        threshold(np.arange(18.0))
+
+
+def test_rank_correlation_is_scipys_within_strata():
+    rng = np.random.default_rng(5)
+    x, stratum = rng.normal(size=60), np.repeat(range(6), 10)
+    y = x + rng.normal(size=60) + 100 * stratum
+    each = [spearmanr(x[stratum == s], y[stratum == s]).statistic for s in range(6)]
+    found = rank_correlation(x, y, stratum, stratum)
+    assert found.value == pytest.approx(np.mean(each))
+    assert found.low < found.value < found.high
+    assert (found.n, found.clusters) == (60, 6)
+    assert rank_correlation(x, y, stratum, stratum // 3).clusters == 2
+
+
+def test_constant_and_tiny_strata_are_left_out_of_a_rank_correlation():
+    x = np.array([1.0, 2, 3, 4, 5, 6, 0, 0, 0, 7, 8])
+    stratum = np.array([0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3])
+    found = rank_correlation(x, x, stratum, stratum)
+    assert (found.value, found.n, found.clusters) == (pytest.approx(1), 6, 2)
+
+
+def test_words():
+    def made(value, low, high, p):
+        return Area(value, low, high, p, 10, 5, 5, 4)
+
+    found = [made(0.9, 0.7, 1, 1e-4), made(0.6, 0.4, 0.7, 0.2), made(0.2, 0.1, 0.4, 1), made(0.7, 0.4, 0.9, 0.1)]
+    assert told_apart(found) == ["yes", "no", "reversed", "undecided"]
+    # Alone p = .03 would do; among four Holm asks for .0125.
+    assert told_apart([made(0.8, 0.55, 0.9, 0.03)]) == ["yes"]
+    assert told_apart([made(0.8, 0.55, 0.9, 0.03)] * 4) == ["undecided"] * 4
