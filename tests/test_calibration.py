@@ -1,4 +1,4 @@
-"""The calibration: what its subjects are trained on, what its table makes of readings, and what a page says of a value."""
+"""The calibration: what its subjects learn, what its table makes of readings, and what a page says of a value."""
 
 from __future__ import annotations
 
