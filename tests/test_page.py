@@ -212,6 +212,7 @@ def test_table_says_each_headline_and_each_gap():
         "verdict": "above null",
         "why": "",
         "probe": "manifold",
+        "calibration": "+12.8 null units; not calibrated",  # (.412 - .15) / .04 * 1.96
     }
     assert rows["focus of the sink"]["null"] == "none" and rows["focus of the sink"]["p"] == ""
     assert rows["sula"]["verdict"] == "not measured" and "digits" in rows["sula"]["why"]

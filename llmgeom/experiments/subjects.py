@@ -1,5 +1,4 @@
-"""The subjects that the instrument is calibrated on: small models of which it is known what they learnt, and readings
-of them by every probe and every experiment that a tunnel allows."""
+"""The bench of small models of which it is known what they learnt, and what every probe and experiment reads of them."""
 
 from __future__ import annotations
 
