@@ -469,7 +469,8 @@ def reproduce(ctx: click.Context, what: str, **options: Any) -> None:
     source = {name: ctx.get_parameter_source(name) for name in options}
     typed = [name for name, origin in source.items() if origin is ParameterSource.COMMANDLINE]
     if unused := [name for name in typed if name not in _TAKES[what]]:
-        raise Refused(f"reproduce {what} has no --{unused[0].removesuffix('s').replace('_', '-')}; leave it out")
+        flag = {"models": "model"}.get(unused[0], unused[0]).replace("_", "-")
+        raise Refused(f"reproduce {what} has no --{flag}; leave it out")
     given = {n: v for n, v in options.items() if n in _TAKES[what] and source[n] is not ParameterSource.DEFAULT}
     say = {"as_json": given.pop("as_json", False), "quiet": given.pop("quiet", False)}
     if what == "predictions":
