@@ -143,7 +143,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     rows, results, unmeasured, above, warnings = {}, {}, {}, [], []
     tests = [t for one in entries if (t := one.test(asked.size)) and not _skipped(asked, one)]
     for bench in _module(asked.paper).benches(asked, tests, out, progress):
-        rows[bench.label] = tuple(judging.judged(list(_posed(asked, entries, bench)), bench.model))
+        rows[bench.label] = tuple(judging.judged(list(_posed(asked, entries, bench, progress)), bench.model))
         above += bench.lines()
         warnings += bench.warnings()
         name = f"{asked.paper} {bench.label}" if bench.label != asked.paper else bench.label
@@ -191,8 +191,12 @@ def _skipped(asked: Request, entry: Entry) -> str:
     return "--quick is too small a budget for it; leave --quick out" if asked.quick and not test.quick else ""
 
 
-def _posed(asked: Request, entries: Sequence[Entry], bench: Bench) -> Iterator[Judged]:
-    for entry in entries:
+def _posed(
+    asked: Request, entries: Sequence[Entry], bench: Bench, progress: Progress | None = None
+) -> Iterator[Judged]:
+    for place, entry in enumerate(entries):
+        if progress:
+            progress(f"entries, {bench.label}", place, len(entries), entry.id)
         test = entry.test(asked.size)
         why = _skipped(asked, entry)
         if not why and test.compare == "within" and not test.printed(bench.model):
