@@ -253,10 +253,19 @@ def test_counts_that_are_all_alike_are_as_certain_as_their_number_allows(bench):
 
 
 def test_a_cell_that_could_not_be_trained_is_not_tested(bench):
-    lost = {name: {"refused": "no such width"} for name in bench.numbers}
+    why = {"refused": "no such width"}
+    lost = replace(bench, numbers={name: why for name in bench.numbers if name.endswith("seed0")})
     with pytest.raises(Refused, match="no such width"):
-        paper1.graded(replace(bench, numbers=lost), check(), "hmm", "gpt2", "kl")
-    assert all("no such width" in warning for warning in replace(bench, numbers=lost).warnings())
+        paper1.graded(lost, check(), "hmm", "gpt2", "kl")
+    assert all("no such width" in warning for warning in lost.warnings())
+    # A seed that one architecture lacks is no pair for the other's.
+    half = replace(bench, numbers={**bench.numbers, "hmm/lstm/seed0": why})
+    assert half.seeds("hmm", "gpt2", "lstm") == ["hmm/gpt2/seed1"] == half.seeds("hmm", "gpt2")[1:]
+    with pytest.raises(Refused, match="1 training was finished"):
+        paper1.graded(half, check(), "hmm", "gpt2", "mae_abs", over="lstm")
+    gone = replace(bench, numbers={**bench.numbers, "hmm/lstm/seed0": why, "hmm/lstm/seed1": why})
+    with pytest.raises(Refused, match="no such width"):
+        paper1.graded(gone, check(), "hmm", "gpt2", "mae_abs", over="lstm")
 
 
 # ---- the papers' scale -----------------------------------------------------------------------------------------------

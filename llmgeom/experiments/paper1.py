@@ -131,12 +131,15 @@ class Tunnels(Bench):
     def warnings(self) -> tuple[str, ...]:
         return tuple(f"{name}: {one['refused']}" for name, one in self.numbers.items() if "refused" in one)
 
-    def seeds(self, task: str, arch: str) -> list[str]:
-        """The names of a cell's trainings that ended well."""
-        every = [f"{task}/{arch}/seed{seed}" for seed in range(SEEDS)]
-        good = [name for name in every if "refused" not in self.numbers[name]]
+    def seeds(self, task: str, *archs: str) -> list[str]:
+        """The names of a cell's trainings that ended well; of several architectures those of the first where the same
+        seed of the others did."""
+        lacking = {"refused": "its first seed was refused"}  # and then the others were not tried
+        every = [[f"{task}/{arch}/seed{seed}" for arch in archs] for seed in range(SEEDS)]
+        whys = [[self.numbers.get(name, lacking).get("refused", "") for name in names] for names in every]
+        good = [names[0] for names, why in zip(every, whys, strict=True) if not any(why)]
         if not good:
-            raise Refused(self.numbers[every[0]]["refused"])
+            raise Refused(next(filter(None, whys[0])))
         return good
 
     def kept(self, name: str, what: str, spec: Mapping[str, Any], make: Callable[[Subject], Any]) -> Any:
@@ -168,15 +171,17 @@ class Tunnels(Bench):
 def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: str = "") -> Headline:
     """A number of a grade; over that of a uniform answer, of the best trivial predictor, or of another architecture's
     training of the same seed."""
-    own = [bench.numbers[name] for name in bench.seeds(task, arch)]
+    rival = over not in ("", *RELATIVE)
+    names = bench.seeds(task, arch, *[over] * rival)
+    own = [bench.numbers[name] for name in names]
     under = [one.get(f"{what}_{over}", 1.0) for one in own]
     null: tuple[str, float] | None = (
         own[0]["best_trivial"],
         float(np.mean([one[f"{what}_trivial"] / u for one, u in zip(own, under, strict=True)])),
     )
-    if over not in ("", *RELATIVE):
-        under, null = [bench.numbers[name][what] for name in bench.seeds(task, over)], None
-    values = [one[what] / u for one, u in zip(own, under, strict=False)]
+    if rival:
+        under, null = [bench.numbers[name.replace(f"/{arch}/", f"/{over}/")][what] for name in names], None
+    values = [one[what] / u for one, u in zip(own, under, strict=True)]
     # Where all answer every query rightly, one in as many as were graded may yet be wrong.
     return over_seeds(values, test.unit, test.scale, null, least=1 / GRADED if what == "accuracy" else 0.0)
 
