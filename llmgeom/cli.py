@@ -451,27 +451,63 @@ def audit(**options: Any) -> None:
     _show_rows(audit, options)
 
 
+_PAPERS = {"quick", "dry_run", "out", "as_json", "quiet"}
+_MODELS = {"models", "dtype", "device", "device_map", "backend", "offline", "trust_remote_code"}
+_MODELS |= {"n", "limit", "nulls", "controls", "seed"}
+_TAKES = {
+    "paper1": _PAPERS | {"scale", "device"},
+    "paper2": _PAPERS,
+    "paper3": _PAPERS | {"scale"} | _MODELS,
+    "predictions": _MODELS | {"revision", "out", "as_json", "quiet"},
+}
+
+
 @main.command(
-    epilog="Example:  llmgeom reproduce predictions --model EleutherAI/pythia-410m\n\n"
-    "Example:  llmgeom reproduce paper2 --quick"
+    epilog="Example:  llmgeom reproduce paper1 --quick\n\n"
+    "Example:  llmgeom reproduce paper3 --model EleutherAI/pythia-410m --model microsoft/phi-2\n\n"
+    "Example:  llmgeom reproduce predictions --model EleutherAI/pythia-410m"
 )
-@click.argument("what", type=click.Choice(["predictions", "paper2"]))
-@_model_options
+@click.argument("what", type=click.Choice(list(_TAKES)))
+@click.option("--scale", type=click.Choice(["small", "paper"]), help="paper: the published sizes, on one GPU. [small]")
+@click.option("--quick", is_flag=True, help="Of the papers: a few minutes instead of up to an hour on two cores.")
+@click.option("--dry-run", is_flag=True, help="Of the papers: say what would be run and what not; run nothing.")
+@click.option(
+    "--model", "models", multiple=True, help="pocket:NAME, a folder or a hub id; of paper3 repeat for several."
+)
+@click.option("--revision", help="Of predictions: branch, tag or commit of a hub model, e.g. step1000.")
+@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision.")
+@click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one; small tunnels: cpu]")
+@click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto.")
+@click.option("--backend", type=click.Choice(["transformers", "tl"]), help="tl reads through TransformerLens.")
+@click.option("--offline", is_flag=True, help="Never touch the network.")
+@click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code.")
 @_trilogy_options
-@click.option("--quick", is_flag=True, help="Of paper2: a shorter chain, under a minute instead of ten.")
-@click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-predictions-HASH, runs/paper2-HASH]")
+@click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/WHAT-HASH]")
 @click.pass_context
 def reproduce(ctx: click.Context, what: str, **options: Any) -> None:
-    """predictions: the trilogy's testable ones, put to one model, each with its verdict. paper2: the sticky chain, and
-    whether the value step should be the fast one; it trains its own head and takes no model."""
-    from llmgeom.experiments import paper2, predictions
+    """Every published number of a paper beside ours, with PASS, FAIL, INCONCLUSIVE or NOT TESTED, and why; or the
+    trilogy's testable predictions, put to one model."""
+    from llmgeom.experiments import predictions, reproduce
 
-    own = {"quick", "out", "as_json", "quiet"} if what == "paper2" else set(options) - {"quick"}
-    typed = [name for name in options if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE]
-    if unused := [name for name in typed if name not in own]:
-        raise Refused(f"reproduce {what} has no --{unused[0].replace('_', '-')}; leave it out")
-    asked = {name: value for name, value in options.items() if name in own}
-    _show_rows(paper2 if what == "paper2" else predictions, asked)
+    source = {name: ctx.get_parameter_source(name) for name in options}
+    typed = [name for name, origin in source.items() if origin is ParameterSource.COMMANDLINE]
+    if unused := [name for name in typed if name not in _TAKES[what]]:
+        flag = {"models": "model"}.get(unused[0], unused[0]).replace("_", "-")
+        raise Refused(f"reproduce {what} has no --{flag}; leave it out")
+    given = {n: v for n, v in options.items() if n in _TAKES[what] and source[n] is not ParameterSource.DEFAULT}
+    say = {"as_json": given.pop("as_json", False), "quiet": given.pop("quiet", False)}
+    if what == "predictions":
+        models = given.pop("models", ("pocket:pythia",))
+        if len(models) > 1:
+            raise Refused(f"reproduce predictions --model {models[1]}: it takes one model; paper3 takes several")
+        return _show_rows(predictions, {**say, **given, "model": models[0]})
+    dry = given.pop("dry_run", False)
+    asked = {name: given.pop(name) for name in ("scale", "quick", "models", "device", "out") if name in given}
+    asked |= {"paper": what, "options": given}
+    if dry:
+        click.echo("\n".join(reproduce.planned(reproduce.Request(**asked))))
+    else:
+        _show_rows(reproduce, asked | say)
 
 
 def _show_rows(experiment: Any, options: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from sklearn.decomposition import PCA
 from llmgeom.capture import Capture, Site
 from llmgeom.cli import main
 from llmgeom.errors import Refused
-from llmgeom.experiments import audit, predictions, published, trilogy
+from llmgeom.experiments import audit, paper3, predictions, published, trilogy
 from llmgeom.experiments.evidence import Reading, Truth, label_entropy
+from llmgeom.experiments.papers import table
 from llmgeom.experiments.scanning import Request, prepare
 from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
 from llmgeom.probes import known, names
@@ -356,3 +357,58 @@ def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
     for name, module in known(names("published")).items():
         for text in ("TITLE", "MEANING", "COMPUTED", "NULL", "FAILURE_MODES"):
             assert len(getattr(module.Result, text)) > 5, (name, text)
+
+
+def test_paper_three_finds_its_headlines_in_the_runs(runs):
+    *_, records = runs
+    bench = paper3.Model("pocket:pythia", records)
+    measured = 0
+    for one in table("paper3"):
+        if one.small is None:
+            continue
+        try:
+            h = bench.measured(one.small)
+        except Refused as refusal:
+            assert "its page says why" in str(refusal) or len(str(refusal)) > 20
+            continue
+        place = next(p for p in one.small.of["at"] if p[1] in records[p[0]].results)
+        assert h in records[place[0]].results[place[1]].headlines and h.name == place[2]
+        measured += 1
+    assert measured >= 20
+
+
+def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch):
+    """Four of five were finished when it was killed: the fifth alone is run, and then none."""
+    asked, _, records = runs
+    asked = replace(asked, out=str(tmp_path))
+    spec = asked.spec(asked.locate(), what=asked.WHAT)
+    for name, record in records.items():
+        record.save(tmp_path / name)
+        if name != trilogy.ABLATE:
+            (tmp_path / name / trilogy.FINISHED).write_text(spec)
+    asked_of = []
+
+    def ablated(given, progress, subject):
+        asked_of.append(subject)
+        return tmp_path, records[trilogy.ABLATE]
+
+    monkeypatch.setattr(trilogy.ablation, "perform", ablated)
+    for name in ("scanning", "sula"):
+        monkeypatch.setattr(getattr(trilogy, name), "perform", _never)
+    monkeypatch.setattr(trilogy.scanning, "prepare", lambda scans: None)
+    monkeypatch.setattr(trilogy.Request, "load", lambda self: "the model")
+    _, found = trilogy.perform(asked, published=True)
+    assert asked_of == ["the model"] and {*found} == {*records}
+    monkeypatch.setattr(trilogy.Request, "load", _never)
+    _, again = trilogy.perform(asked, published=True)
+    assert len(asked_of) == 1
+    assert [h for r in again.values() for m in r.results.values() for h in m.headlines] == [
+        h for r in found.values() for m in r.results.values() for h in m.headlines
+    ]
+    (tmp_path / trilogy.SULA / trilogy.FINISHED).write_text("another")
+    with pytest.raises(AssertionError, match="done again"):
+        trilogy.perform(asked, published=True)
+
+
+def _never(*_, **__):
+    raise AssertionError("done again")

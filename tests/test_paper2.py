@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from click.testing import CliRunner
 
-from llmgeom.claims import judge
 from llmgeom.cli import main
-from llmgeom.experiments import paper2
+from llmgeom.experiments import paper2, reproduce
+from llmgeom.experiments.judging import Judged, judged
 from llmgeom.experiments.paper2 import (
+    ALTERNATING,
     EQUAL,
     FAST,
     PLAIN,
@@ -30,15 +32,16 @@ from llmgeom.experiments.paper2 import (
     equal,
     fresh_weights,
     gradients,
-    hardest,
     least,
-    paired,
     schedules,
+    speed,
     trained,
 )
+from llmgeom.experiments.papers import table
 from llmgeom.record import Record
+from llmgeom.wind_tunnels.train import Training
 
-CLAIM = "value step against every control, equal sum of rates"
+CLAIM = next(entry for entry in table("paper2") if entry.id == "em-equal-sum")
 
 
 def attended(x, y, weights):
@@ -196,17 +199,14 @@ def test_a_training_that_diverges_is_said_and_arrives_never():
 # ---- the verdict -----------------------------------------------------------------------------------------------------
 
 
+def bench(**steps):
+    rows = tuple(paper2.Row(name, (), tuple(each)) for name, each in steps.items())
+    return paper2.Chain(rows, None, True, Path())
+
+
 def verdict(value, controls):
-    steps = {"V": value, **controls}
-    h = hardest(CLAIM, steps, "V", list(controls))
-    result = paper2.Schedules(
-        **dict.fromkeys(("train", "fresh", "least", "steps"), np.zeros(1)),
-        **dict.fromkeys(("train_interval", "fresh_interval", "steps_interval"), np.zeros((1, 2))),
-        steps_seed=np.zeros((1, 5)),
-        loss=np.zeros((1, 3)),
-        headlines=(h,),
-    )
-    return judge({"paper2": result.lowered()})["paper2"].headlines[0]
+    h = speed(bench(V=value, **controls), CLAIM.small, "V", list(controls))
+    return judged([Judged(CLAIM, CLAIM.small, h, "")])[0].headline
 
 
 def test_the_verdict_can_go_either_way_and_the_hardest_control_decides():
@@ -222,8 +222,8 @@ def test_the_verdict_can_go_either_way_and_the_hardest_control_decides():
 def test_a_ratio_is_student_s_over_paired_seeds_on_the_log_scale():
     from scipy.stats import ttest_rel
 
-    over, under = (430.0, 410, 450, 420, 400), (200.0, 210, 190, 230, 205)
-    h = paired(CLAIM, over, under)
+    over, under = (430, 410, 450, 420, 400), (200, 210, 190, 230, 205)
+    h = verdict(under, {"plain": over})
     test = ttest_rel(np.log(over), np.log(under), alternative="greater")
     both = ttest_rel(np.log(over), np.log(under)).confidence_interval(0.95)
     assert h.p == pytest.approx(max(test.pvalue, 1e-6))
@@ -231,41 +231,75 @@ def test_a_ratio_is_student_s_over_paired_seeds_on_the_log_scale():
     assert (h.n, h.units, h.margin) == (5, 5, 1.0)
 
 
+def test_steps_are_counted_whole():
+    """One step each is no proof that a method is exactly as fast as another."""
+    h = speed(bench(V=[1] * 5, O=[1] * 5), CLAIM.small, "V", ["O"])
+    assert h.value == 1 and h.high - 1 > 12**-0.5 / 5**0.5
+
+
+def test_the_way_to_the_least_loss_is_the_share_of_what_there_is():
+    floor = least() / math.log(2)
+    rows = (paper2.Row("plain", (), (), (), (3.0, (3 + floor) / 2, floor)),)
+    check = next(entry for entry in table("paper2") if entry.id == "near-the-minimum").small
+    h = paper2.fall(paper2.Chain(rows, None, True, Path()), check, "plain")
+    assert h.value == pytest.approx(0.5) and h.units == 3
+
+
 # ---- the command -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(paper2.Request, "length", property(lambda self: 60))
-    monkeypatch.setattr(paper2.Request, "steps", property(lambda self: 60))
+    """A short chain, two tunnels of a few steps, and no training of ten others."""
+    from llmgeom.experiments import paper1
+
+    monkeypatch.setattr(paper2, "SHAPES", {True: {"length": 60, "steps": 60}})
+    few = Training("bijection:vocab=4,pairs=3", width=8, layers=1, heads=1, steps=5, batch=16, snapshots=2)
+    monkeypatch.setitem(paper1.RECIPES, "quick", {"bijection": few})
+    entries = tuple(entry for entry in table("paper2") if entry.small.measure != "settles")
+    monkeypatch.setattr(reproduce, "table", lambda paper: entries)
 
 
 def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, tmp_path, monkeypatch):
     asked = ["reproduce", "paper2", "--quick", "--json", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, asked)
     assert result.exit_code == 0, result.output
-    body = json.loads(result.stdout)
-    rows = {row["name"]: row for row in body["rows"]}
-    assert rows[PLAIN]["steps"] == [60] * 5 and set(rows[f"all, {TEN}"]["steps"]) <= {6, 7}
-    assert rows[f"QK, {EQUAL}"]["rates"] == pytest.approx([0.055, 0.055, 0.01, 0.01])
+    rows = {row["id"]: row for row in json.loads(result.stdout)["rows"]}
+    assert rows["em-steps"]["verdict"] == "NOT TESTED" and "--quick" in rows["em-steps"]["why"]
+    assert rows["em-equal-sum"]["headline"]["units"] == 5 and rows["gradient-law"]["verdict"] == "PASS"
+    assert {row["verdict"] for row in rows.values()} <= {"PASS", "FAIL", "INCONCLUSIVE", "NOT TESTED"}
     record = Record.load(tmp_path)
-    measured = record.results["paper2"]
-    claim = next(h for h in measured.headlines if h.claim)
-    assert claim.name == CLAIM and claim.verdict in ("PASS", "FAIL", "INCONCLUSIVE") and claim.units == 5
-    assert measured.ticks["schedule"] == tuple(rows) and measured.arrays["least"][0] == pytest.approx(2.6390, abs=1e-4)
+    measured = record.results["schedules"]
+    found = dict(zip(measured.ticks["schedule"], measured.arrays["steps_seed"], strict=True))
+    assert found[PLAIN].tolist() == [60] * 5 and set(found[f"all, {TEN}"].tolist()) <= {6, 7}
+    assert measured.arrays["least"][0] == pytest.approx(2.6390, abs=1e-4)
     place = measured.ticks["method"].index(f"V, {TEN}")
-    assert measured.arrays["train"][place] == pytest.approx(np.mean(rows[f"V, {TEN}"]["train"]))
-    cell = trained(Cell((SLOW, SLOW, FAST, SLOW), SEEDS[0], 60, 60))
-    assert rows[f"V, {TEN}"]["train"][0] == pytest.approx(cell["losses"][-1] / math.log(2))
-    assert rows[f"V, {TEN}"]["fresh"][0] == pytest.approx(cell["fresh"] / math.log(2))
+    cells = [trained(Cell((SLOW, SLOW, FAST, SLOW), seed, 60, 60)) for seed in SEEDS]
+    for name, losses in (("train", [c["losses"][-1] for c in cells]), ("fresh", [c["fresh"] for c in cells])):
+        assert measured.arrays[name][place] == pytest.approx(np.mean(losses) / math.log(2))
+    steps = [
+        next(i for i, loss in enumerate(c["losses"]) if loss <= end) for c, end in zip(cells, ends(60), strict=True)
+    ]
+    assert found[f"V, {TEN}"].tolist() == steps
+    speed = math.exp(np.log(60 / found[ALTERNATING]).mean())
+    assert rows["em-closed-form"]["headline"]["value"] == pytest.approx(speed)
+    assert {h.name for h in record.results["paper2"].headlines} == {
+        row["quantity"] for row in rows.values() if row["headline"]
+    }
     assert "sticky chain" in (tmp_path / "report.html").read_text()
 
-    def never(cell):
-        raise AssertionError("trained again")
+    def never(*_, **__):
+        raise AssertionError("done again")
 
-    monkeypatch.setattr(paper2, "trained", never)
+    for place, name in ((paper2, "trained"), (paper2, "scan")):
+        monkeypatch.setattr(place, name, never)
     again = CliRunner().invoke(main, [*asked[:3], "-q", *asked[4:]])
-    assert again.exit_code == 0 and "H_min 2.6390 bits" in again.output
+    assert again.exit_code == 0, again.output
+    assert "H_min 2.6390 bits" in again.output and f"QK, {EQUAL}" in again.output and "em-equal-sum" in again.output
+
+
+def ends(steps):
+    return [trained(Cell((SLOW,) * 4, seed, 60, steps))["losses"][-1] for seed in SEEDS]
 
 
 @pytest.mark.parametrize(
@@ -273,7 +307,12 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     [
         (["paper2", "--model", "pocket:phi"], "reproduce paper2 has no --model"),
         (["paper2", "--seed", "1"], "reproduce paper2 has no --seed"),
+        (["paper2", "--scale", "paper"], "reproduce paper2 has no --scale"),
+        (["paper1", "--nulls", "3"], "reproduce paper1 has no --nulls"),
+        (["paper3", "--revision", "step0"], "reproduce paper3 has no --revision"),
         (["predictions", "--quick"], "reproduce predictions has no --quick"),
+        (["predictions", "--model", "a", "--model", "b"], "it takes one model; paper3 takes several"),
+        (["paper1", "--quick", "--scale", "paper"], "one is small, the other is not"),
     ],
 )
 def test_what_an_experiment_does_not_take_is_refused(asked, says):

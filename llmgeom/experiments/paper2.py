@@ -1,61 +1,52 @@
-"""Paper II's sticky chain: is the value step the one that should be fast? `llmgeom reproduce paper2`."""
+"""Paper II: the sticky chain with the controls it lacked, the gradient law, and what settles first in training."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from scipy.stats import t as student
 from torch import Tensor
 
-from llmgeom import claims
-from llmgeom.claims import Null, declared, headline
+from llmgeom import probes, wind_tunnels
+from llmgeom.errors import Refused
+from llmgeom.experiments import dynamics, paper1
+from llmgeom.experiments.judging import Bench, over_seeds
+from llmgeom.experiments.papers import Check
+from llmgeom.experiments.sweep import sweep
 from llmgeom.information import bits
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
-from llmgeom.result import Figure, Headline, Result, quantity
-from llmgeom.scan import took, versions
-from llmgeom.stats import Interval
+from llmgeom.result import Figure, Headline, Measured, Result, quantity
+from llmgeom.scan import scan
 from llmgeom.store import digest
+from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.markov import Markov
 from llmgeom.wind_tunnels.task import seeded
+
+if TYPE_CHECKING:
+    from llmgeom.experiments.reproduce import Request
 
 SEEDS = (42, 2024, 1337, 7777, 9999)
 TUNING = (1, 2)  # seeds on which rates are chosen, and nothing is judged
 READ, KEYS, VALUES = 20, 10, 15  # d_x, d_k, d_v
 SLOW, FAST = 0.01, 0.1
+WHOLE = 12**-0.5  # the standard deviation that counting whole steps adds
 MULTIPLES = (30.0, 100.0, 300.0, 1000.0)  # of SLOW, tried for the free rate of a method in a quarter of the steps
 RIDGES = (1e-4, 1e-3, 1e-2)  # tried in a quarter of the steps
 PARTS = {"V": (2,), "O": (3,), "QK": (0, 1), "all": (0, 1, 2, 3)}  # which of W_Q, W_K, W_V, W_O a method speeds up
 SIZES = (READ * KEYS, READ * KEYS, READ * VALUES, VALUES * 8)
 PLAIN, ALTERNATING = "plain descent", "values in closed form"
-CLAIMS = declared("paper2")
+SHAPES = {True: {"length": 500, "steps": 400}, False: {"length": 2000, "steps": 1000}}  # by --quick
 TEN, EQUAL, WEIGHED, TUNED = "ten times", "equal sum", "equal sum by size", "tuned"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is asked of `llmgeom reproduce paper2`; its fields are its flags."""
-
-    quick: bool = False
-    out: str | None = None
-
-    @property
-    def length(self) -> int:
-        return 500 if self.quick else 2000
-
-    @property
-    def steps(self) -> int:
-        return 400 if self.quick else 1000
 
 
 @dataclass(frozen=True)
@@ -286,66 +277,84 @@ class Row:
     fresh: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class Found:
-    """The table and the verdicts."""
-
-    rows: tuple[Row, ...]
-    headlines: tuple[Headline, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {"rows": [asdict(row) for row in self.rows], "headlines": [asdict(h) for h in self.headlines]}
-
-    def lines(self) -> list[str]:
-        """What a terminal shows."""
-        floor = bits(least())
-        head = ("rates Q K V O", "steps", "by seed", "train bits", "fresh bits", "fresh - H_min")
-        cells = [
-            (
-                row.name,
-                " ".join(f"{rate:.3g}" for rate in row.rates),
-                f"{np.mean(row.steps):.0f}",
-                " ".join(map(str, row.steps)),
-                *([f"{np.mean(x):.4f}" for x in (row.train, row.fresh)] if row.train else ["", ""]),
-                f"{np.mean(row.fresh) - floor:+.4f}" if row.fresh else "",
-            )
-            for row in self.rows
-        ]
-        said = [
-            (h.name, f"{h.value:.3g} {h.unit}", f"{h.low:.3g} to {h.high:.3g}", f"{h.p:.2g}", h.verdict, h.why)
-            for h in self.headlines
-        ]
-        return [
-            f"steps to plain descent's final loss; losses after all steps; H_min {floor:.4f} bits, uniform 3",
-            *grid("method", head, cells),
-            "",
-            *grid("headline", ("value", "95 %, seeds", "p", "verdict", ""), said),
-        ]
+def table(rows: Sequence[Row]) -> list[str]:
+    """The methods, for a terminal."""
+    floor = bits(least())
+    head = ("rates Q K V O", "steps", "by seed", "train bits", "fresh bits", "fresh - H_min")
+    cells = [
+        (
+            row.name,
+            " ".join(f"{rate:.3g}" for rate in row.rates),
+            f"{np.mean(row.steps):.0f}",
+            " ".join(map(str, row.steps)),
+            *([f"{np.mean(x):.4f}" for x in (row.train, row.fresh)] if row.train else ["", ""]),
+            f"{np.mean(row.fresh) - floor:+.4f}" if row.fresh else "",
+        )
+        for row in rows
+    ]
+    said = f"steps to plain descent's final loss; losses after all steps; H_min {floor:.4f} bits, uniform 3"
+    return [said, *grid("method", head, cells)]
 
 
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Found]:
-    """Train what is not yet trained, write the record and the page; (folder, table)."""
-    started = time.time()
-    out = Path(asked.out or f"runs/paper2-{digest({'quick': asked.quick})[:8]}")
-    (out / "cells").mkdir(parents=True, exist_ok=True)
-    shape = {"length": asked.length, "steps": asked.steps}
+def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
+    """The cells that a run would train."""
+    shape = SHAPES[asked.quick]
+    return [
+        f"sticky chain: one head of {sum(SIZES)} numbers, {shape['length']} symbols, {shape['steps']} steps, "
+        f"{len(SEEDS)} seeds of {len(schedules(1)) + 8} methods, and tuning on {len(TUNING)} others",
+        *(f"{test.measure}: {', '.join(test.of.values())}" for test in tests if test.measure in ("law", "settles")),
+    ]  # fmt: skip
+
+
+def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
+    """Train what is not yet trained of the chain; one bench."""
+    rows, ran, chosen = chained(SHAPES[asked.quick], out / "cells", progress)
+    yield Chain(rows, _result(rows, ran, chosen).lowered(), asked.quick, out, progress)
+
+
+@dataclass(frozen=True)
+class Chain(Bench):
+    """The methods on the sticky chain, and where small tunnels are trained."""
+
+    rows: tuple[Row, ...]
+    schedules: Measured
+    quick: bool
+    out: Path
+    progress: Progress | None = None
+    label: str = "paper2"
+
+    def sections(self) -> Mapping[str, Measured]:
+        return {"schedules": self.schedules}
+
+    def lines(self) -> list[str]:
+        return table(self.rows)
+
+    def row(self, name: str) -> Row:
+        return next(row for row in self.rows if row.name == name)
+
+
+def chained(
+    shape: Mapping[str, int], folder: Path, progress: Progress | None = None
+) -> tuple[tuple[Row, ...], dict[Any, dict[str, Any]], dict[str, float]]:
+    """Every method by seed; the losses of each training; and what was chosen on the tuning seeds."""
+    folder.mkdir(parents=True, exist_ok=True)
+    steps = shape["steps"]
 
     def run(each: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
         found = {}
         for i, (name, cell) in enumerate(each.items()):
-            found[name] = _held(out / "cells" / f"{digest(asdict(cell))[:16]}.json", cell)
+            found[name] = _held(folder / f"{digest(asdict(cell))[:16]}.json", cell)
             if progress:
                 progress(stage, i + 1, len(each))
         return found
 
-    named = schedules(asked.steps)
+    named = schedules(steps)
     whole = {(name, seed): Cell(rate, seed, **shape) for name, rate in named.items() for seed in SEEDS}
     ran = run(whole, "schedules")
-    quarter = {**shape, "steps": asked.steps // 4}
+    quarter = {**shape, "steps": steps // 4}
     ridges = run(
         {(ridge, seed): Cell((SLOW,) * 4, seed, **quarter, ridge=ridge) for ridge in RIDGES for seed in TUNING}, "ridge"
     )
@@ -366,7 +375,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         "tuning",
     )
     best = {
-        part: min(MULTIPLES, key=lambda m: sum(_reached(tried[part, m, s], ends[s], asked.steps) for s in TUNING))
+        part: min(MULTIPLES, key=lambda m: sum(_reached(tried[part, m, s], ends[s], steps) for s in TUNING))
         for part in PARTS
     }
     short = {f"{part}, {WEIGHED}": equal(part, by_size=True) for part in PARTS if part != "V"}
@@ -379,29 +388,13 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         Row(
             name,
             rate,
-            tuple(_reached(ran[name, seed], ends[seed], asked.steps) for seed in SEEDS),
+            tuple(_reached(ran[name, seed], ends[seed], steps) for seed in SEEDS),
             *([()] * 2 if name in short else _ends(ran, name)),
         )
         for name, rate in {**named, ALTERNATING: (SLOW, SLOW, 0.0, SLOW), **short}.items()
     )
     chosen = {f"rate of {part}": SLOW * multiple for part, multiple in best.items()} | {"ridge": ridge}
-    result = _result(rows, ran, chosen).lowered()
-    results = claims.judge({"paper2": result})
-    record = Record(
-        results=results,
-        unmeasured={},
-        prompts={},
-        subject={"name": f"one attention head of {sum(SIZES)} numbers"},
-        source={"name": "the sticky chain", "kind": "task", "length": asked.length},
-        facts={"command": "llmgeom reproduce paper2" + " --quick" * asked.quick, "versions": versions(), **shape},
-        warnings=("quick: a quarter of the sequence and two fifths of the steps",) if asked.quick else (),
-        run=took(started),
-    )
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
-    return out, Found(rows, results["paper2"].headlines)
+    return rows, ran, chosen
 
 
 def _held(path: Path, cell: Cell) -> dict[str, Any]:
@@ -424,39 +417,8 @@ def _ends(ran: Mapping, name: str) -> list[tuple[float, ...]]:
     return [tuple(bits(one["losses"][-1]) for one in cells), tuple(bits(one["fresh"]) for one in cells)]
 
 
-def paired(name: str, over: Sequence[float], under: Sequence[float], why: str = "") -> Headline:
-    """The mean ratio over / under of paired seeds, on the log scale, against 1."""
-    log = np.log(np.asarray(over, float) / np.asarray(under, float))
-    error = max(float(log.std(ddof=1)) / math.sqrt(len(log)), 1e-12)
-    half = student.ppf(0.975, len(log) - 1) * error
-    mean = float(log.mean())
-    interval = Interval(math.exp(mean - half), math.exp(mean + half), 0.95, "Student's t over paired seeds, log scale")
-    p = float(student.sf(mean / error, len(log) - 1))
-    null = Null("no difference" + why, 1.0, 1.0, 1.0, max(p, 1e-6), 0)
-    return headline(CLAIMS[name], math.exp(mean), interval, [null], n=len(log), units=len(log))
-
-
-def hardest(name: str, steps: Mapping[str, Sequence[float]], value: str, controls: Sequence[str]) -> Headline:
-    """How many times fewer steps the value step needs than each control; the one that leaves it least decides."""
-    made = [paired(name, steps[control], steps[value], f" from {control}") for control in controls]
-    return min(made, key=lambda h: h.low)
-
-
 def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> Schedules:
-    steps = {row.name: row.steps for row in rows}
     whole = [row for row in rows if row.train]
-    others = [part for part in PARTS if part != "V"]
-    value = f"V, {TEN}"
-    sized, tenfold = [f"{part}, {WEIGHED}" for part in others], [f"{part}, {TEN}" for part in others]
-    found = [
-        hardest("value step against every control, equal sum of rates", steps, value,
-                [f"O, {TEN}", f"QK, {EQUAL}", f"all, {EQUAL}"]),
-        hardest("value step against every control, equal sum by size", steps, value, sized),
-        hardest("value step against every control, ten times the rate", steps, value, tenfold),
-        hardest("value step against every control, tuned", steps, f"V, {TUNED}", [f"{p}, {TUNED}" for p in others]),
-        paired("value step against plain descent", steps[PLAIN], steps[value]),
-        paired("values in closed form against plain descent", steps[PLAIN], steps[ALTERNATING]),
-    ]  # fmt: skip
 
     def column(get: Callable[[Row], Sequence[float]], of: Sequence[Row]) -> dict[str, np.ndarray]:
         values = np.array([get(row) for row in of], float)
@@ -476,7 +438,7 @@ def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> S
         least=np.full(len(whole), bits(least())),
         steps_seed=np.array([row.steps for row in rows], float),
         loss=bits(np.array(curves).mean(1)),
-        headlines=tuple(found),
+        headlines=(),
         notes=tuple(f"chosen on seeds {TUNING}: {what} {value:g}" for what, value in chosen.items()),
         warnings=tuple(
             f"{row.name}: {sum(s > max(rows[0].steps) for s in row.steps)} of {len(row.steps)} seeds did not arrive"
@@ -489,3 +451,61 @@ def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> S
             "seed": SEEDS,
         },
     )
+
+
+# ---- measures --------------------------------------------------------------------------------------------------------
+
+
+def speed(bench: Chain, test: Check, method: str, controls: Sequence[str]) -> Headline:
+    """How many times fewer steps a method needs than each control, seed by seed; who leaves it least decides."""
+    under, made = bench.row(method).steps, []
+    for name in controls:
+        over = bench.row(name).steps
+        least = WHOLE / min(*under, *over)
+        made.append(over_seeds(np.divide(over, under), test.unit, "log", (f"no difference from {name}", 1.0), least))
+    return min(made, key=lambda h: h.low)
+
+
+def steps(bench: Chain, test: Check, method: str) -> Headline:
+    """Steps to plain descent's final loss."""
+    return over_seeds(bench.row(method).steps, test.unit, least=WHOLE)
+
+
+def fall(bench: Chain, test: Check, method: str) -> Headline:
+    """How much of the way from a uniform answer to H_min the loss on a fresh sequence has gone."""
+    return over_seeds([(3 - x) / (3 - bits(least())) for x in bench.row(method).fresh], test.unit)
+
+
+def law(bench: Chain, test: Check, arch: str, headline: str) -> Headline:
+    """A headline of the gradient law in a small trained tunnel."""
+    spec = paper1.training("quick", "bijection", arch)
+    told = sweep({f"law/{arch}": spec}, bench.out / "tunnels", 200, bench.progress, "tunnels of the law")
+    if why := told[f"law/{arch}"].get("refused"):
+        raise Refused(why)
+    folder = bench.out / "tunnels/law" / arch
+    if not (folder / "scan/record.json").exists():
+        batch = wind_tunnels.named(spec.task).cut(200, 0, "held-out")
+        scan(Subject.load(str(folder)), batch, probes.known(("routing_law",))).save(folder / "scan")
+    return _headline(Record.load(folder / "scan"), "routing_law", headline)
+
+
+def settles(bench: Chain, test: Check, section: str, headline: str) -> Headline:
+    """A headline of `llmgeom dynamics` on the bijection: five trainings, and five on random targets."""
+    folder = bench.out / "dynamics"
+    if not (folder / "record.json").exists():
+        asked = dynamics.Request(task="bijection", quick=bench.quick, probes=(), out=str(folder))
+        dynamics.perform(asked, bench.progress)
+    return _headline(Record.load(folder), section, headline)
+
+
+def _headline(record: Record, section: str, name: str) -> Headline:
+    if section in record.unmeasured:
+        raise Refused(record.unmeasured[section])
+    measured = record.results[section]
+    found = next((h for h in measured.headlines if h.name == name), None)
+    if found is None:
+        raise Refused(f"it has no '{name}': {'; '.join((*measured.notes, *measured.warnings))}")
+    return found
+
+
+Chain.MEASURES = {one.__name__: one for one in (speed, steps, fall, law, settles)}

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.stats import t as student
 
 from llmgeom.errors import Refused
-from llmgeom.experiments.sweep import finished, sweep
+from llmgeom.experiments.sweep import finished, seeded, sweep
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
@@ -210,20 +210,8 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     """Train what is not yet trained, grade it, and write the record and the page."""
     started = time.time()
     out = Path(asked.out or f"runs/primitives-{digest(dataclasses.asdict(asked))[:8]}")
-    first = {
-        f"{primitive}/{arch}/seed0": asked.training(primitive, arch)
-        for primitive in PRIMITIVES
-        for arch in ARCHITECTURES
-    }
-    found = sweep(first, out, GRADED, progress, "first seed, learning rates")
-    # The other seeds train at the rate that the first one's halving chose.
-    rest = {
-        name.replace("seed0", f"seed{seed}"): replace(training, lr=f"{found[name]['lr']:g}", seed=seed)
-        for name, training in first.items()
-        if "refused" not in found[name]
-        for seed in range(1, asked.seeds)
-    }
-    found |= sweep(rest, out, GRADED, progress, "other seeds")
+    first = {f"{p}/{arch}": asked.training(p, arch) for p in PRIMITIVES for arch in ARCHITECTURES}
+    found = seeded(first, asked.seeds, out, GRADED, progress)
     doses = {f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)}
     found |= sweep(doses, out, GRADED, progress, "doses")
     rows = tuple(

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.errors import Refused
-from llmgeom.experiments.grades import Grade, grade
+from llmgeom.experiments.grades import Grade, Outcomes, Scores, grade, mae_abs, mae_mean
 from llmgeom.progress import Progress
 from llmgeom.record import write_whole
 from llmgeom.store import digest
@@ -29,11 +29,17 @@ GRADE = "grade.json"
 
 
 def sweep(
-    cells: Mapping[str, Training], out: Path, n: int, progress: Progress | None = None, stage: str = "trainings"
+    cells: Mapping[str, Training],
+    out: Path,
+    n: int,
+    progress: Progress | None = None,
+    stage: str = "trainings",
+    device: str = "cpu",
 ) -> dict[str, dict[str, Any]]:
     """Train every cell in `out/NAME` and grade it on n sequences; by name, `graded`'s numbers, or {"refused": why}.
 
-    One process a core, each with one thread; a cell that is finished is read, one that was interrupted goes on.
+    One process a core, each with one thread, or one after the other on a GPU; a cell that is finished is read, one that
+    was interrupted goes on.
     """
     found: dict[str, dict[str, Any]] = {}
     left = {}
@@ -45,6 +51,12 @@ def sweep(
             found[name] = held
     if progress:
         progress(stage, len(found), len(cells))
+    if device != "cpu":
+        for name in left:
+            found[name] = _cell(str(out / name), left[name], n, device)
+            if progress:
+                progress(stage, len(found), len(cells), name)
+        return found
     # The longest first, so that the last one does not run alone.
     order = sorted(left, key=lambda name: -left[name].steps)
     jobs = {name: (str(out / name), left[name], n) for name in order}
@@ -75,6 +87,26 @@ def spread(
     return found
 
 
+def seeded(
+    first: Mapping[str, Training],
+    seeds: int,
+    out: Path,
+    n: int,
+    progress: Progress | None = None,
+    device: str = "cpu",
+) -> dict[str, dict[str, Any]]:
+    """`sweep` of every training with its first seed, then of the others at the learning rate that the first one's
+    halving chose; the cells are called NAME/seed0, NAME/seed1 and so on."""
+    found = sweep({f"{k}/seed0": t for k, t in first.items()}, out, n, progress, "first seed, learning rates", device)
+    rest = {
+        f"{name}/seed{seed}": replace(training, lr=f"{found[f'{name}/seed0']['lr']:g}", seed=seed)
+        for name, training in first.items()
+        if "refused" not in found[f"{name}/seed0"]
+        for seed in range(1, seeds)
+    }
+    return found | sweep(rest, out, n, progress, "other seeds", device)
+
+
 def _alone() -> None:
     """One thread; and no worker outlives a run that was killed, to write into the folder of the next."""
     torch.set_num_threads(1)
@@ -100,12 +132,12 @@ def _held(folder: Path, training: Training, n: int) -> dict[str, Any] | None:
     return body["numbers"] if body["spec"] == _spec(training, n) else None
 
 
-def _cell(folder: str, training: Training, n: int) -> dict[str, Any]:
+def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[str, Any]:
     began = time.process_time()
     try:
-        done = train(training, folder, device="cpu")
+        done = train(training, folder, device=device)
         task = wind_tunnels.named(training.task)
-        subject = Subject.load(folder)
+        subject = Subject.load(folder, device=device)
         made = grade(subject, task, n, training.seed)
         numbers = graded(made) | {"lr": done.lr, "parameters": done.parameters}
         if training.corrupt:
@@ -119,16 +151,19 @@ def _cell(folder: str, training: Training, n: int) -> dict[str, Any]:
 
 
 def graded(made: Grade) -> dict[str, Any]:
-    """What a sweep keeps of a grade: divergences in bits within the horizon, and the best trivial predictor's."""
-    trivial = made.trivial[made.best]
-    return {
-        "kl": made.kl,
-        "mae_abs": made.mae_abs,
-        "mae_mean": made.mae_mean,
-        "skill": made.skill,
-        "best_trivial": made.best,
-        "kl_trivial": float(trivial.kl[:, made.within].mean()),
-    }
+    """What a sweep keeps of a grade: divergences and errors in bits within the horizon, the best trivial predictor's as
+    NAME_trivial, and where outcomes are tokens a uniform answer's as NAME_uniform and how often the likeliest is right.
+    """
+    found: dict[str, Any] = {"skill": made.skill, "skill_trivial": 0.0, "best_trivial": made.best}
+    who = {"": made.own, "_trivial": made.trivial[made.best]}
+    who |= {"_uniform": made.trivial["uniform"]} if "uniform" in made.trivial else {}
+    return found | {f"{name}{end}": x for end, one in who.items() for name, x in _means(one, made.within).items()}
+
+
+def _means(scores: Scores, within: slice) -> dict[str, float]:
+    one = scores.at(within)
+    found = {"kl": float(one.kl.mean()), "mae_abs": mae_abs(one.gap), "mae_mean": mae_mean(one.gap)}
+    return found | ({"accuracy": float(one.right.mean())} if isinstance(one, Outcomes) else {})
 
 
 def finished(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ from llmgeom.record import Record, write_whole
 from llmgeom.result import Headline, Measured
 
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"
+FINISHED = "finished"  # beside a record: the spec of the whole that it was run for
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
     """Scan mixed and math prompts, ask for in-context evidence, edit the entropy axis; (folder, records by name).
 
     published   the published definitions as well. Each run is saved in a folder of its own under the run folder, as
-                the command on its record would save it.
+                the command on its record would save it; those that an earlier start finished are read.
     Raises Refused before anything is loaded where something cannot be.
     """
     if asked.controls < 1:
@@ -55,19 +57,28 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
         **common, domains=(MIXED, MATH), n=asked.n, limit=asked.limit, nulls=asked.nulls, probes=names, out=str(out)
     )
     plan = scanning.prepare(scans)
-    subject, records = asked.load(), {}
+    records: dict[str, Record] = {}
+    loaded = cache(asked.load)
 
     def told(name: str) -> Progress | None:
         return (lambda stage, done, total: progress(f"{name}: {stage}", done, total)) if progress else None
 
-    for folder, record in scanning.perform(plan, progress, subject):
-        records[folder.name] = record
+    def once(names: tuple[str, ...], make: Callable[[], Mapping[str, Record]]) -> None:
+        marks = [out / name / FINISHED for name in names]
+        if all(mark.exists() and mark.read_text() == spec for mark in marks):
+            records.update({name: Record.load(out / name) for name in names})
+            return
+        records.update(make())
+        for mark in marks:
+            write_whole(mark, spec.encode())
+
+    once((MIXED, MATH), lambda: {folder.name: one for folder, one in scanning.perform(plan, progress, loaded())})
     for name, protocol in ((SULA, "sound"), (SULA_PUBLISHED, "published"))[: 1 + published]:
         given = sula.Request(**common, nulls=asked.nulls, protocol=protocol, out=str(out / name))
-        records[name] = sula.perform(given, told(name), subject)[1]
+        once((name,), lambda name=name, given=given: {name: sula.perform(given, told(name), loaded())[1]})
     # All positions: at the final token of the last layer alone little passes through its values.
     edits = ablation.Request(**common, sula=True, positions="all", controls=asked.controls, out=str(out / ABLATE))
-    records[ABLATE] = ablation.perform(edits, told(ABLATE), subject)[1]
+    once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, told(ABLATE), loaded())[1]})
     return out, records
 
 

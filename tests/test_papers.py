@@ -1,0 +1,217 @@
+"""The papers' claims as data: every published row has an entry, and a broken file is told with its place."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from llmgeom.claims import declared
+from llmgeom.experiments.papers import PAPERS, Check, table
+
+# What was printed, in the order in which the notes on the papers number it: headline results; the numbers of Paper III;
+# predictions restated as tests.
+ROWS = {
+    "3.1": "bijection transformer 0.003 (v1)",
+    "3.2": "0.007 (v3, README)",
+    "3.3": "0.0066-0.0068 (result file)",
+    "3.4": "0.0008, 0.0022, 0.017 (retrainings)",
+    "3.5": "0.096 (re-implementation)",
+    "3.6": "bijection LSTM 0.009",
+    "3.7": "bijection Mamba 0.010",
+    "3.8": "bijection MLP 1.85, 1.107",
+    "3.9": "HMM transformer 7.5e-5",
+    "3.10": "HMM transformer 0.049",
+    "3.11": "HMM transformer KL 2e-4",
+    "3.12": "HMM Mamba 0.024",
+    "3.13": "HMM LSTM 0.411",
+    "3.14": "HMM MLP 0.409",
+    "3.15": "Mamba outperforms the transformer on HMM",
+    "3.16": "HMM K = 30: 0.0125",
+    "3.17": "HMM K = 50: 0.0288",
+    "3.18": "HMM without attention in the top layers",
+    "3.19": "associative recall 100, 97.8, 0.5 %",
+    "3.20": "key orthogonality 0.052 against 0.082",
+    "3.21": "frame head: error over 10 times",
+    "3.22": "single layer removed: over 10 times",
+    "3.23": "value manifold PC1 84-90 %",
+    "3.24": "Mamba's final layer: PC1 21.9 %, R2 0.40, five clusters",
+    "3.25": "LSTM's final layer: PC1 92.3 %, R2 0.004",
+    "3.26": "EM-like 430 of 1,000 steps",
+    "3.27": "recurrence 0.014, opaque 0.83",
+    "3.28": "recurrence, loss horizon 5: 83 times",
+    "3.29": "Paper III's numbers",
+    "6.9.1": "Table 1, Pythia-410M",
+    "6.9.2": "Table 1, Phi-2",
+    "6.9.3": "Table 1, Llama",
+    "6.9.4": "Table 1, tunnels",
+    "6.9.5": "Spearman, Pythia",
+    "6.9.6": "Spearman, Phi-2",
+    "6.9.7": "Spearman, Llama",
+    "6.9.8": "Table 2, Pythia-410M",
+    "6.9.9": "Table 2, Phi-2",
+    "6.9.10": "Table 2, Pythia-12B",
+    "6.9.11": "Table 2, Llama",
+    "6.9.12": "Table 2, Mistral-7B",
+    "6.9.13": "Table 2, tunnels",
+    "6.9.14": "Figure 8, Pythia",
+    "6.9.15": "Figure 8, Phi-2",
+    "6.9.16": "Figure 8, Llama",
+    "6.9.17": "text: Pythia PC1 12-25 %, keys 0.11-0.13",
+    "6.9.18": "text: Phi-2 PC1+PC2 34 %, 29 of 32 layers",
+    "6.9.19": "text: Llama PC1 18.5, PC2 14.8",
+    "6.9.20": "section 6.4: Pythia 84, Phi-2 21",
+    "6.9.21": "text: Pythia-12B keys 0.048-0.055",
+    "6.9.22": "SULA error 0.44, 0.36, 0.31",
+    "6.9.23": "SULA |rho| 0.65-0.80",
+    "6.9.24": "SULA rho of k and PC1",
+    "6.9.25": "single-layer cut",
+    "6.9.26": "multi-layer cut",
+    "6.9.27": "random cut improves calibration",
+    "6.9.28": "layer roles",
+    "6.9.29": "committed geometry file",
+    "6.9.30": "committed SULA file",
+    "8.1": "posterior match",
+    "8.2": "primitive profile",
+    "8.3": "value manifold on one domain",
+    "8.4": "entropy ordering",
+    "8.5": "domain-restriction gain",
+    "8.6": "keys below chance",
+    "8.7": "depth profile",
+    "8.8": "attention focusing",
+    "8.9": "static and dynamic split",
+    "8.10": "SULA tracking",
+    "8.11": "axis: read-out, no bottleneck",
+    "8.12": "frame before precision",
+    "8.13": "hypothesis-frame head",
+    "8.14": "middle layers needed",
+    "8.15": "gradient law",
+    "8.16": "EM schedule",
+    "8.17": "length cliff",
+    "8.18": "belief-state corners",
+    "8.19": "content-based routing",
+}
+ENTRIES = [(paper, entry) for paper in PAPERS for entry in table(paper)]
+TESTS = [
+    pytest.param(paper, test, id=f"{entry.id}-{size}")
+    for paper, entry in ENTRIES
+    for size in ("small", "full")
+    if (test := entry.test(size))
+]
+
+
+def test_every_row_is_measured_or_says_why_not():
+    assert PAPERS == ("paper1", "paper2", "paper3")
+    counted = [sum(name.startswith(section) for name in ROWS) for section in ("3.", "6.9.", "8.")]
+    assert counted == [29, 30, 19]
+    answered = {row for _, entry in ENTRIES for row in entry.rows}
+    assert answered == set(ROWS), f"missing {set(ROWS) - answered}, unknown {answered - set(ROWS)}"
+    for _, entry in ENTRIES:
+        assert all(entry.test(size) for size in ("small", "full")) or len(entry.not_tested) > 20
+    assert len({entry.id for _, entry in ENTRIES}) == len(ENTRIES)
+
+
+@pytest.mark.parametrize(("paper", "test"), TESTS)
+def test_what_an_entry_asks_for_is_there(paper, test):
+    """The measure takes what it is given; a headline is declared, for the side that is asked, as a claim where its
+    verdict is taken over."""
+    module = importlib.import_module(f"llmgeom.experiments.{paper}")
+    bench = {"paper1": "Tunnels", "paper2": "Chain", "paper3": "Model"}[paper]
+    inspect.signature(getattr(module, bench).MEASURES[test.measure]).bind(None, test, **test.of)
+    places = test.of.get("at", [])
+    if "headline" in test.of:
+        places = [("", test.of.get("probe") or test.of.get("section") or "routing_law", test.of["headline"])]
+    for _, probe, name in places:
+        claim = declared(probe)[name]
+        if test.compare == "claim":
+            assert claim.claim, f"{name} is no claim"
+        elif test.compare != "within":
+            assert claim.side == {"above": "upper", "below": "lower"}[test.compare]
+
+
+def test_numbers_of_some_models_are_asked_of_those_alone():
+    test = Check(measure="m", compare="within", values={"phi-2": [0.6], "pythia-410m": [0.1, 0.3]}, tolerance=0.05)
+    assert test.printed("microsoft/phi-2") == (0.6,)
+    assert test.printed("EleutherAI/Pythia-410M-deduped") == (0.1, 0.3)
+    assert test.printed("pocket:pythia") == () == test.printed("other/not-phi-2")
+    assert test.region("microsoft/phi-2") == pytest.approx((0.55, 0.65))
+    assert test.region("pythia-410m") == pytest.approx((0.05, 0.35))
+    assert dataclasses.replace(test, values=[3.0]).region("any") == pytest.approx((2.95, 3.05))
+
+
+def test_the_tables_are_shipped():
+    body = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())
+    assert "papers/*.toml" in body["tool"]["setuptools"]["package-data"]["llmgeom"]
+
+
+GOOD = """[[entry]]
+id = "one"
+rows = ["3.1"]
+quantity = "q"
+published = "1 bit"
+source = "s"
+definition = "d"
+test = { measure = "m", compare = "above", bound = 1, tolerance = 0.1, unit = "bits" }
+"""
+WITHIN = 'test = { measure = "m", compare = "within", values = [1.0], tolerance = 0.1, unit = "bits" }'
+LAST = GOOD.splitlines()[-1]
+
+
+def test_a_good_table_is_read(tmp_path):
+    (tmp_path / "good.toml").write_text(
+        GOOD + GOOD.replace("one", "two").replace(LAST, 'not_tested = "no code for it"')
+    )
+    one, two = table("good", tmp_path)
+    assert one.small == one.full and one.small.bound == 1 and one.rows == ("3.1",)
+    assert two.small is None and two.not_tested == "no code for it"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        ("[[entry]]", "[[entry", "bad.toml is not TOML"),
+        ("[[entry]]", "[entry]", r"may hold \[\[entry\]\] alone"),
+        ("[[entry]]", "[[headline]]\nx = 1\n[[entry]]", "holds entry, headline"),
+        ('quantity = "q"\n', "", r"entry 1 \(one\): quantity missing"),
+        ('quantity = "q"', 'quantity = ""', "quantity missing"),
+        ('source = "s"', 'sauce = "s"', "unknown key 'sauce'; known: id, rows"),
+        ('rows = ["3.1"]', "rows = []", r"rows is \[\]; expected row numbers"),
+        ('rows = ["3.1"]', 'rows = ["three"]', "expected row numbers"),
+        ('definition = "d"\n', "", "definition missing"),
+        (LAST, "", "or say in not_tested why one is missing"),
+        ('source = "s"', 'source = "s"\nnot_tested = "because"', "or say in not_tested why"),
+        (LAST, LAST.replace("test", "small"), "or say in not_tested why one is missing"),
+        (LAST, f"{LAST}\n{LAST.replace('test', 'full')}", "give test, or small and full; not both"),
+        (LAST, 'test = "m"', "expected a table"),
+        ('"above"', '"over"', "compare is 'over'; expected one of within, above, below, claim"),
+        ("bound = 1, ", "", "above goes with bound, tolerance, unit"),
+        ("bound = 1", "values = [1]", "above goes with bound, tolerance, unit"),
+        ('"above"', '"claim"', "claim goes with no number"),
+        ("tolerance = 0.1", "tolerance = 0", "tolerance is 0; expected a number above 0"),
+        ("tolerance = 0.1", "tolerance = inf", "tolerance is inf; expected a float"),
+        ("bound = 1", "bound = true", "bound is True; expected a float"),
+        ("bound = 1", 'of = "x", bound = 1', "of is 'x'; expected a table"),
+        ('unit = "bits"', 'unit = "bits", scale = "square"', "scale is 'square'; expected one of"),
+        ('unit = "bits"', 'unit = "bits", quick = 1', "quick is 1; expected a bool"),
+        ('measure = "m", ', "", "measure missing"),
+        (LAST, WITHIN.replace("[1.0]", "1.0"), "expected .numbers., or .model"),
+        (LAST, WITHIN.replace("[1.0]", '["one"]'), "expected .numbers."),
+        (LAST, WITHIN.replace("[1.0]", "{ phi = 1 }"), "expected .numbers."),
+        (LAST, WITHIN.replace("[1.0]", "[nan]"), "expected .numbers."),
+    ],
+)
+def test_a_broken_table_is_told_with_its_place(tmp_path, old, new, says):
+    broken = GOOD.replace(old, new, 1) if old in GOOD else pytest.fail(f"{old} is not there")
+    (tmp_path / "bad.toml").write_text(broken)
+    with pytest.raises(ValueError, match=says):
+        table("bad", tmp_path)
+
+
+def test_an_entry_twice_is_told(tmp_path):
+    (tmp_path / "bad.toml").write_text(GOOD + GOOD)
+    with pytest.raises(ValueError, match=r"entry 2 \(one\) is there twice"):
+        table("bad", tmp_path)
