@@ -134,13 +134,15 @@ def _say_options(command):
 @_say_options
 def scan(**options: Any) -> int:
     """Scan a model: how the geometry of its last tokens relates to its uncertainty, and a page to look at."""
-    from llmgeom.experiments.scanning import Request, estimate, perform, prepare
+    from llmgeom.experiments.scanning import Request, perform, prepare
 
     say = {name: options.pop(name) for name in ("fail_on", "dry_run", "as_json", "quiet", "verbose")}
     chosen = options.pop("probes")
     names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
     plan = prepare(Request(probes=names, **options), write=not say["dry_run"])
     if say["dry_run"]:
+        from llmgeom.experiments.planning import estimate
+
         _show_estimate(estimate(plan), say["as_json"])
         return 0
     with bar(say["quiet"] or say["as_json"]) as progress:
@@ -615,16 +617,9 @@ def _show_table(records: list, verbose: bool) -> None:
 
 
 def _show_estimate(cost: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(cost, sort_keys=True))
-        return
-    click.echo(f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights")
-    for name, row in cost["sources"].items():
-        click.echo(
-            f"{name}: {row['prompts']} of {row['pool']} prompts, {row['passes']} passes, {row['tokens']} tokens, "
-            f"longest {row['longest']}, captures {row['capture_bytes'] / 2**20:.1f} MiB"
-        )
-    click.echo(f"about {cost['minutes_on_this_cpu']} minutes of matrix products on this CPU; out: {cost['out']}")
+    from llmgeom.experiments.planning import lines
+
+    click.echo(json.dumps(cost, sort_keys=True) if as_json else "\n".join(lines(cost)))
 
 
 if __name__ == "__main__":
