@@ -23,6 +23,7 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.claims import Claim, declared
 from llmgeom.experiments.scanning import Plan, sampled
+from llmgeom.experiments.stability import conditions
 from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment, routing_law
 from llmgeom.reports.text import grid
 from llmgeom.scan import MATCHED, MIXED, WHOLE, unable
@@ -157,7 +158,7 @@ class Source:
     def of(cls, plan: Plan, who: Weightless, name: str) -> Source:
         modules, nulls = probes.known(plan.probes), plan.request.nulls
         who.asked.clear()
-        batch, samples, _ = sampled(plan, who, name, "", modules)
+        batch, samples, _ = sampled(plan, who, name)
         able = {name: module for name, module in modules.items() if not unable(who, batch, module.NEEDS)}
         needs = [module.NEEDS for module in able.values()]
         optional = frozenset().union(*(need.optional for need in needs))
@@ -246,9 +247,10 @@ def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
 def estimate(plan: Plan) -> dict[str, Any]:
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
-    tokens are those of all passes, without padding; capture_bytes lie in the store and in memory; memory_bytes adds the
-    weights, those of a twin and as much again while it is drawn and hashed, the largest batch and this process.
-    Raises Refused as a scan would.
+    tokens are those of one scan's passes, without padding; capture_bytes lie in the store and in memory; memory_bytes
+    adds the weights, those of a twin and as much again while it is drawn and hashed, the largest batch and this
+    process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises Refused as a scan
+    would.
     """
     who = Weightless.found(plan)
     facts, item = who.facts, who.model.dtype.itemsize
@@ -277,14 +279,16 @@ def estimate(plan: Plan) -> dict[str, Any]:
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
             "claims": list(findings(source, plan.request.nulls)),
         }
+    scans = 1 + sum(not one.why for one in conditions(plan.request, who)) * plan.request.stability
     weights = facts["parameters"] * item
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
         "memory_bytes": process + HELD + 3 * weights + memory,
-        "disk_bytes": PAGE + sum(row["capture_bytes"] for row in rows.values()),
-        "minutes": round(START / 60 + sum(sum(row["minutes"].values()) for row in rows.values()), 2),
+        "scans": scans,
+        "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
+        "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
         "device": device,
         "layers": facts["layers"],
         "nulls": plan.request.nulls,
@@ -385,10 +389,11 @@ def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
 
 def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     """For a terminal."""
+    for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
     yield (
         f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
         f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
-        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}); out: {cost['out']}"
+        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}; out: {cost['out']}"
     )
     for name, row in cost["sources"].items():
         yield ""

@@ -26,6 +26,7 @@ POOL = 1000
 FEWEST = 10
 DOCUMENTS = "hf:"
 SEQUENCES = 200  # of a task: they cost nothing
+Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
 FINAL = "the"  # the word that stands in the most templates of every domain
 
 
@@ -48,6 +49,7 @@ class Request(request.Request):
     nulls: int = 20
     batch_tokens: int = 4096
     seed: int = 0
+    stability: bool = False
     out: str | None = None
 
 
@@ -183,39 +185,51 @@ def perform(
 ) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record)."""
     subject = subject or plan.request.load()
-    modules = probes.known(plan.probes)
-    store = str(cache_folder() / "captures")
     records = []
     for name in plan.pools:
-        from llmgeom.scan import scan
-
-        batch, samples, notes = sampled(plan, subject, name, store, modules, progress)
-        record = scan(
-            subject,
-            batch,
-            modules,
-            seed=plan.request.seed,
-            nulls=plan.request.nulls,
-            samples=samples,
-            notes=notes,
-            batch_tokens=plan.request.batch_tokens,
-            store=store,
-            progress=(lambda stage, done, total, name=name: progress(f"{name}: {stage}", done, total))
-            if progress
-            else None,
-            facts={"spec": digest(plan.spec(name)), "command": plan.request.command()},
-        )
-        record.save(plan.folder(name))
-        records.append(record)
-        yield plan.folder(name), record
+        drawn = sampled(plan, subject, name, progress)
+        records.append(scanned(plan, subject, name, drawn, progress))
+        records[-1].save(plan.folder(name))
+        yield plan.folder(name), records[-1]
     from llmgeom.reports import page
 
     write_whole(plan.out / "report.html", page(records).encode())
 
 
-def sampled(
-    plan: Plan, subject: Subject, name: str, store: str, modules: Mapping, progress: Progress | None = None
-) -> tuple[Batch, dict[str, Batch], list[str]]:
+def scanned(
+    plan: Plan,
+    subject: Subject,
+    name: str,
+    drawn: Drawn,
+    progress: Progress | None = None,
+    batch_tokens: int | None = None,
+    **facts: Any,
+) -> Record:
+    """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
+    from llmgeom.scan import scan
+
+    batch, samples, notes = drawn
+    return scan(
+        subject,
+        batch,
+        probes.known(plan.probes),
+        seed=plan.request.seed,
+        nulls=plan.request.nulls,
+        samples=samples,
+        notes=notes,
+        batch_tokens=batch_tokens or plan.request.batch_tokens,
+        store=captures(),
+        progress=(lambda stage, done, total: progress(f"{name}: {stage}", done, total)) if progress else None,
+        facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
+    )
+
+
+def captures() -> str:
+    """Where captures are kept."""
+    return str(cache_folder() / "captures")
+
+
+def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
     """The prompts to scan, by name the second samples that a probe wants, and why one could not be had.
 
     A pool is spread over entropy, and a plain sample of it stands beside. A domain also has prompts that all end in
@@ -245,7 +259,7 @@ def sampled(
         return subject.entropy(
             of,
             batch_tokens=plan.request.batch_tokens,
-            store=store,
+            store=captures(),
             progress=(lambda done, total: progress(f"{name}: entropy of {what}", done, total)) if progress else None,
         )
 
@@ -260,7 +274,7 @@ def sampled(
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
         return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
 
-    asked_for = frozenset().union(*(module.NEEDS.samples for module in modules.values()))
+    asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
     notes: list[str] = []
     pool = fitting(pool, "prompts of the pool")
     found = entropy(pool, "the pool")
