@@ -35,6 +35,7 @@ FOLDER = Path(__file__).parent / "claims"
 ALPHA = 0.05
 NO_END = -1e9  # of a range that has no lower end: a Headline holds finite numbers
 Side = Literal["upper", "lower"]
+Margin = Literal["end", "centre", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,11 @@ class Claim:
     counts       what n counts.
     equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre; where it is
                  also `one_sided`, at most that far above it: less than the null is no effect of this kind either.
+
+    What a plan assumes (llmgeom/power.py) and no verdict reads; a spread of 0 is one that was not measured:
+    spread       sd between units.
+    null_spread  sd between draws of the null that is hardest to beat; of a correlation, on Fisher's scale.
+    null_margin  where the margin lies: at the far end of the draws, at their centre, or at a fixed number.
     """
 
     probe: str
@@ -69,6 +75,9 @@ class Claim:
     one_sided: bool = False
     margin: float = 0.0
     counts: str = "prompts"
+    spread: float = 0.0
+    null_spread: float = 0.0
+    null_margin: Margin = "end"
 
     @property
     def smallest(self) -> float:

@@ -130,22 +130,43 @@ def _say_options(command):
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and permutations.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-DOMAINS-HASH]")
-@click.option("--dry-run", is_flag=True, help="Print the plan (prompts, passes, bytes, minutes); read no weights.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Print the plan: what each claim needs, tokens, bytes, memory, minutes; read no weights.",
+)
+@click.option(
+    "--stability", is_flag=True, help="Scan again in another precision, in smaller batches and with BOS toggled."
+)
+@click.option("--fail-on-flip", is_flag=True, help="With --stability: exit 3 where a verdict flips.")
 @_say_options
 def scan(**options: Any) -> int:
     """Scan a model: how the geometry of its last tokens relates to its uncertainty, and a page to look at."""
-    from llmgeom.experiments.scanning import Request, estimate, perform, prepare
+    from llmgeom.experiments.scanning import Request, perform, prepare
 
-    say = {name: options.pop(name) for name in ("fail_on", "dry_run", "as_json", "quiet", "verbose")}
+    say = {name: options.pop(name) for name in ("fail_on", "fail_on_flip", "dry_run", "as_json", "quiet", "verbose")}
+    if say["fail_on_flip"] and not options["stability"]:
+        raise Refused("--fail-on-flip is about what --stability finds; give both")
     chosen = options.pop("probes")
     names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
     plan = prepare(Request(probes=names, **options), write=not say["dry_run"])
     if say["dry_run"]:
+        from llmgeom.experiments.planning import estimate
+
         _show_estimate(estimate(plan), say["as_json"])
         return 0
+    found = None
     with bar(say["quiet"] or say["as_json"]) as progress:
-        done = list(perform(plan, progress))
-    return _show(plan.out, [record for _, record in done], say)
+        if options["stability"]:
+            from llmgeom.experiments import stability
+
+            records, found = stability.perform(plan, progress)
+        else:
+            records = [record for _, record in perform(plan, progress)]
+    code = _show(plan.out, records, say, {} if found is None else {"stability": found.to_dict()})
+    if found and not say["as_json"]:
+        click.echo("\n".join(found.lines()))
+    return 3 if found and found.flipped and say["fail_on_flip"] else code
 
 
 class Listed(click.ParamType):
@@ -604,7 +625,7 @@ def doctor() -> int:
     return int(worst)
 
 
-def _show(out: Path, records: list, say: dict[str, Any]) -> int:
+def _show(out: Path, records: list, say: dict[str, Any], more: dict[str, Any] | None = None) -> int:
     """The verdicts to standard output; 3 where one of them is named by --fail-on."""
     from llmgeom.reports import table
 
@@ -619,6 +640,7 @@ def _show(out: Path, records: list, say: dict[str, Any]) -> int:
             "report": str(out / "report.html"),
             "verdicts": table(records),
             "warnings": [warning for record in records for warning in record.warnings],
+            **(more or {}),
         }
         click.echo(json.dumps(body, sort_keys=True, ensure_ascii=False))
     else:
@@ -674,16 +696,9 @@ def _show_table(records: list, verbose: bool) -> None:
 
 
 def _show_estimate(cost: dict[str, Any], as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps(cost, sort_keys=True))
-        return
-    click.echo(f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights")
-    for name, row in cost["sources"].items():
-        click.echo(
-            f"{name}: {row['prompts']} of {row['pool']} prompts, {row['passes']} passes, {row['tokens']} tokens, "
-            f"longest {row['longest']}, captures {row['capture_bytes'] / 2**20:.1f} MiB"
-        )
-    click.echo(f"about {cost['minutes_on_this_cpu']} minutes of matrix products on this CPU; out: {cost['out']}")
+    from llmgeom.experiments.planning import lines
+
+    click.echo(json.dumps(cost, sort_keys=True) if as_json else "\n".join(lines(cost)))
 
 
 if __name__ == "__main__":

@@ -130,7 +130,7 @@ def scan(
     started = time.time()
     tokens = subject.tokens(batch)
     bare = replace(batch, inputs=tokens)
-    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
+    unmeasured = {name: why for name, probe in probes.items() if (why := unable(subject, batch, probe.NEEDS))}
     able = {name: probe for name, probe in probes.items() if name not in unmeasured}
     needs = [probe.NEEDS for probe in able.values()]
     optional = frozenset().union(*(need.optional for need in needs))
@@ -216,7 +216,7 @@ def scan(
     )
 
 
-def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+def unable(subject: Subject, batch: Batch, needs: Needs) -> str:
     """Why a probe cannot measure this, told before anything is run; empty where it may."""
     return NO_EXACT if needs.exact and batch.posterior is None else subject.unavailable(needs.sites)
 

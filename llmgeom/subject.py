@@ -126,7 +126,7 @@ class Subject:
                     located.path,
                     output_loading_info=True,
                     config=config,
-                    dtype=_dtype(dtype, device, config),
+                    dtype=default_dtype(dtype, device, config),
                     use_safetensors=True,
                     **({"device_map": device_map} if device_map else {}),
                     **shared,
@@ -454,7 +454,7 @@ def describe(model: Any, name: str) -> dict[str, Any]:
     }
 
 
-def _dtype(asked: str | None, device: str, config) -> torch.dtype:
+def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
     if asked is not None:
         return DTYPES[asked]
     if device == "cpu":

@@ -239,7 +239,8 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     body = json.loads(result.stdout)
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
-    assert math["prompts"] == 75 and math["passes"] == 62 and math["tokens"] > math["pool"]
+    # 6 samples through the model and 20 twins, 20 shuffles, 3 pools: more in tests/test_planning.py.
+    assert math["prompts"] == 75 and math["passes"] > 6 * 21 + 20 + 3 and math["tokens"] > math["pool"]
     assert not (tmp_path / "x").exists()
     human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human

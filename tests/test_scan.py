@@ -302,11 +302,11 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
 
 def second(folder, *, n: int, limit: int):
     """Batch, second samples and notes for a probe that wants them all."""
-    asked = scanning.Request(model=folder, domains=("math",), probes=(), n=n, limit=limit, seed=3)
+    every = ("value_manifold", "domain_restriction")
+    asked = scanning.Request(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
     plan = scanning.prepare(asked, write=False)
-    every = {"all": probe(None, samples=frozenset({UNSTRATIFIED, ONE_TOKEN, LENGTH, MIXED, MATCHED}))}
     subject = plan.request.load()
-    return subject, *scanning._samples(plan, subject, "math", None, every, None)
+    return subject, *scanning.sampled(plan, subject, "math")
 
 
 def test_second_samples_are_what_they_are_called(folder):
@@ -343,7 +343,7 @@ def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(f
     lengths = subject.tokens(plan.pools["math"]).lengths
     limit = int(lengths.sort().values[-4])
     short = replace(subject, facts={**subject.facts, "positions": limit})
-    batch, _, notes = scanning._samples(plan, short, "math", None, {"all": probe(None)}, None)
+    batch, _, notes = scanning.sampled(plan, short, "math")
     assert notes == [f"{(lengths > limit).sum()} of 150 prompts of the pool have more than {limit} tokens: left out"]
     assert short.tokens(batch).lengths.max() <= limit < lengths.max()
 

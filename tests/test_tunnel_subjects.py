@@ -117,7 +117,7 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     assert cost["parameters"] == Subject.load(str(folder)).facts["parameters"]
     row = cost["sources"]["bijection:vocab=4,pairs=3"]
     lengths = wind_tunnels.named("bijection:vocab=4,pairs=3").cut(250, 0, "held-out").inputs.lengths
-    assert row["prompts"] == 250 and row["tokens"] == row["passes"] * int(lengths.sum())
+    assert row["prompts"] == 250 and row["tokens"] > 5 * int(lengths.sum())  # itself, twins and shuffles
     assert not (tmp_path / "run").exists()
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom import hub, probes
-from llmgeom.batch import Batch, Text
-from llmgeom.errors import NO_TOKENIZER, Refused
+from llmgeom.batch import Batch
+from llmgeom.errors import Refused
 from llmgeom.experiments import request
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -27,6 +26,7 @@ POOL = 1000
 FEWEST = 10
 DOCUMENTS = "hf:"
 SEQUENCES = 200  # of a task: they cost nothing
+Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
 FINAL = "the"  # the word that stands in the most templates of every domain
 
 
@@ -49,6 +49,7 @@ class Request(request.Request):
     nulls: int = 20
     batch_tokens: int = 4096
     seed: int = 0
+    stability: bool = False
     out: str | None = None
 
 
@@ -184,37 +185,51 @@ def perform(
 ) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record)."""
     subject = subject or plan.request.load()
-    modules = probes.known(plan.probes)
-    store = str(cache_folder() / "captures")
     records = []
     for name in plan.pools:
-        from llmgeom.scan import scan
-
-        batch, samples, notes = _samples(plan, subject, name, store, modules, progress)
-        record = scan(
-            subject,
-            batch,
-            modules,
-            seed=plan.request.seed,
-            nulls=plan.request.nulls,
-            samples=samples,
-            notes=notes,
-            batch_tokens=plan.request.batch_tokens,
-            store=store,
-            progress=(lambda stage, done, total, name=name: progress(f"{name}: {stage}", done, total))
-            if progress
-            else None,
-            facts={"spec": digest(plan.spec(name)), "command": plan.request.command()},
-        )
-        record.save(plan.folder(name))
-        records.append(record)
-        yield plan.folder(name), record
+        drawn = sampled(plan, subject, name, progress)
+        records.append(scanned(plan, subject, name, drawn, progress))
+        records[-1].save(plan.folder(name))
+        yield plan.folder(name), records[-1]
     from llmgeom.reports import page
 
     write_whole(plan.out / "report.html", page(records).encode())
 
 
-def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mapping, progress: Progress | None):
+def scanned(
+    plan: Plan,
+    subject: Subject,
+    name: str,
+    drawn: Drawn,
+    progress: Progress | None = None,
+    batch_tokens: int | None = None,
+    **facts: Any,
+) -> Record:
+    """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
+    from llmgeom.scan import scan
+
+    batch, samples, notes = drawn
+    return scan(
+        subject,
+        batch,
+        probes.known(plan.probes),
+        seed=plan.request.seed,
+        nulls=plan.request.nulls,
+        samples=samples,
+        notes=notes,
+        batch_tokens=batch_tokens or plan.request.batch_tokens,
+        store=captures(),
+        progress=(lambda stage, done, total: progress(f"{name}: {stage}", done, total)) if progress else None,
+        facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
+    )
+
+
+def captures() -> str:
+    """Where captures are kept."""
+    return str(cache_folder() / "captures")
+
+
+def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
     """The prompts to scan, by name the second samples that a probe wants, and why one could not be had.
 
     A pool is spread over entropy, and a plain sample of it stands beside. A domain also has prompts that all end in
@@ -244,7 +259,7 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
         return subject.entropy(
             of,
             batch_tokens=plan.request.batch_tokens,
-            store=store,
+            store=captures(),
             progress=(lambda done, total: progress(f"{name}: entropy of {what}", done, total)) if progress else None,
         )
 
@@ -259,7 +274,7 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
         return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
 
-    asked_for = frozenset().union(*(module.NEEDS.samples for module in modules.values()))
+    asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
     notes: list[str] = []
     pool = fitting(pool, "prompts of the pool")
     found = entropy(pool, "the pool")
@@ -285,62 +300,3 @@ def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mappi
         except Refused as refusal:  # a small pool cannot give each
             notes.append(f"no sample of prompts '{what}': {refusal}")
     return batch, samples, notes
-
-
-def estimate(plan: Plan) -> dict[str, Any]:
-    """What the scan would cost, from tokenizer and config alone; the rate is measured on this machine's CPU.
-
-    passes counts forwards over the sample; flops = 2 x parameters x tokens (derived here: one multiply and one add a
-    weight and token; attention's own T^2 term is left out, small at prompt lengths).
-    """
-    import torch
-    from transformers import AutoConfig, AutoTokenizer
-
-    located = plan.located
-    shared = {"revision": located.revision, "local_files_only": located.local_only}
-    own = hub.tunnel(located.path)
-    if own:
-        from llmgeom.wind_tunnels.models.sizes import counted
-    tokenizer = None if own else AutoTokenizer.from_pretrained(located.path, **shared)
-    whole = AutoConfig.from_pretrained(located.path, **shared)
-    config = whole.get_text_config()
-    layers, width = config.num_hidden_layers, config.hidden_size
-    parameters = counted(whole) if own else 12 * layers * width**2 + 2 * config.vocab_size * width
-    heads = getattr(config, "num_attention_heads", 0)
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head = getattr(config, "head_dim", None) or width // max(heads, 1)
-    rows = {}
-    for name, pool in plan.pools.items():
-        if isinstance(pool.inputs, Text):
-            if tokenizer is None:
-                raise Refused(f"{located.name} {NO_TOKENIZER}")
-            lengths = [len(ids) for ids in tokenizer(list(pool.text))["input_ids"]]
-        else:
-            lengths = pool.inputs.lengths.tolist()
-        n = plan.n(name)
-        # A stratified batch has a plain sample beside it, which the twins read too.
-        passes = 3 * plan.request.nulls + 2 if plan.stratify else 2 * plan.request.nulls + 1
-        mean = sum(lengths) / len(lengths)
-        tokens = int(passes * n * mean) + (sum(lengths) if plan.stratify else 0)
-        rows[name] = {
-            "pool": len(pool),
-            "prompts": n,
-            "passes": passes,
-            "tokens": tokens,
-            "longest": max(lengths),
-            "capture_bytes": passes * n * layers * (kv_heads * head + 2 * heads) * 4,
-        }
-    a = torch.randn(512, 512)
-    a @ a
-    start = time.perf_counter()
-    for _ in range(10):
-        a @ a
-    rate = 10 * 2 * 512**3 / (time.perf_counter() - start)
-    total = sum(row["tokens"] for row in rows.values())
-    return {
-        "parameters": parameters,
-        "weight_bytes": parameters * (2 if plan.request.dtype in ("bfloat16", "float16") else 4),
-        "sources": rows,
-        "out": str(plan.out),
-        "minutes_on_this_cpu": round(2 * parameters * total / rate / 60, 2),
-    }

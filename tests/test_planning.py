@@ -1,0 +1,188 @@
+"""What a plan says before weights load is what the scan then does: tokens, bytes, claims, and where units run out."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmgeom import claims, power, probes
+from llmgeom.cli import main
+from llmgeom.experiments import planning, scanning
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import Training, train
+
+ROUTED = "read by routing_law"  # its passes, written out layer by layer, are no captures
+
+
+@pytest.fixture(scope="module")
+def tunnel(tmp_path_factory) -> Path:
+    """A recall tunnel that reads three lengths of cut sequences."""
+    folder = tmp_path_factory.mktemp("tunnel") / "recall"
+    train(Training("recall:pairs=2,queries=2,keys=4,values=6", width=16, layers=2, steps=2, snapshots=2), folder)
+    return folder
+
+
+def planned(**asked) -> scanning.Plan:
+    return scanning.prepare(scanning.Request(**asked), write=False)
+
+
+def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:
+    """The records of a scan and its tokens: in all passes, and with the padding."""
+    monkeypatch.setenv("LLMGEOM_CACHE", str(cache))
+    seen, run = Counter(), Subject._pass
+
+    def counted(self, tokens, where, members, *rest):
+        seen["tokens"] += int(tokens.lengths[members].sum())
+        seen["padded"] += len(members) * int(tokens.lengths[members].max())
+        return run(self, tokens, where, members, *rest)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Subject, "_pass", counted)
+        records = dict(scanning.perform(plan))
+    return records, seen
+
+
+CASES = {
+    "prompts": lambda tunnel: dict(domains=("math",), n=30, limit=150, nulls=1, probes=("all",)),
+    "task": lambda tunnel: dict(model=str(tunnel), n=40, nulls=2),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
+    """And lists the claims that are judged; a few it lists too that the model's own answers refuse."""
+    plan = planned(**CASES[kind](tunnel), out=str(tmp_path / "run"))
+    cost, who = planning.estimate(plan), planning.Weightless.found(plan)
+    (name,) = plan.pools
+    row, every = cost["sources"][name], planning.Source.of(plan, who, name).passes
+    assert row["tokens"] == sum(one.tokens for one in every) and row["passes"] == sum(one.times for one in every)
+    passes = [one for one in every if one.stage != ROUTED]
+    records, seen = scanned(plan, monkeypatch, tmp_path / "cache")
+    (record,) = records.values()
+    near = 0.06 if kind == "prompts" else 0.001  # other prompts are drawn, of the same pool; of a task the same
+    # The check at load makes one of its three passes outside of captures.
+    assert seen["tokens"] == pytest.approx(sum(one.tokens for one in passes) - who.checked.sum(), rel=near)
+    assert seen["padded"] == pytest.approx(sum(sum(one.batches(4096)) for one in passes), rel=0.1)
+    pools = sum(one.tokens for one in passes if one.stage == "entropy of pools")
+    assert (pools > 0) == (kind == "prompts")
+    stored = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
+    assert stored == pytest.approx(row["capture_bytes"], rel=0.15 if kind == "prompts" else 0.1)
+    assert cost["disk_bytes"] == row["capture_bytes"] + planning.PAGE
+    assert cost["memory_bytes"] > row["capture_bytes"] + 2 * cost["weight_bytes"]
+    assert cost["parameters"] == record.subject["parameters"] and cost["weight_bytes"] == 4 * cost["parameters"]
+    assert row["prompts"] == record.facts["prompts"] and abs(row["units"] - record.facts["units"]) <= 3
+    judged = {(probe, h.name) for probe, m in record.results.items() for h in m.headlines if h.claim}
+    told = {(one["probe"], one["name"]) for one in row["claims"] if one["probe"] not in record.unmeasured}
+    assert judged <= told and len(told - judged) <= 2
+    units = {(probe, h.name): h.units for probe, m in record.results.items() for h in m.headlines}
+    assert all(
+        abs(one["units"] - units[key]) <= 3 for one in row["claims"] if (key := (one["probe"], one["name"])) in judged
+    )
+
+
+def test_minutes_follow_tokens_and_twins(tunnel, tmp_path):
+    """By stage and against each other: what a second holds is this machine's."""
+
+    def minutes(**asked) -> dict[str, float]:
+        plan = planned(model=str(tunnel), out=str(tmp_path / "x"), probes=("value_manifold",), **asked)
+        who = planning.Weightless.found(plan)
+        (name,) = plan.pools
+        return planning._minutes(planning.Source.of(plan, who, name), plan, planning.Speed(1e-9, 1e-5, 1e-8))
+
+    few, many, more = minutes(nulls=2), minutes(nulls=4), minutes(nulls=2, n=400)
+    assert many[planning.TWINS] == pytest.approx(2 * few[planning.TWINS])
+    assert many["measuring"] == pytest.approx(5 / 3 * few["measuring"])
+    assert more["measuring"] == pytest.approx(2 * few["measuring"])
+    layers, parameters = 2, 13_000
+    one_pass = few["prompts"] - 2 * layers * planning.LAUNCHES * 1e-5 / 60
+    assert 0 < one_pass < 60 * parameters
+    speed = planning.Speed.of("cpu", 64)
+    assert 1e-13 < speed.product < 1e-8 and 1e-7 < speed.launch < 1e-3 and 1e-10 < speed.number < 1e-6
+
+
+def test_no_weights_are_read(tmp_path, monkeypatch):
+    """Nor is memory taken for them: their tensors have no storage."""
+    monkeypatch.setattr(
+        "transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: pytest.fail("weights read")
+    )
+    plan = planned(domains=("math",), limit=100, n=20, nulls=2, dtype="bfloat16", out=str(tmp_path / "run"))
+    who = planning.Weightless.found(plan)
+    assert all(p.is_meta for p in who.model.parameters())
+    cost = planning.estimate(plan)
+    assert cost["weight_bytes"] == 2 * cost["parameters"] and not (tmp_path / "run").exists()
+
+
+def findings(tmp_path, **asked) -> dict[str, dict]:
+    plan = planned(out=str(tmp_path / "run"), **asked)
+    (row,) = planning.estimate(plan)["sources"].values()
+    return {one["name"]: one for one in row["claims"]}
+
+
+def test_each_claim_is_planned_by_its_own_design(tmp_path):
+    rows = findings(tmp_path, domains=("math",), limit=300, n=40)
+    share = rows["PC1+PC2 share"]
+    claim = claims.declared("value_manifold")["PC1+PC2 share"]
+    design = power.Design(claim, claim.spread, claim.null_spread, 20, len(rows))
+    assert share["needed_units"] == power.needed(design) and share["effect"] == 0.1
+    assert share["detectable"] == pytest.approx(power.detectable(design, share["units"]))
+    assert share["interval_units"] <= share["needed_units"] <= share["needed_prompts"]
+    rho = rows["|rho| of PC1 and entropy"]
+    assert rho["interval_units"] == 120 and rho["any_layer_units"] == power.needed_in_any_layer(0.3, 4) > 120
+    assert rho["needed_units"] is None and "no number of units" in rho["why"] and rho["spread"] is None
+    # Of a weight matrix prompts tell nothing: its heads are what there is.
+    columns = rows["columns of W_K"]
+    assert columns["units"] == columns["most_units"] == 16 and columns["needed_prompts"] is None
+    assert columns["why"] == f"needs {columns['needed_units']} units, and there are 16"
+
+
+def test_a_pool_that_has_too_few_templates_is_said_to(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(f"The number {i} follows the number" for i in range(30)))
+    rows = findings(tmp_path, prompts_file=str(file))
+    assert rows["PC1+PC2 share"]["why"] == f"needs {rows['PC1+PC2 share']['needed_units']} units, and there are 30"
+    assert rows["focusing"]["why"] == "" and rows["focusing"]["units"] == 30
+
+
+def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path):
+    rows = findings(tmp_path, model=str(tunnel), n=300)
+    assert rows["MLPs' share of the effects"]["units"] == rows["MLPs' share of the effects"]["most_units"] == 40
+    assert rows["law against autograd"]["units"] == 32 and rows["law against autograd"]["why"] == ""
+    assert rows["PC1+PC2 share"]["units"] == 300 and rows["PC1+PC2 share"]["most_units"] is None
+    assert rows["MLPs' share of the fall"]["units"] == 300
+
+
+def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
+    rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=5, probes=("attention_focus",))
+    assert rows["focusing"]["why"] == "with 5 draws of each null no p is small enough; at least 20 are needed"
+    unknown = replace(claims.declared("attention_focus")["focusing"], spread=0.0)
+    monkeypatch.setattr(planning, "declared", lambda name: {"focusing": unknown})
+    rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
+    assert rows["focusing"]["why"] == "not planned: what units differ by was never measured"
+
+
+def test_every_claim_of_a_scan_has_a_measured_spread():
+    for name in probes.names():
+        for claim in claims.declared(name).values():
+            assert not claim.claim or claim.needed == "correlation" or claim.spread > 0, claim.name
+            assert not claim.claim or claim.needed != "correlation" or claim.null_spread > 0, claim.name
+
+
+def test_the_table_on_the_terminal_and_in_json(tmp_path):
+    asked = ["scan", "--dry-run", "--domain", "math", "--limit", "300", "--out", str(tmp_path / "x")]
+    shown = CliRunner().invoke(main, asked).output
+    body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).stdout)
+    (row,) = (one for one in body["sources"]["math"]["claims"] if one["name"] == "PC1+PC2 share")
+    (line,) = (line for line in shown.splitlines() if line.startswith("PC1+PC2 share"))
+    for cell in (
+        "0.1 fraction",
+        f"{row['needed_units']} ({row['needed_prompts']} prompts)",
+        f"{row['detectable']:.2g} at",
+    ):
+        assert cell in line
+    assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
+    assert shown.count("no number of units: draws of the null spread by") >= 1

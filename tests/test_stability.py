@@ -1,0 +1,287 @@
+"""A verdict is held against itself in another precision, in other batches and with BOS toggled, on the same prompts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from llmgeom import hub
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.experiments import planning, scanning, stability
+from llmgeom.experiments.stability import Row, Stability, Toggled, compared, conditions
+from llmgeom.prompts.domains import Domain
+from llmgeom.record import Record
+from llmgeom.result import Headline, Measured
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.train import Training, train
+
+NULLS, PROBE = "5", "attention_write"
+NAMES = ("bfloat16", "quarter batches", "with BOS")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory) -> Path:
+    """Two dozen, taken as they are: what is read does not depend on a model's entropies."""
+    file = tmp_path_factory.mktemp("prompts") / "mine.txt"
+    file.write_text("\n".join(Domain("math").sample(24, seed=2).text))
+    return file
+
+
+@pytest.fixture(scope="module")
+def begins(tmp_path_factory) -> Path:
+    """pocket:pythia with a tokenizer that puts its BOS first."""
+    folder, source = tmp_path_factory.mktemp("begins") / "model", hub.locate("pocket:pythia").path
+    AutoModelForCausalLM.from_pretrained(source).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    first = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{first} $A", special_tokens=[(first, tokenizer.bos_token_id)]
+    )
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(prompts, begins, tmp_path_factory) -> dict[str, tuple[Path, dict]]:
+    """Of the model without BOS and of the one with: the run folder and what the command says in JSON."""
+    found, root = {}, tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("LLMGEOM_CACHE", str(root / "cache"))
+        for name, model in (("plain", "pocket:pythia"), ("begins", str(begins))):
+            asked = [
+                "scan",
+                "--model",
+                model,
+                "--prompts",
+                str(prompts),
+                "--probes",
+                PROBE,
+                "--nulls",
+                NULLS,
+            ]
+            result = CliRunner().invoke(main, [*asked, "--stability", "--json", "--out", str(root / name)])
+            assert result.exit_code == 0, result.output
+            found[name] = root / name, json.loads(result.stdout)
+    return found
+
+
+def values(record: Record) -> dict[str, tuple]:
+    return {h.name: (h.value, h.low, h.high, h.null_low, h.p) for m in record.results.values() for h in m.headlines}
+
+
+def test_with_bos_is_the_model_that_has_one_and_without_is_the_one_that_has_none(runs):
+    """To the last bit: two roads to the same tokens, shuffles and twins."""
+    plain, begins = runs["plain"][0], runs["begins"][0]
+    own, other = Record.load(plain), Record.load(begins)
+    assert not own.facts["bos_added"] and other.facts["bos_added"]
+    toggled, back = Record.load(plain / "stability/with-BOS"), Record.load(begins / "stability/without-BOS")
+    assert toggled.facts["bos_added"] and not back.facts["bos_added"]
+    assert values(toggled) == values(other) != values(own) == values(back)
+    assert toggled.facts["prompts_hash"] == other.facts["prompts_hash"] != own.facts["prompts_hash"]
+    assert toggled.prompts["tokens"] == tuple(n + 1 for n in own.prompts["tokens"])
+
+
+def test_each_condition_changes_one_thing_and_nothing_else(runs):
+    folder, _ = runs["plain"]
+    own = Record.load(folder)
+    rounded, quarter, bos = (Record.load(folder / "stability" / name.replace(" ", "-")) for name in NAMES)
+    assert (own.subject["dtype"], rounded.subject["dtype"]) == ("float32", "bfloat16")
+    longest = max(own.prompts["tokens"])
+    assert (own.facts["batch_tokens"], quarter.facts["batch_tokens"]) == (4096, 24 * longest // 4)
+    for record in (rounded, quarter):
+        assert record.facts["prompts_hash"] == own.facts["prompts_hash"]
+    for record in (rounded, quarter, bos):
+        assert record.prompts["text"] == own.prompts["text"] and record.facts["seed"] == own.facts["seed"]
+        assert record.facts["nulls"] == int(NULLS) and record.facts["spec"] != own.facts["spec"]
+    assert {record.facts["condition"] for record in (rounded, quarter, bos)} == set(NAMES)
+    assert rounded.facts["batch_tokens"] == bos.facts["batch_tokens"] == 4096
+    assert bos.subject["dtype"] == quarter.subject["dtype"] == "float32"
+    # Other batches compute the same; rounded weights nearly: twins too, as their seeds are the same.
+    for name, found in values(own).items():
+        assert values(quarter)[name] == pytest.approx(found, rel=1e-4, abs=1e-6)
+        assert values(rounded)[name][:4] == pytest.approx(found[:4], abs=0.1) and values(rounded)[name] != found
+
+
+def test_every_condition_has_captures_of_its_own(runs):
+    """As many folders of the store as there are different passes: none is taken for another condition's."""
+    captures = runs["plain"][0].parent / "cache" / "captures"
+    specs = [json.loads((one / "spec.json").read_text()) for one in captures.iterdir()]
+    scan = 1 + 2 * int(NULLS)
+    counts = Counter((spec["facts"]["dtype"], len(spec["plan"]) > 1) for spec in specs)
+    # The other model has the same weights, and BOS that a tokenizer puts there is the token that we put there.
+    assert counts == {("float32", False): 2 * scan, ("bfloat16", False): 2 * scan, ("float32", True): 2 * scan}
+
+
+def test_the_repetitions_are_runs_that_compare_and_report_read(runs):
+    folder, _ = runs["plain"]
+    others = [str(folder / "stability" / name.replace(" ", "-")) for name in NAMES]
+    found = CliRunner().invoke(main, ["compare", str(folder), *others, "--json"])
+    assert found.exit_code == 0, found.output
+    assert len(json.loads(found.stdout)["pairs"]) == 3
+    shown = CliRunner().invoke(main, ["report", str(folder), others[0], "--out", str(folder / "both.html")])
+    assert shown.exit_code == 0 and (folder / "both.html").exists()
+
+
+def test_what_flips_is_said_first_on_the_page_in_the_record_and_in_json(runs, prompts):
+    for name in runs:
+        folder, said = runs[name]
+        record = Record.load(folder)
+        verdicts = {h.name: h.verdict for m in record.results.values() for h in m.headlines}
+        flips = {row["headline"]: row for row in said["stability"]["rows"] if row["flips"]}
+        assert said["stability"]["flips"] == len(flips) and flips, "no verdict flips here: choose other prompts"
+        for headline, row in flips.items():
+            again = Record.load(folder / "stability" / row["flips"][0].replace(" ", "-"))
+            there = {h.name: h.verdict for m in again.results.values() for h in m.headlines}
+            assert row["verdict"] == verdicts[headline] != there[headline] == row["others"][row["flips"][0]]
+        first = record.warnings[: len(flips)]
+        assert all(one.startswith("unstable: ") for one in first) and said["warnings"][: len(flips)] == list(first)
+        assert not any(one.startswith("unstable: ") for one in record.warnings[len(flips) :])
+        html = (folder / "report.html").read_text()
+        assert first[0].replace("'", "&#39;") in html
+        assert record.facts["stability"].keys() == set(said["stability"]["rows"][0]["others"])
+        assert "--stability" in record.facts["command"]
+        # A scan without --stability goes to the same folder: the record is of the same spec.
+        asked = dict(model=record.subject["name"], prompts_file=str(prompts), probes=(PROBE,), nulls=int(NULLS))
+        assert scanning.prepare(scanning.Request(**asked, out=str(folder))).out == folder
+
+
+def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
+    folder, said = runs["plain"]
+    monkeypatch.setenv("LLMGEOM_CACHE", str(folder.parent / "cache"))
+    asked = ["scan", "--model", "pocket:pythia", "--prompts", str(prompts), "--probes", PROBE, "-q"]
+    asked += ["--nulls", NULLS, "--stability", "--out", str(folder)]
+    result = CliRunner().invoke(main, [*asked, "--fail-on-flip"])
+    assert result.exit_code == 3 and said["stability"]["flips"] > 0
+    table = result.stdout[result.stdout.index("stability of ") :]
+    assert f"{said['stability']['flips']} of {len(said['stability']['rows'])} verdicts flip" in table
+    for row in said["stability"]["rows"]:
+        (line,) = (line for line in table.splitlines() if line.startswith(row["headline"] + "  "))
+        largest = max(row["changes"].values())
+        assert line.endswith(f"{largest:.2g}") and all(f"({row['changes'][name]:.2g})" in line for name in NAMES)
+        assert line.count("same") == 3 - len(row["flips"])
+    refused = CliRunner().invoke(main, ["scan", "--fail-on-flip", "--dry-run"])
+    assert refused.exit_code == 1 and "give both" in refused.output
+
+
+# ---- by hand --------------------------------------------------------------------------------------------------------
+
+
+def headline(name: str, value: float, verdict: str = "undecided", claim: str = "", half: float = 0.1) -> Headline:
+    return Headline(name, value, "fraction", value - half, value + half, "", 0, 0, "", 1, 9, 9, verdict, claim=claim)
+
+
+def record(*headlines: Headline) -> Record:
+    results = {"toy": Measured("", "", "", "", "", headlines, {}, {})}
+    return Record(results, {}, {}, {"name": "m"}, {"name": "s"}, {})
+
+
+def test_a_change_counts_in_half_the_width_of_the_main_interval():
+    own = record(headline("a", 0.5), headline("b", 0.5, half=0.0), headline("c", 0.5, "PASS", "It holds."))
+    there = record(headline("a", 0.45), headline("b", 0.7), headline("c", 0.9, "FAIL", "It holds."), headline("d", 1))
+    less = record(headline("a", 0.8, half=9.0))
+    rows = {row.headline: row for row in compared("s", own, {"x": there, "y": less})}
+    assert rows["a"].changes == pytest.approx({"x": 0.5, "y": 3.0}) and rows["a"].flips == ()
+    assert rows["b"].changes == {}  # an interval without width has no unit
+    assert rows["c"].flips == ("x", "y") and rows["c"].others == {"x": "FAIL", "y": "not measured"}
+    assert rows["c"].claim and not rows["a"].claim
+    assert (rows["d"].verdict, rows["d"].others["x"], rows["d"].flips) == ("not measured", "undecided", ("x",))
+
+
+def test_claims_are_warned_of_before_measurements_and_only_on_their_own_page():
+    rows = [
+        Row("s", "toy", "a", False, "undecided", {"bfloat16": "above null", "with BOS": "undecided"}, {}),
+        Row("s", "toy", "b", True, "PASS", {"bfloat16": "FAIL", "with BOS": "INCONCLUSIVE"}, {"bfloat16": 2.0}),
+        Row("t", "toy", "b", True, "PASS", {"bfloat16": "FAIL", "with BOS": "PASS"}, {}),
+    ]
+    found = Stability(tuple(rows), {"quarter batches": "why not"})
+    assert found.warnings("s") == (
+        "unstable: b is PASS here, and FAIL in bfloat16, INCONCLUSIVE with BOS",
+        "unstable: a is undecided here, and above null in bfloat16",
+    )
+    assert found.warnings("t") == ("unstable: b is PASS here, and FAIL in bfloat16",) and found.warnings("u") == ()
+    counts = found.facts("s")["stability"]
+    assert counts == {
+        "bfloat16": "2 of 2 verdicts flip",
+        "with BOS": "1 of 2 verdicts flip",
+        "quarter batches": "not run: why not",
+    }
+    shown = "\n".join(found.lines())
+    assert "not run: quarter batches: why not" in shown and "3 of 3 verdicts flip, 2 of them of claims" in shown
+
+
+class Spelling:
+    """A tokenizer of letters: with `first`, puts these ids before a text; its BOS is `bos_token_id`."""
+
+    def __init__(self, first: tuple[int, ...] = (), bos: int | None = 99) -> None:
+        self.first, self.bos_token_id = first, bos
+
+    def __call__(self, text, add_special_tokens=True, **options):
+        first = [*self.first] if add_special_tokens else []
+        rows = [[*first, *map(ord, one)] for one in ([text] if isinstance(text, str) else text)]
+        return {"input_ids": rows[0] if isinstance(text, str) else rows}
+
+
+def stub(tokenizer, dtype: str = "float32") -> Subject:
+    return Subject(None, tokenizer, "m", {"dtype": dtype}, ())
+
+
+@pytest.mark.parametrize("texts", ["ab", ["ab", "c"]])
+def test_a_toggled_tokenizer_changes_only_what_stands_first(texts):
+    plain, begins = Spelling(), Spelling(first=(7, 8))
+    assert Toggled(plain, prefix=(7, 8))(texts, verbose=False) == begins(texts)
+    assert Toggled(begins, drop=2)(texts) == plain(texts)
+    for one in (Toggled(plain, prefix=(7, 8)), Toggled(begins, drop=2)):
+        assert one(texts, add_special_tokens=False) == plain(texts) and one.bos_token_id == 99
+
+
+def test_what_cannot_be_run_says_why():
+    asked = scanning.Request()
+    *_, bos = conditions(asked, stub(Spelling()))
+    assert (bos.name, bos.why) == ("with BOS", "") and bos.subject().special_prefix() == 1
+    *_, bos = conditions(asked, stub(Spelling(first=(7, 8))))
+    assert (bos.name, bos.why) == ("without BOS", "") and bos.subject().special_prefix() == 0
+    *_, bos = conditions(asked, stub(Spelling(bos=None)))
+    assert bos.why == "the tokenizer has no BOS token"
+    precision, _, bos = conditions(asked, stub(None, "bfloat16"))
+    assert "has no tokenizer" in bos.why and precision.name == "float32"
+    assert conditions(asked, stub(None))[0].name == "bfloat16"
+
+
+def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    train(Training("bijection:vocab=4,pairs=3", width=16, layers=2, steps=2, snapshots=2), tmp_path / "tunnel")
+    asked = dict(model=str(tmp_path / "tunnel"), probes=("attention_focus",), n=20, nulls=2, stability=True)
+    plan = scanning.prepare(scanning.Request(**asked, out=str(tmp_path / "run")))
+    cost = planning.estimate(plan)
+    once = planning.estimate(replace(plan, request=replace(plan.request, stability=False)))
+    assert (cost["scans"], once["scans"]) == (3, 1)
+    assert cost["disk_bytes"] - planning.PAGE == 3 * (once["disk_bytes"] - planning.PAGE)
+    load = scanning.Request.load
+    monkeypatch.setattr(scanning.Request, "load", lambda self: refuse() if self.dtype == "bfloat16" else load(self))
+
+    def refuse():
+        raise Refused("no bfloat16 on this device")
+
+    (record,), found = stability.perform(plan)
+    assert found.not_run == {
+        "bfloat16": "no bfloat16 on this device",
+        "with BOS": "sequences of a task have no BOS token: the model has no tokenizer",
+    }
+    assert {name for row in found.rows for name in row.others} == {"quarter batches"} and found.flipped == ()
+    assert record.facts["stability"]["bfloat16"] == "not run: no bfloat16 on this device"
+    assert sorted(path.name for path in (tmp_path / "run" / "stability").iterdir()) == ["quarter-batches"]
+    assert all(change < 1e-3 for row in found.rows for change in row.changes.values())
+
+
+def test_of_several_sources_each_has_its_own_repetitions(tmp_path):
+    plan = scanning.prepare(scanning.Request(domains=("math", "code"), out=str(tmp_path)), write=False)
+    _, quarter, _ = conditions(plan.request, stub(Spelling()))
+    assert stability.folder(plan, "math", quarter) == tmp_path / "stability" / "quarter-batches" / "math"
