@@ -1,4 +1,4 @@
-"""The bench of small models of which it is known what they learnt, and what every probe and experiment reads of them."""
+"""The bench: small models of which it is known what they learnt, and what every probe and experiment reads of them."""
 
 from __future__ import annotations
 
