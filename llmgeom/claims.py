@@ -54,9 +54,10 @@ class Claim:
     equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre; where it is
                  also `one_sided`, at most that far above it: less than the null is no effect of this kind either.
 
-    What a plan assumes (llmgeom/power.py) and no verdict reads; a spread of 0 is one that was not measured:
-    spread       sd between units.
-    null_spread  sd between draws of the null that is hardest to beat; of a correlation, on Fisher's scale.
+    What a plan assumes (llmgeom/power.py, docs/planning.md) and no verdict reads:
+    spread       sd between units, of prompts; 0 where it was not measured. task_spread: of a task's sequences.
+    null_spread  sd between draws of the null that is hardest to beat, task_null_spread alike; of a correlation, on
+                 Fisher's scale.
     null_margin  where the margin lies: at the far end of the draws, at their centre, or at a fixed number.
     """
 
@@ -77,6 +78,8 @@ class Claim:
     counts: str = "prompts"
     spread: float = 0.0
     null_spread: float = 0.0
+    task_spread: float = 0.0
+    task_null_spread: float = 0.0
     null_margin: Margin = "end"
 
     @property

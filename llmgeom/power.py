@@ -74,9 +74,8 @@ def power(design: Design, units: int) -> float:
         if truth >= 1:
             return 0.0
         at, error = math.atanh(truth), math.sqrt((1 + truth**2 / 2) / (units - 3))
-        scale = math.sqrt(tau**2 + 1 / (units - 3))
-        # Permutations are a null too: |rho| against both tails of a normal.
-        least = norm.isf(ALPHA / design.claims / (1 + folded)) / math.sqrt(units - 3)
+        # Permutations, a null too, ask less than draws do that have the same sampling error.
+        scale, least = math.sqrt(tau**2 + 1 / (units - 3)), -math.inf
     else:
         scale, centre, folded, least = design.null_spread, claim.null_margin == "centre", False, -math.inf
         at, error = claim.smallest, design.spread / math.sqrt(units)

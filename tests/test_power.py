@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 from llmgeom import stats
 from llmgeom.claims import Claim, Null, headline, judge
 from llmgeom.cloud import correlation
-from llmgeom.power import Design, detectable, needed, needed_in_any_layer, power
+from llmgeom.power import SETS, Design, _hurdles, detectable, needed, needed_in_any_layer, power
 from llmgeom.result import Measured
 
 MEAN = Claim(
@@ -83,7 +83,6 @@ def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_
     truth = 0.0 if claim.equivalence else 0.1 + beyond
     for n, low, high in ((units, 0.85, 0.95), (units // 2, 0.0, 0.72)):
         found = share_passed(of_a_mean(design, n, truth), 300)
-        print(changes, null_spread, claims, n, found, power(design, n))
         assert low < found < high
         assert found == pytest.approx(power(design, n), abs=0.07)
 
@@ -113,7 +112,6 @@ def test_the_planned_units_find_a_correlation_in_nine_of_ten_experiments():
     rho = 0.3 + math.tanh(scipy_stats.norm.ppf(0.75) * 0.03)
     for n, low, high in ((units, 0.83, 0.97), (units // 2, 0.3, 0.65)):
         found = share_passed(of_a_correlation(design, n, rho), 80)
-        print(n, found, power(design, n))
         assert low < found < high
         assert found == pytest.approx(power(design, n), abs=0.1)
 
@@ -135,7 +133,6 @@ def test_one_layer_of_several_is_found_by_the_p_of_the_largest():
 
     units = needed_in_any_layer(0.3, layers)
     whole, half = share(units, 0.3), share(units // 2, 0.3)
-    print(units, whole, half)
     assert whole == pytest.approx(0.9, abs=0.06) and half < 0.7
     assert needed_in_any_layer(0.3, 1) < units < needed_in_any_layer(0.3, 24)
 
@@ -173,10 +170,25 @@ def test_more_claims_wider_draws_and_larger_spreads_need_more():
     base = Design(MEAN, 0.3, 0.04, 20, 1)
     each = [replace(base, claims=8), replace(base, null_spread=0.06), replace(base, spread=0.4)]
     assert all(needed(one) > needed(base) for one in each)
+    rho = Design(RHO, 0.0, 0.05, 20, 8)
+    assert needed(replace(rho, null_spread=0.0)) < needed(rho) and needed(replace(rho, null_spread=0.1)) is None
     # Twenty draws as wide as the effect: no number of units makes them less.
     assert needed(replace(base, null_spread=0.12, claims=8)) is None
     assert 0.1 < detectable(replace(base, null_spread=0.12, claims=8), 10**6) < 0.3
     assert power(base, 4) == 0  # no interval is made of fewer than five units
+
+
+@pytest.mark.parametrize(("draws", "claims"), [(20, 1), (20, 8), (45, 30)])
+@pytest.mark.parametrize("folded", [False, True])
+def test_a_hurdle_is_where_the_p_of_claims_become_small_enough(draws, claims, folded):
+    """By the p-values that judge: on either side of the hurdle, set by set of draws."""
+    z = np.random.default_rng(0).standard_normal((SETS, draws))
+    scale, there = ("folded", np.tanh) if folded else ("identity", np.asarray)
+    z = there(np.abs(z)) if folded else z
+    for drawn, hurdle in zip(z[:40], _hurdles(draws, claims, folded, True)[1], strict=False):
+        for value, clears in ((there(hurdle * 1.001), True), (there(hurdle * 0.999), False)):
+            corrected = stats.prediction_p(float(value), drawn, "upper", scale)
+            assert (corrected < 0.05 / claims and stats.tail_p(float(value), drawn, "upper") < 0.05) == clears
 
 
 @pytest.mark.parametrize(("draws", "can"), [(1, False), (5, False), (19, False), (20, True), (40, True)])

@@ -27,7 +27,7 @@ from llmgeom.experiments.stability import conditions
 from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment, routing_law
 from llmgeom.reports.text import grid
 from llmgeom.scan import MATCHED, MIXED, WHOLE, unable
-from llmgeom.stats import needed_n_correlation, needed_n_mean
+from llmgeom.stats import LEAST_UNITS, needed_n_correlation, needed_n_mean
 from llmgeom.subject import Subject, default_dtype, undisturbed, usable
 
 # Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
@@ -311,12 +311,19 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
         have, most = _units(source, claim)
         row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
         row |= {"counts": claim.counts, "units": have, "most_units": most}
-        row |= {"spread": None if rank else claim.spread, "null_spread": claim.null_spread, "why": ""}
-        if not (rank or claim.spread):
-            yield row | {"why": "not planned: what units differ by was never measured"}
+        spread, null_spread = claim.spread, claim.null_spread
+        if source.batch.posterior is not None:
+            spread, null_spread = claim.task_spread, claim.task_null_spread
+        row |= {"spread": None if rank else spread, "null_spread": null_spread, "why": ""}
+        if not (rank or spread):
+            yield row | {
+                "spread": None,
+                "null_spread": None,
+                "why": "not planned: how much units differ was never measured",
+            }
             continue
-        design = power.Design(claim, claim.spread, claim.null_spread, nulls, len(asked))
-        row["interval_units"] = _interval(claim)
+        design = power.Design(claim, spread, null_spread, nulls, len(asked))
+        row["interval_units"] = _interval(design)
         row["needed_units"] = found = power.needed(design)
         row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None
         row["any_layer_units"] = None
@@ -330,11 +337,12 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
         yield row
 
 
-def _interval(claim: Claim) -> int:
+def _interval(design: power.Design) -> int:
     """Units at which the interval alone decides, as a verdict says it: without Holm, and without the draws' spread."""
+    claim = design.claim
     if claim.needed == "correlation":
         return needed_n_correlation(claim.smallest)
-    return needed_n_mean(claim.smallest, claim.spread, 0.95 if claim.equivalence else power.POWER)
+    return needed_n_mean(claim.smallest, design.spread, 0.95 if claim.equivalence else power.POWER)
 
 
 def _never(design: power.Design) -> str:
@@ -347,7 +355,9 @@ def _never(design: power.Design) -> str:
 
 def _judged(source: Source, claim: Claim) -> bool:
     """Whether the scan will come to a verdict, as far as that is known without weights."""
-    batch, facts, exact = source.batch, source.subject.facts, source.batch.posterior
+    facts, exact = source.subject.facts, source.batch.posterior
+    if claim.counts == KV_HEADS:
+        return _units(source, claim)[0] >= LEAST_UNITS
     if claim.probe == "domain_restriction":
         return {MIXED, MATCHED} <= source.samples.keys()
     if claim.probe == "attention_focus":
@@ -360,7 +370,9 @@ def _judged(source: Source, claim: Claim) -> bool:
         return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
     whole = source.samples.get(WHOLE)
     if claim.probe == "length_cliff":
-        past = whole is not None and int(whole.query[0].sum()) > length_cliff.reach(source.subject, batch).queries
+        past = (
+            whole is not None and int(whole.query[0].sum()) > length_cliff.reach(source.subject, source.batch).queries
+        )
         return past and bool(exact.outcomes)
     if claim.probe == "qk_alignment":
         if whole is None or whole.posterior.bearing is None:
@@ -420,17 +432,17 @@ LEGEND = (
 
 def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     def said(key: str, form: str = "{}") -> str:
-        return "-" if row.get(key) is None else form.format(row[key])
+        return form.format(row[key]) if row.get(key) else "-"
 
     units, prompts = row.get("needed_units"), row.get("needed_prompts")
-    needs = said("needed_units") + f" ({prompts} prompts)" * (prompts is not None and prompts != units)
+    found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
     return (
         row["name"],
         f"{row['effect']:g} {row['unit']}",
         said("interval_units"),
-        needs,
+        said("needed_units") + f" ({prompts} prompts)" * bool(prompts and prompts != units),
         said("any_layer_units"),
-        f"{said('detectable', '{:.2g}').replace('-', 'none')} at {row['units']}",
+        f"{found} at {row['units']}" if "detectable" in row else "-",
         said("spread", "{:g}"),
         said("null_spread", "{:g}"),
     )
