@@ -106,6 +106,20 @@ def flaw(name: str, data: bytes, of: str) -> str:
     return ""
 
 
+def held(folder: Path) -> bool:
+    """Is a process making the capture in this folder?"""
+    with contextlib.suppress(ImportError, OSError), contextlib.ExitStack() as stack:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
 class Store:
     """The shards of one capture, in a folder named by the hash of everything that decides its bytes.
 
