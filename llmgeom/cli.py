@@ -128,6 +128,7 @@ def _say_options(command):
     "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
 )
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
+@click.option("--shard", help="Of a job array: i/n makes every n-th shard of the captures and stops (docs/store.md).")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and permutations.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-DOMAINS-HASH]")
 @click.option("--dry-run", is_flag=True, help="Print the plan (prompts, passes, bytes, minutes); read no weights.")
@@ -145,6 +146,9 @@ def scan(**options: Any) -> int:
         return 0
     with bar(say["quiet"] or say["as_json"]) as progress:
         done = list(perform(plan, progress))
+    if not done:  # one of several processes: there is nothing to show yet
+        click.echo(plan.shared, nl=False)
+        return 0
     return _show(plan.out, [record for _, record in done], say)
 
 

@@ -27,13 +27,33 @@ FRESH = 2.0  # seconds in which a file may change again and keep its time
 def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], dict[str, Any]]]:
     """What a `Store` is made with: what all captures of the model have in common, what tells this one from them, and
     what is told of both. Raises Refused for an edit that does not say what it does."""
+    if any(not edit.spec for edit in work.edits):
+        raise Refused("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
+    facts, tokens, source = subject.facts, work.tokens, work.batch.source
+    spec = {
+        "twin": facts.get("twin"),
+        "tokens": hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
+        "positions": hashlib.sha256(work.where.numpy().tobytes()).hexdigest(),
+        "plan": digest({"batches": work.batches, "shards": [list(group) for group in work.groups]}),
+        "sites": sorted(work.sites),
+        "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in work.edits],
+    }
+    origin = facts.get("twin_of") or {"name": facts["name"], "revision": facts.get("revision")}
+    about = {
+        "of": str(source.get("name", source.get("kind", "prompts"))),
+        "prompts": len(work.batch),
+        "shards": len(work.groups),
+    }
+    return of_run(subject), spec, (origin, about)
+
+
+def of_run(subject: Subject) -> dict[str, Any]:
+    """What all captures of a model, and of its twins, have in common."""
     import torch
     import transformers
 
-    if any(not edit.spec for edit in work.edits):
-        raise Refused("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
     facts = subject.facts
-    run = {
+    return {
         **{name: facts[name] for name in ("model_type", "dtype", "attention")},
         "weights": subject.identity,
         "config": hashlib.sha256(_settings(subject.model.config)).hexdigest(),
@@ -44,23 +64,6 @@ def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tu
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
     }
-    tokens = work.tokens
-    spec = {
-        "twin": facts.get("twin"),
-        "tokens": hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
-        "positions": hashlib.sha256(work.where.numpy().tobytes()).hexdigest(),
-        "plan": digest({"batches": work.batches, "shards": [list(group) for group in work.groups]}),
-        "sites": sorted(work.sites),
-        "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in work.edits],
-    }
-    origin = facts.get("twin_of") or {"name": facts["name"], "revision": facts.get("revision")}
-    source = work.batch.source
-    about = {
-        "of": str(source.get("name", source.get("kind", "prompts"))),
-        "prompts": len(work.batch),
-        "shards": len(work.groups),
-    }
-    return run, spec, (origin, about)
 
 
 def of_files(folder: str | os.PathLike) -> str:

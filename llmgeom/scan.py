@@ -6,13 +6,14 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmgeom import __version__, claims
+from llmgeom import __version__, claims, fingerprint
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.capture import NO_EXACT, Capture, Site
 from llmgeom.errors import Refused
@@ -20,7 +21,7 @@ from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.store import digest
+from llmgeom.store import digest, room, run_key, taken
 from llmgeom.subject import Subject
 
 NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
@@ -106,6 +107,70 @@ def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:
     return type(tokens)(data, tokens.lengths)
 
 
+@dataclass(frozen=True)
+class Passes:
+    """What a scan captures, told before anything runs.
+
+    batches    name -> tokenized batch: "" is the main one, the others are second samples.
+    sites      of every pass; those of the subject and its twins on `batches` give their entropy as well.
+    twins, shuffles   the seed of each draw of either null.
+    special    how many tokens at the beginning a shuffle leaves in place.
+    """
+
+    batches: Mapping[str, Batch]
+    sites: frozenset[Site]
+    twins: range
+    shuffles: range
+    special: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        batch: Batch,
+        probes: Mapping[str, ModuleType],
+        nulls: int,
+        seed: int,
+        samples: Mapping[str, Batch],
+    ) -> Passes:
+        needs = [probe.NEEDS for probe in probes.values()]
+        optional = frozenset().union(*(need.optional for need in needs))
+        sites = frozenset(site for site in optional if not subject.unavailable({site}))
+        wanted = frozenset().union(*(need.samples for need in needs))
+        kept = {"": batch} | {name: other for name, other in samples.items() if name in wanted}
+        draws = range(seed + 1, seed + 1 + nulls)
+        return cls(
+            {name: replace(each, inputs=subject.tokens(each)) for name, each in kept.items()},
+            sites.union(*(need.sites for need in needs)),
+            draws if any(need.twins for need in needs) else range(0),
+            draws if any(need.shuffled for need in needs) else range(0),
+            subject.special_prefix(),
+        )
+
+    @property
+    def own_sites(self) -> frozenset[Site]:
+        return self.sites | {Site.ENTROPY}
+
+    def shuffled(self, i: int) -> Batch:
+        """The prompts of the main batch with their tokens in random order."""
+        main = self.batches[""]
+        return replace(main, inputs=shuffle(main.inputs, self.special, self.shuffles[i]))
+
+    def room(self, subject: Subject, store: str, batch_tokens: int) -> None:
+        """Raises Refused where the disk has no room for all that is to be captured and is not there yet."""
+        each = [subject.work(one, self.own_sites, batch_tokens=batch_tokens) for one in self.batches.values()]
+        again = subject.work(self.batches[""], self.sites, batch_tokens=batch_tokens)
+        needed = sum(map(sum, (one.sizes for one in each))) * (1 + len(self.twins))
+        needed += sum(again.sizes) * len(self.shuffles)
+        room(store, needed - taken(Path(store) / run_key(fingerprint.of_run(subject))))
+
+
+def able(subject: Subject, batch: Batch, probes: Mapping[str, ModuleType]) -> tuple[dict[str, ModuleType], dict]:
+    """The probes that may measure this, and of the others why not."""
+    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
+    return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
+
+
 def scan(
     subject: Subject,
     batch: Batch,
@@ -128,20 +193,11 @@ def scan(
     A probe that refuses becomes a row "not measured, because"; any other exception is a bug and ends the scan.
     """
     started = time.time()
-    tokens = subject.tokens(batch)
-    bare = replace(batch, inputs=tokens)
-    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
-    able = {name: probe for name, probe in probes.items() if name not in unmeasured}
-    needs = [probe.NEEDS for probe in able.values()]
-    optional = frozenset().union(*(need.optional for need in needs))
-    sites = frozenset(site for site in optional if not subject.unavailable({site}))
-    sites = sites.union(*(need.sites for need in needs))
-    wanted = frozenset().union(*(need.samples for need in needs))
-    second = {name: _tokenized(subject, other) for name, other in (samples or {}).items() if name in wanted}
-    draws = {
-        "twins": nulls if any(need.twins for need in needs) else 0,
-        "shuffled prompts": nulls if any(need.shuffled for need in needs) else 0,
-    }
+    measured, unmeasured = able(subject, batch, probes)
+    asked = Passes.of(subject, batch, measured, nulls, seed, samples or {})
+    bare, tokens = asked.batches[""], asked.batches[""].inputs
+    if store:
+        asked.room(subject, store, batch_tokens)
 
     def passes(stage: str, n: int, run: Callable[[int], Any]) -> tuple:
         captures = []
@@ -151,33 +207,29 @@ def scan(
                 progress(stage, i + 1, n)
         return tuple(captures)
 
-    def pass_of(who: Subject, what: Batch, of: frozenset[Site] = sites) -> Capture:
+    def pass_of(who: Subject, what: Batch, of: frozenset[Site]) -> Capture:
         return who.capture(what, of, batch_tokens=batch_tokens, store=store)
 
     def readings(who: Subject) -> dict[str, Any]:
-        return {name: probe.NEEDS.read(who, bare) for name, probe in able.items() if probe.NEEDS.read}
+        return {name: probe.NEEDS.read(who, bare) for name, probe in measured.items() if probe.NEEDS.read}
 
-    batches = {"": bare, **second}
-    captured = list(batches.values())
-    main = passes("prompts", len(captured), lambda i: pass_of(subject, captured[i], sites | {Site.ENTROPY}))
+    captured = list(asked.batches.values())
+    main = passes("prompts", len(captured), lambda i: pass_of(subject, captured[i], asked.own_sites))
     own: dict[str, Any] = {}
-    for name in [name for name, probe in able.items() if probe.NEEDS.read]:
+    for name in [name for name, probe in measured.items() if probe.NEEDS.read]:
         try:
-            own[name] = able[name].NEEDS.read(subject, bare)
+            own[name] = measured[name].NEEDS.read(subject, bare)
         except Refused as refusal:
             unmeasured[name] = str(refusal)
-            del able[name]
+            del measured[name]
 
     def twin(i: int) -> tuple[list[Capture], dict[str, Any]]:
-        other = subject.twin(seed + 1 + i)
-        return [pass_of(other, each, sites | {Site.ENTROPY}) for each in captured], readings(other)
+        other = subject.twin(asked.twins[i])
+        return [pass_of(other, each, asked.own_sites) for each in captured], readings(other)
 
-    twins = passes("re-initialised twins", draws["twins"], twin)
-    special = subject.special_prefix()
+    twins = passes("re-initialised twins", len(asked.twins), twin)
     shuffled = passes(
-        "shuffled prompts",
-        draws["shuffled prompts"],
-        lambda i: pass_of(subject, replace(bare, inputs=shuffle(tokens, special, seed + 1 + i))),
+        "shuffled prompts", len(asked.shuffles), lambda i: pass_of(subject, asked.shuffled(i), asked.sites)
     )
     each = [Sample(one, _bits(one), tuple(found[i] for found, _ in twins)) for i, one in enumerate(main)]
     view = View(
@@ -185,20 +237,20 @@ def scan(
         entropy=each[0].entropy,
         twins=each[0].twins,
         shuffled=shuffled,
-        samples=dict(zip(second, each[1:], strict=True)),
+        samples=dict(zip(list(asked.batches)[1:], each[1:], strict=True)),
         seed=seed,
     )
     results = {}
-    for done, (name, probe) in enumerate(able.items()):
+    for done, (name, probe) in enumerate(measured.items()):
         if progress:
-            progress(f"measuring {name}", done, len(able))
+            progress(f"measuring {name}", done, len(measured))
         theirs = tuple(found[name] for _, found in twins if name in found)
         try:
             results[name] = probe.measure(replace(view, reading=own.get(name), twin_readings=theirs)).lowered()
         except Refused as refusal:
             unmeasured[name] = str(refusal)
         if progress:
-            progress(f"measuring {name}", done + 1, len(able))
+            progress(f"measuring {name}", done + 1, len(measured))
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
@@ -208,7 +260,7 @@ def scan(
         facts={
             **provenance(batch, tokens, seed, nulls),
             "batch_tokens": batch_tokens,
-            "bos_added": special > 0,
+            "bos_added": asked.special > 0,
             **(facts or {}),
         },
         warnings=(*notes, *_warnings(subject, batch, tokens, view, nulls), *view.capture.events),
@@ -229,10 +281,6 @@ def prompts_hash(tokens: Tokens | Rows) -> str:
 def spec_hash(spec: Mapping[str, Any]) -> str:
     """First 12 hex digits of the hash of what a run was asked to do."""
     return digest(spec)[:12]
-
-
-def _tokenized(subject: Subject, batch: Batch) -> Batch:
-    return replace(batch, inputs=subject.tokens(batch))
 
 
 def _units(capture: Capture) -> np.ndarray:

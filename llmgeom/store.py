@@ -48,6 +48,11 @@ def digest(spec: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(spec, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
+def run_key(run: Mapping[str, Any]) -> str:
+    """The folder of a run, below which its captures are."""
+    return digest(run)[:16]
+
+
 @lru_cache
 def code() -> str:
     """sha256 of the sources that decide what a capture holds; 64 hex digits."""
@@ -64,6 +69,11 @@ def said(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+def taken(folder: Path) -> int:
+    """Bytes of the files below a folder, 0 where there is none."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def room(folder: str | os.PathLike, needed: float) -> None:
@@ -138,7 +148,7 @@ class Store:
         spec: Mapping[str, Any],
         about: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
     ) -> None:
-        self.of = f"{digest(run)[:16]}/{digest(spec)[:24]}"
+        self.of = f"{run_key(run)}/{digest(spec)[:24]}"
         self.folder = Path(root) / self.of
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -164,9 +165,12 @@ class Subject:
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
         model = model.to(device=parameter.device, dtype=parameter.dtype)
+        return type(self).of(model, self.tokenizer, f"{self.name} re-initialised", **self._descent(seed))
+
+    def _descent(self, seed: int) -> dict[str, Any]:
+        """What a twin's facts say of where it is from."""
         origin = {"name": self.facts["name"], "revision": self.facts.get("revision")}
-        told = {"files": self.identity, "twin": seed, "twin_of": origin}
-        return type(self).of(model, self.tokenizer, f"{self.name} re-initialised", **told)
+        return {"files": self.identity, "twin": seed, "twin_of": origin}
 
     @contextmanager
     def edited(self, *edits: Edit):
@@ -272,7 +276,7 @@ class Subject:
         progress   called as progress(prompts done, prompts in all).
         Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
-        work = self._work(batch, sites, edits, positions, batch_tokens, store)
+        work = self.work(batch, sites, edits, positions=positions, batch_tokens=batch_tokens, store=store)
         on_disk = work.store is not None and sum(work.sizes) > IN_MEMORY
         parts: list[dict[Key, Tensor]] = []
         events: list[str] = []
@@ -293,7 +297,17 @@ class Subject:
             tensors = {key: _cat([part[key] for part in parts])[work.order] for key in parts[0]} if parts else {}
         return Capture(batch, prompt, position, work.tokens.lengths, tensors, tuple(events))
 
-    def _work(self, batch, sites, edits, positions, batch_tokens, store) -> Work:
+    def work(
+        self,
+        batch: Batch,
+        sites: Iterable[Site],
+        edits: Sequence[Edit] = (),
+        *,
+        positions: Positions = "query",
+        batch_tokens: int = BATCH_TOKENS,
+        store: str | None = None,
+    ) -> Work:
+        """What `capture` would do, told before anything runs."""
         sites, edits = frozenset(sites), self.edits + tuple(edits)
         if why := self.unavailable(sites):
             raise Unavailable(f"{self.name}: {why}")
@@ -304,6 +318,17 @@ class Subject:
         sizes = [nbytes(self.facts, sites, int(rows[[*m]].sum()), int(tokens.lengths[m[0]])) for m in batches]
         work = Work(batch, tokens, where, sites, edits, batches, sizes, together(sizes))
         return work if store is None else replace(work, store=Store(store, *fingerprint.of(self, work)))
+
+    def planned(self, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Work:
+        """`work` of the twin of that seed, which is not made for it; of this model itself where seed is None."""
+        who = self if seed is None else replace(self, facts={**self.facts, **self._descent(seed)})
+        return who.work(batch, sites, **options)
+
+    def fill(self, work: Work, shards: Sequence[int]) -> None:
+        """Make some of the shards of a stored capture, beside other processes that make the others."""
+        with self._attached(), work.writing(shards, shared=True):
+            for index in shards:
+                self._shard(work, index)
 
     def _shard(self, work: Work, index: int) -> tuple[dict[Key, Tensor], list[str]]:
         """One shard, from the store where it is there and sound, else made and kept there; and what happened."""
@@ -432,10 +457,15 @@ class Subject:
 
 
 def usable(device: str | None) -> str:
-    """The device that is asked for, or the first GPU where there is one. Raises Refused for one that is not here."""
+    """The device that is asked for, or a GPU where there is one: the first, or of several processes each its own.
+
+    Raises Refused for one that is not here.
+    """
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device in (None, "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+    return device or "cpu"
 
 
 @contextmanager

@@ -25,9 +25,8 @@ TEXTS = Batch(Text(("the river is", "a stone in the garden")), ("a", "b"), {"nam
 
 
 def key(subject: Subject, batch=None, sites=(Site.VALUE,), edits=(), positions="query", batch_tokens=4096):
-    run, spec, _ = fingerprint.of(
-        subject, subject._work(batch or ragged(), sites, edits, positions, batch_tokens, None)
-    )
+    work = subject.work(batch or ragged(), sites, edits, positions=positions, batch_tokens=batch_tokens)
+    run, spec, _ = fingerprint.of(subject, work)
     return digest(run), digest(spec)
 
 

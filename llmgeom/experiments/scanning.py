@@ -16,11 +16,12 @@ from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.experiments import request
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
-from llmgeom.store import cache_folder, digest
+from llmgeom.store import captures_folder, digest
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from llmgeom.share import Share
     from llmgeom.subject import Subject
 
 POOL = 1000
@@ -48,6 +49,7 @@ class Request(request.Request):
     protocol: str = "sound"
     nulls: int = 20
     batch_tokens: int = 4096
+    shard: str | None = None
     seed: int = 0
     out: str | None = None
 
@@ -79,6 +81,17 @@ class Plan:
         if not self.stratify:
             return len(self.pools[name])
         return self.request.n or min(75, 4 * len(set(self.pools[name].unit)) // 15 * 5)
+
+    @property
+    def shared(self) -> str:
+        """What one of several processes says when its share is made; a launcher's says nothing."""
+        if self.request.shard is None:
+            return ""
+        *_, n = self.request.shard.split("/")
+        return (
+            f"share {self.request.shard} is kept in {captures_folder()}; when all {n} are made, bring them together "
+            "(`llmgeom cache merge`, where each has a cache of its own) and give the same command without --shard\n"
+        )
 
     def spec(self, name: str) -> dict[str, Any]:
         """What decides the bytes of one record, as plain data."""
@@ -136,7 +149,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
         plan = replace(plan, out=request.run_folder(asked.model, located, "+".join(pools), specs))
-    for name in pools if write else ():
+    for name in pools if write and asked.shard is None else ():
         request.check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 
@@ -182,10 +195,19 @@ def _pools(asked: Request) -> dict[str, Batch]:
 def perform(
     plan: Plan, progress: Progress | None = None, subject: Subject | None = None
 ) -> Iterator[tuple[Path, Record]]:
-    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record)."""
+    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
+
+    One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
+    goes on, any other, and one of a job array, yields nothing.
+    """
+    from llmgeom.share import Share
+
+    share = Share.given(plan.request.shard)
     subject = subject or plan.request.load()
     modules = probes.known(plan.probes)
-    store = str(cache_folder() / "captures")
+    store = str(captures_folder())
+    if share is not None and not _shared(share, plan, subject, store, modules, progress):
+        return
     records = []
     for name in plan.pools:
         from llmgeom.scan import scan
@@ -212,6 +234,26 @@ def perform(
     from llmgeom.reports import page
 
     write_whole(plan.out / "report.html", page(records).encode())
+
+
+def _shared(
+    share: Share, plan: Plan, subject: Subject, store: str, modules: Mapping, progress: Progress | None
+) -> bool:
+    """Make one process's share of the captures; whether it is then to go on with the scan."""
+    from llmgeom.scan import Passes, able
+
+    asked = plan.request
+    with share.watched():
+        for name in plan.pools:
+            batch, samples, _ = _samples(plan, subject, name, store, modules, progress)
+            measured, _ = able(subject, batch, modules)
+            passes = Passes.of(subject, batch, measured, asked.nulls, asked.seed, samples)
+            passes.room(subject, store, asked.batch_tokens)
+            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
+        goes_on = share.launched and share.index == 0
+        if goes_on:
+            share.wait(progress)
+    return goes_on
 
 
 def _samples(plan: Plan, subject: Subject, name: str, store: str, modules: Mapping, progress: Progress | None):
