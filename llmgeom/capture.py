@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -122,6 +122,26 @@ class Capture:
     lengths: Int[Tensor, " batch"]
     tensors: Mapping[Key, Tensor]
     events: tuple[str, ...] = ()
+
+    def take(self, prompts: Int[Tensor, " kept"]) -> Capture:
+        """The rows of some prompts, in rising order of their index; of a capture left on disk no more is read."""
+        number = torch.full((len(self.lengths),), -1)
+        number[prompts] = torch.arange(len(prompts))
+        rows = (number[self.prompt] >= 0).nonzero()[:, 0]
+        tensors = self.tensors
+        if isinstance(tensors, dict):
+            kept: Mapping[Key, Tensor] = {key: tensor[rows] for key, tensor in tensors.items()}
+        else:
+            kept = tensors.part(rows)
+        batch = self.batch.take(prompts.tolist())
+        return replace(
+            self,
+            batch=batch,
+            prompt=number[self.prompt[rows]],
+            position=self.position[rows],
+            lengths=self.lengths[prompts],
+            tensors=kept,
+        )
 
     @property
     def exact(self) -> Posterior:

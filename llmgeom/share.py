@@ -64,7 +64,7 @@ class Share:
             who = subject if seed is None else None
             # Building a twin costs more than a few prompts: where there are enough of them each stays with one process.
             whole = seed is not None and len(asked.twins) >= self.count
-            for batch in asked.batches.values():
+            for batch in asked.of_model if seed is None else asked.batches.values():
                 work = subject.planned(seed, batch, asked.own_sites, **options)
                 if missing := self._missing(work, whole):
                     who = who or subject.twin(seed)

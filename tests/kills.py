@@ -3,8 +3,8 @@
     python -m tests.kills FOLDER PLACE...
 
 PLACE is `name:n`, to be killed (SIGKILL, nothing runs after it) at the n-th time that place is passed, `any:n` for the
-n-th of any, or `none`. Each scan has its cache and run folder in FOLDER/I, and is run again after its kill. Prints JSON:
-how the tries of each ended, and how often each place was passed in the try that ended well.
+n-th of any, or `none`. Each scan has its cache and run folder in FOLDER/I, and is run again after its kill. Prints
+JSON: how the tries of each ended, and how often each place was passed in the try that ended well.
 """
 
 from __future__ import annotations
