@@ -6,6 +6,9 @@ import copy
 import hashlib
 import importlib
 import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -154,18 +157,19 @@ class Subject:
         if located.step0:
             subject = subject.twin(_init_seed(located.path))
         subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
-        checked = {"weights": subject.weight_hash, "parity": subject.check(), "note": located.note or None}
+        weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
+        checked = {"weights": weights, "parity": subject.check(), "note": located.note or None}
         return replace(subject, facts={**subject.facts, **checked})
 
     def twin(self, seed: int) -> Subject:
-        """The same model re-initialised by its own config from `seed`, whatever ran before; same tokenizer."""
+        """The same model, in the same place, re-initialised by its own config from `seed`, whatever ran before."""
         config = copy.deepcopy(self.model.config)
-        parameter = next(self.model.parameters())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
-        model = model.to(device=parameter.device, dtype=parameter.dtype)
-        return type(self).of(model, self.tokenizer, f"{self.name} re-initialised", **self._descent(seed))
+        return type(self).of(
+            _placed_as(self.model, model), self.tokenizer, f"{self.name} re-initialised", **self._descent(seed)
+        )
 
     def _descent(self, seed: int) -> dict[str, Any]:
         """What a twin's facts say of where it is from."""
@@ -430,9 +434,10 @@ class Subject:
     def logits(self, inputs: Tensor) -> Tensor:
         """Logits of the rows the recorder asks for, [row vocabulary]; no mask: a causal token never sees right pads."""
         weight = self.model.get_input_embeddings().weight
-        inputs = inputs.to(weight.device)
+        device = torch.device("cpu") if weight.is_meta else weight.device  # on disk: accelerate takes inputs along
+        inputs = inputs.to(device)
         read = {"rows": inputs.to(weight.dtype)} if self.facts["features"] else {"input_ids": inputs}
-        position_ids = torch.arange(inputs.shape[1], device=weight.device).expand(inputs.shape[:2])
+        position_ids = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
         out = self.model(**read, position_ids=position_ids, use_cache=False)
         return out.logits[:, 0]
 
@@ -512,6 +517,18 @@ def _placed(model: Any) -> list[str]:
     """Where the weights are, e.g. ["cpu", "disk"]: more than one place where accelerate has spread them."""
     spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
     return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
+
+
+def _placed_as(like: Any, model: Any) -> Any:
+    """A model in the precision and where another is, spread as accelerate has spread that."""
+    parameter = next(like.parameters())
+    if len(_placed(like)) == 1:
+        return model.to(device=parameter.device, dtype=parameter.dtype)
+    from accelerate import dispatch_model
+
+    folder = tempfile.mkdtemp(prefix="llmgeom-twin-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return dispatch_model(model.to(parameter.dtype), like.hf_device_map, offload_dir=folder)
 
 
 def _dtype(asked: str | None, device: str, config) -> torch.dtype:
