@@ -19,9 +19,11 @@ from llmgeom.capture import Capture, Site, nbytes
 from llmgeom.edits import Edit
 from llmgeom.errors import Refused
 from llmgeom.plan import together
+from llmgeom.scan import scan
 from llmgeom.store import ASIDE, Store
 from llmgeom.subject import Subject
 from tests.families import FAMILIES, apart, ragged
+from tests.test_scan import Seen, probe
 
 SITES = frozenset({Site.VALUE, Site.ATTENTION, Site.ENTROPY})
 LENGTHS = (9, 23, 3, 17, 2, 11, 5)
@@ -239,6 +241,25 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
     capture(model, tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
     capture(model, tmp_path)  # what is there takes no more
+
+
+def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model, tmp_path, monkeypatch):
+    """The model's own capture would fit, those of its twins and of shuffled prompts beside it would not."""
+    probes = {"one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()))}
+    options = {"nulls": 3, "batch_tokens": 24, "store": str(tmp_path)}
+    own = 7 * nbytes(model.facts, frozenset({Site.VALUE, Site.ENTROPY}), 1, 23)
+    needed = 4 * own + 3 * 7 * nbytes(model.facts, frozenset({Site.VALUE}), 1, 23)
+    free = [needed - 1]
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
+    with monkeypatch.context() as only:
+        only.setattr(Subject, "_pass", None)
+        with pytest.raises(Refused, match=f"^the captures take about {store.said(needed)} and "):
+            scan(model, ragged(lengths=LENGTHS), probes, **options)
+    free[0] = needed
+    record = scan(model, ragged(lengths=LENGTHS), probes, **options)
+    free[0] = 0
+    again = scan(model, ragged(lengths=LENGTHS), probes, **options)  # all of it is there
+    assert again.results["one"].arrays["mean"].tolist() == record.results["one"].arrays["mean"].tolist()
 
 
 @pytest.mark.parametrize(
