@@ -171,7 +171,7 @@ def throughput(mib: int = 64, reps: int = 5) -> dict[str, float]:
 
 
 def peak(shape: str, n: int, length: int, how: str) -> dict[str, float]:
-    """Of this process, Linux only: prompts a second (of CPU time, or on a GPU of time), and MiB above the loaded model."""
+    """Of this process, Linux only: prompts a second (on a CPU, of CPU time), and peak MiB above the loaded model."""
     torch.set_num_threads(1)
     net = model(shape)
     batch = prompts(n, length, net.config.vocab_size)
