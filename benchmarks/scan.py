@@ -178,7 +178,7 @@ def peak(shape: str, n: int, length: int, how: str) -> dict[str, float]:
     subject = Subject.of(net, name=shape)
     sites = frozenset(Site) - {Site.ATTENTION} if shape == TINY else SITES
     with tempfile.TemporaryDirectory() as folder:
-        subject.capture(batch.take(range(8)), sites, store=folder)
+        subject.capture(batch.take(range(4)), sites, store=folder)
         Path("/proc/self/clear_refs").write_text("5")
         before, start = _status("VmRSS"), clock()
         if how == "bare":
