@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -59,6 +60,51 @@ NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
 
 
+def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: int) -> int:
+    """Bytes that `rows` rows of these sites take, at most `width` positions long, by the facts of a subject: exact
+    where all layers have the same heads."""
+    item = getattr(torch, facts["dtype"]).itemsize
+    layers, heads, kv, dim = (facts[name] or 0 for name in ("layers", "heads", "kv_heads", "head_dim"))
+    d = facts["d_model"]
+    each = {
+        Site.VALUE: layers * kv * dim * item,
+        Site.KEY: layers * kv * dim * item,
+        Site.QUERY: layers * heads * dim * item,
+        Site.ATTENTION: layers * heads * width * 4,
+        Site.ATTENTION_ENTROPY: layers * heads * 4,
+        Site.ATTENTION_FIRST: layers * heads * 4,
+        Site.ATTENTION_REST: layers * heads * 4,
+        Site.Z: layers * heads * dim * item,
+        Site.ATTENTION_WRITE: layers * d * item,
+        Site.MLP_WRITE: layers * d * item,
+        Site.RESIDUAL: (layers + 1) * d * item,
+        Site.FINAL: d * item,
+        Site.LOG_PROBS: facts["vocabulary"] * 4,
+        Site.ENTROPY: 4,
+    }
+    return rows * sum(each[site] for site in sites)
+
+
+@dataclass(frozen=True)
+class Layers(Sequence):
+    """The tensors of a site, layer by layer, each read when it is asked for: of a capture that is left on disk no more
+    than one need be in memory."""
+
+    read: Callable[[Key], Tensor]
+    keys: tuple[Key, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def __getitem__(self, layer):
+        if isinstance(layer, slice):
+            return Layers(self.read, self.keys[layer])
+        return self.read(self.keys[layer])
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return map(self.read, self.keys)
+
+
 @dataclass(frozen=True)
 class Capture:
     """The tensors of one batch. Read them through the properties, which raise with the remedy.
@@ -66,6 +112,7 @@ class Capture:
     prompt, position   [row] int64: which input, and which position of it, each row is.
     lengths            [batch] int64: real tokens of each input.
     tensors            (site, layer) -> tensor, on the CPU, in the model's dtype (float32 where Site says so).
+                       Of a large capture in a store they are read from there, one at a time (llmgeom/shelf.py).
     events             what happened on the way that a reader should know (a batch halved after out-of-memory).
     """
 
@@ -75,6 +122,26 @@ class Capture:
     lengths: Int[Tensor, " batch"]
     tensors: Mapping[Key, Tensor]
     events: tuple[str, ...] = ()
+
+    def take(self, prompts: Int[Tensor, " kept"]) -> Capture:
+        """The rows of some prompts, in rising order of their index; of a capture left on disk no more is read."""
+        number = torch.full((len(self.lengths),), -1)
+        number[prompts] = torch.arange(len(prompts))
+        rows = (number[self.prompt] >= 0).nonzero()[:, 0]
+        tensors = self.tensors
+        if isinstance(tensors, dict):
+            kept: Mapping[Key, Tensor] = {key: tensor[rows] for key, tensor in tensors.items()}
+        else:
+            kept = tensors.part(rows)
+        batch = self.batch.take(prompts.tolist())
+        return replace(
+            self,
+            batch=batch,
+            prompt=number[self.prompt[rows]],
+            position=self.position[rows],
+            lengths=self.lengths[prompts],
+            tensors=kept,
+        )
 
     @property
     def exact(self) -> Posterior:
@@ -86,16 +153,16 @@ class Capture:
             raise Unavailable(NO_EXACT)
         return self.batch.posterior.flat
 
-    def layers(self, site: Site) -> list[Tensor]:
+    def layers(self, site: Site) -> Layers:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
-        found = sorted((layer, tensor) for (s, layer), tensor in self.tensors.items() if s == site)
+        found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
         if not found:
             raise LookupError(f"{site.value} was not captured; add Site.{site.name} to the sites")
-        return [tensor for _, tensor in found]
+        return Layers(self.tensors.__getitem__, tuple(found))
 
     def stacked(self, site: Site) -> Tensor:
         """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""
-        layers = self.layers(site)
+        layers = list(self.layers(site))
         shapes = {tuple(tensor.shape) for tensor in layers}
         if len(shapes) > 1:
             raise Unavailable(f"{site.value} has different shapes in different layers {sorted(shapes)}; use layers()")

@@ -128,6 +128,7 @@ def _say_options(command):
     "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
 )
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
+@click.option("--shard", help="Of a job array: i/n makes every n-th shard of the captures and stops (docs/store.md).")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and permutations.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-DOMAINS-HASH]")
 @click.option(
@@ -163,6 +164,9 @@ def scan(**options: Any) -> int:
             records, found = stability.perform(plan, progress)
         else:
             records = [record for _, record in perform(plan, progress)]
+    if not records:  # one of several processes: there is nothing to show yet
+        click.echo(plan.shared, nl=False)
+        return 0
     code = _show(plan.out, records, say, {} if found is None else {"stability": found.to_dict()})
     if found and not say["as_json"]:
         click.echo("\n".join(found.lines()))
@@ -611,6 +615,63 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
 
         write_whole(Path(out), page(records).encode())
     click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
+
+
+@main.group(epilog="Example:  llmgeom cache ls")
+def cache() -> None:
+    """What is kept of activations under LLMGEOM_CACHE: list it, check it, remove it, bring it together."""
+
+
+_runs_argument = click.argument("runs", nargs=-1)
+
+
+@cache.command(name="ls", epilog="Example:  llmgeom cache ls")
+@_runs_argument
+def cache_ls(runs: tuple[str, ...]) -> None:
+    """The runs that are kept (key, size, age, model); of RUNS, given by their keys, every capture."""
+    from llmgeom import cache
+
+    click.echo("\n".join(cache.table(cache.chosen(runs) if runs else cache.runs(), captures=bool(runs))))
+
+
+@cache.command(name="verify", epilog="Example:  llmgeom cache verify")
+@_runs_argument
+def cache_verify(runs: tuple[str, ...]) -> int:
+    """Read every shard, of all runs or of RUNS, and hold it against its hash; exit 1 where one is damaged."""
+    from llmgeom import cache
+
+    found = list(cache.verify(cache.chosen(runs) if runs else cache.runs()))
+    bad = [f"{path}: {why}" for path, why in found if why]
+    said = f"{len(bad)} of {len(found)} shards are damaged: a run that needs them makes them again"
+    click.echo("\n".join([*bad, said if bad else f"{len(found)} shards, all whole"]))
+    return int(bool(bad))
+
+
+@cache.command(name="rm", epilog="Example:  llmgeom cache rm 3fa90c12")
+@_runs_argument
+@click.option("--all", "every", is_flag=True, help="All runs.")
+def cache_rm(runs: tuple[str, ...], every: bool) -> None:
+    """Delete RUNS, given by the beginnings of their keys, and say what that freed."""
+    from llmgeom import cache
+    from llmgeom.store import said
+
+    if bool(runs) == every:
+        raise Refused("say which: the keys of runs (`llmgeom cache ls` shows them), or --all")
+    which = cache.runs() if every else cache.chosen(runs)
+    freed = cache.remove(which)
+    click.echo(f"removed {len(which)} run{'s' * (len(which) != 1)}: {said(freed)} freed")
+
+
+@cache.command(name="merge", epilog="Example:  llmgeom cache merge node0/cache node1/cache")
+@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
+def cache_merge(folders: tuple[str, ...]) -> None:
+    """Copy what is kept in other cache FOLDERS into this one, each shard checked, e.g. after a job array."""
+    from llmgeom import cache
+    from llmgeom.store import said
+
+    done = cache.merge(folders)
+    there = f"; {done.there} were there" if done.there else ""
+    click.echo("\n".join([*done.left, f"{done.copied} shards copied, {said(done.size)}{there}"]))
 
 
 @main.command(epilog="Example:  llmgeom doctor")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmgeom.capture import Capture, Site
+from llmgeom.capture import Capture, Layers, Site
 from llmgeom.claims import Claim, Null, Side, headline, layer_band
 from llmgeom.errors import Refused
 from llmgeom.information import bits
@@ -81,27 +81,30 @@ class Description:
 
 @dataclass(frozen=True)
 class Portrait:
-    """One layer of one capture. numbers: PC1, PC1+PC2, participation ratio; all is 0 where no coordinate varies."""
+    """One layer of one capture. numbers: PC1, PC1+PC2, participation ratio; all is 0 where no coordinate varies.
+    dropped, width: coordinates that do not vary, and all."""
 
     numbers: tuple[float, float, float]
     scores: np.ndarray
     dropped: int
+    width: int
 
     @classmethod
     def of(cls, x: np.ndarray) -> Portrait:
         if not varies(x):
-            return cls((0.0, 0.0, 0.0), np.zeros((len(x), 2)), x.shape[1])
+            return cls((0.0, 0.0, 0.0), np.zeros((len(x), 2)), x.shape[1], x.shape[1])
         found = shares(x)
-        return cls((found.pc1, found.pc12, found.participation_ratio), found.scores, found.dropped)
+        return cls((found.pc1, found.pc12, found.participation_ratio), found.scores, found.dropped, x.shape[1])
 
     def rho(self, entropy: np.ndarray, covariates: np.ndarray | None = None) -> float:
         """|Spearman| of PC1 and entropy."""
         return abs(spearman(self.scores[:, 0], entropy, covariates)) if self.scores.any() else 0.0
 
 
-def vectors(capture: Capture, site: Site) -> list[np.ndarray]:
-    """[row coordinate] float64 for each layer, heads concatenated where the site has them."""
-    return [layer.flatten(1).double().numpy() for layer in capture.layers(site)]
+def vectors(capture: Capture, site: Site) -> Layers:
+    """[row coordinate] float64 for each layer, heads concatenated where the site has them; one layer at a time."""
+    layers = capture.layers(site)
+    return Layers(lambda key: layers.read(key).flatten(1).double().numpy(), layers.keys)
 
 
 def varies(x: np.ndarray) -> bool:
@@ -116,18 +119,24 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
     Raises Refused where the vectors of the last layer are the same for every prompt, and for too few units.
     """
     found = vectors(view.capture, site)
-    main = [Portrait.of(x) for x in found]
-    if not varies(found[-1]):
-        raise Refused(f"the {site.value} vectors of the last layer are the same for all {len(found[-1])} prompts")
+    last = found[-1]
+    if not varies(last):
+        raise Refused(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
     entropy, fold = view.entropy, folds(view.units, view.seed)
+    main, readouts = [], []
+    for x in found:
+        main.append(Portrait.of(x))
+        readouts.append(read(x, entropy[:, None], fold))
     twins: list[list[Portrait]] = []
     twins_r2: list[list[float]] = []
     own_r2: list[float] = []
     for twin in view.twins:
-        theirs = vectors(twin, site)
-        twins.append([Portrait.of(x) for x in theirs])
-        twins_r2.append([decodability(x, entropy, fold) for x in theirs])
-        own_r2.append(decodability(theirs[-1], entropy_of(twin), fold))
+        twins.append([])
+        twins_r2.append([])
+        for x in vectors(twin, site):
+            twins[-1].append(Portrait.of(x))
+            twins_r2[-1].append(decodability(x, entropy, fold))
+        own_r2.append(decodability(x, entropy_of(twin), fold))
     r2_null = np.array(twins_r2)
     rho_null = np.array([[p.rho(entropy) for p in layers] for layers in twins])
     nulls = {
@@ -140,7 +149,6 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
     }
     numbers = np.array([p.numbers for p in main])
     rho, rho_p, plain = _over_layers(main, view)
-    readouts = [read(x, entropy[:, None], fold) for x in found]
     fields = {
         "pc1": numbers[:, 0],
         "pc12": numbers[:, 1],
@@ -154,7 +162,7 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
         "scores": main[-1].scores,
         "constant": np.array([p.dropped for p in main]),
     }
-    last, scores = found[-1], main[-1].scores[:, 0]
+    scores = main[-1].scores[:, 0]
     headlines = [
         *_shares(claims, called, view, last, main[-1], {key: null[:, -1] for key, null in nulls.items()}),
         correlation(claims[called + RHO], scores, entropy, view.units, plain, rhos(view.twins, twins, entropy)),
@@ -176,7 +184,7 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
             units=len(set(view.units)),
         )
     )
-    return Description(fields, tuple(headlines), tuple(_constant(site, found, main)))
+    return Description(fields, tuple(headlines), tuple(_constant(site, main)))
 
 
 def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarray, Test]:
@@ -268,10 +276,10 @@ def final_tokens(capture: Capture) -> np.ndarray:
     return found if found.ndim == 1 else np.unique(found, axis=0, return_inverse=True)[1].reshape(-1)
 
 
-def _constant(site: Site, found: list[np.ndarray], main: list[Portrait]) -> list[str]:
+def _constant(site: Site, main: list[Portrait]) -> list[str]:
     said, what = [], site.value.replace("_", " ")
-    for layer, (x, portrait) in enumerate(zip(found, main, strict=True)):
-        if portrait.dropped == x.shape[1]:
+    for layer, portrait in enumerate(main):
+        if portrait.dropped == portrait.width:
             said.append(f"layer {layer}: the {what} vectors are the same for every prompt; drawn as 0")
         elif portrait.dropped:
             said.append(f"layer {layer}: {portrait.dropped} {what} coordinates do not vary and were left out")

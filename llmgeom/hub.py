@@ -155,6 +155,13 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
         raise Refused(f"{name}: {error.filename or folder} cannot be read ({error.strerror or error})") from error
 
 
+def folder(located: Located) -> Path:
+    """Where a model's files are; of a hub model, once they were fetched."""
+    if located.kind in ("pocket", "local"):
+        return Path(located.path)
+    return _cache(located.path) / "snapshots" / str(located.revision)
+
+
 def tunnel(folder: str) -> bool:
     """Was the model in a local folder trained in a wind tunnel? It then has no tokenizer."""
     return os.path.isfile(os.path.join(folder, TUNNEL))

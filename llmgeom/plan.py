@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from llmgeom.errors import Refused
 
 BATCH_TOKENS = 4096
+SHARD = 64 * 2**20  # bytes
+PARTS = 32
 
 
 def plan(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tuple[int, ...], ...]:
@@ -30,3 +32,20 @@ def plan(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tupl
     if current:
         batches.append(tuple(current))
     return tuple(batches)
+
+
+def together(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Which batches of a plan share a file: neighbours, as many as fit in 64 MiB (a larger one is alone), and no more
+    than a 32nd of them, so that a kill costs no more than that and several processes can divide the rest evenly.
+
+    sizes: bytes of each batch. Also a pure function of its arguments.
+    """
+    most = -(-len(sizes) // PARTS)
+    found: list[range] = []
+    start = held = 0
+    for i, size in enumerate(sizes):
+        if i > start and (held + size > SHARD or i - start == most):
+            found.append(range(start, i))
+            start, held = i, 0
+        held += size
+    return (*found, range(start, len(sizes))) if sizes else ()

@@ -129,7 +129,7 @@ class Record:
         )
 
 
-def write_whole(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes, remedy: str = "choose another --out or free space") -> None:
     """Write a file so that it is there whole or not at all: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -140,7 +140,7 @@ def write_whole(path: Path, data: bytes) -> None:
         os.replace(temporary, path)
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise Refused(f"{path} could not be written ({error.strerror}); choose another --out or free space") from error
+        raise Refused(f"{path} could not be written ({error.strerror}); {remedy}") from error
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

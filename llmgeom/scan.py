@@ -6,13 +6,15 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from llmgeom import __version__, claims
+from llmgeom import __version__, claims, fingerprint
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.capture import NO_EXACT, Capture, Site
 from llmgeom.errors import Refused
@@ -20,10 +22,11 @@ from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.store import digest
+from llmgeom.store import digest, room, run_key, taken
 from llmgeom.subject import Subject
 
 NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
+MOST = 1000  # prompts that are held against nulls: statistics of distances and permutations grow with their square
 
 
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
@@ -40,6 +43,8 @@ class Needs:
     twins, shuffled   which nulls.
     samples    names of second samples that it measures too, where the source can give them.
     exact      whether it asks for exact answers: prompts have none, and nothing is captured for it there.
+    many       whether it measures any number of prompts, and holds them against nulls of a sample, `View.held`; any
+               other probe is given the sample alone where there are more than 1,000.
     read       what it takes from a model itself beside the capture, e.g. from its weights, given the main batch: of the
                subject and of every twin while that is in memory.
     """
@@ -50,6 +55,7 @@ class Needs:
     shuffled: bool = True
     samples: frozenset[str] = frozenset()
     exact: bool = False
+    many: bool = False
     read: Callable[[Subject, Batch], Any] | None = None
 
 
@@ -78,6 +84,7 @@ class View:
     samples       second samples by name, with their own twins: those of NEEDS.samples that the source can give.
     reading       what NEEDS.read took from the subject; twin_readings, from each twin.
     seed          for every draw the probe makes itself.
+    sample        of more than 1,000 prompts, for a probe of `many`: the view of those that the nulls ran on.
     """
 
     capture: Capture
@@ -88,6 +95,12 @@ class View:
     reading: Any = None
     twin_readings: tuple[Any, ...] = ()
     seed: int = 0
+    sample: View | None = None
+
+    @property
+    def held(self) -> View:
+        """What is held against the nulls: the same prompts as theirs."""
+        return self.sample or self
 
     @property
     def units(self) -> np.ndarray:
@@ -104,6 +117,92 @@ def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:
             order = keep + generator.permutation(length - 1 - keep)
             row[keep : length - 1] = row[torch.from_numpy(order)]
     return type(tokens)(data, tokens.lengths)
+
+
+@dataclass(frozen=True)
+class Passes:
+    """What a scan captures, told before anything runs.
+
+    whole      the batch, tokenized; `chosen`, which of its prompts the nulls run on, where these are not all.
+    batches    name -> tokenized batch: "" is the chosen part of the main one, the others are second samples.
+    sites      of every pass; those of the subject and its twins on `batches` give their entropy as well.
+    twins, shuffles   the seed of each draw of either null.
+    special    how many tokens at the beginning a shuffle leaves in place.
+    """
+
+    whole: Batch
+    chosen: Tensor | None
+    batches: Mapping[str, Batch]
+    sites: frozenset[Site]
+    twins: range
+    shuffles: range
+    special: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        batch: Batch,
+        probes: Mapping[str, ModuleType],
+        nulls: int,
+        seed: int,
+        samples: Mapping[str, Batch],
+    ) -> Passes:
+        needs = [probe.NEEDS for probe in probes.values()]
+        optional = frozenset().union(*(need.optional for need in needs))
+        sites = frozenset(site for site in optional if not subject.unavailable({site}))
+        wanted = frozenset().union(*(need.samples for need in needs))
+        kept = {"": batch} | {name: other for name, other in samples.items() if name in wanted}
+        found = {name: replace(each, inputs=subject.tokens(each)) for name, each in kept.items()}
+        few = {name: _few(each, seed) for name, each in found.items()}
+        draws = range(seed + 1, seed + 1 + nulls)
+        return cls(
+            found[""],
+            few[""],
+            {name: each if few[name] is None else each.take(few[name]) for name, each in found.items()},
+            sites.union(*(need.sites for need in needs)),
+            draws if any(need.twins for need in needs) else range(0),
+            draws if any(need.shuffled for need in needs) else range(0),
+            subject.special_prefix(),
+        )
+
+    @property
+    def of_model(self) -> list[Batch]:
+        """What the model itself reads: all prompts, and the second samples."""
+        return [self.whole, *list(self.batches.values())[1:]]
+
+    @property
+    def own_sites(self) -> frozenset[Site]:
+        return self.sites | {Site.ENTROPY}
+
+    def shuffled(self, i: int) -> Batch:
+        """The prompts of the main batch with their tokens in random order."""
+        main = self.batches[""]
+        return replace(main, inputs=shuffle(main.inputs, self.special, self.shuffles[i]))
+
+    def room(self, subject: Subject, store: str, batch_tokens: int) -> None:
+        """Raises Refused where the disk has no room for all that is to be captured and is not there yet."""
+
+        def size(batch: Batch, sites: frozenset[Site]) -> int:
+            return sum(subject.work(batch, sites, batch_tokens=batch_tokens).sizes)
+
+        needed = sum(size(one, self.own_sites) for one in self.of_model)
+        needed += sum(size(one, self.own_sites) for one in self.batches.values()) * len(self.twins)
+        needed += size(self.batches[""], self.sites) * len(self.shuffles)
+        room(store, needed - taken(Path(store) / run_key(fingerprint.of_run(subject))))
+
+
+def _few(batch: Batch, seed: int) -> Tensor | None:
+    """Which prompts of a batch the nulls run on, in rising order; None for all."""
+    if len(batch) <= MOST:
+        return None
+    return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:MOST]))
+
+
+def able(subject: Subject, batch: Batch, probes: Mapping[str, ModuleType]) -> tuple[dict[str, ModuleType], dict]:
+    """The probes that may measure this, and of the others why not."""
+    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
+    return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
 
 
 def scan(
@@ -128,20 +227,11 @@ def scan(
     A probe that refuses becomes a row "not measured, because"; any other exception is a bug and ends the scan.
     """
     started = time.time()
-    tokens = subject.tokens(batch)
-    bare = replace(batch, inputs=tokens)
-    unmeasured = {name: why for name, probe in probes.items() if (why := unable(subject, batch, probe.NEEDS))}
-    able = {name: probe for name, probe in probes.items() if name not in unmeasured}
-    needs = [probe.NEEDS for probe in able.values()]
-    optional = frozenset().union(*(need.optional for need in needs))
-    sites = frozenset(site for site in optional if not subject.unavailable({site}))
-    sites = sites.union(*(need.sites for need in needs))
-    wanted = frozenset().union(*(need.samples for need in needs))
-    second = {name: _tokenized(subject, other) for name, other in (samples or {}).items() if name in wanted}
-    draws = {
-        "twins": nulls if any(need.twins for need in needs) else 0,
-        "shuffled prompts": nulls if any(need.shuffled for need in needs) else 0,
-    }
+    measured, unmeasured = able(subject, batch, probes)
+    asked = Passes.of(subject, batch, measured, nulls, seed, samples or {})
+    bare = asked.batches[""]
+    if store:
+        asked.room(subject, store, batch_tokens)
 
     def passes(stage: str, n: int, run: Callable[[int], Any]) -> tuple:
         captures = []
@@ -151,33 +241,33 @@ def scan(
                 progress(stage, i + 1, n)
         return tuple(captures)
 
-    def pass_of(who: Subject, what: Batch, of: frozenset[Site] = sites) -> Capture:
+    def pass_of(who: Subject, what: Batch, of: frozenset[Site]) -> Capture:
         return who.capture(what, of, batch_tokens=batch_tokens, store=store)
 
     def readings(who: Subject) -> dict[str, Any]:
-        return {name: probe.NEEDS.read(who, bare) for name, probe in able.items() if probe.NEEDS.read}
+        return {name: probe.NEEDS.read(who, bare) for name, probe in measured.items() if probe.NEEDS.read}
 
-    batches = {"": bare, **second}
-    captured = list(batches.values())
-    main = passes("prompts", len(captured), lambda i: pass_of(subject, captured[i], sites | {Site.ENTROPY}))
+    of_model, captured = asked.of_model, list(asked.batches.values())
+    main = list(passes("prompts", len(of_model), lambda i: pass_of(subject, of_model[i], asked.own_sites)))
+    whole = main[0]
+    if asked.chosen is not None:
+        main[0] = whole.take(asked.chosen)
     own: dict[str, Any] = {}
-    for name in [name for name, probe in able.items() if probe.NEEDS.read]:
+    for name in [name for name, probe in measured.items() if probe.NEEDS.read]:
         try:
-            own[name] = able[name].NEEDS.read(subject, bare)
+            needs = measured[name].NEEDS
+            own[name] = needs.read(subject, asked.whole if needs.many else bare)
         except Refused as refusal:
             unmeasured[name] = str(refusal)
-            del able[name]
+            del measured[name]
 
     def twin(i: int) -> tuple[list[Capture], dict[str, Any]]:
-        other = subject.twin(seed + 1 + i)
-        return [pass_of(other, each, sites | {Site.ENTROPY}) for each in captured], readings(other)
+        other = subject.twin(asked.twins[i])
+        return [pass_of(other, each, asked.own_sites) for each in captured], readings(other)
 
-    twins = passes("re-initialised twins", draws["twins"], twin)
-    special = subject.special_prefix()
+    twins = passes("re-initialised twins", len(asked.twins), twin)
     shuffled = passes(
-        "shuffled prompts",
-        draws["shuffled prompts"],
-        lambda i: pass_of(subject, replace(bare, inputs=shuffle(tokens, special, seed + 1 + i))),
+        "shuffled prompts", len(asked.shuffles), lambda i: pass_of(subject, asked.shuffled(i), asked.sites)
     )
     each = [Sample(one, _bits(one), tuple(found[i] for found, _ in twins)) for i, one in enumerate(main)]
     view = View(
@@ -185,38 +275,49 @@ def scan(
         entropy=each[0].entropy,
         twins=each[0].twins,
         shuffled=shuffled,
-        samples=dict(zip(second, each[1:], strict=True)),
+        samples=dict(zip(list(asked.batches)[1:], each[1:], strict=True)),
         seed=seed,
     )
+    large = replace(view, capture=whole, entropy=_bits(whole), twins=(), shuffled=(), sample=view)
+    sampled = asked.chosen is not None
     results = {}
-    for done, (name, probe) in enumerate(able.items()):
+    for done, (name, probe) in enumerate(measured.items()):
         if progress:
-            progress(f"measuring {name}", done, len(able))
+            progress(f"measuring {name}", done, len(measured))
         theirs = tuple(found[name] for _, found in twins if name in found)
         try:
-            results[name] = probe.measure(replace(view, reading=own.get(name), twin_readings=theirs)).lowered()
+            given = large if sampled and probe.NEEDS.many else view
+            results[name] = probe.measure(replace(given, reading=own.get(name), twin_readings=theirs)).lowered()
         except Refused as refusal:
             unmeasured[name] = str(refusal)
         if progress:
-            progress(f"measuring {name}", done + 1, len(able))
+            progress(f"measuring {name}", done + 1, len(measured))
+    shown, said = batch, []
+    if asked.chosen is not None:
+        shown = batch.take(asked.chosen)
+        all_of = [name for name, probe in measured.items() if probe.NEEDS.many]
+        said = [
+            f"nulls, and what is held against them, are of {len(shown)} of the {len(batch)} prompts, drawn at random"
+            + (f"; measured on all: {', '.join(all_of)}" if all_of else "")
+        ]
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
-        prompts=prompt_table(subject, batch, tokens, _of_prompts(view, len(batch))),
+        prompts=prompt_table(subject, shown, bare.inputs, _of_prompts(view, len(bare))),
         subject={k: v for k, v in subject.facts.items() if v is not None},
         source=dict(batch.source),
         facts={
-            **provenance(batch, tokens, seed, nulls),
+            **provenance(batch, asked.whole.inputs, seed, nulls),
             "batch_tokens": batch_tokens,
-            "bos_added": special > 0,
+            "bos_added": asked.special > 0,
             **(facts or {}),
         },
-        warnings=(*notes, *_warnings(subject, batch, tokens, view, nulls), *view.capture.events),
+        warnings=(*notes, *said, *_warnings(subject, shown, bare.inputs, view, nulls), *view.capture.events),
         run=took(started),
     )
 
 
-def unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
     """Why a probe cannot measure this, told before anything is run; empty where it may."""
     return NO_EXACT if needs.exact and batch.posterior is None else subject.unavailable(needs.sites)
 
@@ -229,10 +330,6 @@ def prompts_hash(tokens: Tokens | Rows) -> str:
 def spec_hash(spec: Mapping[str, Any]) -> str:
     """First 12 hex digits of the hash of what a run was asked to do."""
     return digest(spec)[:12]
-
-
-def _tokenized(subject: Subject, batch: Batch) -> Batch:
-    return replace(batch, inputs=subject.tokens(batch))
 
 
 def _units(capture: Capture) -> np.ndarray:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import os
+import shutil
+import tempfile
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -17,22 +21,26 @@ import transformers
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom import hub, parity
+from llmgeom import fingerprint, hub, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks, without_attention
-from llmgeom.capture import ATTENDING, OUTPUTS, Capture, Key, Site
+from llmgeom.capture import ATTENDING, OUTPUTS, Capture, Key, Site, nbytes
 from llmgeom.edits import Edit
 from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
 from llmgeom.information import bits, entropy
 from llmgeom.lens import Unembedding, unembedding_of
-from llmgeom.plan import BATCH_TOKENS, plan
+from llmgeom.plan import BATCH_TOKENS, plan, together
+from llmgeom.shelf import Shelf, key_of, name_of
 from llmgeom.store import Store
+from llmgeom.work import Work
 
 Progress = Callable[[int, int], None]
 Positions = Literal["query", "all"]
 Backend = Literal["transformers", "tl"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OFFLOADED = "not hashed: offloaded"
+IN_MEMORY = 2**28  # bytes; a stored capture that is larger stays on disk
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,24 +152,29 @@ class Subject:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        told = hub.tunnel_facts(located.path)
+        told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}
         subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
         if located.step0:
             subject = subject.twin(_init_seed(located.path))
         subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
-        checked = {"weights": subject.weight_hash, "parity": subject.check(), "note": located.note or None}
+        weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
+        checked = {"weights": weights, "parity": subject.check(), "note": located.note or None}
         return replace(subject, facts={**subject.facts, **checked})
 
     def twin(self, seed: int) -> Subject:
-        """The same model re-initialised by its own config from `seed`, whatever ran before; same tokenizer."""
+        """The same model, in the same place, re-initialised by its own config from `seed`, whatever ran before."""
         config = copy.deepcopy(self.model.config)
-        parameter = next(self.model.parameters())
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
         return type(self).of(
-            model.to(device=parameter.device, dtype=parameter.dtype), self.tokenizer, f"{self.name} re-initialised"
+            _placed_as(self.model, model), self.tokenizer, f"{self.name} re-initialised", **self._descent(seed)
         )
+
+    def _descent(self, seed: int) -> dict[str, Any]:
+        """What a twin's facts say of where it is from."""
+        origin = {"name": self.facts["name"], "revision": self.facts.get("revision")}
+        return {"files": self.identity, "twin": seed, "twin_of": origin}
 
     @contextmanager
     def edited(self, *edits: Edit):
@@ -173,12 +186,22 @@ class Subject:
         """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
         state = self.model.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
-            return "not hashed: offloaded"
+            return OFFLOADED
         total = hashlib.sha256()
         for name in sorted(state):
             total.update(name.encode())
             total.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
         return total.hexdigest()
+
+    @cached_property
+    def identity(self) -> str:
+        """What a store knows the weights by: the hash of the files that they were read from, else of themselves. Of a
+        re-initialised model, of the one that it was made from: its seed and config say the rest."""
+        if files := self.facts.get("files"):
+            return str(files)
+        if self.weight_hash == OFFLOADED:
+            raise Refused(f"{self.name} is offloaded and was not read from files: capture without store, or load it")
+        return self.weight_hash
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
@@ -252,33 +275,77 @@ class Subject:
     ) -> Capture:
         """Run the batch and keep what is asked for, at the queried positions or at all real ones.
 
-        store      a folder; finished batches are kept there and a second call with the same arguments reuses them.
+        store      a folder; what is finished is kept there, and a second call with the same arguments reuses it. A
+                   capture of more than 256 MiB is then left there: its tensors are read one at a time.
         progress   called as progress(prompts done, prompts in all).
         Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
+        work = self.work(batch, sites, edits, positions=positions, batch_tokens=batch_tokens, store=store)
+        on_disk = work.store is not None and sum(work.sizes) > IN_MEMORY
+        parts: list[dict[Key, Tensor]] = []
+        events: list[str] = []
+        done = 0
+        with self._attached(), work.writing(range(len(work.groups))):
+            for index, group in enumerate(work.groups):
+                part, told = self._shard(work, index)
+                events += told
+                if not on_disk:
+                    parts.append(part)
+                done += sum(len(work.batches[i]) for i in group)
+                if progress:
+                    progress(done, len(batch))
+        prompt, position = work.where.nonzero(as_tuple=True)
+        if on_disk:
+            tensors: Mapping[Key, Tensor] = Shelf(work.store, len(work.groups), torch.argsort(work.order))
+        else:
+            tensors = {key: _cat([part[key] for part in parts])[work.order] for key in parts[0]} if parts else {}
+        return Capture(batch, prompt, position, work.tokens.lengths, tensors, tuple(events))
+
+    def work(
+        self,
+        batch: Batch,
+        sites: Iterable[Site],
+        edits: Sequence[Edit] = (),
+        *,
+        positions: Positions = "query",
+        batch_tokens: int = BATCH_TOKENS,
+        store: str | None = None,
+    ) -> Work:
+        """What `capture` would do, told before anything runs."""
         sites, edits = frozenset(sites), self.edits + tuple(edits)
         if why := self.unavailable(sites):
             raise Unavailable(f"{self.name}: {why}")
         tokens = self.tokens(batch)
         where = _queried(batch, tokens, positions)
         batches = plan(tokens.lengths.tolist(), batch_tokens)
-        shards = self._store(store, batch, tokens, where, batches, sites, edits) if store else None
-        parts: list[dict[Key, Tensor]] = []
-        events: list[str] = []
-        done = 0
-        with self._attached():
-            for index, members in enumerate(batches):
-                part = shards.read(index) if shards else None
-                kept = None if part is None else {_key(name): tensor for name, tensor in part.items()}
-                if kept is None:
-                    kept = self._halving(tokens, where, list(members), sites, edits, batch, events)
-                    if shards:
-                        shards.write(index, {_name(key): t for key, t in kept.items()}, {"prompts": list(members)})
-                parts.append(kept)
-                done += len(members)
-                if progress:
-                    progress(done, len(batch))
-        return _assemble(batch, tokens, where, batches, parts, tuple(events))
+        rows = where.sum(1)
+        sizes = [nbytes(self.facts, sites, int(rows[[*m]].sum()), int(tokens.lengths[m[0]])) for m in batches]
+        work = Work(batch, tokens, where, sites, edits, batches, sizes, together(sizes))
+        return work if store is None else replace(work, store=Store(store, *fingerprint.of(self, work)))
+
+    def planned(self, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Work:
+        """`work` of the twin of that seed, which is not made for it; of this model itself where seed is None."""
+        who = self if seed is None else replace(self, facts={**self.facts, **self._descent(seed)})
+        return who.work(batch, sites, **options)
+
+    def fill(self, work: Work, shards: Sequence[int]) -> None:
+        """Make some of the shards of a stored capture, beside other processes that make the others."""
+        with self._attached(), work.writing(shards, shared=True):
+            for index in shards:
+                self._shard(work, index)
+
+    def _shard(self, work: Work, index: int) -> tuple[dict[Key, Tensor], list[str]]:
+        """One shard, from the store where it is there and sound, else made and kept there; and what happened."""
+        if work.store is not None and (found := work.store.read(index)) is not None:
+            return {key_of(name): tensor for name, tensor in found[0].items()}, found[1]["events"]
+        told: list[str] = []
+        members = [work.batches[i] for i in work.groups[index]]
+        each = [self._halving(work, list(one), told) for one in members]
+        part = each[0] if len(each) == 1 else {key: _cat([one[key] for one in each]) for key in each[0]}
+        if work.store is not None:
+            named = {name_of(key): tensor for key, tensor in part.items()}
+            work.store.write(index, named, {"batches": members, "events": told})
+        return part, told
 
     def unavailable(self, sites: Iterable[Site]) -> str:
         """Why one of the sites cannot be captured from this model; empty where all can."""
@@ -306,29 +373,30 @@ class Subject:
         """Final norm, output embedding, and what is done to logits after it. Raises Unavailable as `lens`."""
         return unembedding_of(self)
 
-    def _halving(self, tokens, where, members, sites, edits, batch, events) -> dict[Key, Tensor]:
+    def _halving(self, work: Work, members: list[int], told: list[str]) -> dict[Key, Tensor]:
         """One planned batch; on out-of-memory in halves, and the halving is told."""
         try:
-            return self._pass(tokens, where, members, sites, edits, batch)
+            return self._pass(work, members)
         except torch.OutOfMemoryError:
             if len(members) == 1:
-                length = int(tokens.lengths[members[0]])
+                length = int(work.tokens.lengths[members[0]])
                 raise Refused(
                     f"prompt {members[0] + 1} of {length} tokens alone does not fit in memory on "
                     f"{self.facts['device']}; use --dtype bfloat16, --device-map auto or shorter prompts"
                 ) from None
             half = len(members) // 2
-            events.append(f"out of memory: a batch of {len(members)} prompts was run in halves")
-        first = self._halving(tokens, where, members[:half], sites, edits, batch, events)
-        second = self._halving(tokens, where, members[half:], sites, edits, batch, events)
+            told.append(f"out of memory: a batch of {len(members)} prompts was run in halves")
+        first = self._halving(work, members[:half], told)
+        second = self._halving(work, members[half:], told)
         return {key: _cat([first[key], second[key]]) for key in first}
 
     @torch.no_grad()
-    def _pass(self, tokens, where, members, sites, edits, batch) -> dict[Key, Tensor]:
-        width = int(tokens.lengths[members].max())
-        inputs, mask = tokens.data[members, :width], where[members, :width]
+    def _pass(self, work: Work, members: list[int]) -> dict[Key, Tensor]:
+        width = int(work.tokens.lengths[members].max())
+        inputs, mask = work.tokens.data[members, :width], work.where[members, :width]
         prompt, position = mask.nonzero(as_tuple=True)
-        recorder = Recorder(self.blocks, (prompt, position), sites, edits, (torch.tensor(members), mask))
+        rows, where = (prompt, position), (torch.tensor(members), mask)
+        recorder = Recorder(self.blocks, rows, work.sites, work.edits, where)
         logits = self._run(recorder, inputs)
         attending = [i for i, block in enumerate(self.blocks) if block.attention is not None]
         if recorder.seen != attending:
@@ -336,19 +404,22 @@ class Subject:
                 f"{self.name}: attention ran in layers {recorder.seen} instead of each of 0 to {len(self.blocks) - 1} "
                 "once; this architecture cannot be captured"
             )
-        for edit in edits:
+        for edit in work.edits:
             if id(edit) not in recorder.touched:
                 raise Refused(f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited")
-        if not torch.isfinite(logits).all():
-            row = int((~torch.isfinite(logits).all(-1)).nonzero()[0, 0])
-            raise Refused(self._blame(tokens, members[int(prompt[row])], edits, batch))
-        kept = {key: tensor.cpu() for key, tensor in recorder.kept.items()}
-        if sites & OUTPUTS:
+        kept: dict[Any, Tensor] = dict(recorder.kept)
+        if work.sites & OUTPUTS:
             log_probs = logits.float().log_softmax(-1)
-            if Site.ENTROPY in sites:
-                kept[Site.ENTROPY, -1] = entropy(log_probs).cpu()
-            if Site.LOG_PROBS in sites:
-                kept[Site.LOG_PROBS, -1] = log_probs.cpu()
+            if Site.ENTROPY in work.sites:
+                kept[Site.ENTROPY, -1] = entropy(log_probs)
+            if Site.LOG_PROBS in work.sites:
+                kept[Site.LOG_PROBS, -1] = log_probs
+        # Whether they are finite comes along with the rest: to ask here would wait for the device once more.
+        kept["finite"] = torch.isfinite(logits).all(-1)
+        kept = _on_host(kept)
+        if not (finite := kept.pop("finite")).all():
+            row = int((~finite).nonzero()[0, 0])
+            raise Refused(self._blame(work, members[int(prompt[row])]))
         return kept
 
     def _attached(self):
@@ -363,44 +434,27 @@ class Subject:
     def logits(self, inputs: Tensor) -> Tensor:
         """Logits of the rows the recorder asks for, [row vocabulary]; no mask: a causal token never sees right pads."""
         weight = self.model.get_input_embeddings().weight
-        inputs = inputs.to(weight.device)
+        device = torch.device("cpu") if weight.is_meta else weight.device  # on disk: accelerate takes inputs along
+        inputs = inputs.to(device)
         read = {"rows": inputs.to(weight.dtype)} if self.facts["features"] else {"input_ids": inputs}
-        position_ids = torch.arange(inputs.shape[1], device=weight.device).expand(inputs.shape[:2])
+        position_ids = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
         out = self.model(**read, position_ids=position_ids, use_cache=False)
         return out.logits[:, 0]
 
-    def _blame(self, tokens, prompt: int, edits, batch) -> str:
+    def _blame(self, work: Work, prompt: int) -> str:
         """Which prompt and which layer first gave numbers that are not finite."""
-        length = int(tokens.lengths[prompt])
+        length = int(work.tokens.lengths[prompt])
         rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
         where = (torch.tensor([prompt]), torch.ones(1, length, dtype=torch.bool))
-        recorder = Recorder(self.blocks, rows, frozenset({Site.RESIDUAL}), edits, where)
-        self._run(recorder, tokens.data[[prompt], :length])
+        recorder = Recorder(self.blocks, rows, frozenset({Site.RESIDUAL}), work.edits, where)
+        self._run(recorder, work.tokens.data[[prompt], :length])
         bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
         place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
-        text = batch.text[prompt][:60] if not isinstance(batch.inputs, Tokens | Rows) else ""
+        text = work.batch.text[prompt][:60] if not isinstance(work.batch.inputs, Tokens | Rows) else ""
         return (
             f"{self.name} gives logits that are not finite on prompt {prompt + 1} ({text!r}); the first numbers that "
             f"are not finite come from {place}: try --dtype float32, or check the weights"
         )
-
-    def _store(self, root, batch, tokens, where, batches, sites, edits) -> Store:
-        spec = {
-            "weights": self.weight_hash,
-            "facts": {k: self.facts[k] for k in ("model_type", "dtype", "device", "attention")},
-            "tokens": hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
-            "positions": hashlib.sha256(where.numpy().tobytes()).hexdigest(),
-            "plan": batches,
-            "sites": sorted(sites),
-            "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, **e.spec} for e in edits],
-            "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
-            "threads": torch.get_num_threads(),
-        }
-        if any(not edit.spec for edit in edits):
-            raise Refused(
-                "an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store"
-            )
-        return Store(root, spec)
 
     def check(self) -> dict[str, Any]:
         """Does what is captured agree with the model itself? See `llmgeom.parity.check`."""
@@ -408,10 +462,15 @@ class Subject:
 
 
 def usable(device: str | None) -> str:
-    """The device that is asked for, or the first GPU where there is one. Raises Refused for one that is not here."""
+    """The device that is asked for, or a GPU where there is one: the first, or of several processes each its own.
+
+    Raises Refused for one that is not here.
+    """
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device in (None, "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+    return device or "cpu"
 
 
 @contextmanager
@@ -450,8 +509,26 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         "window": getattr(config, "sliding_window", None),
         "parameters": sum(p.numel() for p in model.parameters()),
         "dtype": str(parameter.dtype).removeprefix("torch."),
-        "device": str(parameter.device),
+        "device": "+".join(_placed(model)),
     }
+
+
+def _placed(model: Any) -> list[str]:
+    """Where the weights are, e.g. ["cpu", "disk"]: more than one place where accelerate has spread them."""
+    spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
+    return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
+
+
+def _placed_as(like: Any, model: Any) -> Any:
+    """A model in the precision and where another is, spread as accelerate has spread that."""
+    parameter = next(like.parameters())
+    if len(_placed(like)) == 1:
+        return model.to(device=parameter.device, dtype=parameter.dtype)
+    from accelerate import dispatch_model
+
+    folder = tempfile.mkdtemp(prefix="llmgeom-twin-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return dispatch_model(model.to(parameter.dtype), like.hf_device_map, offload_dir=folder)
 
 
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
@@ -483,13 +560,16 @@ def _queried(batch: Batch, tokens: Tokens, positions: Positions) -> Tensor:
     return torch.arange(tokens.data.shape[1]) == tokens.lengths[:, None] - 1
 
 
-def _assemble(batch, tokens, where, batches, parts, events) -> Capture:
-    """Rows in the order of the batch, whatever the plan was."""
-    prompt, position = where.nonzero(as_tuple=True)
-    members = torch.tensor([i for batch in batches for i in batch])
-    order = torch.argsort(members.repeat_interleave(where.sum(1)[members]), stable=True)
-    tensors = {key: _cat([part[key] for part in parts])[order] for key in parts[0]} if parts else {}
-    return Capture(batch, prompt, position, tokens.lengths, tensors, events)
+def _on_host(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """The same tensors in host memory, in one copy a device: each copy waits for all that the device has to do."""
+    found = {key: tensor for key, tensor in tensors.items() if tensor.device.type == "cpu"}
+    for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
+        # Wide numbers first: a float32 may not begin at any byte.
+        here = sorted((k for k, t in tensors.items() if t.device == device), key=lambda k: -tensors[k].itemsize)
+        flat = torch.cat([tensors[key].flatten().view(torch.uint8) for key in here]).cpu()
+        parts = flat.split([tensors[key].nbytes for key in here])
+        found |= {k: part.view(tensors[k].dtype).view(tensors[k].shape) for k, part in zip(here, parts, strict=True)}
+    return found
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
@@ -498,12 +578,3 @@ def _cat(tensors: list[Tensor]) -> Tensor:
     if width:
         tensors = [torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
     return torch.cat(tensors)
-
-
-def _name(key: Key) -> str:
-    return f"{key[0].value}.{key[1]:03d}"
-
-
-def _key(name: str) -> Key:
-    site, layer = name.rsplit(".", 1)
-    return Site(site), int(layer)

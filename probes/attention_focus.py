@@ -46,7 +46,9 @@ def reach(subject: Subject, batch: Batch) -> Reach:
     return Reach(tuple(seen - at for at in first), tuple(float(row.sum(-1).min()) for row in rows))
 
 
-NEEDS = Needs(sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}), read=reach)
+NEEDS = Needs(
+    sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}), many=True, read=reach
+)
 
 
 @dataclass(frozen=True)
@@ -100,19 +102,19 @@ class Result(Base):
 def measure(view: View) -> Result:
     """Entropy maps, curves, focusing and monotonicity with nulls. Raises Refused where too few prompts are long enough,
     or a layer sees a single token."""
-    seen = view.capture.position.numpy() + 1
-    long = seen >= LEAST_TOKENS
-    if long.sum() < 5:
-        raise Refused(f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; attention focus needs at least 5")
-    units, seen = view.units[long], seen[long]
+    long, seen = _long(view)
+    units = view.units[long]
     layers = len(view.capture.layers(Site.ATTENTION_ENTROPY))
     limits = np.array(view.reading.tokens if view.reading else [seen.max()] * layers)
     if limits.min() < 2:
         raise Refused(f"layer {limits.argmin()} sees a single token: its attention has no entropy to compare with")
     main = _curves(view.capture, long, seen, limits)
+    # Means over prompts: a sample of these has the same, so that nulls of a sample will do.
+    held = view.held
+    theirs = _long(held)
     nulls = {
-        "re-initialised": [_curves(twin, long, seen, limits) for twin in view.twins],
-        "shuffled prompts": [_curves(other, long, seen, limits) for other in view.shuffled],
+        "re-initialised": [_curves(twin, *theirs, limits) for twin in held.twins],
+        "shuffled prompts": [_curves(other, *theirs, limits) for other in held.shuffled],
     }
 
     def band(name: str) -> np.ndarray:
@@ -132,7 +134,7 @@ def measure(view: View) -> Result:
     headlines = []
     for name, statistic in statistics.items():
         value = statistic(main, every)
-        draws = {key: np.array([statistic(c, every) for c in null]) for key, null in nulls.items()}
+        draws = {key: np.array([statistic(c, slice(None)) for c in null]) for key, null in nulls.items()}
         headlines.append(
             headline(
                 CLAIMS[name],
@@ -155,6 +157,15 @@ def measure(view: View) -> Result:
         headlines=tuple(headlines),
         warnings=tuple(_warnings(view.reading, long, seen, layers)),
     )
+
+
+def _long(view: View) -> tuple[np.ndarray, np.ndarray]:
+    """[row] which prompts are long enough, and of these how many tokens each has."""
+    seen = view.capture.position.numpy() + 1
+    long = seen >= LEAST_TOKENS
+    if long.sum() < 5:
+        raise Refused(f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; attention focus needs at least 5")
+    return long, seen[long]
 
 
 def _curves(capture: Capture, long: np.ndarray, seen: np.ndarray, limits: np.ndarray) -> dict[str, np.ndarray]:

@@ -36,10 +36,10 @@ def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counte
     monkeypatch.setenv("LLMGEOM_CACHE", str(cache))
     seen, run = Counter(), Subject._pass
 
-    def counted(self, tokens, where, members, *rest):
-        seen["tokens"] += int(tokens.lengths[members].sum())
-        seen["padded"] += len(members) * int(tokens.lengths[members].max())
-        return run(self, tokens, where, members, *rest)
+    def counted(self, work, members):
+        seen["tokens"] += int(work.tokens.lengths[members].sum())
+        seen["padded"] += len(members) * int(work.tokens.lengths[members].max())
+        return run(self, work, members)
 
     with monkeypatch.context() as patched:
         patched.setattr(Subject, "_pass", counted)
@@ -59,7 +59,7 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     plan = planned(**CASES[kind](tunnel), out=str(tmp_path / "run"))
     cost, who = planning.estimate(plan), planning.Weightless.found(plan)
     (name,) = plan.pools
-    row, every = cost["sources"][name], planning.Source.of(plan, who, name).passes
+    row, every = cost["sources"][name], planning.Source.of(plan, who, name).stages
     assert row["tokens"] == sum(one.tokens for one in every) and row["passes"] == sum(one.times for one in every)
     passes = [one for one in every if one.stage != ROUTED]
     records, seen = scanned(plan, monkeypatch, tmp_path / "cache")

@@ -1,98 +1,361 @@
-"""The same command after a kill goes on where it stopped and ends with the same bytes."""
+"""What is kept is read again only if it is whole and its own; anything else is named, set aside and made again."""
 
 from __future__ import annotations
 
-import signal
+import json
+import os
+import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+from llmgeom import plan, store, subject
+from llmgeom.capture import Capture, Site, nbytes
+from llmgeom.edits import Edit
 from llmgeom.errors import Refused
-from llmgeom.store import Store
+from llmgeom.plan import together
+from llmgeom.scan import scan
+from llmgeom.store import ASIDE, Store
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, apart, ragged
+from tests.test_scan import Seen, probe
 
-RUN = textwrap.dedent(
-    """
-    import os, signal, sys
-    import torch
-    from transformers import AutoModelForCausalLM, LlamaConfig
-    from llmgeom.batch import Batch, Tokens
-    from llmgeom.capture import Site
-    from llmgeom.subject import Subject
-
-    folder, stop = sys.argv[1], int(sys.argv[2])
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                         intermediate_size=64, vocab_size=50, max_position_embeddings=32)
-    subject = Subject.of(AutoModelForCausalLM.from_config(config))
-    g = torch.Generator().manual_seed(1)
-    tokens = Tokens(torch.randint(50, (12, 10), generator=g), torch.randint(3, 10, (12,), generator=g))
-    batch = Batch(tokens, tuple("abcdefghijkl"), {"name": "noise"})
-    ran = []
-    whole = subject._pass
-    object.__setattr__(subject, "_pass", lambda *a: (ran.append(1), whole(*a))[1])
-    def progress(done, total):
-        if stop and len(ran) == stop:
-            os.kill(os.getpid(), signal.SIGKILL)
-    capture = subject.capture(batch, {Site.VALUE, Site.ENTROPY}, batch_tokens=20, store=folder, progress=progress)
-    print(len(ran), capture.value.double().sum().item())
-    """
-)
+SITES = frozenset({Site.VALUE, Site.ATTENTION, Site.ENTROPY})
+LENGTHS = (9, 23, 3, 17, 2, 11, 5)
 
 
-def go(folder, stop=0) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-c", RUN, str(folder), str(stop)], capture_output=True, text=True)
+@pytest.fixture(scope="module")
+def model() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
 
 
-def contents(folder):
-    (run,) = folder.iterdir()
-    return {path.name: path.read_bytes() for path in run.iterdir()}
+def capture(of: Subject, root: Path, **options) -> Capture:
+    return of.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, store=str(root), **options)
 
 
-def test_a_killed_run_continues_and_ends_with_the_same_bytes(tmp_path):
-    whole = go(tmp_path / "whole")
-    passes, total = whole.stdout.split()
-    killed = go(tmp_path / "killed", stop=2)
-    assert killed.returncode == -signal.SIGKILL
-    assert len(contents(tmp_path / "killed")) < len(contents(tmp_path / "whole"))
-    again = go(tmp_path / "killed")
-    assert again.stdout.split() == [str(int(passes) - 2), total]
-    assert contents(tmp_path / "killed") == contents(tmp_path / "whole")
+def contents(root: Path) -> dict[str, bytes]:
+    """Every file below, but those that were set aside."""
+    found = {str(path.relative_to(root)): path for path in sorted(root.rglob("*")) if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if ASIDE not in name}
 
 
-def test_a_damaged_or_unlisted_shard_is_not_read(tmp_path):
-    store = Store(tmp_path, {"a": 1})
-    store.write(0, {"x": torch.arange(3.0)}, {"prompts": [0]})
-    store.write(1, {"x": torch.arange(4.0)}, {"prompts": [1]})
-    (store.folder / "00001.safetensors").write_bytes(b"cut")
-    (store.folder / "00002.safetensors").write_bytes((store.folder / "00000.safetensors").read_bytes())
-    again = Store(tmp_path, {"a": 1})
-    torch.testing.assert_close(again.read(0)["x"], torch.arange(3.0))
-    assert again.read(1) is None
-    assert again.read(2) is None
+def shards(root: Path) -> list[Path]:
+    return sorted(path for path in root.rglob("*.safetensors") if ASIDE not in str(path))
 
 
-def test_a_cut_manifest_line_costs_only_its_own_shard(tmp_path):
-    store = Store(tmp_path, {"a": 1})
-    for i in range(2):
-        store.write(i, {"x": torch.full((2,), float(i))}, {"prompts": [i]})
-    manifest = store.folder / "manifest.jsonl"
-    manifest.write_bytes(manifest.read_bytes()[:-20])
-    again = Store(tmp_path, {"a": 1})
-    assert again.read(0) is not None and again.read(1) is None
-    again.write(1, {"x": torch.ones(2)}, {"prompts": [1]})
-    assert Store(tmp_path, {"a": 1}).read(1) is not None
+def same(a: Capture, b: Capture) -> bool:
+    return a.tensors.keys() == b.tensors.keys() and all(torch.equal(x, b.tensors[key]) for key, x in a.tensors.items())
+
+
+# ---- which batches share a shard -------------------------------------------------------------------------------------
+
+
+def test_neighbours_share_a_shard_up_to_its_size_and_a_32nd_of_the_plan():
+    mb = 2**20
+    assert together([]) == ()
+    assert together([3 * mb] * 5) == tuple(range(i, i + 1) for i in range(5)), "few batches: each on its own"
+    many = together([3 * mb] * 1000)
+    assert {len(group) for group in many[:-1]} == {21}, "21 batches of 3 MiB fit in 64"
+    assert {len(group) for group in together([100] * 1000)} == {32, 8}, "a 32nd of 1000, rounded up"
+    assert [len(group) for group in together([70 * mb, mb, mb] * 40)][:4] == [1, 2, 1, 2]
+    for sizes in ([5 * mb] * 77, [mb * i % 90 for i in range(500)]):
+        assert [i for group in together(sizes) for i in group] == list(range(len(sizes)))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt"])
+@pytest.mark.parametrize("positions", ["query", "all"])
+def test_sizes_are_told_exactly_before_anything_runs(name, positions):
+    of = Subject.of(FAMILIES[name].model())
+    made = of.capture(ragged(lengths=(23,)), Site, positions=positions)
+    rows = 23 if positions == "all" else 1
+    for site in Site:
+        kept = sum(tensor.nbytes for (where, _), tensor in made.tensors.items() if where is site)
+        assert nbytes(of.facts, frozenset({site}), rows, 23) == kept, site
+
+
+# ---- kept, read again, left on disk ----------------------------------------------------------------------------------
+
+
+def test_what_is_kept_is_what_was_captured_and_is_not_made_twice(model, tmp_path, monkeypatch):
+    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
+    assert same(capture(model, tmp_path), plain)
+    before = contents(tmp_path)
+    assert len(shards(tmp_path)) == 4
+    monkeypatch.setattr(Subject, "_pass", None)
+    assert same(capture(model, tmp_path), plain)
+    assert contents(tmp_path) == before
+
+
+def test_several_batches_in_a_shard_are_the_same_capture(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(plan, "PARTS", 2)
+    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
+    assert same(capture(model, tmp_path), plain) and len(shards(tmp_path)) == 2
+    assert same(capture(model, tmp_path), plain)
+
+
+@pytest.mark.parametrize("parts", [32, 2])
+@pytest.mark.parametrize("positions", ["query", "all"])
+def test_a_capture_left_on_disk_equals_the_one_in_memory(model, tmp_path, monkeypatch, parts, positions):
+    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, positions=positions)
+    monkeypatch.setattr(subject, "IN_MEMORY", 0)
+    monkeypatch.setattr(plan, "PARTS", parts)
+    left = capture(model, tmp_path, positions=positions)
+    assert not isinstance(left.tensors, dict) and same(left, plain)
+    assert torch.equal(left.value, plain.value) and torch.equal(left.entropy, plain.entropy)
+    assert [x.shape for x in left.layers(Site.VALUE)[-1:]] == [plain.value[-1].shape]
+    with pytest.raises(LookupError, match=r"add Site\.KEY to the sites"):
+        left.layers(Site.KEY)
+    with pytest.raises(KeyError):
+        left.tensors[Site.VALUE, 7]
+    shutil.rmtree(tmp_path)
+    with pytest.raises(Refused, match="was there and cannot be read any more"):
+        _ = left.value
+
+
+# ---- damage ----------------------------------------------------------------------------------------------------------
+
+
+def cut(path: Path, _) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def emptied(path: Path, _) -> None:
+    path.write_bytes(b"")
+
+
+def flipped(at: int):
+    def flip(path: Path, _) -> None:
+        data = bytearray(path.read_bytes())
+        data[at] ^= 1
+        path.write_bytes(data)
+
+    return flip
+
+
+def foreign(path: Path, other: list[Path]) -> None:
+    """The same place of another capture, whole."""
+    path.unlink()
+    shutil.copy(other[0], path.parent)
+
+
+def moved(path: Path, _) -> None:
+    """Another place of the same capture, whole."""
+    third = shards(path.parent)[2]
+    path.unlink()
+    shutil.copy(third, path.with_name("00000" + third.name[5:]))
+
+
+def bare(path: Path, _) -> None:
+    """A safetensors file of somebody else's, named as it should be."""
+    data = b"\x02" + b"\0" * 7 + b"{}"
+    path.unlink()
+    path.with_name(f"00000-{store.hashlib.sha256(data).hexdigest()[:32]}.safetensors").write_bytes(data)
+
+
+def older(path: Path, _) -> None:
+    """As the schema before wrote it, hash and all."""
+    whole = Store.__new__(Store)
+    whole.of, whole.folder, whole._there = f"{path.parent.parent.name}/{path.parent.name}", path.parent, {}
+    path.unlink()
+    now, store.SCHEMA = store.SCHEMA, 1
+    whole.write(0, {"value.000": torch.zeros(1)}, {"events": []})
+    store.SCHEMA = now
+
+
+def unhashed(path: Path, _) -> None:
+    """As the first schema named them."""
+    path.rename(path.with_name("00000.safetensors"))
+
+
+DAMAGE = {
+    "cut": (cut, "it was cut or changed: its bytes do not have the hash in its name"),
+    "emptied": (emptied, "it was cut or changed"),
+    "a bit of its header": (flipped(40), "it was cut or changed"),
+    "a bit of its numbers": (flipped(-3), "it was cut or changed"),
+    "foreign": (foreign, "it is shard 0 of"),
+    "moved": (moved, "it is shard 2 of"),
+    "not ours": (bare, "it does not say which capture it is of"),
+    "older schema": (older, "it has schema 1 and this version reads 2"),
+    "older name": (unhashed, "its name is not that of a shard of schema 2"),
+}
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_damaged_shard_is_named_set_aside_and_made_again(model, tmp_path, monkeypatch, caplog, kind, on_disk):
+    damage, why = DAMAGE[kind]
+    plain = capture(model, tmp_path / "a")
+    clean = contents(tmp_path / "a")
+    other = Subject.of(FAMILIES["llama"].model(1), name="llama")
+    capture(other, tmp_path / "b")
+    damage(shards(tmp_path / "a")[0], shards(tmp_path / "b"))
+    (odd,) = [p for p in shards(tmp_path / "a") if clean.get(str(p.relative_to(tmp_path / "a"))) != p.read_bytes()]
+    data = odd.read_bytes()
+    if on_disk:
+        monkeypatch.setattr(subject, "IN_MEMORY", 0)
+    assert same(capture(model, tmp_path / "a"), plain)
+    (said,) = caplog.messages
+    assert odd.name in said and why in said and "set aside" in said
+    assert (odd.parent / ASIDE / odd.name).read_bytes() == data, "nothing is deleted"
+    assert contents(tmp_path / "a") == clean
+    caplog.clear()
+    capture(model, tmp_path / "a")
+    assert caplog.messages == []
 
 
 def test_another_spec_is_another_folder(tmp_path):
-    Store(tmp_path, {"a": 1}).write(0, {"x": torch.zeros(1)}, {})
-    assert Store(tmp_path, {"a": 2}).read(0) is None
+    Store(tmp_path, {"a": 1}, {"b": 1}).write(0, {"x": torch.zeros(1)}, {})
+    assert Store(tmp_path, {"a": 1}, {"b": 1}).read(0) is not None
+    assert Store(tmp_path, {"a": 2}, {"b": 1}).read(0) is None
+    assert Store(tmp_path, {"a": 1}, {"b": 2}).read(0) is None
 
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused, match=r"cannot be made .* set LLMGEOM_CACHE"):
-        Store(tmp_path / "file" / "cache", {})
+        Store(tmp_path / "file" / "cache", {}, {})
+
+
+# ---- room ------------------------------------------------------------------------------------------------------------
+
+
+def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_path, monkeypatch):
+    needed = nbytes(model.facts, SITES, 1, 23) + sum(
+        nbytes(model.facts, SITES, n, width) for n, width in ((1, 17), (2, 11), (3, 5))
+    )
+    free = [needed - 1]
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
+    monkeypatch.setattr(Subject, "_pass", None)
+    with pytest.raises(Refused) as refusal:
+        capture(model, tmp_path)
+    (sentence,) = str(refusal.value).splitlines()
+    assert f"take about {store.said(needed)} and" in sentence and f"has {store.said(needed - 1)} free" in sentence
+    assert "`llmgeom cache rm`" in sentence and "set LLMGEOM_CACHE" in sentence
+    monkeypatch.undo()
+    free[0] = 10**9
+    capture(model, tmp_path)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, 0))
+    capture(model, tmp_path)  # what is there takes no more
+
+
+def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model, tmp_path, monkeypatch):
+    """The model's own capture would fit, those of its twins and of shuffled prompts beside it would not."""
+    probes = {"one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()))}
+    options = {"nulls": 3, "batch_tokens": 24, "store": str(tmp_path)}
+    own = 7 * nbytes(model.facts, frozenset({Site.VALUE, Site.ENTROPY}), 1, 23)
+    needed = 4 * own + 3 * 7 * nbytes(model.facts, frozenset({Site.VALUE}), 1, 23)
+    free = [needed - 1]
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
+    with monkeypatch.context() as only:
+        only.setattr(Subject, "_pass", None)
+        with pytest.raises(Refused, match=f"^the captures take about {store.said(needed)} and "):
+            scan(model, ragged(lengths=LENGTHS), probes, **options)
+    free[0] = needed
+    record = scan(model, ragged(lengths=LENGTHS), probes, **options)
+    free[0] = 0
+    again = scan(model, ragged(lengths=LENGTHS), probes, **options)  # all of it is there
+    assert again.results["one"].arrays["mean"].tolist() == record.results["one"].arrays["mean"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("size", "words"), [(0, "0 bytes"), (999, "999 bytes"), (64_000_000, "64.0 MB"), (5e13, "50.0 TB")]
+)
+def test_sizes_in_words(size, words):
+    assert store.said(size) == words
+
+
+# ---- out of memory ---------------------------------------------------------------------------------------------------
+
+
+def test_out_of_memory_on_any_batch_is_halved_told_and_equal(model, tmp_path, monkeypatch):
+    plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
+    whole = Subject._pass
+    for nth, members in enumerate(((1,), (3,), (5, 0), (6, 2, 4))):
+        calls = []
+
+        def scarce(self, work, given, nth=nth, calls=calls):
+            calls.append(given)
+            if len(calls) == nth + 1 and len(given) > 1:
+                raise torch.OutOfMemoryError("no memory")
+            return whole(self, work, given)
+
+        monkeypatch.setattr(Subject, "_pass", scarce)
+        made = capture(model, tmp_path / str(nth))
+        assert calls[nth] == list(members)
+        for key, tensor in plain.tensors.items():
+            assert apart(made.tensors[key], tensor) < 1e-5
+        told = (f"out of memory: a batch of {len(members)} prompts was run in halves",) if len(members) > 1 else ()
+        assert made.events == told
+        assert capture(model, tmp_path / str(nth)).events == told, "the next run is told as well"
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------
+
+TWO = textwrap.dedent(
+    """
+    import json, os, sys, time
+    import torch
+    from tests.test_store import FAMILIES, LENGTHS, SITES, Subject, capture
+    torch.set_num_threads(1)
+    root, begun = sys.argv[1], sys.argv[2]
+    whole = Subject._pass
+    for name in ("first", "second"):
+        if os.fork():
+            while not os.path.exists(begun):
+                time.sleep(0.01)
+            continue
+        ran = []
+        def slowly(self, work, members):
+            ran.append(members)
+            open(begun, "w").close()
+            time.sleep(0.2)
+            return whole(self, work, members)
+        Subject._pass = slowly
+        made = capture(Subject.of(FAMILIES["llama"].model(), name="llama"), root)
+        with open(f"{begun}-{name}", "w") as file:
+            json.dump([len(ran), made.value.double().sum().item()], file)
+        os._exit(0)
+    codes = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(2)]
+    sys.exit(max(codes))
+    """
+)
+
+
+def test_of_two_processes_on_one_capture_the_second_waits_and_finds_it_made(model, tmp_path):
+    command = [sys.executable, "-c", TWO, str(tmp_path / "both"), str(tmp_path / "begun")]
+    ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path.cwd())})
+    assert ran.returncode == 0, ran.stderr
+    assert "another process is making" in ran.stderr and ran.stderr.count("\n") == 1
+    first, second = (json.loads((tmp_path / f"begun-{name}").read_text()) for name in ("first", "second"))
+    assert first[0] == 4 and second[0] == 0 and first[1] == second[1]
+    capture(model, tmp_path / "alone")
+    assert contents(tmp_path / "both") == contents(tmp_path / "alone")
+
+
+def test_what_a_killed_process_left_half_written_is_cleared(model, tmp_path):
+    capture(model, tmp_path)
+    clean = contents(tmp_path)
+    half = shards(tmp_path)[0].with_name(".00000-abc.safetensors.77.tmp")
+    half.write_bytes(b"half")
+    capture(model, tmp_path)
+    assert contents(tmp_path) == clean
+
+
+# ---- edits -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_edit_is_kept_apart_from_another_and_from_none(model, tmp_path):
+    zero = Edit("value", lambda x, _: 0 * x, layers=(0,), spec={"do": "zero"})
+    double = replace(zero, function=lambda x, _: 2 * x, spec={"do": "double"})
+    later = replace(zero, layers=(1,), spec={"do": "zero", "layers": (0,)})
+    kept = [capture(model, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
+    again = [capture(model, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
+    assert all(same(a, b) for a, b in zip(kept, again, strict=True))
+    assert not any(same(kept[i], kept[j]) for i in range(4) for j in range(i))
+    with pytest.raises(Refused, match="an edit without a spec cannot be stored"):
+        capture(model, tmp_path, edits=(replace(zero, spec={}),))

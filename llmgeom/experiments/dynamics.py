@@ -25,7 +25,7 @@ from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Measured, Quantity
 from llmgeom.routing import signals
 from llmgeom.scan import NULLS, WHOLE, few_draws, provenance, scan, took
-from llmgeom.store import cache_folder, digest
+from llmgeom.store import captures_folder, digest
 from llmgeom.wind_tunnels import named
 from llmgeom.wind_tunnels.task import Task
 from llmgeom.wind_tunnels.train import Training
@@ -105,7 +105,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
     out = _out(asked, spec)
     request.check_folder(out, spec)
     task = named(runs[0].task) if runs[0].task else None
-    store = str(cache_folder() / "captures")
+    store = str(captures_folder())
     courses, unmeasured = _follow(runs, task, asked, store, progress)
     records = _scans(runs[0], task, modules, asked, out, spec, store, progress) if modules else {}
     steps = runs[0].steps

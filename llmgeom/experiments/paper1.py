@@ -27,7 +27,7 @@ from llmgeom.readout import decodability, folds
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Headline
 from llmgeom.scan import NULLS, WHOLE, scan
-from llmgeom.store import cache_folder, digest
+from llmgeom.store import captures_folder, digest
 from llmgeom.subject import Subject, usable
 from llmgeom.wind_tunnels.train import Training
 
@@ -232,7 +232,7 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, headlin
     def scanned(subject: Subject) -> Record:
         split = "any" if of.memorisable else "held-out"
         whole = {WHOLE: of.sample(SCANNED, 0, split)}
-        store = str(cache_folder() / "captures")
+        store = str(captures_folder())
         return scan(subject, of.cut(SCANNED, 0, split), probes.known(names), samples=whole, store=store)
 
     found = []

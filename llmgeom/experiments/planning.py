@@ -26,7 +26,7 @@ from llmgeom.experiments.scanning import Plan, sampled
 from llmgeom.experiments.stability import conditions
 from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment, routing_law
 from llmgeom.reports.text import grid
-from llmgeom.scan import MATCHED, MIXED, WHOLE, unable
+from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
 from llmgeom.stats import LEAST_UNITS, needed_n_correlation, needed_n_mean
 from llmgeom.subject import Subject, default_dtype, undisturbed, usable
 
@@ -123,7 +123,7 @@ READ: Mapping[str, Callable[[Weightless, Batch], Runs]] = {
 
 
 @dataclass(frozen=True)
-class Passes:
+class Stage:
     """The same inputs through `times` models, or in `times` orders: tokens of each, and the bytes that one such pass
     leaves in memory and in the store."""
 
@@ -151,46 +151,32 @@ class Source:
     batch: Batch
     samples: Mapping[str, Batch]
     modules: Mapping[str, ModuleType]
-    optional: frozenset[Site]
-    passes: tuple[Passes, ...]
+    sites: frozenset[Site]
+    stages: tuple[Stage, ...]
 
     @classmethod
     def of(cls, plan: Plan, who: Weightless, name: str) -> Source:
-        modules, nulls = probes.known(plan.probes), plan.request.nulls
+        modules = probes.known(plan.probes)
         who.asked.clear()
         batch, samples, _ = sampled(plan, who, name)
-        able = {name: module for name, module in modules.items() if not unable(who, batch, module.NEEDS)}
-        needs = [module.NEEDS for module in able.values()]
-        optional = frozenset().union(*(need.optional for need in needs))
-        optional = frozenset(site for site in optional if not who.unavailable({site}))
-        sites = optional.union({Site.ENTROPY}, *(need.sites for need in needs))
-        wanted = frozenset().union(*(need.samples for need in needs))
-        samples = {name: one for name, one in samples.items() if name in wanted}
-        twins, shuffled = (nulls * any(getattr(need, of) for need in needs) for of in ("twins", "shuffled"))
-        passes = [Passes("check at load", 3, who.checked)]
-        passes += [Passes("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
-        main = [(who.lengths(one), _kept(who, one, sites)) for one in (batch, *samples.values())]
-        passes += [Passes("prompts", 1, *one) for one in main] + [Passes(TWINS, twins, *one) for one in main]
-        passes.append(Passes(SHUFFLED, shuffled, *main[0]))
-        for probe in (probe for probe, module in able.items() if module.NEEDS.read):
+        measured, _ = able(who, batch, modules)
+        asked = Passes.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
+        twins = len(asked.twins)
+
+        def stage(called: str, times: int, of: Batch, sites: frozenset[Site]) -> Stage:
+            return Stage(called, times, who.lengths(of), sum(who.work(of, sites, batch_tokens=plan.request.batch_tokens).sizes))
+
+        stages = [Stage("check at load", 3, who.checked)]
+        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
+        stages += [stage("prompts", 1, one, asked.own_sites) for one in asked.of_model]
+        stages += [stage(TWINS, twins, one, asked.own_sites) for one in asked.batches.values()]
+        stages.append(stage(SHUFFLED, len(asked.shuffles), asked.batches[""], asked.sites))
+        for probe in (probe for probe, module in measured.items() if module.NEEDS.read):
             runs = READ.get(probe, lambda who, of: [(1, who.lengths(of))])(who, batch)
-            passes += [Passes(f"read by {probe}", (1 + twins) * times, lengths) for times, lengths in runs]
-        kept = tuple(one for one in passes if one.times and len(one.lengths))
-        return cls(who, plan.pools[name], batch, samples, able, optional, kept)
-
-
-def _kept(who: Weightless, batch: Batch, sites: frozenset[Site]) -> int:
-    """Bytes of what one capture keeps."""
-    facts, rows = who.facts, len(batch) if batch.query is None else int(batch.query.sum())
-    heads, item = facts["heads"] or 0, who.model.dtype.itemsize
-    key, width = (facts["kv_heads"] or 0) * (facts["head_dim"] or 0) * item, facts["d_model"] * item
-    query = heads * (facts["head_dim"] or 0) * item
-    a_layer = {Site.VALUE: key, Site.KEY: key, Site.QUERY: query, Site.Z: query}
-    a_layer |= dict.fromkeys((Site.ATTENTION_WRITE, Site.MLP_WRITE, Site.RESIDUAL), width)
-    a_layer |= dict.fromkeys((Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST), heads * 4)
-    a_layer[Site.ATTENTION] = heads * int(who.lengths(batch).max()) * 4
-    once = {Site.RESIDUAL: width, Site.FINAL: width, Site.LOG_PROBS: facts["vocabulary"] * 4, Site.ENTROPY: 4}
-    return rows * sum(facts["layers"] * a_layer.get(site, 0) + once.get(site, 0) for site in sites)
+            stages += [Stage(f"read by {probe}", (1 + twins) * times, lengths) for times, lengths in runs]
+        kept = tuple(one for one in stages if one.times and len(one.lengths))
+        samples = {name: samples[name] for name in asked.batches if name}
+        return cls(who, plan.pools[name], batch, samples, measured, asked.sites, kept)
 
 
 # ---- what it costs --------------------------------------------------------------------------------------------------
@@ -230,7 +216,7 @@ def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
     prompts); twins are drawn and hashed; and the probes measure."""
     layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
     found: dict[str, float] = {}
-    for one in source.passes:
+    for one in source.stages:
         ran = one.batches(plan.request.batch_tokens)
         took = LONGER * parameters * sum(ran) * speed.product + len(ran) * layers * LAUNCHES * speed.launch
         took += parameters * one.times * speed.number * (one.stage == TWINS)
@@ -239,7 +225,7 @@ def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
     largest = max(
         len(one) if one.query is None else int(one.query.sum()) for one in (source.batch, *source.samples.values())
     )
-    models = 1 + max((one.times for one in source.passes if one.stage == TWINS), default=0)
+    models = 1 + max((one.times for one in source.stages if one.stage == TWINS), default=0)
     rows = min(largest, belief_readout.MOST_ROWS)
     return found | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
 
@@ -259,9 +245,9 @@ def estimate(plan: Plan) -> dict[str, Any]:
     for name in plan.pools:
         source = Source.of(plan, who, name)
         minutes = _minutes(source, plan, speed)
-        largest = max(max(one.batches(plan.request.batch_tokens)) for one in source.passes)
-        longest = max(int(one.lengths.max()) for one in source.passes)
-        kept = sum(one.times * one.kept for one in source.passes)
+        largest = max(max(one.batches(plan.request.batch_tokens)) for one in source.stages)
+        longest = max(int(one.lengths.max()) for one in source.stages)
+        kept = sum(one.times * one.kept for one in source.stages)
         # A layer's widest activations, and logits in the model's precision and twice in float32, a row each at most.
         computed = largest * (8 * facts["d_model"] * item) + min(largest, len(source.batch)) * facts["vocabulary"] * 12
         # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
@@ -272,8 +258,8 @@ def estimate(plan: Plan) -> dict[str, Any]:
             "prompts": len(source.batch),
             "units": len(set(source.batch.unit)),
             "pool_units": len(set(source.pool.unit)),
-            "passes": sum(one.times for one in source.passes),
-            "tokens": sum(one.tokens for one in source.passes),
+            "passes": sum(one.times for one in source.stages),
+            "tokens": sum(one.tokens for one in source.stages),
             "longest": longest,
             "capture_bytes": kept,
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
@@ -365,7 +351,7 @@ def _judged(source: Source, claim: Claim) -> bool:
     if claim.probe in ("belief_clusters", "contribution"):
         return exact is None or bool(exact.outcomes)
     if claim.probe == "belief_readout":
-        steps = facts["layers"] * (1 + (Site.ATTENTION_WRITE in source.optional)) + 1
+        steps = facts["layers"] * (1 + (Site.ATTENTION_WRITE in source.sites)) + 1
         countable = exact is not None and (exact.belief is not None or bool(exact.outcomes))
         return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
     whole = source.samples.get(WHOLE)

@@ -15,11 +15,12 @@ from llmgeom.errors import Refused
 from llmgeom.experiments import request
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
-from llmgeom.store import cache_folder, digest
+from llmgeom.store import captures_folder, digest
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from llmgeom.share import Share
     from llmgeom.subject import Subject
 
 POOL = 1000
@@ -48,6 +49,7 @@ class Request(request.Request):
     protocol: str = "sound"
     nulls: int = 20
     batch_tokens: int = 4096
+    shard: str | None = None
     seed: int = 0
     stability: bool = False
     out: str | None = None
@@ -80,6 +82,17 @@ class Plan:
         if not self.stratify:
             return len(self.pools[name])
         return self.request.n or min(75, 4 * len(set(self.pools[name].unit)) // 15 * 5)
+
+    @property
+    def shared(self) -> str:
+        """What one of several processes says when its share is made; a launcher's says nothing."""
+        if self.request.shard is None:
+            return ""
+        *_, n = self.request.shard.split("/")
+        return (
+            f"share {self.request.shard} is kept in {captures_folder()}; when all {n} are made, bring them together "
+            "(`llmgeom cache merge`, where each has a cache of its own) and give the same command without --shard\n"
+        )
 
     def spec(self, name: str) -> dict[str, Any]:
         """What decides the bytes of one record, as plain data."""
@@ -137,7 +150,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
         plan = replace(plan, out=request.run_folder(asked.model, located, "+".join(pools), specs))
-    for name in pools if write else ():
+    for name in pools if write and asked.shard is None else ():
         request.check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 
@@ -183,8 +196,17 @@ def _pools(asked: Request) -> dict[str, Batch]:
 def perform(
     plan: Plan, progress: Progress | None = None, subject: Subject | None = None
 ) -> Iterator[tuple[Path, Record]]:
-    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record)."""
+    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
+
+    One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
+    goes on, any other, and one of a job array, yields nothing.
+    """
+    from llmgeom.share import Share
+
+    share = Share.given(plan.request.shard)
     subject = subject or plan.request.load()
+    if share is not None and not _shared(share, plan, subject, progress):
+        return
     records = []
     for name in plan.pools:
         drawn = sampled(plan, subject, name, progress)
@@ -218,15 +240,28 @@ def scanned(
         samples=samples,
         notes=notes,
         batch_tokens=batch_tokens or plan.request.batch_tokens,
-        store=captures(),
+        store=str(captures_folder()),
         progress=(lambda stage, done, total: progress(f"{name}: {stage}", done, total)) if progress else None,
         facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
     )
 
 
-def captures() -> str:
-    """Where captures are kept."""
-    return str(cache_folder() / "captures")
+def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
+    """Make one process's share of the captures; whether it is then to go on with the scan."""
+    from llmgeom.scan import Passes, able
+
+    asked, modules, store = plan.request, probes.known(plan.probes), str(captures_folder())
+    with share.watched():
+        for name in plan.pools:
+            batch, samples, _ = sampled(plan, subject, name, progress)
+            measured, _ = able(subject, batch, modules)
+            passes = Passes.of(subject, batch, measured, asked.nulls, asked.seed, samples)
+            passes.room(subject, store, asked.batch_tokens)
+            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
+        goes_on = share.launched and share.index == 0
+        if goes_on:
+            share.wait(progress)
+    return goes_on
 
 
 def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
@@ -259,7 +294,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         return subject.entropy(
             of,
             batch_tokens=plan.request.batch_tokens,
-            store=captures(),
+            store=str(captures_folder()),
             progress=(lambda done, total: progress(f"{name}: entropy of {what}", done, total)) if progress else None,
         )
 

@@ -14,6 +14,7 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
 from llmgeom.result import Headline
+from llmgeom.share import Share
 from llmgeom.subject import Subject
 
 FOLDER = "stability"
@@ -186,6 +187,8 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
 
     A repetition is a run folder of its own: stability/CONDITION in the main one.
     """
+    if Share.given(plan.request.shard) is not None:
+        raise Refused("--stability scans in one process: leave --shard, or the launcher, out")
     subject = plan.request.load()
     main = dict(zip(plan.pools, (record for _, record in scanning.perform(plan, progress, subject)), strict=True))
     drawn = {name: scanning.sampled(plan, subject, name) for name in plan.pools}

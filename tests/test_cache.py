@@ -1,0 +1,183 @@
+"""What `llmgeom cache` says of what is kept is what is there, and it removes and copies nothing else."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmgeom import cache, store
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.subject import Subject
+from tests.families import FAMILIES
+from tests.test_store import capture, contents, cut, shards
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A cache with a model and two of its twins, and another model."""
+    root = tmp_path_factory.mktemp("made")
+    model = Subject.of(FAMILIES["llama"].model(), name="owner/name", revision="a" * 40)
+    for of in (model, model.twin(1), model.twin(2), Subject.of(FAMILIES["gpt2"].model(), name="other")):
+        capture(of, root / "captures")
+    return root
+
+
+@pytest.fixture
+def kept(made, tmp_path, monkeypatch) -> Path:
+    shutil.copytree(made, tmp_path / "cache")
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "captures"
+
+
+def call(*args: str):
+    return CliRunner().invoke(main, ["cache", *map(str, args)], prog_name="llmgeom")
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def test_ls_tells_what_is_there(kept):
+    found = {run.model: run for run in cache.runs()}
+    assert set(found) == {f"owner/name at {'a' * 12}", "other"}
+    mine = found[f"owner/name at {'a' * 12}"]
+    assert sorted(one.twin or 0 for one in mine.captures) == [0, 1, 2]
+    assert {(one.prompts, one.shards, one.expected, one.of) for one in mine.captures} == {(7, 4, 4, "random")}
+    assert mine.size == size(mine.folder) and mine.how == "float32 on cpu"
+    for path in mine.folder.rglob("*"):
+        os.utime(path, (0, mine.written - 3 * 86400))
+    shards(mine.folder)[0].unlink()
+    lines = call("ls").stdout.splitlines()
+    assert len(lines) == 3 and "other" in lines[0], "the last written first"
+    assert "3 days" in lines[1] and "3 captures (1 unfinished)" in lines[1] and lines[1].startswith(mine.key[:12])
+    assert lines[2].startswith(f"2 runs, {store.said(size(kept))} in {kept}")
+    each = call("ls", mine.key[:5]).stdout
+    assert each.count("7 prompts of random") == 3 and each.count("re-initialised with seed") == 2
+    assert each.count("3 of 4 shards") == 1 and "attention, entropy, value" in each
+
+
+def test_an_empty_cache_and_what_an_older_version_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    assert call("ls").stdout == f"0 runs, 0 bytes in {tmp_path / 'captures'}\n"
+    assert call("verify").stdout == "0 shards, all whole\n"
+    old = tmp_path / "captures" / ("b" * 24)
+    old.mkdir(parents=True)
+    (old / "spec.json").write_text("{}")
+    (old / "00000.safetensors").write_bytes(b"123456")
+    assert "(kept by an older version; not read any more), no matter how: no captures" in call("ls").stdout
+    assert call("rm", "bbb").stdout == "removed 1 run: 8 bytes freed\n" and not old.exists()
+
+
+@pytest.mark.parametrize(("seconds", "words"), [(5, "just now"), (61, "1 minute"), (7300, "2 hours"), (86400, "1 day")])
+def test_ages_in_words(seconds, words):
+    assert cache._age(seconds) == words
+
+
+def test_verify_reads_every_shard_and_moves_none(kept):
+    assert call("verify").stdout == "16 shards, all whole\n"
+    bad = shards(kept)[5]
+    cut(bad, None)
+    before = contents(kept)
+    result = call("verify")
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        f"{bad}: it was cut or changed: its bytes do not have the hash in its name",
+        "1 of 16 shards are damaged: a run that needs them makes them again",
+    ]
+    assert contents(kept) == before
+    other = next(run.key for run in cache.runs() if run.folder not in bad.parents)
+    assert call("verify", other).exit_code == 0
+
+
+def test_rm_removes_the_runs_it_is_given_and_says_what_that_freed(kept):
+    (kept.parent / "hashes.json").write_text("{}")
+    runs = {run.model: run for run in cache.runs()}
+    gone, stays = runs["other"], runs[f"owner/name at {'a' * 12}"]
+    freed = size(gone.folder)
+    assert call("rm", gone.key[:8]).stdout == f"removed 1 run: {store.said(freed)} freed\n"
+    assert not gone.folder.exists() and len(shards(stays.folder)) == 12
+    assert call("rm", "--all").stdout == f"removed 1 run: {store.said(stays.size)} freed\n"
+    assert list(kept.iterdir()) == [] and (kept.parent / "hashes.json").exists()
+
+
+def test_rm_does_not_guess(kept):
+    before = contents(kept)
+    shutil.copytree(cache.runs()[0].folder, kept / f"{cache.runs()[0].key[:-1]}x")
+    for args, sentence in (
+        ((), "say which: the keys of runs (`llmgeom cache ls` shows them), or --all"),
+        (("--all", "3fa"), "say which"),
+        (("zzz",), "'zzz': no run begins so"),
+        (("",), "'': 3 runs begin so"),
+        ((cache.runs()[0].key[:8], "nothing"), "2 runs begin so"),
+    ):
+        result = call("rm", *args)
+        assert result.exit_code == 1 and sentence in result.stderr, args
+        assert len(result.stderr.strip().splitlines()) == 1
+    assert before.items() <= contents(kept).items()
+
+
+def test_what_is_being_made_is_not_removed(kept):
+    run = cache.runs()[0]
+    of = f"{run.key}/{run.captures[0].key}"
+    making = store.Store.__new__(store.Store)
+    making.of, making.folder = of, kept / of
+    with making.writing():
+        result = call("rm", "--all")
+        assert result.exit_code == 1 and f"{kept / of} is being made by another process" in result.stderr
+        assert len(shards(kept)) == 16
+    assert call("rm", "--all").exit_code == 0
+
+
+def test_merged_halves_are_the_whole(kept, tmp_path, monkeypatch):
+    whole = contents(kept)
+    halves = [tmp_path / "a", tmp_path / "b"]
+    for i, half in enumerate(halves):
+        shutil.copytree(kept, half / "captures")
+        for path in shards(half)[i::2]:
+            path.unlink()
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "into"))
+    copied = sum(path.stat().st_size for path in shards(kept))
+    assert call("merge", *halves).stdout == f"16 shards copied, {store.said(copied)}\n"
+    assert contents(tmp_path / "into" / "captures") == whole
+    assert call("merge", halves[0] / "captures").stdout == "0 shards copied, 0 bytes; 8 were there\n"
+
+
+def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatch):
+    shutil.copytree(kept, tmp_path / "a" / "captures")
+    bad, other = shards(tmp_path / "a")[:2]
+    cut(bad, None)
+    mine = kept / other.relative_to(tmp_path / "a" / "captures")
+    mine.rename(mine.with_name(f"{mine.name[:5]}-{'0' * 32}.safetensors"))
+    (kept / bad.relative_to(tmp_path / "a" / "captures")).unlink()
+    before = contents(kept)
+    result = call("merge", tmp_path / "a")
+    assert result.exit_code == 0
+    damaged, differs, last = result.stdout.splitlines()
+    assert damaged.startswith(f"{bad}: it was cut or changed") and damaged.endswith("left behind")
+    assert differs.startswith(f"{other}: here that shard has other bytes (") and differs.endswith("ours stays")
+    assert last == "0 shards copied, 0 bytes; 14 were there"
+    assert contents(kept) == before
+
+
+def test_a_folder_without_captures_is_refused(kept, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Refused, match="empty holds no captures; give the folder that LLMGEOM_CACHE named"):
+        cache.merge([tmp_path / "empty"])
+    assert call("merge", tmp_path / "nowhere").exit_code == 2
+
+
+def test_it_is_light():
+    code = (
+        "import sys; from llmgeom.cli import main\n"
+        "for args in (['ls'], ['verify'], ['rm', '--all'], ['--help']):\n"
+        "    main(['cache', *args], standalone_mode=False)\n"
+        "assert not {'torch', 'transformers', 'safetensors'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

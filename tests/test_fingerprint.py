@@ -1,0 +1,235 @@
+"""Whatever decides the bytes of a capture is in its key: change it, and another key is seen."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from llmgeom import fingerprint, hub, plan, store
+from llmgeom.batch import Batch, Text
+from llmgeom.capture import Site
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused
+from llmgeom.store import digest
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, ragged
+
+TEXTS = Batch(Text(("the river is", "a stone in the garden")), ("a", "b"), {"name": "two"})
+
+
+def key(subject: Subject, batch=None, sites=(Site.VALUE,), edits=(), positions="query", batch_tokens=4096):
+    work = subject.work(batch or ragged(), sites, edits, positions=positions, batch_tokens=batch_tokens)
+    run, spec, _ = fingerprint.of(subject, work)
+    return digest(run), digest(spec)
+
+
+def tiny(seed: int = 0, **settings) -> Subject:
+    model = FAMILIES["llama"].model(seed)
+    for name, value in settings.items():
+        setattr(model.config, name, value)
+    return Subject.of(model, name="tiny")
+
+
+def touched() -> Subject:
+    """One number of one weight."""
+    subject = tiny()
+    with torch.no_grad():
+        subject.model.lm_head.weight[0, 0] += 1e-6
+    return subject
+
+
+def eager() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(eager=True), name="tiny")
+
+
+def own() -> Subject:
+    """A model of the same config whose code is not transformers'."""
+    model = FAMILIES["llama"].model()
+    model.__class__ = types.new_class("Own", (type(model),), exec_body=lambda body: body.update(__module__=__name__))
+    return Subject.of(model, name="tiny")
+
+
+def bridged() -> Subject:
+    from llmgeom.tl import BridgeSubject
+
+    return BridgeSubject.of(FAMILIES["llama"].model(), name="tiny")
+
+
+OTHER_RUNS = {
+    "weights": touched,
+    "config": lambda: tiny(rms_norm_eps=1e-3),
+    "dtype": lambda: Subject.of(FAMILIES["llama"].model().to(torch.bfloat16), name="tiny"),
+    "attention path": eager,
+    "backend": bridged,
+    "code of the model": own,
+}
+ZERO = Edit("value", lambda x, _: 0 * x, spec={"do": "zero"})
+OTHER_CAPTURES = {
+    "prompts": {"batch": ragged(seed=2)},
+    "lengths": {"batch": ragged(lengths=(23, 9, 17, 3))},
+    "sites": {"sites": (Site.VALUE, Site.KEY)},
+    "positions": {"positions": "all"},
+    "plan": {"batch_tokens": 23},
+    "an edit": {"edits": (ZERO,)},
+    "its layers": {"edits": (Edit("value", ZERO.function, layers=(1,), spec=ZERO.spec),)},
+    "its point": {"edits": (Edit("z", ZERO.function, spec=ZERO.spec),)},
+    "its positions": {"edits": (Edit("value", ZERO.function, positions="query", spec=ZERO.spec),)},
+    "what it does": {"edits": (Edit("value", ZERO.function, spec={"do": "one"}),)},
+}
+
+
+def test_the_same_is_the_same():
+    assert key(tiny()) == key(tiny())
+    renamed = Subject.of(FAMILIES["llama"].model(), name="by another name")
+    renamed.model.config._name_or_path = "/elsewhere"
+    assert key(renamed) == key(tiny()), "where it lies and what it is called decide nothing"
+
+
+@pytest.mark.parametrize("what", OTHER_RUNS)
+def test_another_model_is_another_run(what):
+    assert key(OTHER_RUNS[what]())[0] != key(tiny())[0]
+
+
+def test_other_prompts_sites_plans_and_edits_are_other_captures():
+    subject = tiny()
+    keys = [key(subject)] + [key(subject, **options) for options in OTHER_CAPTURES.values()]
+    assert len({run for run, _ in keys}) == 1
+    assert len({spec for _, spec in keys}) == len(keys), list(OTHER_CAPTURES)
+
+
+@pytest.mark.parametrize(
+    ("where", "what", "value"),
+    [
+        ("torch", "__version__", "9"),
+        ("transformers", "__version__", "9"),
+        ("torch", "get_num_threads", lambda: 7),
+        ("llmgeom.store", "SCHEMA", 9),
+    ],
+)
+def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch, where, what, value):
+    before = key(tiny())
+    monkeypatch.setattr(sys.modules[where], what, value)
+    store.code.cache_clear()
+    try:
+        assert key(tiny())[0] != before[0]
+    finally:
+        store.code.cache_clear()
+
+
+@pytest.mark.parametrize("name", store.CODE)
+def test_whoever_edits_what_captures_is_not_given_what_the_old_code_captured(monkeypatch, tmp_path, name):
+    for module in store.CODE:
+        shutil.copy(Path(store.__file__).with_name(f"{module}.py"), tmp_path)
+    monkeypatch.setattr(store, "__file__", str(tmp_path / "store.py"))
+    same = store.code.__wrapped__()
+    assert same == store.code()
+    (tmp_path / f"{name}.py").write_text((tmp_path / f"{name}.py").read_text() + "\n")
+    assert store.code.__wrapped__() != same
+
+
+def test_how_batches_share_shards_is_in_the_key(monkeypatch):
+    subject = tiny()
+    before = key(subject, batch_tokens=23)
+    monkeypatch.setattr(plan, "PARTS", 2)
+    assert key(subject, batch_tokens=23) != before
+
+
+def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
+    subject = tiny()
+    keys = [key(subject), key(subject.twin(1)), key(subject.twin(2))]
+    assert len({run for run, _ in keys}) == 1 and len({spec for _, spec in keys}) == 3
+    assert key(tiny().twin(1)) == keys[1]
+    assert key(tiny(initializer_range=0.5).twin(1))[0] != keys[1][0], "the config that they are drawn from"
+
+
+# ---- a model of files ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """A copy of the shipped model, too old to be noted as fresh, and a cache of its own."""
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(fingerprint, "FRESH", -1.0)
+    shutil.copytree(hub.locate("pocket:pythia").path, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    times = path.stat().st_atime_ns, path.stat().st_mtime_ns
+    path.write_bytes(data)
+    os.utime(path, ns=times)
+
+
+def test_a_model_is_known_by_its_files_which_are_read_once(folder, monkeypatch):
+    before, read = fingerprint.of_files(folder), []
+    whole = fingerprint.hashlib.file_digest
+    monkeypatch.setattr(fingerprint.hashlib, "file_digest", lambda f, kind: read.append(f.name) or whole(f, kind))
+    assert fingerprint.of_files(folder) == before and read == []
+    flip(folder / "model.safetensors")
+    after = fingerprint.of_files(folder)
+    assert after != before and read == [str(folder / "model.safetensors")], "same path, size and time of writing"
+    shutil.copytree(folder, folder.with_name("copy"))
+    assert fingerprint.of_files(folder.with_name("copy")) == after, "another place is no other model"
+    (folder / "README.md").write_text("a note")
+    assert fingerprint.of_files(folder) == after
+    (folder.parent / "cache" / "hashes.json").write_text("{cut")
+    assert fingerprint.of_files(folder) == after
+    (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
+    assert fingerprint.of_files(folder) != after
+
+
+def test_what_was_written_just_now_is_not_noted(folder, monkeypatch):
+    monkeypatch.setattr(fingerprint, "FRESH", 60.0)
+    fingerprint.of_files(folder)
+    assert not (folder.parent / "cache" / "hashes.json").exists()
+
+
+def test_a_file_of_the_hub_is_known_by_its_blob_and_not_read(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    snapshot = tmp_path / "models--a--b" / "snapshots" / ("c" * 40)
+    blobs = tmp_path / "models--a--b" / "blobs"
+    for at in (snapshot, blobs):
+        at.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    keys = []
+    for blob in ("1" * 64, "2" * 64):
+        (snapshot / "model.safetensors").unlink(missing_ok=True)
+        (snapshot / "model.safetensors").symlink_to(blobs / blob)  # and no blob there to read
+        keys.append(fingerprint.of_files(snapshot))
+    assert keys[0] != keys[1]
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    assert hub.folder(hub.Located("a/b", "a/b", "c" * 40, "cached")) == snapshot
+
+
+def test_a_loaded_model_is_kept_by_its_files_and_its_tokenizer(folder):
+    subject = Subject.load(str(folder))
+    assert subject.identity == fingerprint.of_files(folder) == Subject.load("pocket:pythia").identity
+    assert key(Subject.load("pocket:pythia"), TEXTS) == key(subject, TEXTS)
+    subject.tokenizer.add_tokens(["river"])
+    relabelled = Subject.of(subject.model, subject.tokenizer, "again", files=subject.identity)
+    fingerprint._tokenizer.cache_clear()
+    assert key(relabelled)[0] != key(Subject.load(str(folder)))[0], "even where the prompts' tokens are the same"
+    flip(folder / "model.safetensors")
+    assert key(Subject.load(str(folder)))[0] != key(Subject.load("pocket:pythia"))[0]
+
+
+def test_untrained_is_not_trained():
+    trained, untrained = Subject.load("pocket:pythia"), Subject.load("pocket:pythia@step0")
+    assert key(trained, TEXTS) != key(untrained, TEXTS)
+    assert key(untrained, TEXTS) != key(trained.twin(1), TEXTS)
+
+
+def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
+    with pytest.raises(Refused, match="is offloaded and was not read from files: capture without store, or load it"):
+        _ = Subject.of(model, name="tiny").identity

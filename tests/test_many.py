@@ -1,0 +1,213 @@
+"""More prompts than memory holds: what is left on disk is measured a layer at a time, and nulls run on a sample."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom import plan
+from llmgeom import scan as scanning
+from llmgeom import subject as subjects
+from llmgeom.batch import Batch, Tokens
+from llmgeom.capture import Capture, Site
+from llmgeom.probes import attention_focus, value_manifold
+from llmgeom.record import Record
+from llmgeom.scan import scan
+from llmgeom.shelf import Shelf
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, VOCAB
+
+N, FEW = 70, 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Subject:
+    return Subject.of(FAMILIES["llama"].model(), name="llama")
+
+
+def prompts(n: int = N, length: int = 14, seed: int = 3) -> Batch:
+    drawn = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, length + 1, (n,), generator=drawn)
+    ids = torch.randint(3, VOCAB, (n, length), generator=drawn)
+    return Batch(Tokens(ids, lengths), tuple(f"t{i // 2}" for i in range(n)), {"name": "random"})
+
+
+def measured(model: Subject, batch: Batch, probes: dict, store: Path | None = None, **options) -> Record:
+    options = {"nulls": 2, "seed": 5, "batch_tokens": 64, "store": None if store is None else str(store)} | options
+    return scan(model, batch, probes, **options)
+
+
+def heads(record: Record, probe: str) -> dict:
+    return {h.name: h for h in record.results[probe].headlines}
+
+
+def same(a: Record, b: Record) -> None:
+    for probe, found in a.results.items():
+        for name, array in found.arrays.items():
+            np.testing.assert_array_equal(array, b.results[probe].arrays[name])
+        assert found.headlines == b.results[probe].headlines and found.warnings == b.results[probe].warnings
+    assert a.prompts == b.prompts and a.warnings == b.warnings and a.facts == b.facts
+
+
+PROBES = {"attention_focus": attention_focus, "value_manifold": value_manifold}
+
+
+# ---- left on disk ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("most", [1000, FEW])
+def test_what_is_measured_from_disk_is_what_is_measured_in_memory(model, tmp_path, monkeypatch, most):
+    monkeypatch.setattr(scanning, "MOST", most)
+    in_memory = measured(model, prompts(), PROBES)
+    monkeypatch.setattr(subjects, "IN_MEMORY", 0)
+    same(measured(model, prompts(), PROBES, tmp_path), in_memory)
+
+
+@pytest.mark.parametrize("positions", ["query", "all"])
+def test_some_prompts_of_a_capture_are_their_rows(model, tmp_path, monkeypatch, positions):
+    batch, chosen = prompts(), torch.tensor([2, 3, 40, 69])
+    options = {"positions": positions, "batch_tokens": 64, "store": str(tmp_path)}
+    whole = model.capture(batch, Site, **options)
+    monkeypatch.setattr(subjects, "IN_MEMORY", 0)
+    left = model.capture(batch, Site, **options)
+    alone = model.capture(batch.take(chosen), Site, positions=positions)
+    for part in (whole.take(chosen), left.take(chosen), left.take(torch.arange(1, 70)).take(chosen - 1)):
+        for name in ("prompt", "position", "lengths"):
+            assert torch.equal(getattr(part, name), getattr(alone, name))
+        assert part.batch.unit == alone.batch.unit
+        for key, tensor in whole.tensors.items():
+            assert torch.equal(part.tensors[key], tensor[torch.isin(whole.prompt, chosen)])
+            assert part.tensors[key].shape[0] == alone.tensors[key].shape[0]
+    assert isinstance(left.take(chosen).tensors, Shelf), "still on disk"
+
+
+def test_one_layer_is_in_memory_at_a_time(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(subjects, "IN_MEMORY", 0)
+    read, alive = Shelf.__getitem__, []
+
+    def counted(self, key):
+        assert sum(tensor() is not None for tensor in alive) <= 1, "the last one, which its reader is about to let go"
+        found = read(self, key)
+        alive.append(weakref.ref(found))
+        return found
+
+    monkeypatch.setattr(Shelf, "__getitem__", counted)
+    measured(model, prompts(), PROBES, tmp_path, nulls=2)
+    assert len(alive) > 50
+
+
+def peak(run) -> tuple[float, Capture]:
+    """MiB by which a call raises the resident size of this process (Linux)."""
+
+    def status(field: str) -> float:
+        line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+        return int(line.split()[1]) / 1024
+
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    made = run()
+    return status("VmHWM") - before, made
+
+
+def test_memory_does_not_grow_with_the_number_of_prompts(model, tmp_path, monkeypatch):
+    sites = {Site.VALUE, Site.KEY, Site.QUERY, Site.Z, Site.RESIDUAL, Site.ATTENTION_WRITE, Site.MLP_WRITE}
+
+    def run(n: int, store: str | None):
+        options = {"positions": "all", "batch_tokens": 1024, "store": store}
+        return peak(lambda: model.capture(prompts(n, 16), sites, **options))
+
+    monkeypatch.setattr(subjects, "IN_MEMORY", 2**20)
+    monkeypatch.setattr(plan, "SHARD", 2**20)
+    few, _ = run(800, str(tmp_path))
+    many, left = run(4800, str(tmp_path))
+    held, whole = run(4800, None)
+    size = sum(tensor.nbytes for tensor in whole.tensors.values()) / 2**20
+    assert size > 130 and held > size
+    assert many < few + 20 and many < size / 4
+    layer, _ = peak(lambda: [x.sum() for x in left.layers(Site.RESIDUAL)])
+    assert layer < 3 * whole.residual[0].nbytes / 2**20
+    for key in ((Site.RESIDUAL, 2), (Site.KEY, 0)):
+        assert torch.equal(left.tensors[key], whole.tensors[key])
+
+
+# ---- nulls of a sample -----------------------------------------------------------------------------------------------
+
+
+def test_nulls_run_on_a_stated_sample_and_means_are_of_all(model, monkeypatch):
+    every = measured(model, prompts(), {"attention_focus": attention_focus})
+    monkeypatch.setattr(scanning, "MOST", FEW)
+    found = measured(model, prompts(), PROBES)
+    assert found.warnings[0] == (
+        f"nulls, and what is held against them, are of {FEW} of the {N} prompts, drawn at random; measured on all: "
+        "attention_focus"
+    )
+    assert found.facts["prompts"] == N and len(found.prompts["text"]) == FEW
+    assert found.facts["prompts_hash"] == every.facts["prompts_hash"]
+    ours, theirs = heads(found, "attention_focus"), heads(every, "attention_focus")
+    for name, head in ours.items():
+        assert (head.value, head.low, head.high, head.n) == (
+            theirs[name].value,
+            theirs[name].low,
+            theirs[name].high,
+            N,
+        )
+    assert {h.n for h in heads(found, "value_manifold").values() if "dimension" not in h.name} == {FEW}
+    again = measured(model, prompts(), PROBES)
+    assert again.prompts == found.prompts and measured(model, prompts(), {}, seed=6).prompts != found.prompts
+
+
+def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, monkeypatch):
+    monkeypatch.setattr(scanning, "MOST", FEW)
+    views = {}
+
+    def probe(name, many):
+        def measure(view):
+            views[name] = view
+            return attention_focus.measure(view)
+
+        needs = scanning.Needs(attention_focus.NEEDS.sites, many=many, read=lambda who, batch: len(batch))
+        return type(attention_focus)(name), needs, measure
+
+    probes = {}
+    for name, many in (("few", False), ("many", True)):
+        module, module.NEEDS, module.measure = probe(name, many)
+        probes[name] = module
+    with pytest.raises(AttributeError):  # the reading is not attention focus's own: the views are what is looked at
+        measured(model, prompts(), probes)
+    few = views["few"]
+    assert few.held is few and few.reading == FEW and len(few.entropy) == FEW == len(few.capture.prompt)
+    batch = few.capture.batch
+    tokens = prompts().inputs
+    chosen = [next(i for i in range(N) if torch.equal(tokens.ids[i], row)) for row in batch.inputs.ids]
+    assert chosen == sorted(set(chosen)) and len(chosen) == FEW and max(chosen) > FEW
+    assert batch.unit == tuple(f"t{i // 2}" for i in chosen)
+    twin = model.twin(6).capture(prompts().take(chosen), few.capture.tensors and {Site.ATTENTION_ENTROPY})
+    for layer, theirs in enumerate(twin.layers(Site.ATTENTION_ENTROPY)):
+        torch.testing.assert_close(few.twins[0].tensors[Site.ATTENTION_ENTROPY, layer], theirs, atol=1e-6, rtol=0)
+    assert all(len(one.prompt) == FEW for one in (*few.twins, *few.shuffled))
+
+
+def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
+    monkeypatch.setattr(scanning, "MOST", FEW)
+    views = []
+    needs = scanning.Needs(frozenset({Site.VALUE}), samples=frozenset({"other"}), many=True)
+    module = type(attention_focus)("seen")
+    module.NEEDS = needs
+
+    def measure(view):
+        views.append(view)
+        raise scanning.Refused("enough")
+
+    module.measure = measure
+    measured(model, prompts(), {"seen": module}, samples={"other": prompts(100, seed=8)}, nulls=2)
+    (view,) = views
+    assert len(view.entropy) == N == len(view.capture.prompt) and len(view.held.entropy) == FEW
+    sample = view.samples["other"]
+    assert len(sample.entropy) == FEW == len(sample.units) and all(len(twin.prompt) == FEW for twin in sample.twins)
+    assert view.twins == () and len(view.held.twins) == 2

@@ -1,0 +1,84 @@
+"""A model spread over places, some of it on disk, gives the captures that it gives in one place."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from llmgeom import hub
+from llmgeom.capture import Site
+from llmgeom.subject import OFFLOADED, Subject
+from tests.families import FAMILIES, ragged
+from tests.test_store import same
+
+WHOLE = {"model.embed_tokens": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu", "model.norm": "disk"}
+SPREAD = {"llama": WHOLE | {"model.rotary_emb": "cpu", "lm_head": "disk"}}
+SPREAD["gpt_neox"] = {
+    "gpt_neox.embed_in": "disk",
+    "gpt_neox.layers.0": "cpu",
+    "gpt_neox.layers.1": "disk",
+    "gpt_neox.final_layer_norm": "cpu",
+    "gpt_neox.rotary_emb": "cpu",
+    "lm_head": "cpu",
+}
+
+
+@pytest.fixture(scope="module", params=SPREAD)
+def folder(request, tmp_path_factory) -> Path:
+    """A tiny model on disk, with a tokenizer, and its places."""
+    path = tmp_path_factory.mktemp(request.param)
+    FAMILIES[request.param].model().save_pretrained(path)
+    for name in (*hub.VOCABULARIES, "tokenizer_config.json"):
+        if (Path(hub.locate("pocket:pythia").path) / name).exists():
+            shutil.copy(Path(hub.locate("pocket:pythia").path) / name, path)
+    return path
+
+
+def load(folder: Path, spread: dict | None) -> Subject:
+    return Subject.load(str(folder), device_map=spread, device="cpu")
+
+
+def spread_of(folder: Path) -> dict:
+    return SPREAD[transformers.AutoConfig.from_pretrained(folder).model_type]
+
+
+def test_what_is_partly_on_disk_is_captured_as_ever(folder, tmp_path):
+    whole, spread = load(folder, None), load(folder, spread_of(folder))
+    assert spread.facts["device"] == "cpu+disk" and whole.facts["device"] == "cpu"
+    assert spread.weight_hash == OFFLOADED and spread.facts["weights"] == spread.identity == whole.identity
+    assert spread.facts["parity"]["logits"] == 0
+    for positions in ("query", "all"):
+        kept = spread.capture(ragged(), Site, positions=positions, store=str(tmp_path))
+        assert same(kept, whole.capture(ragged(), Site, positions=positions))
+    assert same(spread.capture(ragged(), Site, store=str(tmp_path)), whole.capture(ragged(), Site))
+
+
+def test_its_twin_is_spread_alike_and_is_the_twin(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    whole, spread = load(folder, None), load(folder, spread_of(folder))
+    twin = spread.twin(3)
+    assert twin.model.hf_device_map == spread.model.hf_device_map and twin.weight_hash == OFFLOADED
+    assert same(twin.capture(ragged(), Site), whole.twin(3).capture(ragged(), Site))
+    (made,) = tmp_path.iterdir()
+    assert any(made.iterdir())
+    del twin
+    gc.collect()
+    assert not any(tmp_path.iterdir()), "nothing is left on the disk"
+
+
+def test_offloaded_models_of_one_shape_are_not_taken_for_each_other(folder, tmp_path):
+    """Their weights are not in memory to be told apart by."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    FAMILIES[transformers.AutoConfig.from_pretrained(folder).model_type].model(1).save_pretrained(other)
+    made = [
+        load(path, spread_of(folder)).capture(ragged(), {Site.VALUE}, store=str(tmp_path / "cache"))
+        for path in (folder, other)
+    ]
+    assert not torch.equal(made[0].value, made[1].value)

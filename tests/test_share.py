@@ -1,0 +1,220 @@
+"""However many processes divide a scan, and whichever of them is lost, it ends with the bytes of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import share
+from llmgeom.capture import Site
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.scan import Passes
+from llmgeom.share import Share
+from llmgeom.store import Store
+from llmgeom.subject import Subject
+from tests.families import FAMILIES, ragged
+from tests.test_scan import probe
+from tests.test_store import contents, same, shards
+
+SCAN = ["scan", "--domain", "math", "--n", "20", "--limit", "60", "--nulls", "3", "--probes", "attention_focus"]
+SCAN += ["--batch-tokens", "128", "--device", "cpu", "-q"]
+
+
+def call(*args: str, cache: Path):
+    return CliRunner().invoke(main, [*SCAN, *args], prog_name="llmgeom", env={"LLMGEOM_CACHE": str(cache)})
+
+
+def record(folder: Path) -> list:
+    body = json.loads((folder / "record.json").read_text())
+    body.pop("run")
+    return [body, *((folder / n).read_bytes() for n in ("arrays.safetensors", "prompts.jsonl", "report.html"))]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Path:
+    """One process: its cache, and its run folder."""
+    at = tmp_path_factory.mktemp("alone")
+    result = call("--out", str(at / "run"), cache=at / "cache")
+    assert result.exit_code == 0, result.output
+    return at
+
+
+def test_a_job_array_merged_is_one_process(alone, tmp_path, monkeypatch):
+    for i in range(3):
+        result = call("--shard", f"{i}/3", "--out", str(tmp_path / "run"), cache=tmp_path / str(i))
+        assert result.exit_code == 0, result.output
+        assert result.stdout.startswith(f"share {i}/3 is kept in {tmp_path / str(i) / 'captures'}; when all 3 are made")
+        assert not (tmp_path / "run").exists()
+    # The pool, which decides the prompts, is read by each; the rest is divided.
+    each = [{path.name for path in shards(tmp_path / str(i))} for i in range(3)]
+    pool = each[0] & each[1] & each[2]
+    divided = [names - pool for names in each]
+    assert len(pool) == len(each[0] & each[1]) and min(map(len, divided)) >= 4
+    assert sum(map(len, divided)) + len(pool) == len(shards(alone / "cache"))
+    merged = ["cache", "merge", *(str(tmp_path / str(i)) for i in range(3))]
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "all"))
+    assert CliRunner().invoke(main, merged).exit_code == 0
+    assert contents(tmp_path / "all" / "captures") == contents(alone / "cache" / "captures")
+    monkeypatch.setattr(Store, "write", None)
+    result = call("--out", str(tmp_path / "run"), cache=tmp_path / "all")
+    assert result.exit_code == 0 and record(tmp_path / "run") == record(alone / "run")
+
+
+LOST = textwrap.dedent(
+    """
+    import os, pathlib, signal, time
+    from llmgeom.cli import main
+    from llmgeom.subject import Subject
+    fill, begun = Subject.fill, pathlib.Path(os.environ["BEGUN"])
+    def dying(self, work, shards):
+        if os.environ["RANK"] != os.environ["LOSE"]:
+            fill(self, work, shards)
+            begun.touch()
+            return
+        fill(self, work, shards[:1])
+        while not begun.exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    Subject.fill = dying
+    main()
+    """
+)
+
+
+def test_a_lost_process_is_told_and_the_same_command_ends_with_the_bytes_of_one(alone, tmp_path):
+    (tmp_path / "lost.py").write_text(LOST)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    command = [*launch, str(tmp_path / "lost.py"), *SCAN, "--out", str(tmp_path / "run")]
+    env = os.environ | {"LLMGEOM_CACHE": str(tmp_path / "cache"), "BEGUN": str(tmp_path / "begun")}
+    env |= {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    first = subprocess.run(command, capture_output=True, text=True, env=env | {"LOSE": "1"})
+    assert first.returncode != 0
+    (said,) = re.findall(r"llmgeom: another of the 2 processes of this run was lost.*", first.stderr)
+    missing, total = map(int, re.search(r"So far (\d+) of (\d+) shards are missing", said).groups())
+    assert 0 < missing <= total and said.endswith("what is there is kept, and the same command goes on")
+    assert not (tmp_path / "run" / "record.json").exists()
+    kept = {path: path.stat().st_mtime_ns for path in shards(tmp_path / "cache")}
+    again = subprocess.run(command, capture_output=True, text=True, env=env | {"LOSE": "none"})
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.count("report.html") == 1, "the first process speaks"
+    assert {path: path.stat().st_mtime_ns for path in kept} == kept, "what was there is not made again"
+    assert contents(tmp_path / "cache" / "captures") == contents(alone / "cache" / "captures")
+    assert record(tmp_path / "run") == record(alone / "run")
+
+
+# ---- who makes what --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_every_shard_falls_to_exactly_one_process(count):
+    lots = [Share(i, count) for i in range(count)]
+    taken = [(n, one.take(n)) for n in (5, 1, 1, 0, 8) for one in lots]
+    for n in (5, 1, 8):
+        mine = [take for of, take in taken if of == n][:count]
+        assert sorted(i for take in mine for i in take) == list(range(n))
+    assert max(map(len, [one.take(100) for one in lots])) - 100 // count <= 1
+    whole = [one.take(4, whole=True) for one in lots]
+    assert sorted(map(len, whole)) == [0] * (count - 1) + [4]
+
+
+def test_a_twin_that_is_not_built_is_known_by_the_key_of_the_one_that_is(tmp_path):
+    subject = Subject.of(FAMILIES["llama"].model(), name="llama", revision="a" * 40)
+    told = subject.planned(3, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of
+    assert subject.twin(3).work(ragged(), {Site.VALUE}, store=str(tmp_path)).store.of == told
+    assert subject.planned(None, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of != told
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count):
+    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    probes = {"one": probe(None, samples=frozenset({"other"}))}
+    asked = Passes.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
+    options = {"batch_tokens": 24, "store": str(tmp_path)}
+    built, made = [], []
+    twin, shard = Subject.twin, Subject._shard
+    monkeypatch.setattr(Subject, "twin", lambda self, seed: built.append(seed) or twin(self, seed))
+    monkeypatch.setattr(
+        Subject, "_shard", lambda self, work, i: made.append((work.store.of, i)) or shard(self, work, i)
+    )
+    for i in range(count):
+        Share(i, count).fill(subject, asked, progress=None, **options)
+    assert len(made) == len(set(made))
+    assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, "of enough twins, each once"
+    monkeypatch.setattr(Subject, "_pass", None)
+    for seed in (None, *asked.twins):
+        who = subject if seed is None else twin(subject, seed)
+        for batch in asked.batches.values():
+            who.capture(batch, asked.own_sites, **options)
+    for i in range(3):
+        kept = subject.capture(asked.shuffled(i), asked.sites, **options)
+        monkeypatch.undo()
+        assert same(kept, subject.capture(asked.shuffled(i), asked.sites, batch_tokens=24))
+        monkeypatch.setattr(Subject, "_pass", None)
+
+
+# ---- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp_path, monkeypatch):
+    subject = Subject.of(FAMILIES["llama"].model(), name="llama")
+    asked = Passes.of(subject, ragged(), {"one": probe(None, shuffled=False)}, 1, 0, {})
+    options = {"batch_tokens": 24, "store": str(tmp_path)}
+    first = Share(0, 2, launched=True)
+    first.fill(subject, asked, progress=None, **options)
+    monkeypatch.setattr(share, "PATIENCE", 0.1)
+    monkeypatch.setattr(share, "LOOK", 0.02)
+    with pytest.raises(Refused, match=r"^3 of 6 shards are missing and none has come for 0 minutes.*same command goes"):
+        first.wait()
+    waits = []
+    other = Share(1, 2, launched=True)
+
+    def meanwhile(stage, there, total):
+        waits.append((there, total))
+        if len(waits) == 2:
+            other.fill(subject, asked, progress=None, **options)
+
+    first.wait(meanwhile)
+    assert waits == [(3, 6), (3, 6)]
+    first.wait()
+
+
+@pytest.mark.parametrize("text", ["3", "2/2", "a/b", "-1/2", "1/0", "1/2/3", ""])
+def test_a_share_that_is_none_is_refused_with_an_example(text):
+    with pytest.raises(Refused, match=f"^--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4$"):
+        Share.given(text)
+
+
+def test_who_we_are(monkeypatch):
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert Share.given(None) is None and Share.given("1/4") == Share(1, 4)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("RANK", "0")
+    assert Share.given(None) is None
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "2")
+    assert Share.given(None) == Share(2, 3, launched=True)
+    with pytest.raises(Refused, match="a launcher has already divided this run in 3; leave one out"):
+        Share.given("0/2")
+
+
+def test_each_process_has_a_card_of_its_own(monkeypatch):
+    from llmgeom.subject import usable
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert usable(None) == "cuda" == usable("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert usable(None) == "cuda:3" == usable("cuda") and usable("cuda:1") == "cuda:1" and usable("cpu") == "cpu"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert usable(None) == "cpu"
