@@ -2,9 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import re
+
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # variables that hold a token of the hub
+SECRET = re.compile(r"(?<=://)[^/\s@]+(?=@)|\bhf_\w{8,}|(?<=token=)[^&\s'\"]+", re.I)
+
+
+def scrubbed(text: str) -> str:
+    """The text without secrets: a token of the hub, and who logs in where in an address."""
+    for secret in filter(None, map(os.environ.get, TOKENS)):
+        if len(secret) >= 8:  # a shorter one is no token, and would tear words apart
+            text = text.replace(secret, "…")
+    return SECRET.sub("…", text)
+
 
 class Refused(Exception):
-    """A request that cannot be honoured; the command line prints the sentence and exits 1."""
+    """A request that cannot be honoured; the command line prints the sentence and exits 1. It holds no secrets."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(scrubbed(sentence))
 
 
 NO_TOKENIZER = (

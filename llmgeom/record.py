@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,9 +140,30 @@ def write_whole(path: Path, data: bytes) -> None:
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
         raise Refused(f"{path} could not be written ({error.strerror}); choose another --out or free space") from error
+
+
+def tidy(folder: Path, of: str = "") -> None:
+    """Remove what killed processes left half-written in a folder; with `of`, what was to get that name alone."""
+    for path in folder.glob(f".{of or '*'}.*.tmp"):
+        number = path.name.split(".")[-2]
+        if number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    return True
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

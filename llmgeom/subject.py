@@ -17,7 +17,7 @@ import transformers
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom import hub, parity
+from llmgeom import hub, interrupt, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks, without_attention
@@ -174,11 +174,7 @@ class Subject:
         state = self.model.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
             return "not hashed: offloaded"
-        total = hashlib.sha256()
-        for name in sorted(state):
-            total.update(name.encode())
-            total.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
+        return tensors_hash(state)
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
 
@@ -268,12 +264,13 @@ class Subject:
         done = 0
         with self._attached():
             for index, members in enumerate(batches):
-                part = shards.read(index) if shards else None
-                kept = None if part is None else {_key(name): tensor for name, tensor in part.items()}
-                if kept is None:
-                    kept = self._halving(tokens, where, list(members), sites, edits, batch, events)
-                    if shards:
-                        shards.write(index, {_name(key): t for key, t in kept.items()}, {"prompts": list(members)})
+                with interrupt.whole():
+                    part = shards.read(index) if shards else None
+                    kept = None if part is None else {_key(name): tensor for name, tensor in part.items()}
+                    if kept is None:
+                        kept = self._halving(tokens, where, list(members), sites, edits, batch, events)
+                        if shards:
+                            shards.write(index, {_name(key): t for key, t in kept.items()}, {"prompts": list(members)})
                 parts.append(kept)
                 done += len(members)
                 if progress:
@@ -425,6 +422,15 @@ def undisturbed(silent: bool = False):
     finally:
         if bars:
             transformers.utils.logging.enable_progress_bar()
+
+
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names and bytes of tensors, sorted by name; 64 hex digits."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _attention(model: Any) -> str:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from llmgeom import hub
 from llmgeom.errors import Refused
-from llmgeom.record import write_whole
-from llmgeom.subject import undisturbed
+from llmgeom.record import tidy, write_whole
+from llmgeom.subject import tensors_hash, undisturbed
 
 RESUME, TRAINING = "resume.safetensors", "training.json"
 
@@ -32,6 +32,7 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     """The model and what it was trained on; what else is in the folder stays. Raises Refused where it cannot be."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
         temporary.mkdir(parents=True)
         with undisturbed():
             model.save_pretrained(temporary)
@@ -45,8 +46,10 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
             for name in sorted(p.name for p in temporary.iterdir() if p.name != TRAINING):
                 os.replace(temporary / name, folder / name)
             os.replace(temporary / TRAINING, folder / TRAINING)
-    except OSError as error:
-        raise Refused(f"{folder} could not be written ({error.strerror}); free space or change --out") from error
+    except (OSError, SafetensorError) as error:
+        # safetensors writes by itself, and has no number for what went wrong, only words.
+        why = getattr(error, "strerror", None) or str(error)
+        raise Refused(f"{folder} could not be written ({why}); free space or change --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -54,26 +57,46 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
 def held(out: Path, spec: str) -> dict[str, Any] | None:
     """The facts of the finished training in `out`; None where it is new or unfinished, and then the folder is made.
 
-    Raises Refused for a folder that holds another training, or something else.
+    What a killed process left half-written is removed. Raises Refused for a folder that holds another training, or
+    something else.
     """
     if (out / TRAINING).exists():
-        facts = json.loads((out / TRAINING).read_text())
+        facts = told(out / TRAINING)
         if facts.get("spec") == spec:
+            (out / RESUME).unlink(missing_ok=True)  # a kill may have come after the last file, and before this
             return facts
         raise Refused(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
     begun = out / "snapshots" / "step0" / TRAINING
     if begun.exists():
-        facts = json.loads(begun.read_text())
-        if facts["spec"] != spec:
-            other = f"another training, unfinished ({facts['task']})"
+        facts = told(begun)
+        if facts.get("spec") != spec:
+            other = f"another training, unfinished ({facts.get('task')})"
             raise Refused(f"{out} holds {other}; choose another --out, or remove it")
     elif any(out.glob("*.json")):
         raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
+    for folder in (out, out / "snapshots"):
+        tidy(folder)
+    tidy(out.parent, of=out.name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     return None
+
+
+def told(path: Path) -> dict[str, Any]:
+    """The facts of a training.json. Raises Refused for a file that is none."""
+    try:
+        facts = dict(json.loads(path.read_bytes()))
+        for name, kind in _FACTS.items():
+            if name in facts and not isinstance(facts[name], kind):
+                raise TypeError(f"{name} is {facts[name]!r}")
+        return facts
+    except (ValueError, TypeError, RecursionError) as error:
+        raise Refused(f"{path} cannot be read ({error}); remove {path.parent}, and train again") from error
+
+
+_FACTS = {"spec": str, "task": str, "curve": list, "lr": float, "floor_bits": float, "kl_bits": float}
 
 
 def save_state(
@@ -84,38 +107,54 @@ def save_state(
     for i, parameter in enumerate(_parameters(optimizer)):
         tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in optimizer.state[parameter].items()}
     tensors["generator"] = generator.get_state()
-    told = {**facts, "device": generator.device.type}
-    write_whole(out / RESUME, save({k: v.contiguous() for k, v in tensors.items()}, {"llmgeom": json.dumps(told)}))
+    tensors = {k: v.contiguous() for k, v in tensors.items()}
+    said = {**facts, "device": generator.device.type, "sha256": tensors_hash(tensors)}
+    write_whole(out / RESUME, save(tensors, {"llmgeom": json.dumps(said, allow_nan=False)}))
 
 
-def state_facts(out: Path) -> dict[str, Any] | None:
-    """The facts of the state in `out`, None where there is none. Raises Refused for a file that is none."""
+def state_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
+    """The facts of the state in `out`, None where there is none. Raises Refused for a file that is none, and where a
+    spec is given for one of another training."""
     if not (out / RESUME).exists():
         return None
     try:
         with safe_open(out / RESUME, "pt") as file:
-            return json.loads(file.metadata()["llmgeom"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise Refused(f"{out / RESUME} cannot be read ({error}); remove it, and the run starts anew") from error
+            facts = dict(json.loads(file.metadata()["llmgeom"]))
+        facts = {"spec": spec, "recent": [], **facts}
+        kinds = {"step": int, "curve": list, "recent": list, "lr": float, "tried": dict, "device": str}
+        for name, kind in kinds.items():
+            if not isinstance(facts[name], kind):
+                raise TypeError(f"{name} is {facts[name]!r}")
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _useless(out, str(error)) from error
+    if spec is not None and facts["spec"] != spec:
+        raise _useless(out, "it is of another training")
+    return facts
 
 
 def load_state(
-    out: Path, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
+    out: Path, spec: str, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
 ) -> dict[str, Any] | None:
-    """Put the state of `out` into model, optimiser and generator; its facts. Raises Refused as `state_facts`, and for
-    one of another kind of device, whose generator draws other data."""
-    facts = state_facts(out)
+    """Put the state of `out` into model, optimiser and generator; its facts. Raises Refused as `state_facts`, for one
+    that was damaged, and for one of another kind of device, whose generator draws other data."""
+    facts = state_facts(out, spec)
     if facts is None:
         return None
     if facts["device"] != generator.device.type:
         raise Refused(f"{out} was begun on {facts['device']}; go on with --device {facts['device']}, or remove it")
     tensors = load_file(out / RESUME)
+    if facts.get("sha256") != tensors_hash(tensors):
+        raise _useless(out, "its tensors are not those that were saved")
     model.load_state_dict(_under(tensors, "model."))
     for i, parameter in enumerate(_parameters(optimizer)):
         state = _under(tensors, f"optimizer.{i}.")
         optimizer.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
     generator.set_state(tensors["generator"])
     return facts
+
+
+def _useless(out: Path, why: str) -> Refused:
+    return Refused(f"{out / RESUME} cannot be read ({why}); remove it, and the run starts anew")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -127,4 +166,4 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _json(body: Mapping[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+    return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

@@ -6,17 +6,19 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmgeom import wind_tunnels
+from llmgeom import interrupt, wind_tunnels
 from llmgeom.errors import Refused
 from llmgeom.experiments.grades import Grade, grade
 from llmgeom.progress import Progress
@@ -49,22 +51,46 @@ def sweep(
     if not workers:
         return found
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone)
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone, initargs=(stop,))
     try:
-        # The longest first, so that the last one does not run alone.
-        order = sorted(left, key=lambda name: -left[name].steps)
-        futures = {pool.submit(_cell, str(out / name), left[name], n): name for name in order}
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            if progress:
-                progress(stage, len(found), len(cells), futures[future])
+        with _deaf():
+            # The longest first, so that the last one does not run alone.
+            order = sorted(left, key=lambda name: -left[name].steps)
+            futures = {pool.submit(_cell, str(out / name), left[name], n): name for name in order}
+        with interrupt.whole():
+            waiting = set(futures)
+            while waiting and not interrupt.asked():
+                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in done:
+                    found[futures[future]] = future.result()
+                    if progress:
+                        progress(stage, len(found), len(cells), futures[future])
+            if waiting:  # interrupted: every training ends with its step, and its state is saved
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return found
 
 
-def _alone() -> None:
+@contextmanager
+def _deaf():
+    """Processes that are started here do not hear Ctrl-C, which a terminal sends to all: this one tells them to stop."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _alone(stop: Any) -> None:
     """One thread; and no worker outlives a run that was killed, to write into the folder of the next."""
+    interrupt.obey(stop.is_set)
     torch.set_num_threads(1)
     threading.Thread(target=_follow, daemon=True).start()
 
