@@ -253,6 +253,7 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch, tmp_path):
 
 
 def test_list_and_doctor(monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
     assert "pocket:pythia" in call("list", "models").stdout
     assert "value_manifold" in call("list", "probes").stdout
