@@ -65,7 +65,10 @@ class Record:
         from safetensors.numpy import save
 
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritten(folder, error) from error
         arrays = {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
@@ -145,7 +148,12 @@ def write_whole(path: Path, data: bytes) -> None:
             temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise Refused(f"{path} could not be written ({error.strerror}); choose another --out or free space") from error
+        raise _unwritten(path, error) from error
+
+
+def _unwritten(path: Path, error: OSError) -> Refused:
+    why = f"{path} could not be written ({error.strerror})"
+    return Refused(f"{why}; free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)")
 
 
 def tidy(folder: Path, of: str = "") -> None:

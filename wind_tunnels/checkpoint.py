@@ -33,7 +33,7 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
-        temporary.mkdir(parents=True)
+        temporary.mkdir()  # not its parents: a folder that was deleted is not made again without what it held
         with undisturbed():
             model.save_pretrained(temporary)
         (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
@@ -78,7 +78,7 @@ def held(out: Path, spec: str) -> dict[str, Any] | None:
         tidy(folder)
     tidy(out.parent, of=out.name)
     try:
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "snapshots").mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     return None

@@ -80,7 +80,7 @@ def sweep(
 
 @contextmanager
 def _deaf():
-    """Processes that are started here do not hear Ctrl-C, which a terminal sends to all: this one tells them to stop."""
+    """Processes started here do not hear Ctrl-C, which a terminal sends to all: this one tells them to stop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
