@@ -269,6 +269,7 @@ class Subject:
                     kept = None if part is None else {_key(name): tensor for name, tensor in part.items()}
                     if kept is None:
                         kept = self._halving(tokens, where, list(members), sites, edits, batch, events)
+                        self._finite(kept, tokens, where, members, batch)
                         if shards:
                             shards.write(index, {_name(key): t for key, t in kept.items()}, {"prompts": list(members)})
                 parts.append(kept)
@@ -375,11 +376,33 @@ class Subject:
         self._run(recorder, tokens.data[[prompt], :length])
         bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
         place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
-        text = batch.text[prompt][:60] if not isinstance(batch.inputs, Tokens | Rows) else ""
+        where = self._called(tokens, prompt, batch)
         return (
-            f"{self.name} gives logits that are not finite on prompt {prompt + 1} ({text!r}); the first numbers that "
+            f"{self.name} gives logits that are not finite on {where}; the first numbers that "
             f"are not finite come from {place}: try --dtype float32, or check the weights"
         )
+
+    def _called(self, tokens: Tokens | Rows, prompt: int, batch: Batch) -> str:
+        if batch.source.get("kind") == "parity":
+            return f"prompt {prompt + 1} (random tokens, the check at load)"
+        if self.tokenizer is None:
+            return f"prompt {prompt + 1}"
+        text = self.tokenizer.decode(tokens.data[prompt, : tokens.lengths[prompt]])
+        return f"prompt {prompt + 1} ({text[:60]!r})"
+
+    def _finite(self, kept, tokens, where, members, batch) -> None:
+        """Raises Refused where a row of a batch is not finite although its logits are, as a soft-cap can make them."""
+        for (site, layer), tensor in kept.items():
+            if torch.isfinite(tensor.sum(dtype=torch.float32)):  # reads once, where isfinite makes two copies
+                continue
+            rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).nonzero()
+            if len(rows):
+                prompt = members[int(where[list(members)].nonzero()[rows[0, 0], 0])]
+                what = site.value.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
+                raise Refused(
+                    f"{self.name}: {what} is not finite on {self._called(tokens, prompt, batch)}, and nothing is "
+                    "averaged over it: try --dtype float32, or check the weights"
+                )
 
     def _store(self, root, batch, tokens, where, batches, sites, edits) -> Store:
         spec = {
