@@ -161,27 +161,39 @@ def tunnel(folder: str) -> bool:
 
 
 def tunnel_task(folder: str) -> str:
-    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it."""
-    return str(_json(os.path.join(folder, TUNNEL))["task"])
+    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it. Raises
+    Refused as `trusted`."""
+    return trusted(tunnel_facts(folder)["trained_on"], folder)
+
+
+def trusted(task: str, folder: str) -> str:
+    """A task that the files of a model's folder name. Raises Refused where it is Python code that came with them."""
+    path, is_code, _ = task.partition(".py:")
+    place = Path(folder).resolve()
+    if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
+        raise Refused(
+            f"{folder}: its task is Python code of its own, {path}.py, which is not run unasked; read it, then name it "
+            "with --task, or put it elsewhere and correct task.json and training.json"
+        )
+    return task
 
 
 def tunnel_facts(folder: str) -> dict[str, Any]:
     """What the model in a folder was trained on, as facts of a subject: the task, and how many queries, the first ones,
-    a loss was on; empty where it was trained in no wind tunnel."""
+    a loss was on; empty where it was trained in no wind tunnel. Raises Refused for a task.json that is none."""
     if not tunnel(folder):
         return {}
     path = os.path.join(folder, TUNNEL)
     told = _json(path)
-    try:
-        return {"trained_on": str(told["task"]), "trained_queries": int(told["trained"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise _corrupt(path, f"it does not say what was trained: {error}") from error
+    if not isinstance(told.get("task"), str) or type(told.get("trained")) is not int or told["trained"] < 1:
+        raise _corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
+    return {"trained_on": told["task"], "trained_queries": told["trained"]}
 
 
 def _json(path: str) -> dict[str, Any]:
     try:
         return dict(json.loads(Path(path).read_bytes()))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise _corrupt(path, f"not a JSON object: {error}") from error
 
 

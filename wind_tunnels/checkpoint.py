@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,8 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
-        temporary.mkdir()  # not its parents: a folder that was deleted is not made again without what it held
+        # Parents at the first alone: a folder that was deleted is not made again without what it held.
+        temporary.mkdir(parents=not facts.get("step"))
         with undisturbed():
             model.save_pretrained(temporary)
         (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
@@ -61,7 +63,7 @@ def held(out: Path, spec: str) -> dict[str, Any] | None:
     something else.
     """
     if (out / TRAINING).exists():
-        facts = told(out / TRAINING)
+        facts = told(out / TRAINING, FINISHED)
         if facts.get("spec") == spec:
             (out / RESUME).unlink(missing_ok=True)  # a kill may have come after the last file, and before this
             return facts
@@ -78,25 +80,51 @@ def held(out: Path, spec: str) -> dict[str, Any] | None:
         tidy(folder)
     tidy(out.parent, of=out.name)
     try:
-        (out / "snapshots").mkdir(parents=True, exist_ok=True)
+        out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     return None
 
 
-def told(path: Path) -> dict[str, Any]:
-    """The facts of a training.json. Raises Refused for a file that is none."""
+def told(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """The facts of a training.json. Raises Refused for a file that is none, or that lacks what is needed."""
     try:
-        facts = dict(json.loads(path.read_bytes()))
-        for name, kind in _FACTS.items():
-            if name in facts and not isinstance(facts[name], kind):
-                raise TypeError(f"{name} is {facts[name]!r}")
+        facts = dict(json.loads(path.read_bytes(), parse_constant=float))
+        for name in (*needed, *FACTS.keys() & facts.keys()):
+            if not FACTS[name](facts.get(name)):
+                raise ValueError(f"its {name} is {facts.get(name)!r}"[:200])
         return facts
-    except (ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise Refused(f"{path} cannot be read ({error}); remove {path.parent}, and train again") from error
 
 
-_FACTS = {"spec": str, "task": str, "curve": list, "lr": float, "floor_bits": float, "kl_bits": float}
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _curve(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(point, list) and len(point) == 2 and _count(point[0]) and _number(point[1]) for point in value
+    )
+
+
+FACTS: dict[str, Callable[[Any], bool]] = {
+    "spec": lambda value: isinstance(value, str),
+    "task": lambda value: isinstance(value, str),
+    "training": lambda value: isinstance(value, dict) and _number(c := value.get("corrupt", 0.0)) and 0 <= c <= 1,
+    "step": _count,
+    "sequences": _count,
+    "parameters": _count,
+    "lr": _number,
+    "floor_bits": _number,
+    "kl_bits": _number,
+    "curve": lambda value: _curve(value) and len(value) > 0,
+}
+FINISHED = ("spec", "task", "training", "step", "parameters", "lr", "floor_bits", "kl_bits", "curve")
 
 
 def save_state(
@@ -121,10 +149,12 @@ def state_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
         with safe_open(out / RESUME, "pt") as file:
             facts = dict(json.loads(file.metadata()["llmgeom"]))
         facts = {"spec": spec, "recent": [], **facts}
-        kinds = {"step": int, "curve": list, "recent": list, "lr": float, "tried": dict, "device": str}
-        for name, kind in kinds.items():
-            if not isinstance(facts[name], kind):
-                raise TypeError(f"{name} is {facts[name]!r}")
+        good = {"step": _count, "curve": _curve, "lr": _number, "recent": lambda value: all(map(_number, value))}
+        for name, fits in good.items():
+            if not fits(facts[name]):
+                raise ValueError(f"its {name} is {facts[name]!r}"[:200])
+        if not isinstance(facts["tried"], dict) or not isinstance(facts["device"], str):
+            raise ValueError("it does not say where it was begun")
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise _useless(out, str(error)) from error
     if spec is not None and facts["spec"] != spec:

@@ -24,6 +24,7 @@ from llmgeom.subject import usable
 from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.answers import Categorical
 from llmgeom.wind_tunnels.checkpoint import (
+    FINISHED,
     RESUME,
     TRAINING,
     held,
@@ -234,7 +235,7 @@ def train(
             (out / RESUME).unlink(missing_ok=True)
     if run.world > 1:
         torch.distributed.barrier()
-    return Trained.of(out, told(out / TRAINING))
+    return Trained.of(out, told(out / TRAINING, FINISHED))
 
 
 def _check(losses: list[Tensor], step: int, out: Path, world: int) -> list[float]:
@@ -414,7 +415,12 @@ def _loaded(start: str, task: Task) -> nn.Module:
     located = hub.locate(start)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            located.path, revision=located.revision, local_files_only=located.local_only, dtype=torch.float32
+            located.path,
+            revision=located.revision,
+            local_files_only=located.local_only,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except Exception as error:
         raise hub.explain(error, located) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -37,6 +36,7 @@ from llmgeom.result import Result
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import laws
+from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 from llmgeom.wind_tunnels.task import Task
 
 __all__ = ["Request", "examine", "grade", "perform", "table"]
@@ -49,25 +49,21 @@ class Told:
     task: str = ""
     trained: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
 
     @classmethod
     def of(cls, folder: str) -> Told:
         if not hub.tunnel(folder):
             return cls()
-        try:
-            task = json.loads((Path(folder) / hub.TUNNEL).read_text(encoding="utf-8"))
-            beside = Path(folder) / "training.json"
-            facts = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
-            return cls(str(task["task"]), int(task["trained"]), dict(facts))
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refused(f"{folder}: task.json or training.json cannot be read ({error}); train it again") from error
+        found, beside = hub.tunnel_facts(folder), Path(folder) / TRAINING
+        return cls(found["trained_on"], found["trained_queries"], told(beside) if beside.exists() else {}, folder)
 
     def asked(self, spec: str | None, model: str) -> Task:
         """The task of a spec, or else the model's own. Raises Refused where there is neither, and for one that breaks
-        its laws."""
+        its laws, or is code that came with the model."""
         if not (spec or self.task):
             raise Refused(f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task")
-        task = wind_tunnels.named(spec or self.task)
+        task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
         laws.obeyed(task)
         return task
 

@@ -297,12 +297,19 @@ def estimate(plan: Plan) -> dict[str, Any]:
     from transformers import AutoConfig, AutoTokenizer
 
     located = plan.located
-    shared = {"revision": located.revision, "local_files_only": located.local_only}
+    shared = {
+        "revision": located.revision,
+        "local_files_only": located.local_only,
+        "trust_remote_code": plan.request.trust_remote_code,
+    }
     own = hub.tunnel(located.path)
     if own:
         from llmgeom.wind_tunnels.models.sizes import counted
-    tokenizer = None if own else AutoTokenizer.from_pretrained(located.path, **shared)
-    whole = AutoConfig.from_pretrained(located.path, **shared)
+    try:
+        tokenizer = None if own else AutoTokenizer.from_pretrained(located.path, **shared)
+        whole = AutoConfig.from_pretrained(located.path, **shared)
+    except Exception as error:
+        raise hub.explain(error, located) from error
     config = whole.get_text_config()
     layers, width = config.num_hidden_layers, config.hidden_size
     parameters = counted(whole) if own else 12 * layers * width**2 + 2 * config.vocab_size * width
