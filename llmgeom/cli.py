@@ -40,6 +40,9 @@ class Door(click.Group):
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
         given = list(kwargs.get("args") or (args[0] if args else None) or sys.argv[1:])
+        if odd := [word for word in given if any("\ud800" <= c <= "\udfff" for c in word)]:
+            # It could be opened, and then written into no record.
+            _fail(f"{odd[0]!r} is not UTF-8: rename what it names", 1)
         loud = given.count("--verbose") + sum(word.count("v") for word in given if re.fullmatch("-[qv]+", word)) > 1
         # Of several processes none may wait for the end of a step that the others have left: there Ctrl-C is at once.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
@@ -51,7 +54,7 @@ class Door(click.Group):
                 _fail(_unforeseen(abort.__cause__ or abort), 1, abort if loud else None)
             _fail(f"interrupted; nothing is half-written. Continue with: {shlex.join(['llmgeom', *given])}", 130)
         except click.ClickException as error:
-            error.message = scrubbed(error.message)
+            error.message = _short(scrubbed(error.message))
             error.show()
             sys.exit(error.exit_code)
         except Refused as refusal:
@@ -75,8 +78,13 @@ def _fail(sentence: str, code: int, error: BaseException | None = None) -> None:
 
     if error is not None:
         click.echo(scrubbed("".join(traceback.format_exception(error))), err=True)
-    click.echo(f"llmgeom: {visible(scrubbed(sentence))}", err=True)
+    click.echo(f"llmgeom: {visible(_short(scrubbed(sentence)))}", err=True)
     sys.exit(code)
+
+
+def _short(sentence: str, ends: int = 500) -> str:
+    """A sentence that repeats a value of any length, without its middle."""
+    return sentence if len(sentence) <= 2 * ends else f"{sentence[:ends]} … {sentence[-ends:]}"
 
 
 def _unforeseen(error: BaseException) -> str:

@@ -24,6 +24,18 @@ class Refused(Exception):
         super().__init__(scrubbed(sentence))
 
 
+MOST = 10**6  # of what is counted: prompts, sequences, draws of a null
+LARGEST = 2**31 - 1  # of a seed
+
+
+def bounded(*given: tuple[str, int | None, int], most: int = MOST) -> None:
+    """(flag, value, least), ...: raises Refused for a value below its least, or above what could ever be done."""
+    for flag, value, least in given:
+        top = LARGEST if flag in ("--seed", "--batch-tokens") else most
+        if value is not None and not least <= value <= top:
+            raise Refused(f"{flag} {value}: expected at {f'least {least}' if value < least else f'most {top}'}")
+
+
 NO_TOKENIZER = (
     "has no tokenizer, so it cannot read text: scan or grade a model of a wind tunnel on its task; for another, pass "
     "one to Subject.of"

@@ -144,8 +144,8 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             if absent := [shard for shard in shards if not os.path.isfile(os.path.join(folder, shard))]:
                 found = f"{len(absent)} of {len(shards)} weight files are missing, first {absent[0]}"
                 raise _Incomplete(f"{name}: {found}; copy or download them again")
-        for shard in shards:
-            _intact(os.path.join(folder, shard))
+        tensors = sum(_intact(os.path.join(folder, shard)) for shard in shards)
+        _plausible(config, tensors, os.path.join(folder, "config.json"))
         if tunnel(folder):
             return
         if not set(VOCABULARIES) & set(names) and not (trust_remote_code and "tokenizer_config.json" in names):
@@ -212,8 +212,17 @@ def _weights(names: Iterable[str], name: str) -> str:
     raise _Incomplete(f"{name}: no weights; expected {SAFE[0]} or {SAFE[1]}{(other or [''])[0]}")
 
 
-def _intact(path: str) -> None:
-    """A safetensors file is as long as its header says; no tensor is read."""
+def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
+    """Refuses a config.json that asks for more layers than there are tensors: transformers would make them all."""
+    inner = config.get("text_config")
+    for body in (config, inner if isinstance(inner, dict) else {}):
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            if isinstance(layers := body.get(name), int | float) and not layers <= tensors:
+                raise _corrupt(path, f"{name} is {layers}, and its weights hold {tensors} tensors")
+
+
+def _intact(path: str) -> int:
+    """A safetensors file is as long as its header says, else it is refused; how many tensors. None is read."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(8)
@@ -229,6 +238,7 @@ def _intact(path: str) -> None:
             raise _corrupt(path, "its header is not that of a safetensors file") from error
     if size != 8 + length + end:
         raise _corrupt(path, f"{size} bytes where its header says {8 + length + end}")
+    return len(header.keys() - {"__metadata__"})
 
 
 def _native(model_type: object) -> bool:

@@ -140,16 +140,16 @@ class Subject:
                 )
             if not device_map:
                 loaded = loaded.to(device)
+            told = hub.tunnel_facts(located.path)
+            subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
+            if located.step0:
+                subject = subject.twin(_init_seed(located.path))
+            subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
+            checked = {"weights": subject.weight_hash, "parity": subject.check(), "note": located.note or None}
         except Refused:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        told = hub.tunnel_facts(located.path)
-        subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
-        if located.step0:
-            subject = subject.twin(_init_seed(located.path))
-        subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
-        checked = {"weights": subject.weight_hash, "parity": subject.check(), "note": located.note or None}
         return replace(subject, facts={**subject.facts, **checked})
 
     def twin(self, seed: int) -> Subject:
@@ -431,20 +431,29 @@ def usable(device: str | None) -> str:
     """The device that is asked for, or the first GPU where there is one. Raises Refused for one that is not here."""
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    try:
+        if device and torch.empty(0, device=device).is_meta:
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise Refused(f"--device {device}: {str(error).splitlines()[0]}; use --device cpu") from error
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @contextmanager
 def undisturbed(silent: bool = False):
-    """transformers' own progress bars off; where `silent`, no request to the hub. Both are as before afterwards."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+    """transformers' own progress bars and reports off, since what matters in them we say; where `silent`, no request
+    to the hub. All is as before afterwards."""
+    logging = transformers.utils.logging
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         with hub.silence() if silent else nullcontext():
             yield
     finally:
+        logging.set_verbosity(verbosity)
         if bars:
-            transformers.utils.logging.enable_progress_bar()
+            logging.enable_progress_bar()
 
 
 def tensors_hash(tensors: Mapping[str, Tensor]) -> str:

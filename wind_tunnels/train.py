@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from llmgeom import hub, interrupt, wind_tunnels
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.information import bits
 from llmgeom.progress import Progress
 from llmgeom.store import digest
@@ -40,6 +40,7 @@ from llmgeom.wind_tunnels.task import Split, Task, seeded
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
+LONG = 10**9  # steps, or parameters, of a training
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
 JUDGED = 1024  # held-out sequences that choose a learning rate
 
@@ -88,15 +89,15 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("steps", self.steps, 1),
-            ("batch", self.batch, 1),
-            ("warmup", self.warmup, 0),
-            ("snapshots", self.snapshots, 2),
-            ("seed", self.seed, 0),
-        ):
-            if value < least:
-                raise Refused(f"--{name} {value}: expected at least {least}")
+        bounded(
+            ("--steps", self.steps, 1), ("--warmup", self.warmup, 0), ("--match-params", self.parameters, 0), most=LONG
+        )
+        bounded(("--batch", self.batch, 1), ("--seed", self.seed, 0))
+        bounded(("--snapshots", self.snapshots, 2), most=1000)
+        if 12 * self.layers * self.width**2 > LONG:
+            raise Refused(
+                f"--width {self.width} --layers {self.layers}: more than {LONG:,} parameters; a wind tunnel takes fewer"
+            )
         for name, word, words in (
             ("schedule", self.schedule, ("cosine", "constant")),
             ("targets", self.targets, ("hard", "soft")),
@@ -456,7 +457,10 @@ def floor(task: Task, corrupt: float, seed: int) -> float:
     drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
     exact = task.log_predictive(drawn.inputs)[:, : task.trained]
     exact = corrupted(exact, corrupt) if corrupt else exact
-    return float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
+    found = float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
+    if not math.isfinite(found):
+        raise Refused(f"{task.title}: the entropy of its exact answers is {found}; give it less extreme values")
+    return found
 
 
 # ---- the learning rate ----------------------------------------------------------------------------------------------

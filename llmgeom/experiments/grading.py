@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims, hub, wind_tunnels
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
 from llmgeom.experiments.grades import (
     Scores,
@@ -63,7 +63,10 @@ class Told:
         its laws, or is code that came with the model."""
         if not (spec or self.task):
             raise Refused(f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task")
-        task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
+        try:
+            task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
+        except Refused as refusal:
+            raise refusal if spec else Refused(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
         laws.obeyed(task)
         return task
 
@@ -206,9 +209,7 @@ class Request(request.Request):
 
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom grade`: check, load, grade, save the record and its page; (folder, record)."""
-    for flag, value, least in (("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0)):
-        if value < least:
-            raise Refused(f"{flag} {value}: expected at least {least}")
+    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
     if asked.backend != "transformers":
         raise Refused(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
     located = asked.locate()

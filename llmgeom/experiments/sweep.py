@@ -110,8 +110,11 @@ def _held(folder: Path, training: Training, n: int) -> dict[str, Any] | None:
     path = folder / GRADE
     if not path.exists():
         return None
-    body = json.loads(path.read_text())
-    return body["numbers"] if body["spec"] == _spec(training, n) else None
+    try:
+        body = json.loads(path.read_text())
+        return dict(body["numbers"]) if body["spec"] == _spec(training, n) else None
+    except (ValueError, TypeError, KeyError):
+        return None  # damaged: graded again
 
 
 def _cell(folder: str, training: Training, n: int) -> dict[str, Any]:
