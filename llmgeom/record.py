@@ -101,17 +101,29 @@ class Record:
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Record:
         """Read a run folder back. Raises Refused where it is missing, unfinished, damaged or of another schema."""
+        folder = Path(folder)
+        try:
+            return cls._loaded(folder)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"[:200]
+            raise Refused(f"{folder}/record.json is no record of llmgeom ({said}); run the scan again") from error
+
+    @classmethod
+    def _loaded(cls, folder: Path) -> Record:
+        from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        folder = Path(folder)
         try:
             body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise Refused(f"{folder} holds no record.json: give the folder that `llmgeom scan` printed") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise Refused(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
         if body.get("schema") != SCHEMA:
             raise Refused(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
+        for name, kind in _PARTS.items():
+            if not isinstance(body[name], kind):
+                raise TypeError(f"{name} is {body[name]!r}")
         blobs = {}
         for name, expected in body["files"].items():
             try:
@@ -120,7 +132,10 @@ class Record:
                 raise Refused(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
             if hashlib.sha256(blobs[name]).hexdigest() != expected:
                 raise Refused(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
-        arrays = load(blobs["arrays.safetensors"])
+        try:
+            arrays = load(blobs["arrays.safetensors"])
+        except SafetensorError as error:
+            raise Refused(f"{folder}/arrays.safetensors cannot be read ({error}); run the scan again") from error
         rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
         return cls(
             results={probe: _measured(probe, plain, arrays) for probe, plain in body["results"].items()},
@@ -132,6 +147,11 @@ class Record:
             warnings=tuple(body["warnings"]),
             run=body["run"],
         )
+
+
+_PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "files", "run"), dict) | {
+    "warnings": list
+}
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -93,6 +93,7 @@ class Training:
             ("--steps", self.steps, 1), ("--warmup", self.warmup, 0), ("--match-params", self.parameters, 0), most=LONG
         )
         bounded(("--batch", self.batch, 1), ("--seed", self.seed, 0))
+        bounded(("--width", self.width, 1), ("--layers", self.layers, 1), ("--heads", self.heads, 0))
         bounded(("--snapshots", self.snapshots, 2), most=1000)
         if 12 * self.layers * self.width**2 > LONG:
             raise Refused(

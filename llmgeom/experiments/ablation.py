@@ -454,6 +454,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
     bounded(
         ("--n", n, 5 if asked.sula else 20),
+        ("--limit", asked.limit, 20),
         ("--controls", asked.controls, 1),
         ("--nulls", asked.nulls, 1),
         ("--seed", asked.seed, 0),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom import hub
 from llmgeom.errors import Refused
+from llmgeom.record import tidy
 from llmgeom.store import digest
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ def check_folder(folder: Path, spec: str) -> None:
     if existing.exists():
         try:
             other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
-        except (ValueError, OSError):
+        except (ValueError, OSError, AttributeError, RecursionError):
             other = "unreadable"
         if other != spec:
             raise Refused(f"{folder} holds another run; choose another --out, or remove it first")
@@ -103,7 +104,8 @@ def check_folder(folder: Path, spec: str) -> None:
         raise Refused(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}"
+        tidy(folder)
+        probe = folder / f".writable.{os.getpid()}.tmp"
         probe.touch()
         probe.unlink()
     except OSError as error:
