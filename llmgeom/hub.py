@@ -192,9 +192,12 @@ def tunnel_facts(folder: str) -> dict[str, Any]:
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(Path(path).read_bytes()))
-    except (ValueError, TypeError, RecursionError) as error:
+        found = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
         raise _corrupt(path, f"not a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise _corrupt(path, f"not a JSON object: {type(found).__name__}")
+    return found
 
 
 def _weights(names: Iterable[str], name: str) -> str:

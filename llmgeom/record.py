@@ -124,6 +124,8 @@ class Record:
         for name, kind in _PARTS.items():
             if not isinstance(body[name], kind):
                 raise TypeError(f"{name} is {body[name]!r}")
+        if not isinstance(body["subject"]["name"], str):
+            raise TypeError(f"the subject's name is {body['subject']['name']!r}")
         blobs = {}
         for name, expected in body["files"].items():
             try:
