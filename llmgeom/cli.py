@@ -197,6 +197,8 @@ def scan(**options: Any) -> int:
     say = {name: options.pop(name) for name in ("fail_on", "dry_run", "as_json", "quiet", "verbose")}
     chosen = options.pop("probes")
     names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
+    if names == ():
+        raise Refused("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     plan = prepare(Request(probes=names, **options), write=not say["dry_run"])
     if say["dry_run"]:
         _show_estimate(estimate(plan), say["as_json"])

@@ -435,7 +435,8 @@ def usable(device: str | None) -> str:
         if device and torch.empty(0, device=device).is_meta:
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise Refused(f"--device {device}: {str(error).splitlines()[0]}; use --device cpu") from error
+        why = str(error).splitlines()[0].partition(". ")[0][:200]
+        raise Refused(f"--device {device}: {why}; use --device cpu") from error
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
