@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants
 
-from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.errors import Refused, UnsupportedModel, scrubbed
 
 POCKET = Path(__file__).parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
@@ -379,7 +379,7 @@ def _corrupt(path: str, why: str) -> Refused:
 
 def _first_line(error: BaseException) -> str:
     text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return scrubbed(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
 
 
 def _verdict(error: BaseException, model: str, revision: str | None) -> Refused | None:

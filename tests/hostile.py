@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from click.testing import CliRunner, Result
 
 from llmgeom.cli import main
+from llmgeom.reports.text import visible
 
 SECONDS = 60  # after which a command hangs; the slowest here takes three
 CODES = (0, 1, 2, 3, 130)
@@ -39,8 +40,8 @@ def ended(*words: str) -> Result:
     assert done.exit_code in CODES and isinstance(done.exception, SystemExit | None), (words, done.exception)
     said = done.stderr
     assert "Traceback" not in said and "should not have happened" not in said, (words, said)
-    assert all(c == "\n" or c.isprintable() for c in said), (words, said)
-    lines = [line for line in said.splitlines() if line]
+    assert visible(said.replace("\n", "")) == said.replace("\n", ""), (words, said)
+    lines = [line for line in said.split("\n") if line]
     if done.exit_code in (1, 130):
         assert len(lines) == 1 and lines[0].startswith("llmgeom: "), (words, said)
     if done.exit_code:

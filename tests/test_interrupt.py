@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 from llmgeom import interrupt
 from llmgeom.cli import main
+from llmgeom.record import tidy, write_whole
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import train as trainer
 from tests.kills import files
@@ -81,6 +82,32 @@ def test_another_thread_is_left_alone():
     thread.start()
     thread.join()
     assert ends == [True]
+
+
+def test_an_interrupted_write_leaves_no_file(tmp_path, monkeypatch):
+    def ctrl_c(_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", ctrl_c)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "a", b"x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_process_that_still_runs_is_writing_stays(tmp_path):
+    """Process 1 runs always."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    gone = ended.pid
+    names = [f".a.{os.getpid()}.tmp", ".a.1.tmp", f".a.{gone}.tmp", f".b.{gone}.tmp", ".a.tmp", "a", ".a.x.tmp"]
+    for name in names:
+        (tmp_path / name).touch()
+    (tmp_path / f".c.{gone}.tmp").mkdir()
+    (tmp_path / f".c.{gone}.tmp/x").touch()
+    tidy(tmp_path, of="b")
+    assert {p.name for p in tmp_path.iterdir()} == {*names, f".c.{gone}.tmp"} - {f".b.{gone}.tmp"}
+    tidy(tmp_path)
+    assert {p.name for p in tmp_path.iterdir()} == {*names} - {f".a.{gone}.tmp", f".b.{gone}.tmp"}
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------

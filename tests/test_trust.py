@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from llmgeom import hub
 from llmgeom.cli import main
 from llmgeom.errors import Refused, scrubbed
+from llmgeom.experiments import scanning
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.train import Training, train
 
@@ -162,6 +163,20 @@ def test_a_task_that_is_code_in_the_model_s_own_folder_is_not_run(tunnel, tmp_pa
     done = call(*words, "--out", str(tmp_path / "out"), "--n", "20")
     assert done.exit_code == 1 and "is not run unasked" in done.stderr and "--task" in done.stderr, done.output
     assert not (tmp_path / "mark").exists()
+
+
+def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp_path):
+    for folder in ("model", "model/snapshots/step1", "model/sub/.."):
+        with pytest.raises(Refused, match="is not run unasked"):
+            hub.trusted(f"{tmp_path}/model/own.py:Own", str(tmp_path / folder))
+    for task in (f"{tmp_path}/own.py:Own", f"{tmp_path}/model2/own.py:Own", "coin:flips=4", "hmm"):
+        assert hub.trusted(task, str(tmp_path / "model")) == task
+
+
+def test_what_a_record_says_of_its_model_and_command_holds_no_secret(monkeypatch):
+    error = ConnectionError(f"no way to https://me:{TOKEN}@h/x?token={OTHER}")
+    assert hub._first_line(error) == "no way to https://…@h/x?token=…"
+    assert TOKEN not in scanning.Request(model=f"https://me:{TOKEN}@h/x").command()
 
 
 # ---- secrets --------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom import hub
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, scrubbed
 from llmgeom.record import tidy
 from llmgeom.store import digest
 
@@ -54,7 +54,7 @@ class Request:
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     words += [flag, str(one)]
-        return shlex.join(words)
+        return scrubbed(shlex.join(words))
 
     def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: str) -> str:
         """Hash of what decides the bytes of a run: every flag but `without`, where the output goes, what it runs on and
