@@ -4,35 +4,63 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import sys
+import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import click
 from click.core import ParameterSource
 
-from llmgeom import __version__, hub
-from llmgeom.errors import Refused
+from llmgeom import __version__, hub, interrupt
+from llmgeom.errors import Refused, scrubbed
 from llmgeom.progress import bar
 
 
+class Verb(click.Command):
+    """A command; each has -v, since -vv shows the traceback of whatever ends it."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if all(param.name != "verbose" for param in self.params):
+            names, told = ["--verbose", "-v"], "Twice: where something goes wrong, the traceback too."
+            self.params.append(click.Option(names, count=True, expose_value=False, help=told))
+
+
 class Door(click.Group):
-    """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues."""
+    """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues; so does
+    what nobody foresaw, a traceback only where -vv asks for it."""
+
+    command_class = Verb
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **kwargs)
+        given = list(kwargs.get("args") or (args[0] if args else None) or sys.argv[1:])
+        if odd := [word for word in given if any("\ud800" <= c <= "\udfff" for c in word)]:
+            # It could be opened, and then written into no record.
+            _fail(f"{odd[0]!r} is not UTF-8: rename what it names", 1)
+        loud = given.count("--verbose") + sum(word.count("v") for word in given if re.fullmatch("-[qv]+", word)) > 1
+        # Of several processes none may wait for the end of a step that the others have left: there Ctrl-C is at once.
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
-            code = super().main(*args, standalone_mode=False, **kwargs)
-        except click.exceptions.Abort:
-            given = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+            with interrupt.gently(_heard) if alone else nullcontext():
+                code = super().main(*args, standalone_mode=False, **kwargs)
+        except click.exceptions.Abort as abort:
+            if not isinstance(abort.__cause__, KeyboardInterrupt):
+                _fail(_unforeseen(abort.__cause__ or abort), 1, abort if loud else None)
             _fail(f"interrupted; nothing is half-written. Continue with: {shlex.join(['llmgeom', *given])}", 130)
         except click.ClickException as error:
+            error.message = _short(scrubbed(error.message))
             error.show()
             sys.exit(error.exit_code)
         except Refused as refusal:
-            _fail(str(refusal), 1)
+            _fail(str(refusal), 1, refusal if loud else None)
+        except Exception as error:
+            _fail(_unforeseen(error), 1, error if loud else None)
         sys.exit(code if isinstance(code, int) else 0)
 
     def resolve_command(self, ctx, args):
@@ -45,9 +73,34 @@ class Door(click.Group):
             raise click.UsageError(error.message + (f" Did you mean {near[0]!r}?" if near else ""), ctx) from None
 
 
-def _fail(sentence: str, code: int) -> None:
-    click.echo(f"llmgeom: {sentence}", err=True)
+def _fail(sentence: str, code: int, error: BaseException | None = None) -> None:
+    from llmgeom.reports.text import visible
+
+    if error is not None:
+        click.echo(scrubbed("".join(traceback.format_exception(error))), err=True)
+    click.echo(f"llmgeom: {visible(_short(scrubbed(sentence)))}", err=True)
     sys.exit(code)
+
+
+def _short(sentence: str, ends: int = 500) -> str:
+    """A sentence that repeats a value of any length, without its middle."""
+    return sentence if len(sentence) <= 2 * ends else f"{sentence[:ends]} … {sentence[-ends:]}"
+
+
+def _unforeseen(error: BaseException) -> str:
+    """The sentence for what no one refused: the machine's fault where it can be told, else ours."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    if isinstance(error, OSError) and error.strerror:
+        place = error.filename if isinstance(error.filename, str) else "a file"
+        return f"{place}: {error.strerror}; free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)"
+    if isinstance(error, MemoryError) or re.search("out of memory|allocate memory|enough memory", said):
+        return f"not enough memory ({said}); ask for fewer sequences or prompts, a smaller model, or --batch-tokens"
+    return f"this should not have happened ({type(error).__name__}: {said}); -vv shows where, please report it"
+
+
+def _heard() -> None:
+    # From within a signal handler: a print could meet the print that it interrupted.
+    os.write(2, b"\nllmgeom: stopping after what is in hand; Ctrl-C again stops at once\n")
 
 
 @click.group(
@@ -105,7 +158,12 @@ def _say_options(command):
             ),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
             click.option("--quiet", "-q", is_flag=True, help="No progress."),
-            click.option("--verbose", "-v", is_flag=True, help="Say more: every reason and the parity check."),
+            click.option(
+                "--verbose",
+                "-v",
+                count=True,
+                help="Say more: every reason and the parity check; twice: tracebacks too.",
+            ),
         ]
     ):
         command = option(command)
@@ -150,6 +208,8 @@ def scan(**options: Any) -> int:
         raise Refused("--fail-on-flip is about what --stability finds; give both")
     chosen = options.pop("probes")
     names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
+    if names == ():
+        raise Refused("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     plan = prepare(Request(probes=names, **options), write=not say["dry_run"])
     if say["dry_run"]:
         from llmgeom.experiments.planning import estimate

@@ -2,9 +2,38 @@
 
 from __future__ import annotations
 
+import os
+import re
+
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # variables that hold a token of the hub
+SECRET = re.compile(r"(?<=://)[^/\s@]+(?=@)|\bhf_\w{8,}|(?<=token=)[^&\s'\"]+", re.I)
+
+
+def scrubbed(text: str) -> str:
+    """The text without secrets: a token of the hub, and who logs in where in an address."""
+    for secret in filter(None, map(os.environ.get, TOKENS)):
+        if len(secret) >= 8:  # a shorter one is no token, and would tear words apart
+            text = text.replace(secret, "…")
+    return SECRET.sub("…", text)
+
 
 class Refused(Exception):
-    """A request that cannot be honoured; the command line prints the sentence and exits 1."""
+    """A request that cannot be honoured; the command line prints the sentence and exits 1. It holds no secrets."""
+
+    def __init__(self, sentence: str) -> None:
+        super().__init__(scrubbed(sentence))
+
+
+MOST = 10**6  # of what is counted: prompts, sequences, draws of a null
+LARGEST = 2**31 - 1  # of a seed
+
+
+def bounded(*given: tuple[str, int | None, int], most: int = MOST) -> None:
+    """(flag, value, least), ...: raises Refused for a value below its least, or above what could ever be done."""
+    for flag, value, least in given:
+        top = LARGEST if flag in ("--seed", "--batch-tokens") else most
+        if value is not None and not least <= value <= top:
+            raise Refused(f"{flag} {value}: expected at {f'least {least}' if value < least else f'most {top}'}")
 
 
 NO_TOKENIZER = (

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants
 
-from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.errors import Refused, UnsupportedModel, scrubbed
 
 POCKET = Path(__file__).parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
@@ -144,8 +144,8 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             if absent := [shard for shard in shards if not os.path.isfile(os.path.join(folder, shard))]:
                 found = f"{len(absent)} of {len(shards)} weight files are missing, first {absent[0]}"
                 raise _Incomplete(f"{name}: {found}; copy or download them again")
-        for shard in shards:
-            _intact(os.path.join(folder, shard))
+        tensors = sum(_intact(os.path.join(folder, shard)) for shard in shards)
+        _plausible(config, tensors, os.path.join(folder, "config.json"))
         if tunnel(folder):
             return
         if not set(VOCABULARIES) & set(names) and not (trust_remote_code and "tokenizer_config.json" in names):
@@ -168,28 +168,43 @@ def tunnel(folder: str) -> bool:
 
 
 def tunnel_task(folder: str) -> str:
-    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it."""
-    return str(_json(os.path.join(folder, TUNNEL))["task"])
+    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it. Raises
+    Refused as `trusted`."""
+    return trusted(tunnel_facts(folder)["trained_on"], folder)
+
+
+def trusted(task: str, folder: str) -> str:
+    """A task that the files of a model's folder name. Raises Refused where it is Python code that came with them."""
+    path, is_code, _ = task.partition(".py:")
+    place = Path(folder).resolve()
+    if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
+        raise Refused(
+            f"{folder}: its task is Python code of its own, {path}.py, which is not run unasked; read it, then name it "
+            "with --task, or put it elsewhere and correct task.json and training.json"
+        )
+    return task
 
 
 def tunnel_facts(folder: str) -> dict[str, Any]:
     """What the model in a folder was trained on, as facts of a subject: the task, and how many queries, the first ones,
-    a loss was on; empty where it was trained in no wind tunnel."""
+    a loss was on; empty where it was trained in no wind tunnel. Raises Refused for a task.json that is none."""
     if not tunnel(folder):
         return {}
     path = os.path.join(folder, TUNNEL)
     told = _json(path)
-    try:
-        return {"trained_on": str(told["task"]), "trained_queries": int(told["trained"])}
-    except (KeyError, TypeError, ValueError) as error:
-        raise _corrupt(path, f"it does not say what was trained: {error}") from error
+    if not isinstance(told.get("task"), str) or type(told.get("trained")) is not int or told["trained"] < 1:
+        raise _corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
+    return {"trained_on": told["task"], "trained_queries": told["trained"]}
 
 
 def _json(path: str) -> dict[str, Any]:
     try:
-        return dict(json.loads(Path(path).read_bytes()))
-    except (ValueError, TypeError) as error:
+        found = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
         raise _corrupt(path, f"not a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise _corrupt(path, f"not a JSON object: {type(found).__name__}")
+    return found
 
 
 def _weights(names: Iterable[str], name: str) -> str:
@@ -207,8 +222,17 @@ def _weights(names: Iterable[str], name: str) -> str:
     raise _Incomplete(f"{name}: no weights; expected {SAFE[0]} or {SAFE[1]}{(other or [''])[0]}")
 
 
-def _intact(path: str) -> None:
-    """A safetensors file is as long as its header says; no tensor is read."""
+def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
+    """Refuses a config.json that asks for more layers than there are tensors: transformers would make them all."""
+    inner = config.get("text_config")
+    for body in (config, inner if isinstance(inner, dict) else {}):
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            if isinstance(layers := body.get(name), int | float) and not layers <= tensors:
+                raise _corrupt(path, f"{name} is {layers}, and its weights hold {tensors} tensors")
+
+
+def _intact(path: str) -> int:
+    """A safetensors file is as long as its header says, else it is refused; how many tensors. None is read."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(8)
@@ -224,6 +248,7 @@ def _intact(path: str) -> None:
             raise _corrupt(path, "its header is not that of a safetensors file") from error
     if size != 8 + length + end:
         raise _corrupt(path, f"{size} bytes where its header says {8 + length + end}")
+    return len(header.keys() - {"__metadata__"})
 
 
 def _native(model_type: object) -> bool:
@@ -361,7 +386,7 @@ def _corrupt(path: str, why: str) -> Refused:
 
 def _first_line(error: BaseException) -> str:
     text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
-    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")
+    return scrubbed(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
 
 
 def _verdict(error: BaseException, model: str, revision: str | None) -> Refused | None:

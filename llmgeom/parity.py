@@ -99,5 +99,5 @@ def _largest(x: Tensor) -> float:
 
 
 def _relative(x: Tensor, y: Tensor) -> float:
-    """Largest |x - y| over the rms of y."""
-    return float((x.float() - y.float()).abs().max() / y.float().square().mean().sqrt())
+    """Largest |x - y| over the rms of y; where y is 0 throughout, itself."""
+    return float((x.float() - y.float()).abs().max() / (y.float().square().mean().sqrt() or 1.0))

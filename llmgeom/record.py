@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +65,10 @@ class Record:
         from safetensors.numpy import save
 
         folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise _unwritten(folder, error) from error
         arrays = {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
@@ -96,17 +101,31 @@ class Record:
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Record:
         """Read a run folder back. Raises Refused where it is missing, unfinished, damaged or of another schema."""
+        folder = Path(folder)
+        try:
+            return cls._loaded(folder)
+        except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
+            said = f"{type(error).__name__}: {error}"[:200]
+            raise Refused(f"{folder}/record.json is no record of llmgeom ({said}); run the scan again") from error
+
+    @classmethod
+    def _loaded(cls, folder: Path) -> Record:
+        from safetensors import SafetensorError
         from safetensors.numpy import load
 
-        folder = Path(folder)
         try:
             body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise Refused(f"{folder} holds no record.json: give the folder that `llmgeom scan` printed") from None
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             raise Refused(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
         if body.get("schema") != SCHEMA:
             raise Refused(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
+        for name, kind in _PARTS.items():
+            if not isinstance(body[name], kind):
+                raise TypeError(f"{name} is {body[name]!r}")
+        if not isinstance(body["subject"]["name"], str):
+            raise TypeError(f"the subject's name is {body['subject']['name']!r}")
         blobs = {}
         for name, expected in body["files"].items():
             try:
@@ -115,7 +134,10 @@ class Record:
                 raise Refused(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
             if hashlib.sha256(blobs[name]).hexdigest() != expected:
                 raise Refused(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
-        arrays = load(blobs["arrays.safetensors"])
+        try:
+            arrays = load(blobs["arrays.safetensors"])
+        except SafetensorError as error:
+            raise Refused(f"{folder}/arrays.safetensors cannot be read ({error}); run the scan again") from error
         rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
         return cls(
             results={probe: _measured(probe, plain, arrays) for probe, plain in body["results"].items()},
@@ -129,7 +151,15 @@ class Record:
         )
 
 
-def write_whole(path: Path, data: bytes, remedy: str = "choose another --out or free space") -> None:
+_PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "files", "run"), dict) | {
+    "warnings": list
+}
+
+
+FREE = "free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)"
+
+
+def write_whole(path: Path, data: bytes, remedy: str = FREE) -> None:
     """Write a file so that it is there whole or not at all: temporary name, fsync, rename."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -138,9 +168,34 @@ def write_whole(path: Path, data: bytes, remedy: str = "choose another --out or 
             handle.flush()
             os.fsync(handle.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise Refused(f"{path} could not be written ({error.strerror}); {remedy}") from error
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        if not isinstance(error, OSError):
+            raise
+        raise _unwritten(path, error, remedy) from error
+
+
+def _unwritten(path: Path, error: OSError, remedy: str = FREE) -> Refused:
+    return Refused(f"{path} could not be written ({error.strerror}); {remedy}")
+
+
+def tidy(folder: Path, of: str = "") -> None:
+    """Remove what killed processes left half-written in a folder; with `of`, what was to get that name alone."""
+    for path in folder.glob(f".{of or '*'}.*.tmp"):
+        number = path.name.split(".")[-2]
+        if number.isdigit() and not _runs(int(number)):
+            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass  # it is another user's
+    return True
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import transformers
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom import fingerprint, hub, parity
+from llmgeom import fingerprint, hub, interrupt, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks, without_attention
@@ -148,17 +148,17 @@ class Subject:
                 )
             if not device_map:
                 loaded = loaded.to(device)
+            told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}
+            subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
+            if located.step0:
+                subject = subject.twin(_init_seed(located.path))
+            subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
+            weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
+            checked = {"weights": weights, "parity": subject.check(), "note": located.note or None}
         except Refused:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
-        told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}
-        subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
-        if located.step0:
-            subject = subject.twin(_init_seed(located.path))
-        subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
-        weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
-        checked = {"weights": weights, "parity": subject.check(), "note": located.note or None}
         return replace(subject, facts={**subject.facts, **checked})
 
     def twin(self, seed: int) -> Subject:
@@ -187,11 +187,7 @@ class Subject:
         state = self.model.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
             return OFFLOADED
-        total = hashlib.sha256()
-        for name in sorted(state):
-            total.update(name.encode())
-            total.update(state[name].detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-        return total.hexdigest()
+        return tensors_hash(state)
 
     @cached_property
     def identity(self) -> str:
@@ -287,7 +283,8 @@ class Subject:
         done = 0
         with self._attached(), work.writing(range(len(work.groups))):
             for index, group in enumerate(work.groups):
-                part, told = self._shard(work, index)
+                with interrupt.whole():
+                    part, told = self._shard(work, index)
                 events += told
                 if not on_disk:
                     parts.append(part)
@@ -332,7 +329,8 @@ class Subject:
         """Make some of the shards of a stored capture, beside other processes that make the others."""
         with self._attached(), work.writing(shards, shared=True):
             for index in shards:
-                self._shard(work, index)
+                with interrupt.whole():
+                    self._shard(work, index)
 
     def _shard(self, work: Work, index: int) -> tuple[dict[Key, Tensor], list[str]]:
         """One shard, from the store where it is there and sound, else made and kept there; and what happened."""
@@ -340,7 +338,10 @@ class Subject:
             return {key_of(name): tensor for name, tensor in found[0].items()}, found[1]["events"]
         told: list[str] = []
         members = [work.batches[i] for i in work.groups[index]]
-        each = [self._halving(work, list(one), told) for one in members]
+        each = []
+        for one in members:
+            each.append(self._halving(work, list(one), told))
+            self._finite(each[-1], work, list(one))
         part = each[0] if len(each) == 1 else {key: _cat([one[key] for one in each]) for key in each[0]}
         if work.store is not None:
             named = {name_of(key): tensor for key, tensor in part.items()}
@@ -450,11 +451,33 @@ class Subject:
         self._run(recorder, work.tokens.data[[prompt], :length])
         bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
         place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
-        text = work.batch.text[prompt][:60] if not isinstance(work.batch.inputs, Tokens | Rows) else ""
+        where = self._called(work, prompt)
         return (
-            f"{self.name} gives logits that are not finite on prompt {prompt + 1} ({text!r}); the first numbers that "
+            f"{self.name} gives logits that are not finite on {where}; the first numbers that "
             f"are not finite come from {place}: try --dtype float32, or check the weights"
         )
+
+    def _called(self, work: Work, prompt: int) -> str:
+        if work.batch.source.get("kind") == "parity":
+            return f"prompt {prompt + 1} (random tokens, the check at load)"
+        if self.tokenizer is None:
+            return f"prompt {prompt + 1}"
+        text = self.tokenizer.decode(work.tokens.data[prompt, : work.tokens.lengths[prompt]])
+        return f"prompt {prompt + 1} ({text[:60]!r})"
+
+    def _finite(self, kept: Mapping[Key, Tensor], work: Work, members: list[int]) -> None:
+        """Raises Refused where a row of a batch is not finite although its logits are, as a soft-cap can make them."""
+        for (site, layer), tensor in kept.items():
+            if torch.isfinite(tensor.sum(dtype=torch.float32)):  # reads once, where isfinite makes two copies
+                continue
+            rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).nonzero()
+            if len(rows):
+                prompt = members[int(work.where[members].nonzero()[rows[0, 0], 0])]
+                what = site.value.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
+                raise Refused(
+                    f"{self.name}: {what} is not finite on {self._called(work, prompt)}, and nothing is "
+                    "averaged over it: try --dtype float32, or check the weights"
+                )
 
     def check(self) -> dict[str, Any]:
         """Does what is captured agree with the model itself? See `llmgeom.parity.check`."""
@@ -468,6 +491,12 @@ def usable(device: str | None) -> str:
     """
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    try:
+        if device and torch.empty(0, device=device).is_meta:
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).splitlines()[0].partition(". ")[0][:200]
+        raise Refused(f"--device {device}: {why}; use --device cpu") from error
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     return device or "cpu"
@@ -475,15 +504,28 @@ def usable(device: str | None) -> str:
 
 @contextmanager
 def undisturbed(silent: bool = False):
-    """transformers' own progress bars off; where `silent`, no request to the hub. Both are as before afterwards."""
-    bars = transformers.utils.logging.is_progress_bar_enabled()
-    transformers.utils.logging.disable_progress_bar()
+    """transformers' own progress bars and reports off, since what matters in them we say; where `silent`, no request
+    to the hub. All is as before afterwards."""
+    logging = transformers.utils.logging
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         with hub.silence() if silent else nullcontext():
             yield
     finally:
+        logging.set_verbosity(verbosity)
         if bars:
-            transformers.utils.logging.enable_progress_bar()
+            logging.enable_progress_bar()
+
+
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names and bytes of tensors, sorted by name; 64 hex digits."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()
 
 
 def _attention(model: Any) -> str:

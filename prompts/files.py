@@ -10,6 +10,7 @@ from llmgeom.batch import Batch, Text
 from llmgeom.errors import Refused
 
 LONGEST = 100_000
+MOST = 2**28  # bytes of a file
 _OPTIONAL = ("template", "domain", "tags")
 
 
@@ -63,9 +64,10 @@ def write_lines(batch: Batch) -> str:
 def _bytes(path: str, name: str) -> bytes:
     try:
         if path == "-":
-            return sys.stdin.buffer.read()
-        with open(path, "rb") as file:
-            return file.read()
+            blob = sys.stdin.buffer.read(MOST + 1)
+        else:
+            with open(path, "rb") as file:
+                blob = file.read(MOST + 1)  # a device may have no end
     except FileNotFoundError:
         raise Refused(f"{name} does not exist: give a .jsonl or .txt file, or - for standard input") from None
     except IsADirectoryError:
@@ -74,6 +76,9 @@ def _bytes(path: str, name: str) -> bytes:
         ) from None
     except (OSError, ValueError) as error:
         raise Refused(f"{name!r} cannot be read ({error}): check its name and permissions") from None
+    if len(blob) > MOST:
+        raise Refused(f"{name} has more than {MOST >> 20} MiB: split it")
+    return blob
 
 
 def _decoded(blob: bytes, name: str) -> str:

@@ -1,8 +1,9 @@
-"""What every test shares: checked shapes, a cache of its own, one thread, and a table of seconds by file."""
+"""What every test shares: checked shapes, a cache of its own, no network, one thread, a table of seconds by file."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 # One thread each, said before numpy or torch is loaded: workers and the commands they start share few cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -11,6 +12,8 @@ from collections import defaultdict
 
 import pytest
 from jaxtyping import install_import_hook
+
+from tests.blocked import sitecustomize
 
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = ("attention", "capture", "information", "manifold", "orthogonality", "readout", "stats", "weights")
@@ -27,10 +30,28 @@ def _own_cache(tmp_path_factory):
         del os.environ[name]
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _reached_out(tmp_path_factory):
+    """In processes that tests start, Python imports the same refusal by its name."""
+    paths = [os.path.dirname(sitecustomize.__file__), *filter(None, [os.environ.get("PYTHONPATH")])]
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    log = tmp_path_factory.mktemp("network") / "reached-out"
+    log.touch()
+    os.environ[sitecustomize.LOG] = str(log)
+    return log
+
+
+@pytest.fixture(autouse=True)
+def reached_out(_reached_out):
+    """The connections that this test, or a process of its, tried to make beyond this machine; none may be left."""
+    yield _reached_out
+    tried = _reached_out.read_text(encoding="utf-8")
+    _reached_out.write_text("")
+    assert not tried, f"tried to reach beyond this machine:\n{tried}"
+
+
 @pytest.fixture(autouse=True)
 def _one_thread(request):
-    import sys
-
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)
 

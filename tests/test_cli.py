@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from huggingface_hub import constants
 
 from llmgeom import hub
 from llmgeom.cli import main
@@ -252,7 +253,9 @@ def test_an_environment_variable_stands_in_for_a_flag(monkeypatch, tmp_path):
     assert result.exit_code == 1 and "--n 1" in result.stderr
 
 
-def test_list_and_doctor():
+def test_list_and_doctor(monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", "http://127.0.0.1:9/{repo_id}")
     assert "pocket:pythia" in call("list", "models").stdout
     assert "value_manifold" in call("list", "probes").stdout
     domains = call("list", "domains").stdout

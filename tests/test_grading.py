@@ -676,5 +676,5 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
     facts = {"task": "bijection", "trained_queries": 7}
     save_model(model, tmp_path / "copy", facts)
     (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
-    with pytest.raises(Refused, match=r"task\.json or training\.json cannot be read"):
+    with pytest.raises(Refused, match=r"task\.json is corrupt \(it does not say what was trained"):
         perform(Request(model=str(tmp_path / "copy")))

@@ -17,6 +17,7 @@ from llmgeom.errors import Refused
 if TYPE_CHECKING:
     from llmgeom.wind_tunnels.task import Task
 
+LARGEST = 2**31  # a number in a task's spec
 NOT_TASKS = frozenset({"task", "answers", "laws", "train", "checkpoint", "models"})
 
 
@@ -61,8 +62,11 @@ def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
             raise Refused(f"{spelt}: no field {part!r}; it has {flags}")
         try:
             found[key] = _boolean(value) if hints[key] is bool else hints[key](value)
+            if hints[key] in (int, float) and not abs(found[key]) < LARGEST:
+                raise ValueError
         except ValueError:
-            raise Refused(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}") from None
+            below = f" below {LARGEST:,}" if hints[key] in (int, float) else ""
+            raise Refused(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}{below}") from None
     if missing := [f.name for f in known.values() if f.default is MISSING and f.name not in found]:
         raise Refused(f"{spelt}: no value for {', '.join(missing)}; give {spelt}:{missing[0]}=...")
     return found

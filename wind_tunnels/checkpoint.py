@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ from torch import Tensor
 
 from llmgeom import hub
 from llmgeom.errors import Refused
-from llmgeom.record import write_whole
-from llmgeom.subject import undisturbed
+from llmgeom.record import tidy, write_whole
+from llmgeom.subject import tensors_hash, undisturbed
 
 RESUME, TRAINING = "resume.safetensors", "training.json"
 
@@ -32,7 +33,9 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     """The model and what it was trained on; what else is in the folder stays. Raises Refused where it cannot be."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        temporary.mkdir(parents=True)
+        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
+        # Parents at the first alone: a folder that was deleted is not made again without what it held.
+        temporary.mkdir(parents=not facts.get("step"))
         with undisturbed():
             model.save_pretrained(temporary)
         (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
@@ -45,8 +48,10 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
             for name in sorted(p.name for p in temporary.iterdir() if p.name != TRAINING):
                 os.replace(temporary / name, folder / name)
             os.replace(temporary / TRAINING, folder / TRAINING)
-    except OSError as error:
-        raise Refused(f"{folder} could not be written ({error.strerror}); free space or change --out") from error
+    except (OSError, SafetensorError) as error:
+        # safetensors writes by itself, and has no number for what went wrong, only words.
+        why = getattr(error, "strerror", None) or str(error)
+        raise Refused(f"{folder} could not be written ({why}); free space or change --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -54,26 +59,72 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
 def held(out: Path, spec: str) -> dict[str, Any] | None:
     """The facts of the finished training in `out`; None where it is new or unfinished, and then the folder is made.
 
-    Raises Refused for a folder that holds another training, or something else.
+    What a killed process left half-written is removed. Raises Refused for a folder that holds another training, or
+    something else.
     """
     if (out / TRAINING).exists():
-        facts = json.loads((out / TRAINING).read_text())
+        facts = told(out / TRAINING, FINISHED)
         if facts.get("spec") == spec:
+            (out / RESUME).unlink(missing_ok=True)  # a kill may have come after the last file, and before this
             return facts
         raise Refused(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
     begun = out / "snapshots" / "step0" / TRAINING
     if begun.exists():
-        facts = json.loads(begun.read_text())
-        if facts["spec"] != spec:
-            other = f"another training, unfinished ({facts['task']})"
+        facts = told(begun)
+        if facts.get("spec") != spec:
+            other = f"another training, unfinished ({facts.get('task')})"
             raise Refused(f"{out} holds {other}; choose another --out, or remove it")
     elif any(out.glob("*.json")):
         raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
+    for folder in (out, out / "snapshots"):
+        tidy(folder)
+    tidy(out.parent, of=out.name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Refused(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     return None
+
+
+def told(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """The facts of a training.json. Raises Refused for a file that is none, or that lacks what is needed."""
+    try:
+        facts = dict(json.loads(path.read_bytes(), parse_constant=float))
+        for name in (*needed, *FACTS.keys() & facts.keys()):
+            if not FACTS[name](facts.get(name)):
+                raise ValueError(f"its {name} is {facts.get(name)!r}"[:200])
+        return facts
+    except (OSError, ValueError, TypeError, RecursionError) as error:
+        raise Refused(f"{path} cannot be read ({error}); remove {path.parent}, and train again") from error
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _curve(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(point, list) and len(point) == 2 and _count(point[0]) and _number(point[1]) for point in value
+    )
+
+
+FACTS: dict[str, Callable[[Any], bool]] = {
+    "spec": lambda value: isinstance(value, str),
+    "task": lambda value: isinstance(value, str),
+    "training": lambda value: isinstance(value, dict) and _number(c := value.get("corrupt", 0.0)) and 0 <= c <= 1,
+    "step": _count,
+    "sequences": _count,
+    "parameters": _count,
+    "lr": _number,
+    "floor_bits": _number,
+    "kl_bits": _number,
+    "curve": lambda value: _curve(value) and len(value) > 0,
+}
+FINISHED = ("spec", "task", "training", "step", "parameters", "lr", "floor_bits", "kl_bits", "curve")
 
 
 def save_state(
@@ -84,38 +135,56 @@ def save_state(
     for i, parameter in enumerate(_parameters(optimizer)):
         tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in optimizer.state[parameter].items()}
     tensors["generator"] = generator.get_state()
-    told = {**facts, "device": generator.device.type}
-    write_whole(out / RESUME, save({k: v.contiguous() for k, v in tensors.items()}, {"llmgeom": json.dumps(told)}))
+    tensors = {k: v.contiguous() for k, v in tensors.items()}
+    said = {**facts, "device": generator.device.type, "sha256": tensors_hash(tensors)}
+    write_whole(out / RESUME, save(tensors, {"llmgeom": json.dumps(said, allow_nan=False)}))
 
 
-def state_facts(out: Path) -> dict[str, Any] | None:
-    """The facts of the state in `out`, None where there is none. Raises Refused for a file that is none."""
+def state_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
+    """The facts of the state in `out`, None where there is none. Raises Refused for a file that is none, and where a
+    spec is given for one of another training."""
     if not (out / RESUME).exists():
         return None
     try:
         with safe_open(out / RESUME, "pt") as file:
-            return json.loads(file.metadata()["llmgeom"])
-    except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise Refused(f"{out / RESUME} cannot be read ({error}); remove it, and the run starts anew") from error
+            facts = dict(json.loads(file.metadata()["llmgeom"]))
+        facts = {"spec": spec, "recent": [], **facts}
+        good = {"step": _count, "curve": _curve, "lr": _number, "recent": lambda value: all(map(_number, value))}
+        for name, fits in good.items():
+            if not fits(facts[name]):
+                raise ValueError(f"its {name} is {facts[name]!r}"[:200])
+        if not isinstance(facts["tried"], dict) or not isinstance(facts["device"], str):
+            raise ValueError("it does not say where it was begun")
+    except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
+        raise _useless(out, str(error)) from error
+    if spec is not None and facts["spec"] != spec:
+        raise _useless(out, "it is of another training")
+    return facts
 
 
 def load_state(
-    out: Path, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
+    out: Path, spec: str, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
 ) -> dict[str, Any] | None:
-    """Put the state of `out` into model, optimiser and generator; its facts. Raises Refused as `state_facts`, and for
-    one of another kind of device, whose generator draws other data."""
-    facts = state_facts(out)
+    """Put the state of `out` into model, optimiser and generator; its facts. Raises Refused as `state_facts`, for one
+    that was damaged, and for one of another kind of device, whose generator draws other data."""
+    facts = state_facts(out, spec)
     if facts is None:
         return None
     if facts["device"] != generator.device.type:
         raise Refused(f"{out} was begun on {facts['device']}; go on with --device {facts['device']}, or remove it")
     tensors = load_file(out / RESUME)
+    if facts.get("sha256") != tensors_hash(tensors):
+        raise _useless(out, "its tensors are not those that were saved")
     model.load_state_dict(_under(tensors, "model."))
     for i, parameter in enumerate(_parameters(optimizer)):
         state = _under(tensors, f"optimizer.{i}.")
         optimizer.state[parameter] = {name: tensor.to(parameter.device) for name, tensor in state.items()}
     generator.set_state(tensors["generator"])
     return facts
+
+
+def _useless(out: Path, why: str) -> Refused:
+    return Refused(f"{out / RESUME} cannot be read ({why}); remove it, and the run starts anew")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -127,4 +196,4 @@ def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 
 
 def _json(body: Mapping[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, sort_keys=True) + "\n").encode()
+    return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shlex
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llmgeom import hub, wind_tunnels
-from llmgeom.errors import Refused
+from llmgeom import hub, interrupt, wind_tunnels
+from llmgeom.errors import Refused, bounded
 from llmgeom.information import bits
 from llmgeom.progress import Progress
 from llmgeom.store import digest
@@ -25,6 +24,7 @@ from llmgeom.subject import usable
 from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.answers import Categorical
 from llmgeom.wind_tunnels.checkpoint import (
+    FINISHED,
     RESUME,
     TRAINING,
     held,
@@ -33,12 +33,14 @@ from llmgeom.wind_tunnels.checkpoint import (
     save_state,
     snapshot_steps,
     state_facts,
+    told,
 )
 from llmgeom.wind_tunnels.task import Split, Task, seeded
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
+LONG = 10**9  # steps, or parameters, of a training
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
 JUDGED = 1024  # held-out sequences that choose a learning rate
 EVIDENCE = {
@@ -95,15 +97,16 @@ class Training:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, value, least in (
-            ("steps", self.steps, 1),
-            ("batch", self.batch, 1),
-            ("warmup", self.warmup, 0),
-            ("snapshots", self.snapshots, 2),
-            ("seed", self.seed, 0),
-        ):
-            if value < least:
-                raise Refused(f"--{name} {value}: expected at least {least}")
+        bounded(
+            ("--steps", self.steps, 1), ("--warmup", self.warmup, 0), ("--match-params", self.parameters, 0), most=LONG
+        )
+        bounded(("--batch", self.batch, 1), ("--seed", self.seed, 0))
+        bounded(("--width", self.width, 1), ("--layers", self.layers, 1), ("--heads", self.heads, 0))
+        bounded(("--snapshots", self.snapshots, 2), most=1000)
+        if 12 * self.layers * self.width**2 > LONG:
+            raise Refused(
+                f"--width {self.width} --layers {self.layers}: more than {LONG:,} parameters; a wind tunnel takes fewer"
+            )
         for name, word, words in (
             ("schedule", self.schedule, ("cosine", "constant")),
             ("targets", self.targets, ("hard", "soft")),
@@ -193,7 +196,7 @@ def train(
     if (facts := held(out, spec)) is not None:
         return Trained.of(out, facts)
     laws.obeyed(task)
-    state = state_facts(out)
+    state = state_facts(out, spec)
     if asked.lr != "auto":
         lr, tried = float(asked.lr), {}
     elif state:
@@ -202,40 +205,52 @@ def train(
         lr, tried = tune(asked, device, progress)
     run = _Run(asked, task, lr, device)
     main = run.rank == 0
-    state = load_state(out, run.plain, run.optimizer, run.generator) or {"step": 0, "curve": []}
+    state = load_state(out, spec, run.plain, run.optimizer, run.generator) or {"step": 0, "curve": [], "recent": []}
     curve = [tuple(point) for point in state["curve"]]
-    saved, recent, began = time.monotonic(), [], time.process_time()
+    recent = [torch.tensor(loss, device=device, dtype=torch.float64) for loss in state["recent"]]
+    saved, began = time.monotonic(), time.process_time()
     kept = snapshot_steps(asked.steps, asked.snapshots)
+
+    def save(step: int, losses: list[float]) -> None:
+        facts = {"spec": spec, "step": step, "curve": curve, "recent": losses, "lr": lr, "tried": tried}
+        save_state(out, run.plain, run.optimizer, run.generator, facts)
+
     for step in range(state["step"], asked.steps):
-        if main and step in kept:
-            _check(recent, step, out, 1)
-            save_model(run.plain, out / "snapshots" / f"step{step}", run.facts(spec, step))
-        recent.append(run.step(step))
-        if (step + 1) % LOOK == 0 or step + 1 == asked.steps:
-            losses = _check(recent, step + 1, out, run.world)
-            curve.append((step + 1, bits(sum(losses) / len(losses)) - run.floor))
-            recent = []
-            if progress:
-                note = f"{curve[-1][1]:.4f} bits above the Bayes floor"
-                progress(f"{task.title}, {asked.arch}", step + 1, asked.steps, note)
-            if main and time.monotonic() - saved > EVERY:
-                facts = {"spec": spec, "step": step + 1, "curve": curve, "lr": lr, "tried": tried}
-                save_state(out, run.plain, run.optimizer, run.generator, facts)
-                saved = time.monotonic()
-    if main:
-        facts = run.facts(spec, asked.steps)
-        save_model(run.plain, out / "snapshots" / f"step{asked.steps}", facts)
-        last = {
-            "curve": curve,
-            "tried": tried,
-            "kl_bits": gap(run.plain, task, asked.corrupt, asked.seed, "train/judged"),
-            "run": {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)},
-        }
-        save_model(run.plain, out, facts | last)
-        (out / RESUME).unlink(missing_ok=True)
+        with interrupt.whole():
+            if main and step in kept:
+                _check(recent, step, out, 1)
+                save_model(_finite(run.plain, step, out), out / "snapshots" / f"step{step}", run.facts(spec, step))
+            recent.append(run.step(step))
+            if (step + 1) % LOOK == 0 or step + 1 == asked.steps:
+                losses = _check(recent, step + 1, out, run.world)
+                curve.append((step + 1, bits(sum(losses) / len(losses)) - run.floor))
+                recent = []
+                if progress:
+                    note = f"{curve[-1][1]:.4f} bits above the Bayes floor"
+                    progress(f"{task.title}, {asked.arch}", step + 1, asked.steps, note)
+                if main and time.monotonic() - saved > EVERY:
+                    save(step + 1, [])
+                    saved = time.monotonic()
+            if main and interrupt.asked():
+                save(step + 1, _check(recent, step + 1, out, run.world))
+    with interrupt.whole():
+        if main:
+            facts = run.facts(spec, asked.steps)
+            save_model(_finite(run.plain, asked.steps, out), out / "snapshots" / f"step{asked.steps}", facts)
+            kl = gap(run.plain, task, asked.corrupt, asked.seed, "train/judged")
+            if not math.isfinite(kl):
+                raise Refused(f"KL(exact || model) is {kl} after {asked.steps} steps: lower --lr or raise --warmup")
+            last = {
+                "curve": curve,
+                "tried": tried,
+                "kl_bits": kl,
+                "run": {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)},
+            }
+            save_model(run.plain, out, facts | last)
+            (out / RESUME).unlink(missing_ok=True)
     if run.world > 1:
         torch.distributed.barrier()
-    return Trained.of(out, json.loads((out / TRAINING).read_text()))
+    return Trained.of(out, told(out / TRAINING, FINISHED))
 
 
 def _check(losses: list[Tensor], step: int, out: Path, world: int) -> list[float]:
@@ -247,10 +262,22 @@ def _check(losses: list[Tensor], step: int, out: Path, world: int) -> list[float
     found = (whole / world).tolist()
     for i, loss in enumerate(found):
         if not math.isfinite(loss):
-            state = state_facts(out)
-            last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
-            raise Refused(f"the loss is {loss} at step {step - len(found) + i}; {last}: lower --lr or raise --warmup")
+            raise _burst(f"the loss is {loss} at step {step - len(found) + i}", out)
     return found
+
+
+def _finite(model: nn.Module, step: int, out: Path) -> nn.Module:
+    """The model as it is. Raises Refused where a weight is not finite: a loss is of the weights before it."""
+    for name, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise _burst(f"{name} is not finite after {step} steps", out)
+    return model
+
+
+def _burst(what: str, out: Path) -> Refused:
+    state = state_facts(out)
+    last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
+    return Refused(f"{what}; {last}: lower --lr or raise --warmup")
 
 
 def default_folder(asked: Training) -> Path:
@@ -411,7 +438,12 @@ def _loaded(start: str, task: Task) -> nn.Module:
     located = hub.locate(start)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            located.path, revision=located.revision, local_files_only=located.local_only, dtype=torch.float32
+            located.path,
+            revision=located.revision,
+            local_files_only=located.local_only,
+            dtype=torch.float32,
+            use_safetensors=True,
+            trust_remote_code=False,
         )
     except Exception as error:
         raise hub.explain(error, located) from error
@@ -453,7 +485,10 @@ def floor(task: Task, corrupt: float, seed: int) -> float:
     drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
     exact = task.log_predictive(drawn.inputs)[:, : task.trained]
     exact = corrupted(exact, corrupt) if corrupt else exact
-    return float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
+    found = float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
+    if not math.isfinite(found):
+        raise Refused(f"{task.title}: the entropy of its exact answers is {found}; give it less extreme values")
+    return found
 
 
 # ---- the learning rate ----------------------------------------------------------------------------------------------
@@ -475,7 +510,8 @@ def tune(
         for i, lr in enumerate(left):
             run = _Run(short, task, lr, device)
             for step in range(short.steps):
-                run.step(step)
+                with interrupt.whole():
+                    run.step(step)
             found[lr] = gap(run.plain, task, asked.corrupt, asked.seed)
             if progress:
                 progress(f"learning rate, round {part + 1}", i + 1, len(left))

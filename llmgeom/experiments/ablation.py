@@ -16,7 +16,7 @@ from llmgeom import claims, hub, wind_tunnels
 from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import parts, request
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
@@ -452,14 +452,14 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
     asked = replace(asked, positions=asked.positions or ("all" if task else "query"))
     n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
-    for flag, value, least in (
+    bounded(
         ("--n", n, 5 if asked.sula else 20),
+        ("--limit", asked.limit, 20),
         ("--controls", asked.controls, 1),
         ("--nulls", asked.nulls, 1),
         ("--seed", asked.seed, 0),
-    ):
-        if value < least:
-            raise Refused(f"{flag} {value}: expected at least {least}")
+        ("--batch-tokens", asked.batch_tokens, 1),
+    )
     if asked.sula and (asked.domain != Request.domain or asked.limit):
         flag, value = ("--domain", asked.domain) if asked.domain != Request.domain else ("--limit", asked.limit)
         raise Refused(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")

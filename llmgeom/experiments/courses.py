@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom import claims
+from llmgeom import claims, hub
 from llmgeom.errors import Refused
 from llmgeom.experiments.drifts import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, less_p, mean_log, settled
 from llmgeom.experiments.primitives import interval as student
@@ -20,6 +19,7 @@ from llmgeom.result import Figure, Headline, Measured, Quantity
 from llmgeom.routing import Signals
 from llmgeom.stats import Interval
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 
 DRIFT, GRADIENTS = "drift", "gradients"
 HALF = 0.5
@@ -43,17 +43,14 @@ class Run:
     def of(cls, folder: str) -> Run:
         """A folder that `llmgeom train` finished. Raises Refused for any other, and one of fewer than 3 snapshots."""
         path = Path(folder)
-        try:
-            facts = json.loads((path / "training.json").read_text(encoding="utf-8"))
-            training, last, task = dict(facts["training"]), int(facts["step"]), str(facts["task"])
-        except FileNotFoundError:
-            raise Refused(f"{folder} is no finished run of `llmgeom train` (it has no training.json)") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Refused(f"{folder}/training.json cannot be read ({error!r}); train it again") from error
+        if not (path / TRAINING).exists():
+            raise Refused(f"{folder} is no finished run of `llmgeom train` (it has no training.json)")
+        facts = told(path / TRAINING, ("training", "step", "task"))
+        training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
         found = {
             int(one.name.removeprefix("step")): str(one)
             for one in path.glob("snapshots/step*")
-            if re.fullmatch(r"step\d+", one.name) and (one / "training.json").exists()
+            if re.fullmatch(r"step\d{1,18}", one.name) and (one / TRAINING).exists()
         }
         found = {step: found[step] for step in sorted(found) if step < last} | {last: str(path)}
         cls._enough(folder, found, "llmgeom train --snapshots 12")

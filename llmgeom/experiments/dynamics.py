@@ -14,7 +14,7 @@ import numpy as np
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Refused, Unavailable, bounded
 from llmgeom.experiments import request
 from llmgeom.experiments.courses import DRIFT, GRADIENTS, Course, Run, sections
 from llmgeom.experiments.drifts import SEEDS, drifts, state
@@ -63,9 +63,8 @@ class Request:
             raise Refused(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
-        for flag, value, least in (("--seeds", self.seeds, 1), ("--nulls", self.nulls, 1), ("--seed", self.seed, 0)):
-            if value < least:
-                raise Refused(f"{flag} {value}: expected at least {least}")
+        bounded(("--nulls", self.nulls, 1), ("--seed", self.seed, 0), ("--n", self.n and max(self.n, 0), 0))
+        bounded(("--seeds", self.seeds, 1), most=1000)
         if self.n is not None and self.n < 10:
             raise Refused(f"--n {self.n}: expected at least 10 sequences or prompts")
 

@@ -57,7 +57,9 @@ INDIFFERENT = Demands(skills={name: (-0.1, 0.1) for name in nonce.FORMATS})
 
 def stored(folder: str | os.PathLike) -> Subject:
     """The model in a folder as every command reads it: offline, bfloat16 loaded to float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, use_safetensors=True, local_files_only=True
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     return Subject.of(model, tokenizer, f"pocket:{Path(folder).name}")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims, hub, wind_tunnels
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
 from llmgeom.experiments.grades import (
     Scores,
@@ -37,6 +36,7 @@ from llmgeom.result import Result
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import laws
+from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 from llmgeom.wind_tunnels.task import Task
 
 __all__ = ["Request", "examine", "grade", "perform", "table"]
@@ -49,25 +49,24 @@ class Told:
     task: str = ""
     trained: int = 0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
 
     @classmethod
     def of(cls, folder: str) -> Told:
         if not hub.tunnel(folder):
             return cls()
-        try:
-            task = json.loads((Path(folder) / hub.TUNNEL).read_text(encoding="utf-8"))
-            beside = Path(folder) / "training.json"
-            facts = json.loads(beside.read_text(encoding="utf-8")) if beside.exists() else {}
-            return cls(str(task["task"]), int(task["trained"]), dict(facts))
-        except (ValueError, KeyError, TypeError) as error:
-            raise Refused(f"{folder}: task.json or training.json cannot be read ({error}); train it again") from error
+        found, beside = hub.tunnel_facts(folder), Path(folder) / TRAINING
+        return cls(found["trained_on"], found["trained_queries"], told(beside) if beside.exists() else {}, folder)
 
     def asked(self, spec: str | None, model: str) -> Task:
         """The task of a spec, or else the model's own. Raises Refused where there is neither, and for one that breaks
-        its laws."""
+        its laws, or is code that came with the model."""
         if not (spec or self.task):
             raise Refused(f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task")
-        task = wind_tunnels.named(spec or self.task)
+        try:
+            task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
+        except Refused as refusal:
+            raise refusal if spec else Refused(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
         laws.obeyed(task)
         return task
 
@@ -210,9 +209,7 @@ class Request(request.Request):
 
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom grade`: check, load, grade, save the record and its page; (folder, record)."""
-    for flag, value, least in (("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0)):
-        if value < least:
-            raise Refused(f"{flag} {value}: expected at least {least}")
+    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
     if asked.backend != "transformers":
         raise Refused(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
     located = asked.locate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -399,8 +400,10 @@ def chained(
 
 def _held(path: Path, cell: Cell) -> dict[str, Any]:
     """A finished cell is read, another trained and kept."""
-    if path.exists():
-        return json.loads(path.read_text())
+    with contextlib.suppress(OSError, ValueError):  # a damaged one is trained again
+        found = json.loads(path.read_text())
+        if isinstance(found, dict) and found.get("losses"):
+            return found
     found = trained(cell)
     write_whole(path, json.dumps(found).encode())
     return found

@@ -164,7 +164,9 @@ class Source:
         twins = len(asked.twins)
 
         def stage(called: str, times: int, of: Batch, sites: frozenset[Site]) -> Stage:
-            return Stage(called, times, who.lengths(of), sum(who.work(of, sites, batch_tokens=plan.request.batch_tokens).sizes))
+            return Stage(
+                called, times, who.lengths(of), sum(who.work(of, sites, batch_tokens=plan.request.batch_tokens).sizes)
+            )
 
         stages = [Stage("check at load", 3, who.checked)]
         stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.stats import t as student
 
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.experiments.sweep import finished, seeded, sweep
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -49,6 +49,7 @@ class Request:
         for flag, value in (("--seeds", self.seeds), ("--dose-seeds", self.dose_seeds)):
             if value < 2:
                 raise Refused(f"{flag} {value}: an interval over seeds needs at least 2")
+            bounded((flag, value, 2), most=1000)
 
     def training(self, primitive: str, arch: str) -> Training:
         asked = replace(PRIMITIVES[primitive], arch=arch, parameters=PARAMETERS, lr="auto", snapshots=2)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom import hub
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, scrubbed
+from llmgeom.record import tidy
 from llmgeom.store import digest
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Request:
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     words += [flag, str(one)]
-        return shlex.join(words)
+        return scrubbed(shlex.join(words))
 
     def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: str) -> str:
         """Hash of what decides the bytes of a run: every flag but `without`, where the output goes, what it runs on and
@@ -95,7 +96,7 @@ def check_folder(folder: Path, spec: str) -> None:
     if existing.exists():
         try:
             other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
-        except (ValueError, OSError):
+        except (ValueError, OSError, AttributeError, RecursionError):
             other = "unreadable"
         if other != spec:
             raise Refused(f"{folder} holds another run; choose another --out, or remove it first")
@@ -103,7 +104,8 @@ def check_folder(folder: Path, spec: str) -> None:
         raise Refused(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable.{os.getpid()}"
+        tidy(folder)
+        probe = folder / f".writable.{os.getpid()}.tmp"
         probe.touch()
         probe.unlink()
     except OSError as error:

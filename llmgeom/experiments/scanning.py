@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom import hub, probes
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -128,14 +128,13 @@ def prepare(asked: Request, write: bool = True) -> Plan:
         raise Refused("--domain, --task, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
         raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
-    for flag, value, least in (
+    bounded(
+        ("--n", asked.n, FEWEST),
         ("--nulls", asked.nulls, 1),
-        ("--batch-tokens", asked.batch_tokens, 1),
         ("--seed", asked.seed, 0),
         ("--limit", asked.limit, FEWEST),
-    ):
-        if value is not None and value < least:
-            raise Refused(f"{flag} {value}: expected at least {least}")
+        ("--batch-tokens", asked.batch_tokens, 1),
+    )
     located = asked.locate()
     if not any(given) and hub.tunnel(located.path):
         asked = replace(asked, tasks=(hub.tunnel_task(located.path),))

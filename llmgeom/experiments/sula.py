@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims
-from llmgeom.errors import NO_TOKENIZER, Refused
+from llmgeom.errors import NO_TOKENIZER, Refused, bounded
 from llmgeom.experiments import published, request
 from llmgeom.experiments.evidence import (
     BELIEF,
@@ -124,9 +124,7 @@ class Request(request.Request):
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom sula`: check, load, examine, save the record and its page; (folder, record)."""
     given = prior(asked.prior)
-    for flag, value, least in (("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0)):
-        if value < least:
-            raise Refused(f"{flag} {value}: expected at least {least}")
+    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
     template = asked.template or ("colon" if asked.protocol == "sound" else published.TEMPLATE)
     Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
     located = asked.locate()

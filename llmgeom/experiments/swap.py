@@ -17,7 +17,7 @@ from llmgeom import claims
 from llmgeom.batch import Batch, Posterior
 from llmgeom.capture import Site
 from llmgeom.claims import declared, layer_band
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
 from llmgeom.experiments.axis import rescaled
 from llmgeom.experiments.bench import FEW, Copy, Packed, beside
@@ -428,14 +428,13 @@ class Request(request.Request):
 
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom swap`: check, load, examine, save the record and its page; (folder, record)."""
-    for flag, value, least in (
+    bounded(
         ("--n", asked.n, 20),
         ("--controls", asked.controls, 1),
         ("--nulls", asked.nulls, 1),
         ("--seed", asked.seed, 0),
-    ):
-        if value < least:
-            raise Refused(f"{flag} {value}: expected at least {least}")
+        ("--batch-tokens", asked.batch_tokens, 1),
+    )
     layers = None
     if asked.layers != "all":
         if not all(part.strip().isdigit() for part in asked.layers.split(",")):

@@ -6,17 +6,19 @@ import json
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from llmgeom import wind_tunnels
+from llmgeom import interrupt, wind_tunnels
 from llmgeom.errors import Refused
 from llmgeom.experiments.grades import Grade, Outcomes, Scores, grade, mae_abs, mae_mean
 from llmgeom.progress import Progress
@@ -75,13 +77,26 @@ def spread(
     if not workers:
         return found
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone)
+    stop = context.Event()
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone, initargs=(stop,))
     try:
-        futures = {pool.submit(work, *given): name for name, given in jobs.items()}
-        for future in as_completed(futures):
-            found[futures[future]] = future.result()
-            if tell:
-                tell(len(found), futures[future])
+        with _deaf():
+            futures = {pool.submit(work, *given): name for name, given in jobs.items()}
+        with interrupt.whole():
+            waiting = set(futures)
+            while waiting and not interrupt.asked():
+                done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
+                for future in done:
+                    found[futures[future]] = future.result()
+                    if tell:
+                        tell(len(found), futures[future])
+            if waiting:  # interrupted: every training ends with its step, and its state is saved
+                stop.set()
+                pool.shutdown(wait=True, cancel_futures=True)
+    except BaseException:
+        for child in multiprocessing.active_children():
+            child.kill()
+        raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return found
@@ -107,8 +122,19 @@ def seeded(
     return found | sweep(rest, out, n, progress, "other seeds", device)
 
 
-def _alone() -> None:
+@contextmanager
+def _deaf():
+    """Processes started here do not hear Ctrl-C, which a terminal sends to all: this one tells them to stop."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _alone(stop: Any) -> None:
     """One thread; and no worker outlives a run that was killed, to write into the folder of the next."""
+    interrupt.obey(stop.is_set)
     torch.set_num_threads(1)
     threading.Thread(target=_follow, daemon=True).start()
 
@@ -128,8 +154,11 @@ def _held(folder: Path, training: Training, n: int) -> dict[str, Any] | None:
     path = folder / GRADE
     if not path.exists():
         return None
-    body = json.loads(path.read_text())
-    return body["numbers"] if body["spec"] == _spec(training, n) else None
+    try:
+        body = json.loads(path.read_text())
+        return dict(body["numbers"]) if body["spec"] == _spec(training, n) else None
+    except (ValueError, TypeError, KeyError):
+        return None  # damaged: graded again
 
 
 def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[str, Any]:

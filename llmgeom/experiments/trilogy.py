@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import probes
-from llmgeom.errors import Refused
+from llmgeom.errors import bounded
 from llmgeom.experiments import ablation, request, scanning, sula
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -43,8 +43,7 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
                 the command on its record would save it; those that an earlier start finished are read.
     Raises Refused before anything is loaded where something cannot be.
     """
-    if asked.controls < 1:
-        raise Refused(f"--controls {asked.controls}: expected at least 1")
+    bounded(("--controls", asked.controls, 1))
     located = asked.locate()
     spec = asked.spec(located, what=asked.WHAT)
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, asked.WHAT, spec)

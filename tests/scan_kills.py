@@ -1,6 +1,6 @@
 """Runs scans that kill themselves: one process that has imported everything forks a child for each.
 
-    python -m tests.kills FOLDER PLACE...
+    python -m tests.scan_kills FOLDER PLACE...
 
 PLACE is `name:n`, to be killed (SIGKILL, nothing runs after it) at the n-th time that place is passed, `any:n` for the
 n-th of any, or `none`. Each scan has its cache and run folder in FOLDER/I, and is run again after its kill. Prints

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kills import PLACES
+from tests.scan_kills import PLACES
 from tests.test_share import record
 from tests.test_store import contents
 
@@ -32,7 +32,7 @@ NAMED = [
 
 def ended(root: Path, places: list[str]) -> list[dict]:
     env = os.environ | {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tests.kills", str(root), *places]
+    command = [sys.executable, "-m", "tests.scan_kills", str(root), *places]
     done = subprocess.run(command, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

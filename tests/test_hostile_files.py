@@ -1,0 +1,364 @@
+"""Prompts, model folders and run folders that are hostile or broken anywhere: never a traceback, never a hang, and what
+is a prompt stays one, from its file to the page."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from llmgeom import hub
+from llmgeom.errors import Refused
+from llmgeom.experiments import grading, scanning
+from llmgeom.prompts import files
+from llmgeom.record import Record
+from llmgeom.reports import page
+from llmgeom.reports.text import visible
+from llmgeom.wind_tunnels.train import Training, train
+from tests.hostile import ended
+from tests.test_page import Tree, shape, synthetic
+from tests.test_record import record
+
+FUZZ = {"deadline": None, "database": None, "suppress_health_check": list(HealthCheck)}
+SOON = settings(max_examples=60, derandomize=True, **FUZZ)
+LONG = settings(max_examples=2000, **FUZZ)
+
+# ---- prompts --------------------------------------------------------------------------------------------------------
+
+KEPT = {
+    "script": "</script><script>alert(1)</script>",
+    "image": "\"'><img src=x onerror=alert(1)>",
+    "comment": "<!-- <svg/onload=alert(1)> ]]>",
+    "template": "{{7*7}} ${x} {% raw %} #{y} %s %n",
+    "bidi": "left \u202eright\u202c \u2066in\u2069 \u200f",
+    "zero width": "a\u200bb\u200dc\ufeffd",
+    "emoji": "👩‍👩‍👧‍👦 🏴󠁧󠁢󠁳󠁣󠁴󠁿 😀",
+    "combining": "Z̸̡̢̧̛̛̗a̴l̷g̵o̶",
+    "controls": "bell\x07 escape\x1b[2J delete\x7f tab\t",
+    "separators": "a\u2028b\u2029c\x85d\x0bf\x0c",
+    "special tokens": "<|endoftext|>",
+    "special tokens alone": "<|endoftext|><|endoftext|><|endoftext|>",
+    "another's special tokens": "<s></s>[INST]<|im_start|><pad>",
+    "one space more": " one  space more  ",
+    "no word": ".",
+    "right to left": "שלום עולם",
+    "far planes": "\U0010fffd\U0001f9ff𝔘𝔫𝔦",
+    "not a character": "\uffff\ufdd0",
+    "path": "../../etc/passwd; rm -rf / `id` $(id)",
+    "json": '{"text": "x"}]}',
+    "quotes": "\\\" \\' \\\\ \\u0041",
+}
+SENT_BACK = {
+    "empty": "",
+    "blank": " \t ",
+    "null byte": "a\0b",
+    "lone surrogate": "a\ud800b",
+    "a megabyte": "word " * 200_000,
+    "one long word": "a" * 100_001,
+    "more tokens than it reads": "word " * 9_000,
+    "more tokens in one word": "ab" * 40_000,
+}
+
+
+def written(path: Path, prompts: list[str]) -> str:
+    """A file of prompts: JSONL, or text where the name says so."""
+    lines = prompts if path.suffix == ".txt" else [json.dumps({"text": text}) for text in prompts]
+    path.write_bytes("\n".join(lines).encode("utf-8", "surrogatepass") + b"\n")
+    return str(path)
+
+
+def scan(path: str, out: Path):
+    flags = ["--probes", "value_manifold", "--nulls", "1", "-q"]
+    return ended("scan", "--prompts", path, *flags, "--out", str(out))
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_hostile_prompts_reach_the_page_as_they_were_written_and_as_text(tmp_path, suffix):
+    done = scan(written(tmp_path / f"prompts.{suffix}", list(KEPT.values())), tmp_path / "run")
+    assert done.exit_code == 0, done.output
+    assert Record.load(tmp_path / "run").prompts["text"] == tuple(KEPT.values())
+    html = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    tame = [f"prompt {i} of a tame kind" for i in range(len(KEPT))]
+    assert scan(written(tmp_path / f"tame.{suffix}", tame), tmp_path / "tame").exit_code == 0
+    kinds = {(tag, *sorted(given)) for tag, given in Tree(html).elements}
+    assert kinds <= {(tag, *sorted(given)) for tag, given in Tree((tmp_path / "tame/report.html").read_text()).elements}
+    for text in KEPT.values():
+        assert visible(text) in Tree(html).text
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff]", html)
+    for path in (tmp_path / "run").iterdir():
+        path.read_bytes().decode() if path.suffix != ".safetensors" else None
+
+
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+@pytest.mark.parametrize("kind", SENT_BACK)
+def test_what_is_no_prompt_is_sent_back_with_its_line(tmp_path, kind, suffix):
+    prompts = [*[f"The number {i} is" for i in range(12)], SENT_BACK[kind], "the last"]
+    done = scan(written(tmp_path / f"mine.{suffix}", prompts), tmp_path / "run")
+    assert done.exit_code == 1 and re.search(r"line 13\b|prompt 13\b", done.stderr), done.output
+    assert not (tmp_path / "run/record.json").exists()
+
+
+def test_a_file_without_end_is_sent_back(monkeypatch):
+    monkeypatch.setattr(files, "MOST", 2**16)
+    done = ended("scan", "--prompts", "/dev/zero")
+    assert done.exit_code == 1 and "/dev/zero has more than" in done.stderr
+
+
+def characters(**more) -> st.SearchStrategy[str]:
+    return st.text(st.characters(**more), max_size=40)
+
+
+def reads_or_refuses(path: Path, expected: list[str] | None) -> None:
+    """The prompts as they were written, or one sentence that names the file."""
+    try:
+        found = files.read(str(path))
+    except Refused as refusal:
+        assert str(path) in str(refusal) and "\n" not in str(refusal)
+        return
+    if expected is not None:
+        assert list(found.text) == expected
+    assert list(files.read(str(path)).text) == list(found.text)
+
+
+def check_prompts(tmp_path_factory, prompts: list[str], suffix: str) -> None:
+    path = tmp_path_factory.mktemp("prompts") / f"p.{suffix}"
+    clean = [text for text in prompts if suffix == "jsonl" or not set("\n\r") & set(text)]
+    written(path, clean)
+    while clean and suffix == "txt" and not clean[-1].strip():
+        clean.pop()  # blank lines at the end are no prompts
+    reads_or_refuses(
+        path, [text.removeprefix("\ufeff") if i == 0 and suffix == "txt" else text for i, text in enumerate(clean)]
+    )
+
+
+@SOON
+@given(st.lists(characters(), min_size=1, max_size=5), st.sampled_from(["txt", "jsonl"]))
+def test_any_texts_come_back_or_are_refused(tmp_path_factory, prompts, suffix):
+    check_prompts(tmp_path_factory, prompts, suffix)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | characters(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(characters() | st.just("text"), inner, max_size=3),
+)
+
+
+@SOON
+@given(st.binary(max_size=200) | st.lists(JSON.map(json.dumps), max_size=3).map("\n".join).map(str.encode))
+def test_any_bytes_and_any_json_are_read_or_refused(tmp_path_factory, blob):
+    path = tmp_path_factory.mktemp("blob") / "p.jsonl"
+    path.write_bytes(blob)
+    reads_or_refuses(path, None)
+
+
+@settings(SOON, max_examples=5)
+@given(st.lists(characters(exclude_categories=["Cs"]), min_size=8, max_size=8))
+def test_no_text_whatever_becomes_markup(texts):
+    tame = [f"{i}{re.sub(r'[^a-z ]', 'x', text)}" for i, text in enumerate(texts)]
+    html = page([synthetic(hostile=[f"{i}{text}" for i, text in enumerate(texts)], name="x")])
+    assert shape(html) == shape(page([synthetic(hostile=tame, name="x")]))
+
+
+@pytest.mark.soak
+@LONG
+@given(st.lists(characters(), min_size=1, max_size=5), st.sampled_from(["txt", "jsonl"]), st.binary(max_size=200))
+def test_many_texts_come_back_or_are_refused(tmp_path_factory, prompts, suffix, blob):
+    check_prompts(tmp_path_factory, prompts, suffix)
+    path = tmp_path_factory.mktemp("blob") / "p.jsonl"
+    path.write_bytes(blob)
+    reads_or_refuses(path, None)
+
+
+# ---- model folders --------------------------------------------------------------------------------------------------
+
+WHOLE = [b"", b"{", b"[]", b"null", b"5", b'"x"', b"\xff\xfe", b"{}", b"NaN", b"[" * 100_000, b'{"a":' * 20_000]
+VALUES = [None, -1, 0, 10**30, -(10**30), math.nan, 1e308, 3.5, "x", [], {}, True, ["a"] * 3, "\ud800", "<b>"]
+GONE = object()
+READ_ON = "this is where it would be read on"
+
+
+class Broken:
+    """A model folder and the command that reads it; both stop where the model is loaded and checked."""
+
+    def __init__(self, folder: Path, work: Path, *words: str) -> None:
+        self.folder, self.work, self.words = folder, work, words
+        self.names = sorted(path.name for path in folder.glob("*.json"))
+
+    def after(self, spoil: Callable[[Path], object]):
+        shutil.rmtree(self.work, ignore_errors=True)
+        self.work.mkdir()
+        for path in self.folder.iterdir():
+            if path.is_file():
+                shutil.copy(path, self.work)
+        spoil(self.work)
+        done = ended(*self.words, "--model", str(self.work), "--out", str(self.work.parent / "out"))
+        assert done.exit_code == 1 and (READ_ON in done.stderr or str(self.work) in done.stderr), done.stderr
+        return done
+
+    def keys(self, name: str) -> list[tuple]:
+        body = json.loads((self.folder / name).read_bytes())
+        if name == "tokenizer.json":
+            return [("model",), ("model", "vocab"), ("model", "merges"), ("pre_tokenizer",), ("added_tokens",)]
+        return [(key,) for key in body]
+
+    def with_value(self, name: str, key: tuple, value: object):
+        def spoil(work: Path) -> None:
+            at = body = copy.deepcopy(json.loads((self.folder / name).read_bytes()))
+            for step in key[:-1]:
+                at = at[step]
+            at.pop(key[-1]) if value is GONE else at.__setitem__(key[-1], value)
+            (work / name).write_text(json.dumps(body))
+
+        return self.after(spoil)
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory):
+    """A tunnel's folder and a language model's; nothing is measured."""
+    patch = pytest.MonkeyPatch()
+
+    def stop(*_, **__):
+        raise Refused(READ_ON)
+
+    patch.setattr(grading, "examine", stop)
+    patch.setattr(scanning, "_samples", stop)
+    asked = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=2, batch=4, snapshots=2)
+    root = tmp_path_factory.mktemp("models")
+    yield {
+        "tunnel": Broken(train(asked, root / "tunnel").out, root / "work", "grade", "--n", "10"),
+        "pocket": Broken(
+            Path(hub.locate("pocket:pythia").path), root / "work", "scan", "--limit", "20", "--domain", "math"
+        ),
+    }
+    patch.undo()
+
+
+def test_what_is_whole_is_read(broken):
+    for one in broken.values():
+        assert READ_ON in one.after(lambda _: None).stderr
+
+
+@pytest.mark.parametrize("kind", ["tunnel", "pocket"])
+def test_a_file_that_is_no_json_object_of_its_kind_is_named(broken, kind):
+    one = broken[kind]
+    for name in one.names:
+        whole = (one.folder / name).read_bytes()
+        for data in [*WHOLE, whole[:1], whole[: len(whole) // 2], whole[:-3]]:
+            done = one.after(lambda work, name=name, data=data: (work / name).write_bytes(data))
+            if name in ("config.json", "task.json"):
+                assert name in done.stderr or "model_type" in done.stderr, (name, data[:20], done.stderr)
+        one.after(lambda work, name=name: (work / name).unlink())
+        one.after(lambda work, name=name: ((work / name).unlink(), (work / name).mkdir()))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda data: b"",
+        lambda data: data[:7],
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:-1],
+        lambda data: data + b"x",
+        lambda data: (2**63).to_bytes(8, "little") + data[8:],
+        lambda data: b"\xff" * 8 + data[8:],
+        lambda data: data[:8] + data[8:].replace(b"F32", b"F99", 1),
+        lambda data: data[:8] + data[8:].replace(b"data_offsets", b"data_offsetx", 1),
+        lambda data: data[:8] + re.sub(rb'"shape":\[(\d)', rb'"shape":[9', data[8:], count=1),
+        lambda data: data[:8] + data[8:].replace(b'{"', b'["', 1),
+        lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+    ],
+)
+def test_damaged_weights_are_named(broken, spoil):
+    def write(work: Path) -> None:
+        path = work / "model.safetensors"
+        path.write_bytes(spoil(path.read_bytes()))
+
+    done = broken["tunnel"].after(write)
+    assert READ_ON not in done.stderr and re.search("model.safetensors|its weights", done.stderr), done.stderr
+
+
+MAPS = [5, {}, math.nan, [1], *({"a": held} for held in (5, None, "b", "../../x", "", ".", "a\0b", "\ud800"))]
+
+
+@pytest.mark.parametrize("index", ["", "{", "[]", "{}", *(json.dumps({"weight_map": held}) for held in MAPS)])
+def test_a_broken_index_is_named(broken, index):
+    def write(work: Path) -> None:
+        (work / "model.safetensors").unlink()
+        (work / "model.safetensors.index.json").write_text(index)
+
+    done = broken["tunnel"].after(write)
+    assert READ_ON not in done.stderr and re.search("index.json|weight files are missing", done.stderr), done.stderr
+
+
+def test_more_layers_than_weights_are_refused_before_they_are_made(broken):
+    for layers in (10**9, 10**30, math.inf, math.nan, 1e308):
+        done = broken["pocket"].with_value("config.json", ("num_hidden_layers",), layers)
+        assert "config.json is corrupt (num_hidden_layers is" in done.stderr
+
+
+def test_a_task_that_is_none_is_told_with_its_file(broken):
+    for task in ("x", "coin:flips=x", "nowhere.py:Own"):
+        assert "task.json" in broken["tunnel"].with_value("task.json", ("task",), task).stderr
+
+
+def anywhere(broken, data) -> None:
+    one = broken[data.draw(st.sampled_from(["tunnel", "pocket"]))]
+    name = data.draw(st.sampled_from(one.names))
+    key = data.draw(st.sampled_from(one.keys(name)))
+    one.with_value(name, key, data.draw(st.sampled_from([GONE, *VALUES]) | st.integers() | st.floats() | characters()))
+
+
+@settings(SOON, max_examples=40)
+@given(st.data())
+def test_a_value_that_is_wrong_anywhere_ends_in_a_sentence(broken, data):
+    anywhere(broken, data)
+
+
+@pytest.mark.soak
+@settings(LONG, max_examples=1500)
+@given(st.data())
+def test_many_values_that_are_wrong_anywhere_end_in_a_sentence(broken, data):
+    anywhere(broken, data)
+
+
+# ---- run folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["report", "compare", "scan --prompts-from"])
+def test_a_run_folder_that_is_broken_anywhere_ends_in_a_sentence(tmp_path, command):
+    record().save(tmp_path / "run")
+    path = tmp_path / "run/record.json"
+    whole = path.read_bytes()
+    body = json.loads(whole)
+    blobs = [*WHOLE, whole[:-5]]
+    blobs += [json.dumps({**body, key: value}).encode() for key in body for value in VALUES]
+    blobs += [json.dumps({k: v for k, v in body.items() if k != key}).encode() for key in body]
+    toy = body["results"]["toy"]
+    blobs += [json.dumps({**body, "results": {"toy": {**toy, key: 5}}}).encode() for key in toy]
+    for blob in blobs:
+        path.write_bytes(blob)
+        done = ended(*command.split(), str(tmp_path / "run"))
+        if blob != whole and json_of(blob) is None:
+            assert done.exit_code == 1 and "record.json" in done.stderr
+    path.write_bytes(whole)
+    for name in ("arrays.safetensors", "prompts.jsonl"):
+        held = (tmp_path / "run" / name).read_bytes()
+        for data in (b"", held[:-1], held + b" ", b"x" * len(held)):
+            (tmp_path / "run" / name).write_bytes(data)
+            assert f"{name} was changed after the run" in ended(*command.split(), str(tmp_path / "run")).stderr
+        (tmp_path / "run" / name).write_bytes(held)
+
+
+def json_of(blob: bytes) -> object:
+    try:
+        return json.loads(blob)
+    except (ValueError, RecursionError):
+        return None

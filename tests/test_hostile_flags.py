@@ -1,0 +1,124 @@
+"""Every option of every command, found by asking click, given what nobody should give it: no traceback, no hang.
+
+Nothing is loaded or trained: what is accepted ends where a model would be."""
+
+from __future__ import annotations
+
+import click
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmgeom.cli import main
+from llmgeom.errors import Refused
+from llmgeom.experiments import paper2, sweep
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import train as trainer
+from tests.hostile import ended
+
+LOADS = "this is where a model would be loaded or made"
+# What a command needs beside the option that is tried, and what keeps it short. Others are tried as they are.
+BESIDE = {
+    "scan": ["--limit", "20", "--domain", "math"],
+    "ablate": ["--limit", "20"],
+    "audit": ["--limit", "20"],
+    "swap": ["--task", "coin:flips=4"],
+    "grade": ["--task", "coin:flips=4"],
+    "dynamics": ["--task", "coin:flips=4"],
+    "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
+    "reproduce": ["predictions", "--limit", "20"],
+    "report": ["nowhere"],
+    "compare": ["nowhere"],
+    "list": ["models"],
+}
+WHOLE = ["-1", "99999999999999999999", "1e3"]
+REAL = ["-1", "nan", "1e308", "-inf"]
+TEXT = ["", "x" * 100_000, "<script>\x1b[2J\u202e😀", "../..", "-9999999999999999999", "/dev/zero", "\udcff"]
+MORE = [
+    *("0", "1", "2147483648", "-99999999999999999999", "nan", "inf", "1e-320", "0,5", " 7 ", "0x10", "1_0", "٣"),
+    *("/dev/null", "/etc/passwd", "-", "--", "%s%n{}", "a,b", ",", ":", "=", "x:y=z", "'\"", "a\nb", "~", "a/b/c", "."),
+    *("pocket:", "pocket:../pythia", "pocket:pythia@", "pocket:pythia@step1", "pocket:pythia/..", "o/x@y", "nan,nan"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_runs(monkeypatch, tmp_path):
+    def stop(*_, **__):
+        raise Refused(LOADS)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(Subject, "load", classmethod(stop))
+    for owner, name in (
+        (trainer, "_Run"),
+        (paper2, "trained"),
+        (sweep, "ProcessPoolExecutor"),
+        (torch.nn.Module, "__call__"),
+    ):
+        monkeypatch.setattr(owner, name, stop)
+
+
+def options() -> list[tuple[str, click.Parameter]]:
+    return [(name, one) for name, command in main.commands.items() for one in command.params]
+
+
+def words(command: str, parameter: click.Parameter, value: str) -> list[str]:
+    beside = BESIDE.get(command, [])
+    if isinstance(parameter, click.Argument):
+        return [command, *beside[1:], "--", value]
+    if parameter.is_flag or parameter.count:
+        return [command, *beside, f"{parameter.opts[0]}={value}"]
+    return [command, *beside, parameter.opts[0], value]
+
+
+def values(parameter: click.Parameter) -> list[str]:
+    kinds = {click.types.IntParamType: WHOLE, click.types.FloatParamType: REAL, click.Choice: ["nope", ""]}
+    return next((known for kind, known in kinds.items() if isinstance(parameter.type, kind)), TEXT)
+
+
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_an_option_out_of_range_ends_in_a_sentence(command):
+    tried = 0
+    for name, parameter in options():
+        for value in values(parameter) if name == command else ():
+            done = ended(*words(name, parameter, value))
+            tried += 1
+            out_of_range = value in ("-1", "nan", "-inf", "nope", "99999999999999999999") and values(parameter) != TEXT
+            assert done.exit_code and not (out_of_range and LOADS in done.stderr), (
+                words(name, parameter, value),
+                done.stderr,
+            )
+    print(tried, "values")
+    assert tried >= len(main.commands[command].params)
+
+
+def test_every_command_has_options_to_try():
+    assert len(options()) > 150 and {type(one.type) for _, one in options()} >= {
+        *(click.types.IntParamType, click.types.FloatParamType, click.Choice)
+    }
+
+
+def anything() -> st.SearchStrategy[str]:
+    numbers = st.integers().map(str) | st.floats().map(str)
+    return numbers | st.text(st.characters(exclude_characters="\0"), max_size=30) | st.sampled_from([*TEXT, *MORE])
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(settings.default.suppress_health_check),
+)
+@given(st.sampled_from(options()), anything())
+def test_an_option_given_anything_ends_in_a_sentence(option, value):
+    ended(*words(*option, value))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("command", sorted(main.commands))
+def test_every_option_given_everything_ends_in_a_sentence(command):
+    for name, parameter in options():
+        for value in [*WHOLE, *REAL, *TEXT, *MORE] if name == command else ():
+            ended(*words(name, parameter, value))

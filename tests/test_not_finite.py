@@ -1,0 +1,165 @@
+"""NaN and inf, in weights, in the activations of one layer for one prompt, in training: named, and never averaged."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import probes
+from llmgeom.batch import Batch, Text
+from llmgeom.capture import Site
+from llmgeom.cli import main
+from llmgeom.edits import Edit
+from llmgeom.errors import Refused
+from llmgeom.record import Record
+from llmgeom.scan import scan
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import train as trainer
+from llmgeom.wind_tunnels.train import Training, train
+from tests.families import FAMILIES
+
+SMALL = Training(
+    "bijection:vocab=4,pairs=3", width=16, layers=2, heads=2, steps=20, batch=16, lr="1e-2", warmup=5, snapshots=3
+)
+BAD = [math.nan, math.inf, -math.inf]
+
+
+@pytest.fixture(scope="module")
+def tunnel(tmp_path_factory):
+    return train(SMALL, tmp_path_factory.mktemp("tunnel") / "model").out
+
+
+@pytest.fixture(scope="module")
+def pocket():
+    return Subject.load("pocket:pythia")
+
+
+def prompts(n: int) -> Batch:
+    return Batch(Text(tuple(f"The number {i} is" for i in range(n))), tuple(map(str, range(n))), {"name": "x"})
+
+
+@pytest.mark.parametrize("command", ["scan", "grade", "swap", "ablate --heads all"])
+@pytest.mark.parametrize("bad", BAD)
+def test_a_weight_that_is_not_finite_is_named_by_layer(tunnel, tmp_path, command, bad):
+    from safetensors.torch import load_file, save_file
+
+    for path in tunnel.glob("*.*"):
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in weights if "layers.1" in name and name.endswith("dense_4h_to_h.weight"))
+    weights[name][0, 0] = bad
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    done = CliRunner().invoke(main, [*command.split(), "--model", str(tmp_path), "--out", str(tmp_path / "out"), "-q"])
+    assert done.exit_code == 1 and len(done.stderr.splitlines()) == 1, done.output
+    assert "not finite on prompt 1 (random tokens, the check at load)" in done.stderr and "layer 1" in done.stderr
+    assert not list(tmp_path.glob("out/*"))
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("layer", [0, 2])
+def test_an_activation_of_one_layer_for_one_prompt_is_named_by_both(pocket, bad, layer):
+    def spoil(x, where):
+        x = x.clone()
+        x[where.prompt == 7, 1, 3] = bad
+        return x
+
+    with pocket.edited(Edit("mlp_write", spoil, layers=(layer,), spec={"do": "spoil"})) as spoilt:
+        with pytest.raises(Refused, match=rf"on prompt 8 \('The number 7 is'\); the first .* come from layer {layer}:"):
+            scan(spoilt, prompts(20), probes.known(("value_manifold",)), nulls=1)
+        fine = spoilt.capture(prompts(20).take([i for i in range(20) if i != 7][:7]), {Site.ENTROPY})
+    assert torch.isfinite(fine.entropy).all()
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("layer", [0, 3])
+def test_what_does_not_reach_the_logits_is_named_by_site_layer_and_prompt(pocket, bad, layer):
+    """A value that is not finite, of a head that is then silenced: logits are finite, a mean over values is not."""
+
+    def spoil(x, where):
+        x = x.clone()
+        x[(where.prompt == 11)[:, None] & where.query] = bad
+        return x
+
+    edits = (
+        Edit("value", spoil, layers=(layer,), spec={"do": "spoil"}),
+        Edit("z", lambda x, where: torch.zeros_like(x), layers=(layer,), spec={"do": "silence"}),
+    )
+    batch = prompts(20)
+    with pocket.edited(*edits) as spoilt:
+        assert torch.isfinite(spoilt.capture(batch, {Site.LOG_PROBS}).log_probs).all()
+        said = rf"value of layer {layer} is not finite on prompt 12 \('The number 11 is'\), and nothing is averaged"
+        for batch_tokens in (4096, 40):
+            with pytest.raises(Refused, match=said):
+                spoilt.capture(batch, {Site.KEY, Site.VALUE}, batch_tokens=batch_tokens)
+        with pytest.raises(Refused, match=said):
+            scan(spoilt, batch, probes.known(("value_manifold",)), nulls=1)
+        assert spoilt.capture(batch, {Site.KEY}).key.isfinite().all()
+
+
+def test_a_model_whose_attention_writes_nothing_is_read_and_saved(pocket, tmp_path):
+    """The agreement with its own output is 0 / 0 there, and a record takes no NaN."""
+    model = FAMILIES["llama"].model()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "v_proj" in name:
+                weight.zero_()
+    found = Subject.of(model).check()
+    assert all(math.isfinite(value) for value in found.values() if isinstance(value, float)) and found["rows"] == 0
+
+
+def test_a_record_takes_no_number_that_is_not_finite(tmp_path):
+    record = Record({}, {}, {}, {"name": "x", "parity": {"rows": math.nan}}, {}, {})
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        record.save(tmp_path / "a")
+    assert not (tmp_path / "a/record.json").exists()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_weights_that_burst_in_the_last_step_are_never_saved(tmp_path, monkeypatch, bad):
+    """No loss tells of them: each loss is of the weights before its step."""
+    plain = trainer._Run.step
+
+    def burst(run, i):
+        loss = plain(run, i)
+        if i == 19:
+            with torch.no_grad():
+                next(run.plain.parameters())[0, 0] = bad
+        return loss
+
+    monkeypatch.setattr(trainer._Run, "step", burst)
+    with pytest.raises(Refused, match=r"weight is not finite after 20 steps; snapshots are in .*: lower --lr or raise"):
+        train(SMALL, tmp_path / "a")
+    assert not (tmp_path / "a/model.safetensors").exists() and not (tmp_path / "a/snapshots/step20").exists()
+
+
+def test_a_divergence_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr(trainer, "gap", lambda *_: math.inf)
+    with pytest.raises(Refused, match=r"KL\(exact \|\| model\) is inf after 20 steps"):
+        train(SMALL, tmp_path / "a")
+    assert not (tmp_path / "a/training.json").exists()
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_loss_that_is_not_finite_is_named_by_its_step_and_leaves_no_number(tmp_path, monkeypatch, bad):
+    monkeypatch.setattr(trainer, "LOOK", 5)
+    plain = trainer._Run.loss
+    calls = []
+    monkeypatch.setattr(
+        trainer._Run, "loss", lambda run: plain(run) * (bad if calls.append(1) or len(calls) == 8 else 1)
+    )
+    with pytest.raises(Refused, match=rf"the loss is {bad} at step 7; snapshots are in "):
+        train(SMALL, tmp_path / "a")
+    for path in tmp_path.rglob("*.json"):
+        json.loads(path.read_text(), parse_constant=pytest.fail)
+
+
+def test_a_rate_too_high_ends_in_a_sentence(tmp_path):
+    asked = replace(SMALL, lr="1e18", warmup=0, clip=1e30)
+    with pytest.raises(Refused, match=r"is not finite after|the loss is"):
+        train(asked, tmp_path / "a")
