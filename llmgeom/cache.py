@@ -88,6 +88,8 @@ def chosen(keys: Iterable[str]) -> list[Run]:
     """The runs whose key begins so. Raises Refused where none does, or several do."""
     there, found = runs(), []
     for key in keys:
+        if len(key) < 4:
+            raise Refused(f"{key!r}: expected at least 4 characters of a run's key; `llmgeom cache ls` shows them")
         fitting = [run for run in there if run.key.startswith(key)]
         if len(fitting) != 1:
             why = f"{len(fitting)} runs begin so" if fitting else "no run begins so"

@@ -30,11 +30,15 @@ class Verb(click.Command):
             self.params.append(click.Option(names, count=True, expose_value=False, help=told))
 
 
-class Door(click.Group):
-    """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues; so does
-    what nobody foresaw, a traceback only where -vv asks for it."""
+class Verbs(click.Group):
+    """A command that has commands of its own."""
 
     command_class = Verb
+
+
+class Door(Verbs):
+    """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues; so does
+    what nobody foresaw, a traceback only where -vv asks for it."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
         if not standalone_mode:
@@ -677,7 +681,7 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
 
 
-@main.group(epilog="Example:  llmgeom cache ls")
+@main.group(cls=Verbs, epilog="Example:  llmgeom cache ls")
 def cache() -> None:
     """What is kept of activations under LLMGEOM_CACHE: list it, check it, remove it, bring it together."""
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import click
 from click.testing import CliRunner, Result
 
 from llmgeom.cli import main
@@ -13,6 +14,15 @@ from llmgeom.reports.text import visible
 
 SECONDS = 60  # after which a command hangs; the slowest here takes three
 CODES = (0, 1, 2, 3, 130)
+
+
+def commands() -> dict[str, click.Command]:
+    """Every command that does something, by its words: of a group, those in it."""
+    found: dict[str, click.Command] = {}
+    for name, one in main.commands.items():
+        inner = one.commands if isinstance(one, click.Group) else {}
+        found |= {f"{name} {word}": each for word, each in inner.items()} or {name: one}
+    return found
 
 
 class Hang(BaseException):

@@ -130,7 +130,7 @@ class Fault:
             found.append(max(4096, held) if self.disk.mounted else size - 1)
             held += -(-size // 4096) * 4096
         found = sorted(set(found))
-        return found[:: -(-len(found) // count)]
+        return [found[i * len(found) // count] for i in range(min(count, len(found)))]
 
     def meet(self, what: str, size: int | None = None, arm: Callable[[], None] | None = None) -> None:
         for path in (self.out, self.cache):

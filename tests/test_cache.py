@@ -72,7 +72,7 @@ def test_an_empty_cache_and_what_an_older_version_kept(tmp_path, monkeypatch):
     (old / "spec.json").write_text("{}")
     (old / "00000.safetensors").write_bytes(b"123456")
     assert "(kept by an older version; not read any more), no matter how: no captures" in call("ls").stdout
-    assert call("rm", "bbb").stdout == "removed 1 run: 8 bytes freed\n" and not old.exists()
+    assert call("rm", "bbbb").stdout == "removed 1 run: 8 bytes freed\n" and not old.exists()
 
 
 @pytest.mark.parametrize(("seconds", "words"), [(5, "just now"), (61, "1 minute"), (7300, "2 hours"), (86400, "1 day")])
@@ -113,8 +113,8 @@ def test_rm_does_not_guess(kept):
     for args, sentence in (
         ((), "say which: the keys of runs (`llmgeom cache ls` shows them), or --all"),
         (("--all", "3fa"), "say which"),
-        (("zzz",), "'zzz': no run begins so"),
-        (("",), "'': 3 runs begin so"),
+        (("zzzz",), "'zzzz': no run begins so"),
+        (("",), "'': expected at least 4 characters of a run's key"),
         ((cache.runs()[0].key[:8], "nothing"), "2 runs begin so"),
     ):
         result = call("rm", *args)

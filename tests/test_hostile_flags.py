@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmgeom.cli import main
 from llmgeom.errors import Refused
 from llmgeom.experiments import paper2, sweep
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import train as trainer
-from tests.hostile import ended
+from tests.hostile import commands, ended
 
 LOADS = "this is where a model would be loaded or made"
 # What a command needs beside the option that is tried, and what keeps it short. Others are tried as they are.
@@ -60,16 +59,16 @@ def nothing_runs(monkeypatch, tmp_path):
 
 
 def options() -> list[tuple[str, click.Parameter]]:
-    return [(name, one) for name, command in main.commands.items() for one in command.params]
+    return [(name, one) for name, command in commands().items() for one in command.params]
 
 
 def words(command: str, parameter: click.Parameter, value: str) -> list[str]:
     beside = BESIDE.get(command, [])
     if isinstance(parameter, click.Argument):
-        return [command, *beside[1:], "--", value]
+        return [*command.split(), *beside[1:], "--", value]
     if parameter.is_flag or parameter.count:
-        return [command, *beside, f"{parameter.opts[0]}={value}"]
-    return [command, *beside, parameter.opts[0], value]
+        return [*command.split(), *beside, f"{parameter.opts[0]}={value}"]
+    return [*command.split(), *beside, parameter.opts[0], value]
 
 
 def values(parameter: click.Parameter) -> list[str]:
@@ -77,7 +76,7 @@ def values(parameter: click.Parameter) -> list[str]:
     return next((known for kind, known in kinds.items() if isinstance(parameter.type, kind)), TEXT)
 
 
-@pytest.mark.parametrize("command", sorted(main.commands))
+@pytest.mark.parametrize("command", sorted(commands()))
 def test_an_option_out_of_range_ends_in_a_sentence(command):
     tried = 0
     for name, parameter in options():
@@ -90,7 +89,7 @@ def test_an_option_out_of_range_ends_in_a_sentence(command):
                 done.stderr,
             )
     print(tried, "values")
-    assert tried >= len(main.commands[command].params)
+    assert tried >= len(commands()[command].params)
 
 
 def test_every_command_has_options_to_try():
@@ -117,7 +116,7 @@ def test_an_option_given_anything_ends_in_a_sentence(option, value):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("command", sorted(main.commands))
+@pytest.mark.parametrize("command", sorted(commands()))
 def test_every_option_given_everything_ends_in_a_sentence(command):
     for name, parameter in options():
         for value in [*WHOLE, *REAL, *TEXT, *MORE] if name == command else ():

@@ -211,7 +211,9 @@ def test_who_we_are(monkeypatch):
 def test_each_process_has_a_card_of_its_own(monkeypatch):
     from llmgeom.subject import usable
 
+    here = torch.empty
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None: here(*size))  # as where the card is there
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert usable(None) == "cuda" == usable("cuda")
     monkeypatch.setenv("LOCAL_RANK", "3")
