@@ -125,6 +125,11 @@ def _model_options(command):
             ),
             click.option("--revision", help="Branch, tag or commit of a hub model, e.g. step1000."),
             click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision."),
+            click.option(
+                "--quantize",
+                type=click.Choice(["8bit", "4bit"]),
+                help="Through bitsandbytes; activations only, and a banner on every page.",
+            ),
             click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]"),
             click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto."),
             click.option(

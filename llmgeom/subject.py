@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
+import importlib.util
+import logging
 import os
 import shutil
 import tempfile
@@ -38,6 +40,8 @@ from llmgeom.work import Work
 Progress = Callable[[int, int], None]
 Positions = Literal["query", "all"]
 Backend = Literal["transformers", "tl"]
+_BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # what bitsandbytes computes in beside quantised weights
+_BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained twins are not quantised"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADED = "not hashed: offloaded"
 IN_MEMORY = 2**28  # bytes; a stored capture that is larger stays on disk
@@ -92,6 +96,7 @@ class Subject:
         *,
         dtype: str | None = None,
         device: str | None = None,
+        quantize: str | None = None,
         device_map: str | None = None,
         offline: bool = False,
         trust_remote_code: bool = False,
@@ -101,6 +106,7 @@ class Subject:
 
         dtype     float32 by default on a CPU and below 2e9 parameters on a GPU, else bfloat16.
         device    "cpu", "cuda", "cuda:1" ...; the first GPU by default where there is one.
+        quantize  "8bit" (LLM.int8) or "4bit" (NF4), by bitsandbytes; the rest is then float16 or bfloat16 by default.
         backend   "transformers", or "tl" to read it through TransformerLens (llmgeom/tl.py).
         Raises Refused with the remedy; a model that is not there is refused before weights are read.
         """
@@ -109,6 +115,8 @@ class Subject:
         if backend == "tl":
             if device_map is not None:
                 raise Refused("--backend tl holds a model on one device; leave out --device-map")
+            if quantize is not None:
+                raise Refused("--backend tl reads whole weights; leave out --quantize")
             from llmgeom.tl import BridgeSubject
 
             cls = BridgeSubject
@@ -116,6 +124,9 @@ class Subject:
         if dtype is not None and dtype not in DTYPES:
             raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
         device = usable(device)
+        placed = _quantizing(quantize, located, device) if quantize else {}
+        if device_map:
+            placed["device_map"] = device_map
         shared = {
             "revision": located.revision,
             "local_files_only": located.local_only,
@@ -134,9 +145,9 @@ class Subject:
                     located.path,
                     output_loading_info=True,
                     config=config,
-                    dtype=default_dtype(dtype, device, config),
+                    dtype=default_dtype(dtype or _BESIDE.get(quantize), device, config),
                     use_safetensors=True,
-                    **({"device_map": device_map} if device_map else {}),
+                    **placed,
                     **shared,
                 )
             if found["missing_keys"]:
@@ -146,15 +157,17 @@ class Subject:
                     f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
                     f"{missing[0]}; restore the config they were saved with, or download them again"
                 )
-            if not device_map:
+            if "device_map" not in placed:
                 loaded = loaded.to(device)
             told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}
             subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
             if located.step0:
                 subject = subject.twin(_init_seed(located.path))
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
+            how = subject.facts["quantised"]
             weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
-            checked = {"weights": weights, "parity": subject.check(), "note": located.note or None}
+            note = "; ".join(filter(None, [located.note, _BANNER.format(how) if how else ""]))
+            checked = {"weights": weights, "parity": subject.check(), "note": note or None}
         except Refused:
             raise
         except Exception as error:
@@ -164,6 +177,7 @@ class Subject:
     def twin(self, seed: int) -> Subject:
         """The same model, in the same place, re-initialised by its own config from `seed`, whatever ran before."""
         config = copy.deepcopy(self.model.config)
+        vars(config).pop("quantization_config", None)  # a null in the precision that is beside quantised weights
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
@@ -536,7 +550,6 @@ def describe(model: Any, name: str) -> dict[str, Any]:
     """The facts of a causal LM that its config and parameters tell."""
     config = model.config.get_text_config()
     heads = None if without_attention(model) else config.num_attention_heads
-    parameter = next(model.parameters())
     return {
         "name": name,
         "model_type": getattr(config, "mixer", config.model_type),
@@ -549,8 +562,9 @@ def describe(model: Any, name: str) -> dict[str, Any]:
         "vocabulary": config.vocab_size,
         "positions": getattr(config, "max_position_embeddings", None),
         "window": getattr(config, "sliding_window", None),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "dtype": str(parameter.dtype).removeprefix("torch."),
+        "parameters": model.num_parameters(),  # of quantised weights too, which are packed
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantised": _quantised(model),
         "device": "+".join(_placed(model)),
     }
 
@@ -561,16 +575,41 @@ def _placed(model: Any) -> list[str]:
     return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
 
 
+def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
+    """What transformers is told to quantise what it loads. Raises Refused where bitsandbytes is not there."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise Refused(f"--quantize {how} needs bitsandbytes: pip install 'llmgeom[quantised]'")
+    if located.step0 or hub.tunnel(located.path):
+        raise Refused(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for
+    told = {"8bit": {"load_in_8bit": True}, "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}[how]
+    return {"quantization_config": transformers.BitsAndBytesConfig(**told), "device_map": {"": device}}
+
+
+def _quantised(model: Any) -> str | None:
+    """In words, how a model's weights are quantised, by its config; None where they are not."""
+    told = getattr(model.config, "quantization_config", None)
+    if not told:
+        return None
+    told = told if isinstance(told, dict) else told.to_dict()
+    method = told.get("quant_method", "an unknown method")
+    return (
+        str(getattr(method, "value", method))
+        + (", 8bit" * bool(told.get("load_in_8bit")))
+        + (", 4bit" * bool(told.get("load_in_4bit")))
+    )
+
+
 def _placed_as(like: Any, model: Any) -> Any:
     """A model in the precision and where another is, spread as accelerate has spread that."""
     parameter = next(like.parameters())
     if len(_placed(like)) == 1:
-        return model.to(device=parameter.device, dtype=parameter.dtype)
+        return model.to(device=parameter.device, dtype=like.dtype)
     from accelerate import dispatch_model
 
     folder = tempfile.mkdtemp(prefix="llmgeom-twin-")
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    return dispatch_model(model.to(parameter.dtype), like.hf_device_map, offload_dir=folder)
+    return dispatch_model(model.to(like.dtype), like.hf_device_map, offload_dir=folder)
 
 
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:

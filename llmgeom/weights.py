@@ -122,6 +122,11 @@ def _there(subject: Subject, what: str, index: int, count: int) -> None:
 def _weight(subject: Subject, layer: int, projection: nn.Module) -> Tensor:
     """[in out], the same tensor as the model's: Linear stores W transposed, Conv1D as it is used."""
     weight = projection.weight.detach()
+    if how := subject.facts.get("quantised"):
+        raise Unavailable(
+            f"the weights of layer {layer} of {subject.name} are quantised ({how}), and what they multiply is not what "
+            "is stored; load the model whole to read them"
+        )
     if weight.is_meta:
         raise Unavailable(
             f"the weights of layer {layer} of {subject.name} are offloaded (on the meta device); "

@@ -33,6 +33,7 @@ class Request:
     model: str = "pocket:pythia"
     revision: str | None = None
     dtype: str | None = None
+    quantize: str | None = None
     device: str | None = None
     device_map: str | None = None
     backend: str = "transformers"
@@ -75,6 +76,7 @@ class Request:
             self.model,
             self.revision,
             dtype=self.dtype,
+            quantize=self.quantize,
             device=self.device,
             device_map=self.device_map,
             backend=self.backend,

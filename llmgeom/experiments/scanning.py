@@ -101,6 +101,7 @@ class Plan:
             "model": asked.model,
             "revision": self.located.revision,
             "dtype": asked.dtype,
+            "quantize": asked.quantize,
             "backend": asked.backend,
             "prompts": digest(_content(self.pools[name])),
             "n": self.n(name),

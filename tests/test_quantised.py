@@ -1,0 +1,82 @@
+"""Quantised weights: what a model computes is read as ever, what its weights say is refused, and every page says so."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from llmgeom import weights
+from llmgeom.capture import Site
+from llmgeom.cli import main
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.prompts.domains import Domain
+from llmgeom.subject import Subject
+
+BANNER = "quantised (bitsandbytes, 8bit): every number and verdict is of the quantised model"
+
+
+@pytest.fixture(scope="module")
+def eight() -> Subject:
+    return Subject.load("pocket:llama", quantize="8bit")
+
+
+def test_weights_are_quantised_and_what_is_read_is_what_the_model_computes(eight):
+    stored = eight.model.model.layers[0].self_attn.q_proj.weight
+    assert stored.dtype == torch.int8 and eight.facts["dtype"] == "float16"
+    batch = Domain("math").sample(20, seed=0)
+    tokens = eight.tokens(batch)
+    captured = eight.capture(batch, {Site.LOG_PROBS, Site.VALUE}, batch_tokens=1)
+    for i, (ids, length) in enumerate(zip(tokens.ids, tokens.lengths.tolist(), strict=True)):
+        with torch.no_grad():
+            plain = eight.model(ids[None, :length]).logits[0, -1]
+        torch.testing.assert_close(captured.log_probs[i], plain.float().log_softmax(-1), rtol=0, atol=0.02)
+    whole = Subject.load("pocket:llama")
+    theirs = whole.capture(batch, {Site.VALUE})
+    for ours, other in zip(captured.layers(Site.VALUE), theirs.layers(Site.VALUE), strict=True):
+        # A step of 8 bits is 1/127 of the largest weight of a row.
+        assert 1e-3 < float((ours.float() - other).norm() / other.norm()) < 0.03
+    assert eight.facts["parameters"] == whole.facts["parameters"]
+
+
+def test_what_its_weights_say_is_refused_and_its_twin_is_whole(eight):
+    for read in (weights.query_weight, weights.output_weight):
+        with pytest.raises(Unavailable, match=r"layer 0 of pocket:llama are quantised \(bitsandbytes, 8bit\)"):
+            read(eight, 0, 0)
+    twin, other = eight.twin(3), Subject.load("pocket:llama", dtype="float16").twin(3)
+    assert twin.facts["quantised"] is None and twin.weight_hash == other.weight_hash
+    assert twin.facts["dtype"] == "float16" and weights.query_weight(twin, 0, 0).dtype == torch.float16
+
+
+def test_a_checkpoint_that_is_quantised_needs_no_flag(eight, tmp_path):
+    eight.model.save_pretrained(tmp_path / "saved")
+    eight.tokenizer.save_pretrained(tmp_path / "saved")
+    again = Subject.load(str(tmp_path / "saved"))
+    assert again.facts["note"].startswith(BANNER) and again.facts["quantised"] == "bitsandbytes, 8bit"
+    batch = Domain("math").sample(5, seed=0)
+    one, two = (each.capture(batch, {Site.ENTROPY}).entropy for each in (eight, again))
+    torch.testing.assert_close(one, two, rtol=0, atol=0.05)
+
+
+def test_a_scan_says_so_first(tmp_path, capsys):
+    with pytest.raises(SystemExit) as end:
+        asked = ["--model", "pocket:llama", "--quantize", "8bit", "--domain", "math", "--limit", "60", "--n", "10"]
+        probes = ["--probes", "attention_focus,hypothesis_frame,key_orthogonality", "--nulls", "1"]
+        main(["scan", *asked, *probes, "--out", str(tmp_path / "run"), "-q"])
+    assert end.value.code == 0, capsys.readouterr().err
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert "--quantize 8bit" in record["facts"]["command"]
+    assert any(BANNER in one for one in record["warnings"])
+    assert "attention_focus" in record["results"]
+    assert all("are quantised" in record["unmeasured"][name] for name in ("key_orthogonality",))
+    assert BANNER in (tmp_path / "run" / "report.html").read_text()
+
+
+@pytest.mark.parametrize(("model", "why"), [("pocket:pythia@step0", "no language model's trained weights")])
+def test_what_cannot_be_quantised_is_refused(model, why, monkeypatch):
+    with pytest.raises(Refused, match=why):
+        Subject.load(model, quantize="8bit")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(Refused, match=r"needs bitsandbytes: pip install 'llmgeom\[quantised\]'"):
+        Subject.load("pocket:pythia", quantize="4bit")
