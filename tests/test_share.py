@@ -91,11 +91,27 @@ LOST = textwrap.dedent(
 )
 
 
+def launched(processes: int, *script: str) -> list[str]:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_machines", "1"]
+    launch += ["--multi_gpu"] * (processes > 1)
+    return [*launch, "--num_processes", str(processes), "--mixed_precision", "no", "--dynamo_backend", "no", *script]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("processes", [1, 4])
+def test_launched_processes_are_one(alone, tmp_path, processes):
+    """Of two, the test of a lost one says the same."""
+    command = [*launched(processes, "-m", "llmgeom", *SCAN), "--out", str(tmp_path / "run")]
+    env = os.environ | {"LLMGEOM_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert contents(tmp_path / "cache" / "captures") == contents(alone / "cache" / "captures")
+    assert record(tmp_path / "run") == record(alone / "run")
+
+
 def test_a_lost_process_is_told_and_the_same_command_ends_with_the_bytes_of_one(alone, tmp_path):
     (tmp_path / "lost.py").write_text(LOST)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-    launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command = [*launch, str(tmp_path / "lost.py"), *SCAN, "--out", str(tmp_path / "run")]
+    command = [*launched(2, str(tmp_path / "lost.py"), *SCAN), "--out", str(tmp_path / "run")]
     env = os.environ | {"LLMGEOM_CACHE": str(tmp_path / "cache"), "BEGUN": str(tmp_path / "begun")}
     env |= {"PYTHONPATH": str(Path.cwd()), "OMP_NUM_THREADS": "1"}
     first = subprocess.run(command, capture_output=True, text=True, env=env | {"LOSE": "1"})
