@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import numpy as np
 import pytest
-from scipy.stats import binom, binomtest, norm, spearmanr
+from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr
 from sklearn.metrics import roc_auc_score
 
 from llmgeom.discrimination import Area, area, rank_correlation, rate, threshold, told_apart
@@ -44,7 +46,7 @@ def test_ties_count_half():
     stratum = np.repeat(["a", "b"], 4)
     found = area(score, positive, stratum, stratum)
     assert found.value == 0.5
-    assert found.p == pytest.approx(0.5)
+    assert found.p == 1
 
 
 def test_one_task_bounds_nothing():
@@ -71,9 +73,38 @@ def test_areas_of_nothing_are_seldom_told_apart():
     hits = 0
     for _ in range(200):
         score, positive, stratum = bench(rng, spread=0.5)
-        found = area(score, positive, stratum, stratum)
-        hits += found.p < 0.05
+        hits += told_apart([area(score, positive, stratum, stratum)]) in (["yes"], ["reversed"])
     assert hits <= binom.ppf(0.999, 200, 0.05)
+
+
+def test_p_is_scipys_rank_test_and_that_of_every_relabelling():
+    rng = np.random.default_rng(7)
+    score, positive, stratum = bench(rng, tasks=2, positives=3, negatives=4, apart=1.2)
+    score = score.round()  # with ties
+    alone = area(np.tile(score[:7], 2), np.tile(positive[:7], 2), np.repeat([0, 1], 7), np.repeat([0, 1], 7))
+    one = mannwhitneyu(score[:7][positive[:7]], score[:7][~positive[:7]], method="asymptotic", use_continuity=False)
+    assert norm.isf(alone.p / 2) == pytest.approx(np.sqrt(2) * norm.isf(one.pvalue / 2))
+
+    def away(labels: list[tuple[int, ...]]) -> float:
+        wins = 0.0
+        for s, high in enumerate(labels):
+            x = score[7 * s : 7 * s + 7]
+            low = [i for i in range(7) if i not in high]
+            wins += (np.sign(x[list(high)][:, None] - x[low]) + 1).sum() / 2
+        return abs(wins - 12)
+
+    every = [away([a, b]) for a in combinations(range(7), 3) for b in combinations(range(7), 3)]
+    exact = np.mean(np.array(every) >= away([(0, 1, 2), (0, 1, 2)]) - 1e-9)
+    assert area(score, positive, stratum, stratum).p == pytest.approx(exact, abs=0.03)
+
+
+def test_a_number_that_orders_every_task_is_told_beside_seventy_that_say_nothing():
+    rng = np.random.default_rng(8)
+    found = [area(*(made := bench(rng)), made[2]) for _ in range(70)]
+    found.append(area(*(made := bench(rng, apart=100)), made[2]))
+    found.append(area(*(made := bench(rng, apart=-100)), made[2]))
+    words = told_apart(found)
+    assert words[-2:] == ["yes", "reversed"] and not {"yes", "reversed"} & {*words[:-2]}
 
 
 def test_a_perfect_area_has_a_width():
@@ -145,7 +176,7 @@ def test_words():
     def made(value, low, high, p):
         return Area(value, low, high, p, 10, 5, 5, 4)
 
-    found = [made(0.9, 0.7, 1, 1e-4), made(0.6, 0.4, 0.7, 0.2), made(0.2, 0.1, 0.4, 1), made(0.7, 0.4, 0.9, 0.1)]
+    found = [made(0.9, 0.7, 1, 1e-4), made(0.6, 0.4, 0.7, 0.2), made(0.2, 0.1, 0.4, 1e-4), made(0.7, 0.4, 0.9, 0.1)]
     assert told_apart(found) == ["yes", "no", "reversed", "undecided"]
     # Alone p = .03 would do; among four Holm asks for .0125.
     assert told_apart([made(0.8, 0.55, 0.9, 0.03)]) == ["yes"]
