@@ -168,6 +168,12 @@ class Evidence(Result):
     error: np.ndarray = quantity("k", "bits", "mean |H label - exact entropy of the next label|")
     said: np.ndarray = quantity("decile", "probability", "P(first) by its deciles", Figure("curve", beside="owed"))
     owed: np.ndarray = quantity("decile", "probability", "exact P(first) in the same prompts")
+    answers: np.ndarray = quantity(
+        "prompt exact_and_model",
+        "probability",
+        "P(first): what the exact posterior gives, and what the model says; on the diagonal they agree",
+        Figure("scatter", colour="k"),
+    )
     drawn: np.ndarray = quantity("decile", "fraction", "how often the first label was drawn in the same prompts")
     reader: np.ndarray = quantity(
         "reader", "bits", "KL(model || reader) a label, held-out pairs", Figure("curve", interval="reader_interval")
@@ -358,6 +364,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         said=np.array([own.p[told][rows].mean() for rows in deciles]),
         owed=np.array([exact_p[rows].mean() for rows in deciles]),
         drawn=np.array([drawn[rows].mean() for rows in deciles]),
+        answers=np.stack([np.exp(truth.log_p[:, 0]), own.p], 1),
         reader=as_read.mean(1),
         reader_interval=np.array([[span.low, span.high] for span in spans]),
         headlines=headlines,
