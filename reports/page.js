@@ -29,7 +29,8 @@ function write() {
     prompt: pinned ? `${record}.${prompt}` : "", step,
   };
   const parts = Object.entries(told).filter(([, value]) => value !== "").map((pair) => pair.join("="));
-  history.replaceState(null, "", `#${parts.join("&")}`);
+  const hash = parts.length ? `#${parts.join("&")}` : "";
+  if (hash !== location.hash) history.replaceState(null, "", hash || "#");
 }
 
 // What the address does not say, or says of something that is not there, is as at first.
@@ -185,10 +186,10 @@ function likely({ next, label, head, rows }, several) {
   const table = (next[i] || []).map(([piece, p]) => {
     const bar = element("span", { className: "bar" });
     bar.style.width = `${(100 * p).toFixed(1)}%`;
-    return element("tr", {}, element("th", { scope: "row" }, piece), element("td", {}, bar), element("td", {}, `${(100 * p).toFixed(1)} %`));
+    return element("tr", {}, element("th", { scope: "row" }, piece.replace(/^ /, "·")), element("td", {}, bar), element("td", {}, `${(100 * p).toFixed(1)} %`));
   });
   const said = element("p", {}, `${several ? `${label}: ` : ""}entropy ${h < 0 ? "not recorded" : `${rows[i][h]} bits`}`);
-  return table.length ? [said, element("table", { className: "next" }, element("caption", {}, "likeliest next tokens"), element("tbody", {}, ...table))] : [said];
+  return table.length ? [said, element("table", { className: "next" }, element("caption", {}, "likeliest next tokens (· a space)"), element("tbody", {}, ...table))] : [said];
 }
 
 function card() {
@@ -263,7 +264,6 @@ for (const select of all("select[data-figure]"))
     write();
   });
 for (const input of all("input[data-table]")) input.addEventListener("input", sift);
-document.querySelector("form.tools").addEventListener("submit", (event) => event.preventDefault());
 addEventListener("keydown", (event) => event.key === "Escape" && state.prompt >= 0 && clear());
 addEventListener("click", (event) => {
   const link = event.target.closest?.("a[href^='#']");
@@ -342,9 +342,10 @@ for (const button of all("button[data-save]"))
 // ---- paper ------------------------------------------------------------------------------------------------------------
 
 // It has no clicks and another width: open what is folded, fit the figures, say what is shown, and put all back after.
-let folded = [];
+let folded = [], toPaper = () => {}, toScreen = () => {}; // the last two: what another script has to do first
 const resize = (width) => all(".js-plotly-plot").forEach((div) => Plotly.relayout(div, { width, autosize: !width }));
 addEventListener("beforeprint", () => {
+  toPaper();
   folded = all("details:not([open])");
   for (const details of folded) details.open = true;
   [...stale].forEach(refresh);
@@ -354,6 +355,7 @@ addEventListener("beforeprint", () => {
   resize(680);
 });
 addEventListener("afterprint", () => {
+  toScreen();
   for (const details of folded) details.open = false;
   resize(null);
 });
@@ -365,7 +367,9 @@ const unpacked = (id) => {
   return new Response(new Response(packed).body.pipeThrough(new DecompressionStream("gzip"))).text();
 };
 async function start() {
-  const script = document.createElement("script");
+  const more = JSON.parse(await unpacked("more")), script = document.createElement("script");
+  more.records.forEach((one, r) => Object.assign(content.records[r], one));
+  for (const [id, layers] of Object.entries(more.layers)) figures[id].layers = layers;
   script.textContent = await unpacked("plotly");
   document.head.append(script);
   read();

@@ -67,7 +67,13 @@ def written_out(
     # One script, so that its functions serve all parts of it.
     script, (plotly, plotly_hash) = "".join(map(_file, scripts)), _plotly()
     figures = [{"id": d.id, **d.spec} for d in drawn]
-    data = {"figures": figures, "records": prompts_of(records), "template": TEMPLATE}
+    layers = {figure["id"]: figure.pop("layers") for figure in figures if "layers" in figure}
+    data = {
+        "figures": figures,
+        "records": [prompt_columns(record.prompts) for record in records],
+        "template": TEMPLATE,
+    }
+    more = {"records": prompts_of(records), "layers": layers}
     fill = _environment().get_template(template).render
     whole = given | {
         "icons": ICONS,
@@ -79,6 +85,7 @@ def written_out(
         "script": Markup(script),
         "plotly": Markup(plotly),
         "data": Markup(_json(data)),
+        "more": Markup(_packed(_json(more).encode())),
     }
     html = fill(whole, heavy="")
     if (size := len(html.encode())) <= HEAVY:
@@ -88,12 +95,11 @@ def written_out(
 
 
 def prompts_of(records: Sequence[Record]) -> list[dict[str, Any]]:
-    """What the figures share of each record's prompts. `of` is the first record that has the same ones: to point at a
+    """What the panel says of each record's prompts. `of` is the first record that has the same ones: to point at a
     prompt of one is to point at it in the other."""
     texts = [record.prompts.get("text", ()) for record in records]
     return [
         {
-            **prompt_columns(record.prompts),
             **cards(record.prompts),
             "label": label,
             "of": texts.index(record.prompts.get("text", ())),
@@ -217,7 +223,11 @@ def _plotly() -> tuple[str, str]:
     from plotly.offline import get_plotlyjs
 
     source = get_plotlyjs()
-    return base64.b64encode(gzip.compress(source.encode(), 9, mtime=0)).decode(), _hash(source)
+    return _packed(source.encode()), _hash(source)
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
 
 
 def _hash(script: str) -> str:

@@ -43,13 +43,13 @@ slider.addEventListener("input", () => {
   });
 });
 
-// Paper shows the last step, whole; before page.js draws what is stale and fits the figures to it.
+// Paper shows the last step, whole.
 let before = shown;
-addEventListener("beforeprint", () => {
+toPaper = () => {
   before = shown;
   go(steps.length - 1);
-}, { capture: true });
-addEventListener("afterprint", () => go(before));
+};
+toScreen = () => go(before);
 
 started.then(async () => {
   snapshots = JSON.parse(await unpacked("steps"));

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -12,7 +10,8 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw, pictured
-from llmgeom.reports.page import _json, _part, _warnings, prompts_of, written_out
+from llmgeom.reports.page import _json, _packed, _part, _warnings, prompts_of, written_out
+from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
 from llmgeom.reports.verdicts import labels, lines
 from llmgeom.result import Quantity
@@ -42,7 +41,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
                 d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
                 for d in shown[step].values()
             },
-            "records": prompts_of([one]),
+            "records": [prompt_columns(one.prompts) | each for each in prompts_of([one])],
         }
         for step, one in snapshots.items()
     }
@@ -62,7 +61,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         probes=[
             _probe(probe, snapshots, shown) for probe in sorted({p for one in snapshots.values() for p in one.results})
         ],
-        packed=Markup(base64.b64encode(gzip.compress(_json(steps).encode(), 9, mtime=0)).decode()),
+        packed=Markup(_packed(_json(steps).encode())),
     )
 
 

@@ -191,7 +191,7 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         view.locator("figure.whole select").select_option("domain")
         view.locator("#step").focus()
         view.keyboard.press("End")
-        view.wait_for_url("**#step=64")
+        view.wait_for_url("**#colour=domain&step=64")
         view.locator("figure.whole").scroll_into_view_if_needed()
         until(view, "!stale.has(document.querySelector('figure.whole .plot').id)")
         assert view.evaluate("document.querySelector('figure.whole .plot').data.length") == 3
