@@ -32,8 +32,8 @@ class Site(StrEnum):
     FINAL               [row d_model], no layer: what the output embedding reads, after the final norm.
     LOG_PROBS           [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
     ENTROPY             [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
-    LIKELY              [row 2 rank] float32, no layer: the 5 likeliest next tokens (fewer in a smaller vocabulary), their
-                        ids, which are exact below 2^24, and their log-probabilities in nats.
+    LIKELY              [row 2 rank] float32, no layer: the 5 likeliest next tokens (fewer in a smaller vocabulary):
+                        their ids, which are exact below 2^24, and their log-probabilities in nats.
     """
 
     VALUE = "value"

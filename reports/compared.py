@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from llmgeom.reports.figures import draw
-from llmgeom.reports.text import numbers
+from llmgeom.reports.figures import Drawn, draw
+from llmgeom.reports.text import numbers, plotly_text
 from llmgeom.result import Figure, Measured, Quantity
 
 TESTS = (
@@ -27,7 +28,9 @@ def pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
             "tests": TESTS,
             "rows": [_row(d) for d in pair["differences"]],
             "left_out": pair["left_out"],
-            "drawn": draw(_measured(pair), "difference", f"difference-{i}", 0, {}) if pair["differences"] else None,
+            "drawn": _lying(draw(_measured(pair), "difference", f"difference-{i}", 0, {}))
+            if pair["differences"]
+            else None,
         }
         for i, pair in enumerate(found["pairs"])
     ]
@@ -44,6 +47,20 @@ def _row(d: Mapping[str, Any]) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+def _lying(curve: Drawn) -> Drawn:
+    """The curve with its names, which are long, one under the other."""
+    swap = {"x": "y", "y": "x", "error_y": "error_x"}
+    traces = [{swap.get(key, key): value for key, value in trace.items()} for trace in curve.spec["data"]]
+    *_, shade, line = traces
+    shade |= {"fill": "tonextx", "name": "smaller than the effect of interest"}
+    line |= {"name": "difference"}
+    layout = dict(curve.spec["layout"])
+    across, down = layout.pop("yaxis"), layout.pop("xaxis")
+    names = {"title": None, "range": down["range"][::-1], "ticktext": [plotly_text(t, 200) for t in down["ticktext"]]}
+    layout |= {"xaxis": across, "yaxis": down | names, "height": 150 + 26 * len(line["y"])}
+    return replace(curve, spec=dict(curve.spec) | {"data": traces, "layout": layout})
+
+
 def _measured(pair: Mapping[str, Any]) -> Measured:
     """All differences on one axis: each divided by the effect of interest that its headline declares."""
     rows = pair["differences"]
@@ -53,7 +70,7 @@ def _measured(pair: Mapping[str, Any]) -> Measured:
         title=f"{pair['record']} less {pair['reference']}",
         meaning="", computed="", null="", failure_modes="", headlines=(),
         quantities={
-            "difference": Quantity(("headline",), EFFECTS, f"{pair['record']} less {pair['reference']}", figure),
+            "difference": Quantity(("headline",), EFFECTS, "difference", figure),
             "interval": Quantity(("headline", "bound"), EFFECTS, "95 % interval"),
             "equivalent": Quantity(("headline", "bound"), EFFECTS, "smaller than the effect of interest"),
         },
@@ -62,5 +79,5 @@ def _measured(pair: Mapping[str, Any]) -> Measured:
             "interval": np.stack([low, high], 1),
             "equivalent": np.tile([-1.0, 1.0], (len(rows), 1)),
         },
-        ticks={"headline": tuple(d["headline"] for d in rows)},
+        ticks={"headline": tuple(f"{d['probe']}: {d['headline']}" for d in rows)},
     )  # fmt: skip

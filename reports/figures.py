@@ -108,7 +108,7 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
     else:
         layers = declared.figure.layers
         every = np.asarray(measured.arrays[layers], dtype=np.float64) if layers else None
-        drawn = _scatter(declared, array, place, record, prompts, every)
+        drawn = _scatter(measured, declared, array, place, record, prompts, every)
     # The axis on which the page's layer is marked: a heat map has layers downwards.
     where = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
@@ -215,6 +215,7 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
 
 
 def _scatter(
+    measured: Measured,
     declared: Quantity,
     points: np.ndarray,
     place: str,
@@ -224,14 +225,17 @@ def _scatter(
 ) -> Drawn:
     x, y = points[:, 0], points[:, 1] if points.shape[1] > 1 else np.zeros(len(points))
     (row, component), unit = declared.axes, declared.unit
-    across = titled(f"{component} 1", unit)
-    up = titled(f"{component} 2", unit) if points.shape[1] > 1 else "there is no second component"
+    names = measured.ticks.get(component, (f"{component} 1", f"{component} 2"))
+    across = titled(names[0], unit)
+    up = titled(names[1], unit) if points.shape[1] > 1 else "there is no second component"
     # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
     choices = tuple(c for c in ordered(prompts) if c != "text") if len(prompts.get("text", ())) == len(points) else ()
     chosen = declared.figure.colour if declared.figure.colour in choices else choices[0] if choices else ""
+    # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
     layout = {
-        "xaxis": {"title": {"text": plotly_text(across)}},
-        "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x"},
+        "xaxis": {"title": {"text": plotly_text(across)}, "automargin": False},
+        "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x", "automargin": False},
+        "margin": {"l": 84, "b": 64},
         "legend": {"x": 1.02, "y": 1, "yanchor": "top", "orientation": "v"},
     }
     where = {"x": compact(x), "y": compact(y)}

@@ -177,7 +177,7 @@ function nearest() {
   const found = [...x.keys()].filter((j) => j !== i && !hidden(record, j)).sort((a, b) => far(a) - far(b) || a - b);
   const go = (j) => element("button", { type: "button", onclick: () => choose(state.record, j, true) }, `${j}`);
   const list = found.slice(0, NEAREST).map((j) => element("li", {}, go(j), " ", record.rows[j][0]));
-  const layer = figures[id].layers ? `, layer ${layerOf(figures[id].layers.length)}` : "";
+  const last = figures[id].layers?.length - 1, here = layerOf(last + 1), layer = here < last ? `, but at layer ${here}` : "";
   return [element("h4", {}, "Nearest prompts"), element("p", { className: "where" }, `by distance in the figure “${figures[id].name}”${layer}`), element("ol", { className: "nearest" }, ...list)];
 }
 

@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmgeom.experiments.ablation import Ablation
 from llmgeom.experiments.compare import compare
+from llmgeom.experiments.evidence import Evidence
 from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.reports.figures import draw, pictured
@@ -103,7 +105,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
             "tokens": tuple(int(v) for v in rng.integers(5, 30, n)),
             "pieces": tuple(("<s>", *re.findall(" ?[^ ]+| +", each)) for each in text),
             "next tokens": tuple(
-                tuple((f" {word}", round(p / (i + 2), 6)) for word, p in zip(text[-1].split(), (0.5, 0.25, 0.1, 0.05, 0.02)))
+                tuple((f" {word}", p / (i + 2)) for word, p in (("a", 0.5), ("the", 0.25), ("<b>", 0.1), ("is", 0.05)))
                 for i in range(n)
             ),
         },
@@ -374,7 +376,7 @@ def test_a_page_needs_no_torch():
     assert run.stdout.strip() == "[]"
 
 
-# ---- captions, weight, colour -----------------------------------------------------------------------------------------
+# ---- captions, weight, colour ---------------------------------------------------------------------------------------
 
 
 def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_its_figure_holds():
@@ -468,7 +470,7 @@ def test_words_stand_out_from_what_is_behind_them():
     assert min((bright[b] + 0.05) / (bright[w] + 0.05) for b in behind for w in words) > 4.5
 
 
-# ---- differences of several records -----------------------------------------------------------------------------------
+# ---- differences of several records ---------------------------------------------------------------------------------
 
 
 def test_differences_of_records_of_the_same_prompts_stand_above_their_sections():
@@ -485,7 +487,46 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     assert difference["value"] == pytest.approx(0.15) and f"<td>{value} fraction</td><td>{low} to {high}</td>" in part
     assert difference["why"] in part and f"{difference['verdict']}: " in part
     drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
-    assert drawn["data"][-1]["y"] == [1.5]  # 0.15 in effects of interest of 0.1
-    assert drawn["layout"]["xaxis"]["ticktext"] == ["PC1 share"]
-    assert [d["y"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
+    assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
+    assert drawn["layout"]["yaxis"]["ticktext"] == ["manifold: PC1 share"]
+    assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
+    ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
+    whiskers = drawn["data"][-1]["error_x"]
+    assert [-whiskers["arrayminus"][0], whiskers["array"][0]] == pytest.approx(ends, rel=1e-4)
     assert 'class="compared"' not in page(made)
+
+
+def test_dose_curves_carry_bits_a_control_band_and_an_interval():
+    kl = Ablation.quantities()["kl"]
+    assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
+    doses = (-2.0, -1.0, 1.0, 2.0)
+    arrays = {
+        "kl": np.array([0.4, 0.1, 0.1, 0.5]),
+        "kl_null": np.array([[0.1, 0.2], [0.0, 0.1], [0.0, 0.1], [0.1, 0.3]]),
+        "kl_interval": np.array([[0.3, 0.5], [0.0, 0.2], [0.0, 0.2], [0.4, 0.6]]),
+    }
+    quantities = {name: q for name, q in Ablation.quantities().items() if name in arrays}
+    measured = replace(synthetic().results["focus"], quantities=quantities, arrays=arrays, ticks={"dose": doses})
+    drawn = draw(measured, "kl", "f", 0, {})
+    low, high, line = drawn.spec["data"]
+    assert line["x"] == [-2, -1, 1, 2] and line["y"] == [0.4, 0.1, 0.1, 0.5]
+    assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "null band")
+    assert line["error_y"]["array"] == pytest.approx([0.1] * 4) and "[bits]" in drawn.caption
+    assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
+
+
+def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
+    answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
+    assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")
+    record = synthetic()
+    quantities = {"answers": answers}
+    exact = np.linspace(0.1, 0.9, 75)
+    measured = replace(
+        record.results["focus"],
+        quantities=quantities,
+        arrays={"answers": np.stack([exact, exact**2], 1)},
+        ticks={"answer": ("exact P(first)", "the model's P(first)")},
+    )
+    drawn = draw(measured, "answers", "f", 0, dict(record.prompts) | {"k": tuple(map(str, range(75)))})
+    assert drawn.columns == ("prompt", "exact P(first) [probability]", "the model's P(first) [probability]")
+    assert drawn.chosen == "k" and drawn.spec["y"] == pytest.approx(exact**2, rel=1e-5)

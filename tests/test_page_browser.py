@@ -28,7 +28,7 @@ def chromium():
 
 
 @contextmanager
-def opened(chromium, path, records, width=1280):
+def opened(chromium, path, records, width=1280, at=""):
     """The drawn page and, under `.seen`, whatever it asked for or complained about."""
     path.write_text(page(records), encoding="utf-8")
     view = chromium.new_page(viewport={"width": width, "height": 900})
@@ -37,7 +37,7 @@ def opened(chromium, path, records, width=1280):
     view.on("console", lambda message: view.seen["messages"].append(message.text))
     view.on("pageerror", lambda error: view.seen["messages"].append(str(error)))
     view.on("dialog", lambda dialog: (view.seen["messages"].append(dialog.message), dialog.dismiss()))
-    view.goto(path.as_uri())
+    view.goto(path.as_uri() + at)
     view.wait_for_selector("html[data-ready=yes]", state="attached")
     yield view
     view.close()

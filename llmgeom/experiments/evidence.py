@@ -169,9 +169,9 @@ class Evidence(Result):
     said: np.ndarray = quantity("decile", "probability", "P(first) by its deciles", Figure("curve", beside="owed"))
     owed: np.ndarray = quantity("decile", "probability", "exact P(first) in the same prompts")
     answers: np.ndarray = quantity(
-        "prompt exact_and_model",
+        "prompt answer",
         "probability",
-        "P(first): what the exact posterior gives, and what the model says; on the diagonal they agree",
+        "P(first): what the exact posterior gives and what the model says, which on the diagonal agree",
         Figure("scatter", colour="k"),
     )
     drawn: np.ndarray = quantity("decile", "fraction", "how often the first label was drawn in the same prompts")
@@ -368,7 +368,11 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         reader=as_read.mean(1),
         reader_interval=np.array([[span.low, span.high] for span in spans]),
         headlines=headlines,
-        ticks={"k": tuple(ks), "reader": tuple(reader.name for reader in made)},
+        ticks={
+            "k": tuple(ks),
+            "reader": tuple(reader.name for reader in made),
+            "answer": ("exact P(first)", "the model's P(first)"),
+        },
         attainable=attainable,
         warnings=tuple(_doubts(own, told, attainable)),
         notes=("k = 0 enters no headline: there is nothing to weigh",) * (0 in ks),
