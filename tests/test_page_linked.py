@@ -7,6 +7,7 @@ import io
 import json
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,7 @@ def test_the_panel_tells_pieces_entropy_next_tokens_and_neighbours(view):
     assert panel.locator("ol.nearest button").all_text_contents() == [str(i) for i in near]
     assert panel.locator(".where").inner_text().endswith("but at layer 1")
     panel.locator("ol.nearest button").nth(1).click()
-    assert hash_of(view) == f"prompt=0.{near[1]}"
+    assert hash_of(view) == f"layer=1&prompt=0.{near[1]}"
 
 
 def test_hostile_pieces_are_text(view):
@@ -344,7 +345,7 @@ def test_everything_that_can_be_used_has_a_name(view):
     )
     assert nameless in ([], ['<p role="status" id="said"></p>'])
     levels = view.evaluate("[...document.querySelectorAll('h1, h2, h3, h4')].map(h => +h.tagName[1])")
-    assert levels[0] == 1 and all(b - a <= 1 for a, b in zip(levels, levels[1:], strict=False))
+    assert levels[0] == 1 and all(b - a <= 1 for a, b in pairwise(levels))
 
 
 def test_it_prints_to_pdf_and_says_what_was_shown(view):

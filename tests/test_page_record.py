@@ -3,6 +3,8 @@ every layer. Judged by the model run by hand and by a tokenizer written here."""
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -110,10 +112,10 @@ def test_every_layer_s_places_are_those_of_its_own_components_and_turn_no_sign(s
         z = x.flatten(1).double().numpy()
         z = z[:, z.std(0) > 0]
         z = (z - z.mean(0)) / z.std(0)
-        left, size, _ = np.linalg.svd(z, full_matrices=False)
+        left, _, _ = np.linalg.svd(z, full_matrices=False)
         for i in (0, 1):  # singular vectors have no sign of their own
             assert abs(np.corrcoef(place[:, i], left[:, i])[0, 1]) == pytest.approx(1, abs=1e-6)
-    for one, after in zip(layers, layers[1:], strict=False):
+    for one, after in pairwise(layers):
         assert ((one * after).sum(0) >= 0).all()
 
 
