@@ -56,7 +56,8 @@ def _lying(curve: Drawn) -> Drawn:
     line |= {"name": "difference"}
     layout = dict(curve.spec["layout"])
     across, down = layout.pop("yaxis"), layout.pop("xaxis")
-    names = {"title": None, "range": down["range"][::-1], "ticktext": [plotly_text(t, 200) for t in down["ticktext"]]}
+    words = [plotly_text(row[0], 200) for row in curve.rows]
+    names = {"title": None, "range": down["range"][::-1], "ticktext": words}
     layout |= {"xaxis": across, "yaxis": down | names, "height": 150 + 26 * len(line["y"])}
     return replace(curve, spec=dict(curve.spec) | {"data": traces, "layout": layout})
 

@@ -473,11 +473,14 @@ def test_words_stand_out_from_what_is_behind_them():
 # ---- differences of several records ---------------------------------------------------------------------------------
 
 
+NAMED = "PC1 share, a name that is long and would be broken on any other axis, < 1"
+
+
 def test_differences_of_records_of_the_same_prompts_stand_above_their_sections():
     first, second = synthetic(), synthetic(seed=0, name="pocket:llama")
     made = []
     for record, value in ((first, 0.4), (second, 0.55)):
-        measured = replace(record.results["manifold"], headlines=(headline("PC1 share", value=value, effect=0.1),))
+        measured = replace(record.results["manifold"], headlines=(headline(NAMED, value=value, effect=0.1),))
         made.append(replace(record, results={"manifold": measured}))
     found = compare(made).to_dict()
     html = page(made, found)
@@ -488,7 +491,7 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     assert difference["why"] in part and f"{difference['verdict']}: " in part
     drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
     assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
-    assert drawn["layout"]["yaxis"]["ticktext"] == ["manifold: PC1 share"]
+    assert drawn["layout"]["yaxis"]["ticktext"] == [f"manifold: {NAMED}".replace("<", "&lt;")]
     assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
     ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
     whiskers = drawn["data"][-1]["error_x"]
