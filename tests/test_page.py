@@ -383,10 +383,11 @@ def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_it
     measured = synthetic().results["manifold"]
     value = float(measured.arrays["share"][3])
     found = headline("PC1 share, layer 3", "PASS", value, claim="Values lie near a line.")
-    measured = replace(measured, headlines=(found, headline("of another unit", value=value, unit="bits")))
+    others = headline("of another unit", value=value, unit="bits"), headline("of another value", value=value * 1.00001)
+    measured = replace(measured, headlines=(found, *others))
     held = draw(measured, "share", "f", 0, {}).caption
     said = "At layer 3, the headline “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 units: PASS."
-    assert said.format(*numbers(value, found.low, found.high)) in held and "another unit" not in held
+    assert said.format(*numbers(value, found.low, found.high)) in held and "another" not in held
     assert held.endswith("Claim: Values lie near a line.")
     # A figure from which no headline can be read says how many prompts it is of.
     assert draw(measured, "scores", "f", 0, {}).caption.endswith("n = 75 prompts, 38 units.")

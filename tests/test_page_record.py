@@ -3,7 +3,9 @@ every layer. Judged by the model run by hand and by a tokenizer written here."""
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from llmgeom.cloud import signed
 from llmgeom.hub import pockets
 from llmgeom.probes import known
 from llmgeom.prompts.domains import Domain
-from llmgeom.scan import _piece, prompt_table, scan
+from llmgeom.scan import _likely, _piece, _pieces, prompt_table, scan
 from llmgeom.subject import Subject
 from tests.families import FAMILIES
 
@@ -73,6 +75,14 @@ def test_a_piece_keeps_its_space_and_part_of_a_character_has_a_name():
 
     told = [_piece(Who, *pair) for pair in ((0,), (0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (3, 7))]
     assert told == ["<s>", " the", " cat", "s", "<0xC3>", "é", "token 7"]
+    # So does each after the token before it, also the likeliest of those that come next.
+    tokens = Tokens(torch.tensor([[0, 1, 2, 3], [1, 2, 0, 0]]), torch.tensor([4, 2]))
+    assert _pieces(Who, tokens) == (("<s>", " the", " cat", "s"), ("the", " cat"))
+    likely = torch.tensor([[[2.0, 3.0], [-1.0, -2.0]], [[5.0, 1.0], [-0.5, -3.0]]])
+    seen = SimpleNamespace(prompt=torch.tensor([0, 1]), position=torch.tensor([1, 1]), likely=likely)
+    broken = Tokens(torch.tensor([[1, 2], [1, 4]]), torch.tensor([2, 2]))
+    p = [round(math.exp(-x), 6) for x in (1, 2, 0.5, 3)]
+    assert _likely(Who, broken, seen) == (((" cat", p[0]), ("s", p[1])), (("é", p[2]), ("▁the", p[3])))
     Who.tokenizer = None
     assert _piece(Who, 3, 17) == "17"
 
