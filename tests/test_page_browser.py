@@ -102,9 +102,9 @@ def test_search_keeps_the_rows_that_match(view):
     view.locator("#record-0 input[type=search]").fill("CAPITAL of france")
     shown = [i for i in range(75) if i % 4 == 0 and i >= len(HOSTILE)]
     assert [i for i in range(75) if rows.nth(i).is_visible()] == shown
-    assert view.locator("#record-0 output").inner_text() == f"{len(shown)} of 75 prompts"
+    assert view.locator("#record-0-prompts-count").inner_text() == f"{len(shown)} of 75 prompts"
     view.locator("#record-0 input[type=search]").fill("")
-    assert view.locator("#record-0 output").inner_text() == "75 of 75 prompts"
+    assert view.locator("#record-0-prompts-count").inner_text() == "75 of 75 prompts"
 
 
 def test_a_column_sorts_up_then_down_by_its_numbers(view):
