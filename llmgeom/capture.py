@@ -32,6 +32,8 @@ class Site(StrEnum):
     FINAL               [row d_model], no layer: what the output embedding reads, after the final norm.
     LOG_PROBS           [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
     ENTROPY             [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
+    LIKELY              [row 2 rank] float32, no layer: the 5 likeliest next tokens (fewer in a smaller vocabulary):
+                        their ids, which are exact below 2^24, and their log-probabilities in nats.
     """
 
     VALUE = "value"
@@ -48,10 +50,12 @@ class Site(StrEnum):
     FINAL = "final"
     LOG_PROBS = "log_probs"
     ENTROPY = "entropy"
+    LIKELY = "likely"
 
 
 ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
-OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY})
+RANKS = 5  # likeliest next tokens that are kept
+OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
 # What only a model with attention has.
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
 
@@ -81,6 +85,7 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
         Site.FINAL: d * item,
         Site.LOG_PROBS: facts["vocabulary"] * 4,
         Site.ENTROPY: 4,
+        Site.LIKELY: 2 * min(RANKS, facts["vocabulary"]) * 4,
     }
     return rows * sum(each[site] for site in sites)
 
@@ -224,3 +229,8 @@ class Capture:
     def entropy(self) -> Float[Tensor, " row"]:
         """Next-token entropy, nats."""
         return self.layers(Site.ENTROPY)[0]
+
+    @property
+    def likely(self) -> Float[Tensor, "row 2 rank"]:
+        """Ids and log-probabilities (nats) of the likeliest next tokens."""
+        return self.layers(Site.LIKELY)[0]

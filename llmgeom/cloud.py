@@ -63,7 +63,13 @@ class CloudResult(Result):
     )
     r2_null: np.ndarray = quantity("layer bound", "R2", "the same read from a re-initialised model")
     scores: np.ndarray = quantity(
-        "prompt component", "standardised units", "position on PC1 and PC2, last layer", Figure("scatter")
+        "prompt component",
+        "standardised units",
+        "position on PC1 and PC2, last layer",
+        Figure("scatter", layers="layer_scores"),
+    )
+    layer_scores: np.ndarray = quantity(
+        "layer prompt component", "standardised units", "position on PC1 and PC2, signs as in the layer after"
     )
     constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
     headlines: tuple[Headline, ...]
@@ -99,6 +105,14 @@ class Portrait:
     def rho(self, entropy: np.ndarray, covariates: np.ndarray | None = None) -> float:
         """|Spearman| of PC1 and entropy."""
         return abs(spearman(self.scores[:, 0], entropy, covariates)) if self.scores.any() else 0.0
+
+
+def signed(scores: Sequence[np.ndarray]) -> np.ndarray:
+    """[layer prompt component]: a component's sign is arbitrary, so each is turned to agree with the layer after."""
+    turned = [scores[-1]]
+    for each in scores[-2::-1]:
+        turned.append(each * np.where((each * turned[-1]).sum(0) < 0, -1.0, 1.0))
+    return np.stack(turned[::-1])
 
 
 def vectors(capture: Capture, site: Site) -> Layers:
@@ -160,6 +174,7 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
         "r2": np.array([r.r2[0] for r in readouts]),
         "r2_null": layer_band({"re-initialised": r2_null}),
         "scores": main[-1].scores,
+        "layer_scores": signed([p.scores for p in main]),
         "constant": np.array([p.dropped for p in main]),
     }
     scores = main[-1].scores[:, 0]

@@ -31,7 +31,9 @@ class Figure:
     curve    one axis, e.g. "layer": a line over depth, or points where the axis has names (`Result.ticks`). `band` and
              `interval` name quantities with one axis more, "bound": its null, and its confidence interval, low and
              high; `beside` one with the same axis, drawn dashed.
-    scatter  axes "prompt component": the first two components, coloured by the prompt column `colour`.
+    scatter  axes "prompt component": the first two components (named by `Result.ticks`), coloured by the prompt column
+             `colour`. `layers` names a quantity with "layer" before these axes: the same at every layer, of which this
+             is the last.
     heatmap  two axes, e.g. "layer head": a cell each.
     """
 
@@ -40,6 +42,7 @@ class Figure:
     interval: str = ""
     beside: str = ""
     colour: str = "entropy"
+    layers: str = ""
 
 
 @dataclass(frozen=True)

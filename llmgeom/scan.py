@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -173,7 +174,7 @@ class Passes:
 
     @property
     def own_sites(self) -> frozenset[Site]:
-        return self.sites | {Site.ENTROPY}
+        return self.sites | {Site.ENTROPY, Site.LIKELY}
 
     def shuffled(self, i: int) -> Batch:
         """The prompts of the main batch with their tokens in random order."""
@@ -303,7 +304,7 @@ def scan(
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
-        prompts=prompt_table(subject, shown, bare.inputs, _of_prompts(view, len(bare))),
+        prompts=prompt_table(subject, shown, bare.inputs, _of_prompts(view, len(bare)), view.capture),
         subject={k: v for k, v in subject.facts.items() if v is not None},
         source=dict(batch.source),
         facts={
@@ -373,8 +374,14 @@ def _of_prompts(view: View, n: int) -> np.ndarray:
     return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
 
 
-def prompt_table(subject: Subject, batch: Batch, tokens: Tokens | Rows, entropy: np.ndarray) -> dict[str, tuple]:
-    """A record's prompts, column by column; entropy [prompt] in bits. Tokens without text are decoded."""
+def prompt_table(
+    subject: Subject, batch: Batch, tokens: Tokens | Rows, entropy: np.ndarray, capture: Capture | None = None
+) -> dict[str, tuple]:
+    """A record's prompts, column by column; entropy [prompt] in bits. Tokens without text are decoded.
+
+    pieces        where what is read is tokens: each as text, those that the tokenizer adds too.
+    next tokens   with a capture of Site.LIKELY: the likeliest at the last queried position, [piece, probability] each.
+    """
     n = len(batch)
     if isinstance(batch.inputs, Text):
         text = batch.text
@@ -395,7 +402,37 @@ def prompt_table(subject: Subject, batch: Batch, tokens: Tokens | Rows, entropy:
         "text": text,
         "entropy": tuple(round(float(h), 6) for h in entropy),
         "tokens": tuple(tokens.lengths.tolist()),
+        **({"pieces": _pieces(subject, tokens)} if isinstance(tokens, Tokens) else {}),
+        **({"next tokens": _likely(subject, tokens, capture)} if capture and isinstance(tokens, Tokens) else {}),
     }
+
+
+def _pieces(subject: Subject, tokens: Tokens) -> tuple[tuple[str, ...], ...]:
+    rows = [ids[:n] for ids, n in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)]
+    return tuple(tuple(_piece(subject, *ids[max(i - 1, 0) : i + 1]) for i in range(len(ids))) for ids in rows)
+
+
+def _piece(subject: Subject, *ids: int) -> str:
+    """The last of one or two tokens as text: what it adds to the one before, since some tokenizers write no space
+    before a text's first; by its own name where it is part of a character only."""
+    if subject.tokenizer is None:
+        return str(ids[-1])
+    before, whole = (subject.tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (ids[:-1], ids))
+    piece = whole.removeprefix(before)
+    if piece and "\ufffd" not in whole:
+        return piece
+    # Embeddings may be padded beyond the tokens that there are.
+    return subject.tokenizer.convert_ids_to_tokens(ids[-1]) or f"token {ids[-1]}"
+
+
+def _likely(subject: Subject, tokens: Tokens, capture: Capture) -> tuple[tuple[tuple[str, float], ...], ...]:
+    last = {prompt: row for row, prompt in enumerate(capture.prompt.tolist())}
+    told = []
+    for prompt, row in sorted(last.items()):
+        before, (ids, log_p) = int(tokens.ids[prompt, capture.position[row]]), capture.likely[row].tolist()
+        pieces = [_piece(subject, before, int(token)) for token in ids]
+        told.append(tuple((piece, round(math.exp(p), 6)) for piece, p in zip(pieces, log_p, strict=True)))
+    return tuple(told)
 
 
 def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls: int) -> list[str]:

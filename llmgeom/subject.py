@@ -27,7 +27,7 @@ from llmgeom import fingerprint, hub, interrupt, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks, without_attention
-from llmgeom.capture import ATTENDING, OUTPUTS, Capture, Key, Site, nbytes
+from llmgeom.capture import ATTENDING, OUTPUTS, RANKS, Capture, Key, Site, nbytes
 from llmgeom.edits import Edit
 from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
 from llmgeom.information import bits, entropy
@@ -427,6 +427,9 @@ class Subject:
             log_probs = logits.float().log_softmax(-1)
             if Site.ENTROPY in work.sites:
                 kept[Site.ENTROPY, -1] = entropy(log_probs)
+            if Site.LIKELY in work.sites:
+                most = log_probs.topk(min(RANKS, log_probs.shape[-1]))
+                kept[Site.LIKELY, -1] = torch.stack([most.indices.float(), most.values], 1)
             if Site.LOG_PROBS in work.sites:
                 kept[Site.LOG_PROBS, -1] = log_probs
         # Whether they are finite comes along with the rest: to ask here would wait for the device once more.

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from llmgeom.record import Record
 from llmgeom.reports.prompts import COLOURS, marks, ordered, prompt_columns
-from llmgeom.reports.text import compact, numbers, plotly_text, titled
+from llmgeom.reports.text import compact, numbers, plotly_text, titled, visible
+from llmgeom.reports.verdicts import counted
 from llmgeom.result import Measured, Quantity
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def figures(record: Record) -> dict[str, dict[str, Figure]]:
 
 def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequence[str]) -> list[dict[str, Any]]:
     """The traces of a scatter of prompts; page.js does the same whenever another column is chosen."""
-    per_point = {"x": spec["x"], "y": spec["y"], "hovertext": hover}
+    per_point = {"x": spec["x"], "y": spec["y"], "hovertext": hover, "customdata": range(len(hover))}
     return [
         {key: value for key, value in trace.items() if key != "rows"}
         | {key: [values[i] for i in trace["rows"]] for key, values in per_point.items()}
@@ -101,10 +102,34 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
     if array.ndim != (1 if kind == "curve" else 2) or not array.size:
         raise ValueError(f"{name} has axes {declared.axes} and shape {array.shape}: that is no {kind}")
     if kind == "curve":
-        return _curve(measured, name, declared, array, place)
-    if kind == "heatmap":
-        return _heatmap(measured, declared, array, place)
-    return _scatter(declared, array, place, record, prompts)
+        drawn = _curve(measured, name, declared, array, place)
+    elif kind == "heatmap":
+        drawn = _heatmap(measured, declared, array, place)
+    else:
+        layers = declared.figure.layers
+        every = np.asarray(measured.arrays[layers], dtype=np.float64) if layers else None
+        drawn = _scatter(measured, declared, array, place, record, prompts, every)
+    # The axis on which the page's layer is marked: a heat map has layers downwards.
+    where = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
+    spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
+    return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array)}".strip())
+
+
+def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
+    """The sentences of a caption that say which headlines are read off this figure and where, by their value; how many
+    prompts it is of, where it holds none."""
+    said = []
+    for h in measured.headlines:
+        where = np.argwhere(np.isclose(array, h.value, rtol=1e-9, atol=0))
+        # 0 and 1 are met by chance.
+        if len(where) == 1 and h.unit == declared.unit and h.value not in (0, 1):
+            ticks = [measured.ticks.get(a, range(n)) for a, n in zip(declared.axes, array.shape, strict=True)]
+            at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
+            value, low, high = numbers(h.value, h.low, h.high)
+            found = f"{value}, 95 % interval {low} to {high}, n = {counted(h)}: {h.verdict}."
+            said.append(f"At {at}, the headline “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
+    counts = dict.fromkeys(counted(h) for h in measured.headlines)
+    return " ".join(said) or (f"n = {'; '.join(counts)}." if counts else "")
 
 
 def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, place: str) -> Drawn:
@@ -189,22 +214,35 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
     )
 
 
-def _scatter(declared: Quantity, points: np.ndarray, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:
+def _scatter(
+    measured: Measured,
+    declared: Quantity,
+    points: np.ndarray,
+    place: str,
+    record: int,
+    prompts: Mapping[str, tuple],
+    every: np.ndarray | None,
+) -> Drawn:
     x, y = points[:, 0], points[:, 1] if points.shape[1] > 1 else np.zeros(len(points))
     (row, component), unit = declared.axes, declared.unit
-    across = titled(f"{component} 1", unit)
-    up = titled(f"{component} 2", unit) if points.shape[1] > 1 else "there is no second component"
+    names = measured.ticks.get(component, (f"{component} 1", f"{component} 2"))
+    across = titled(names[0], unit)
+    up = titled(names[1], unit) if points.shape[1] > 1 else "there is no second component"
     # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
     choices = tuple(c for c in ordered(prompts) if c != "text") if len(prompts.get("text", ())) == len(points) else ()
     chosen = declared.figure.colour if declared.figure.colour in choices else choices[0] if choices else ""
+    # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
     layout = {
-        "xaxis": {"title": {"text": plotly_text(across)}},
-        "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x"},
+        "xaxis": {"title": {"text": plotly_text(across)}, "automargin": False},
+        "yaxis": {"title": {"text": plotly_text(up)}, "scaleanchor": "x", "automargin": False},
+        "margin": {"l": 84, "b": 64},
         "legend": {"x": 1.02, "y": 1, "yanchor": "top", "orientation": "v"},
     }
     where = {"x": compact(x), "y": compact(y)}
     if chosen:
         drawn = where | {"record": record, "colour": chosen}
+        if every is not None and every.shape[1:] == points.shape and points.shape[1] > 1:
+            drawn["layers"] = [{"x": compact(each[:, 0]), "y": compact(each[:, 1])} for each in every]
     else:
         drawn = {"data": [marks(color=LINE) | where | {"hovertext": [str(i) for i in range(len(x))]}]}
     return Drawn(

@@ -6,7 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,21 @@ import jinja2
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.figures import TEMPLATE, draw, pictured
-from llmgeom.reports.prompts import UNITS, numeric, ordered, prompt_columns
+from llmgeom.reports.compared import pairs
+from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
+from llmgeom.reports.prompts import UNITS, cards, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
+HEAVY = 10_000_000  # bytes
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "parity")
 
 
-def page(records: Sequence[Record]) -> str:
-    """The records as one HTML page that opens from disk without the network; several records make a comparison.
+def page(records: Sequence[Record], comparison: Mapping[str, Any] | None = None) -> str:
+    """The records as one HTML page that opens from disk without the network, several side by side.
 
+    comparison   what `llmgeom compare` found of them, as plain data (`Comparison.to_dict()`): differences are shown.
     Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
     Raises ValueError where there is no record, or a quantity's axes do not fit its figure.
     """
@@ -34,28 +37,87 @@ def page(records: Sequence[Record]) -> str:
         raise ValueError("page needs at least one record; got none")
     named = labels(records)
     parts = [_part(place, label, record) for place, (label, record) in enumerate(zip(named, records, strict=True))]
-    script, (plotly, plotly_hash) = _file("page.js"), _plotly()
+    compared = pairs(comparison) if comparison else []
+    drawn = [d for part in parts for section in part["sections"] for d in section["drawn"]]
+    return written_out(
+        "page.html",
+        records,
+        [*drawn, *(pair["drawn"] for pair in compared if pair["drawn"])],
+        title=_title(records),
+        parts=parts,
+        pairs=compared,
+        warnings=_warnings(named, records),
+        rows=lines(records),
+        sections={(part["label"], s["probe"]): s["id"] for part in parts for s in part["sections"]},
+    )
+
+
+def written_out(
+    template: str,
+    records: Sequence[Record],
+    drawn: Sequence[Drawn],
+    scripts: Sequence[str] = ("page.js",),
+    styles: Sequence[str] = ("page.css",),
+    **given: Any,
+) -> str:
+    """A template with all that every page holds: the figures, the prompts of these records, and who may run.
+
+    A page of more than 10 MB says so at its top.
+    """
+    # One script, so that its functions serve all parts of it.
+    script, (plotly, plotly_hash) = "".join(map(_file, scripts)), _plotly()
+    figures = [{"id": d.id, **d.spec} for d in drawn]
+    layers = {figure["id"]: figure.pop("layers") for figure in figures if "layers" in figure}
     data = {
-        "figures": [{"id": d.id, **d.spec} for part in parts for section in part["sections"] for d in section["drawn"]],
+        "figures": figures,
         "records": [prompt_columns(record.prompts) for record in records],
         "template": TEMPLATE,
     }
-    # Only these two scripts may run: a prompt that found a way into the page would still be text.
-    allowed = Markup(f"'{_hash(script)}' '{plotly_hash}'")
-    template = _environment().get_template("page.html")
-    return template.render(
-        title=_title(records),
-        parts=parts,
-        warnings=_warnings(named, records),
-        rows=lines(records),
-        icons=ICONS,
-        sections={(part["label"], s["probe"]): s["id"] for part in parts for s in part["sections"]},
-        allowed=allowed,
-        css=Markup(_file("page.css")),
-        script=Markup(script),
-        plotly=Markup(plotly),
-        data=Markup(_json(data)),
-    )
+    more = {"records": prompts_of(records), "layers": layers}
+    fill = _environment().get_template(template).render
+    whole = given | {
+        "icons": ICONS,
+        "layers": max((n for record in records for n in _depths(record)), default=0),
+        "prompted": any(record.prompts.get("text") for record in records),
+        "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
+        # Only these two scripts may run: a prompt that found a way into the page would still be text.
+        "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),
+        "css": Markup("".join(map(_file, styles))),
+        "script": Markup(script),
+        "plotly": Markup(plotly),
+        "data": Markup(_json(data)),
+        "more": Markup(_packed(_json(more).encode())),
+    }
+    html = fill(whole, heavy="")
+    if (size := len(html.encode())) <= HEAVY:
+        return html
+    said = f"This page holds {size / 1e6:.0f} MB and may be slow to draw: fewer prompts or fewer records make less."
+    return fill(whole, heavy=said)
+
+
+def prompts_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """What the panel says of each record's prompts. `of` is the first record that has the same ones: to point at a
+    prompt of one is to point at it in the other."""
+    texts = [record.prompts.get("text", ()) for record in records]
+    return [
+        {
+            **cards(record.prompts),
+            "label": label,
+            "of": texts.index(record.prompts.get("text", ())),
+            "bos": bool(record.facts.get("bos_added")),
+        }
+        for label, record in zip(labels(records), records, strict=True)
+    ]
+
+
+def _depths(record: Record) -> list[int]:
+    """How many layers each quantity that is drawn over layers has."""
+    return [
+        m.arrays[name].shape[q.axes.index("layer")]
+        for m in record.results.values()
+        for name, q in m.quantities.items()
+        if "layer" in q.axes
+    ]
 
 
 def panel(record: Record) -> str:
@@ -110,6 +172,7 @@ def _section(place: int, number: int, probe: str, record: Record) -> dict[str, A
         "id": f"probe-{place}-{number}",
         "probe": probe,
         "measured": measured,
+        "rows": [row for row in lines([record]) if row.probe == probe],
         "drawn": [
             draw(measured, name, f"figure-{place}-{number}-{i}", place, record.prompts)
             for i, name in enumerate(pictured(measured))
@@ -161,7 +224,11 @@ def _plotly() -> tuple[str, str]:
     from plotly.offline import get_plotlyjs
 
     source = get_plotlyjs()
-    return base64.b64encode(gzip.compress(source.encode(), 9, mtime=0)).decode(), _hash(source)
+    return _packed(source.encode()), _hash(source)
+
+
+def _packed(data: bytes) -> str:
+    return base64.b64encode(gzip.compress(data, 9, mtime=0)).decode()
 
 
 def _hash(script: str) -> str:

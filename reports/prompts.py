@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from llmgeom.reports.text import compact, plotly_text, titled, written
+from llmgeom.reports.text import compact, plotly_text, titled, visible, written
 
 UNITS = {"entropy": "bits", "tokens": "count"}
 # Colour-blind-safe; the eighth stands for all categories beyond seven.
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#9a9a9a")
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "circle-open")
 SHOWN_CATEGORIES = len(COLOURS) - 1
+PARTS = ("pieces", "next tokens")  # shown beside a prompt, not in a table
 
 
 def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
@@ -47,6 +48,20 @@ def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
     return {"columns": columns, "hover": hover}
 
 
+def cards(prompts: Mapping[str, tuple]) -> dict[str, Any]:
+    """What stands beside the figures when a prompt is pointed at: its columns, token pieces and likeliest next tokens,
+    as text in which nothing is invisible."""
+    columns = ordered(prompts)
+    rows = zip(*(prompts[c] for c in columns), strict=True)
+    return {
+        "head": [titled(visible(c), UNITS.get(c, "")) for c in columns],
+        "domain": columns.index("domain") if "domain" in columns else -1,
+        "rows": [[visible(written(v)) for v in row] for row in rows],
+        "pieces": [[visible(piece) for piece in row] for row in prompts.get("pieces", ())],
+        "next": [[[visible(piece), p] for piece, p in row] for row in prompts.get("next tokens", ())],
+    }
+
+
 def marks(**marker: Any) -> dict[str, Any]:
     """A trace of a scatter, but for where its points lie and what they say."""
     outlined = {"size": 9, "line": {"width": 0.75, "color": "#1a1a1a"}}
@@ -56,7 +71,7 @@ def marks(**marker: Any) -> dict[str, Any]:
 def ordered(prompts: Mapping[str, tuple]) -> list[str]:
     """The columns of a prompt table in reading order."""
     first = [c for c in ("text", "entropy", "template", "domain", "tokens", "tags") if c in prompts]
-    return first + sorted(set(prompts) - set(first))
+    return first + sorted(set(prompts) - {*first, *PARTS})
 
 
 def numeric(values: tuple) -> bool:

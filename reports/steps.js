@@ -1,90 +1,63 @@
 // The slider: another snapshot's figures in the same places, each drawn when it comes into view.
-const slider = document.getElementById("step");
+const slider = byId("step");
 const steps = JSON.parse(slider.dataset.steps);
-const plots = [...document.querySelectorAll(".plot")];
-const stale = new Set(), inView = new Set();
-let snapshots, shown = steps.length - 1, waiting = false;
+let snapshots, shown = steps.length - 1, pending = false;
 
-const cells = (row, tag, words) => row.append(...words.map((word) => Object.assign(document.createElement(tag), { textContent: word })));
+// A curve stays as it is; a line says where the slider stands.
+also = (figure) => {
+  const x = figure.layout.xaxis.ticktext?.indexOf(String(steps[shown])) ?? -1;
+  if (x < 0 || !byId(figure.id).closest(".curves")) return [];
+  return [{ type: "line", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: "#1a1a1a", width: 1, dash: "dot" } }];
+};
 
-function refresh(id) {
-  if (!stale.delete(id)) return;
-  const div = document.getElementById(id), box = div.closest("figure"), figure = figures[id];
-  if (div.closest(".curves")) {
-    // A curve stays as it is; a line says where the slider stands.
-    const x = figure.layout.xaxis.ticktext.indexOf(String(steps[shown]));
-    const line = { type: "line", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: { color: "#1a1a1a", width: 1, dash: "dot" } };
-    Plotly.relayout(id, { shapes: x < 0 ? [] : [line] });
-    return;
-  }
-  plot(figure, box.querySelector("select")?.value);
-  div.setAttribute("aria-label", figure.label);
-  box.querySelector("figcaption").textContent = figure.caption;
-  const [head, ...rows] = figure.numbers, table = box.querySelector("table");
-  table.tHead.rows[0].replaceChildren();
-  cells(table.tHead.rows[0], "th", head);
-  table.tBodies[0].replaceChildren(...rows.map((row) => {
-    const tr = document.createElement("tr");
-    cells(tr, "td", row);
-    return tr;
-  }));
-}
-
-function show(place) {
+function go(place) {
   shown = place;
   slider.value = place;
   const step = steps[place], { figures: now, records } = snapshots[step];
-  for (const output of document.querySelectorAll("output.step")) output.textContent = `step ${step}`;
+  for (const output of all("output.step")) output.textContent = `step ${step}`;
   slider.setAttribute("aria-valuetext", `step ${step}`);
-  for (const body of document.querySelectorAll("tbody[data-step]")) body.hidden = body.dataset.step !== String(step);
+  for (const body of all("tbody[data-step]")) body.hidden = body.dataset.step !== String(step);
   content.records = records;
-  for (const div of plots) {
-    if (!div.closest(".curves")) {
-      div.closest("figure").hidden = !(div.id in now);
-      if (!(div.id in now)) continue;
-      figures[div.id] = now[div.id];
-    }
-    stale.add(div.id);
-    if (inView.has(div.id)) refresh(div.id);
+  for (const div of all(".plot:not(.curves .plot)")) {
+    div.closest("figure").hidden = !(div.id in now);
+    delete figures[div.id];
+    if (div.id in now) figures[div.id] = now[div.id];
   }
+  renew(Object.keys(figures));
+  card();
 }
 
 function told() {
-  const asked = /[#&]step=(\d+)/.exec(location.hash);
-  const place = asked ? steps.indexOf(Number(asked[1])) : -1;
+  const place = steps.indexOf(Number(state.step || NaN));
   return place < 0 ? shown : place; // a hash that names no step, or a link within the page, changes nothing
 }
 
 slider.addEventListener("input", () => {
-  if (waiting) return;
-  waiting = true;
+  if (pending) return;
+  pending = true;
   requestAnimationFrame(() => {
-    waiting = false;
-    show(Number(slider.value));
-    history.replaceState(null, "", `#step=${steps[shown]}`);
+    pending = false;
+    go(Number(slider.value));
+    state.step = String(steps[shown]);
+    write();
   });
 });
-addEventListener("hashchange", () => snapshots && told() !== shown && show(told()));
 
-// Paper shows the last step, whole; before page.js fits the figures to it.
+// Paper shows the last step, whole.
 let before = shown;
-addEventListener("beforeprint", () => {
+toPaper = () => {
   before = shown;
-  show(steps.length - 1);
-  for (const id of [...stale]) refresh(id);
-}, { capture: true });
-addEventListener("afterprint", () => show(before));
+  go(steps.length - 1);
+};
+toScreen = () => go(before);
 
 started.then(async () => {
   snapshots = JSON.parse(await unpacked("steps"));
-  const watch = new IntersectionObserver((seen) => {
-    for (const { target, isIntersecting } of seen) {
-      inView[isIntersecting ? "add" : "delete"](target.id);
-      if (isIntersecting) refresh(target.id);
-    }
-  }, { rootMargin: "300px" });
-  for (const div of plots) watch.observe(div);
   slider.disabled = false;
-  show(told());
+  go(told());
+  addEventListener("hashchange", () => {
+    if (told() !== shown) go(told());
+    if (shown < steps.length - 1) state.step = String(steps[shown]);
+  });
   document.documentElement.dataset.steps = "yes";
 });

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import gzip
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,11 +9,11 @@ from typing import Any
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
-from llmgeom.reports.page import _environment, _file, _hash, _json, _part, _plotly, _warnings
+from llmgeom.reports.figures import Drawn, draw, pictured
+from llmgeom.reports.page import _json, _packed, _part, _warnings, prompts_of, written_out
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
-from llmgeom.reports.verdicts import ICONS, labels, lines
+from llmgeom.reports.verdicts import labels, lines
 from llmgeom.result import Quantity
 
 
@@ -37,43 +35,33 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     shown = {step: _shown(one, places) for step, one in snapshots.items()}
     last = list(shown.values())[-1:]
     curves = {section["probe"]: section for section in part["sections"]}
-    data = {
-        "figures": [{"id": d.id, **d.spec} for section in part["sections"] for d in section["drawn"]]
-        + [{"id": d.id, **d.spec} for found in last for d in found.values()],
-        "records": [prompt_columns(one.prompts) for one in list(snapshots.values())[-1:]],
-        "template": TEMPLATE,
-    }
     steps = {
         step: {
             "figures": {
                 d.id: {"id": d.id, **d.spec, "caption": d.caption, "label": d.label, "numbers": [d.columns, *d.rows]}
                 for d in shown[step].values()
             },
-            "records": [prompt_columns(one.prompts)],
+            "records": [prompt_columns(one.prompts) | each for each in prompts_of([one])],
         }
         for step, one in snapshots.items()
     }
-    # One script, so that the page's functions serve the slider too.
-    script, (plotly, plotly_hash) = _file("page.js") + (_file("steps.js") if snapshots else ""), _plotly()
-    template = _environment().get_template("steps.html")
-    return template.render(
+    return written_out(
+        "steps.html",
+        list(snapshots.values())[-1:],
+        [d for section in part["sections"] for d in section["drawn"]] + [d for one in last for d in one.values()],
+        ("page.js", "steps.js") if snapshots else ("page.js",),
+        ("page.css", "steps.css"),
         title=f"{record.title}, over training",
         parts=[part],
         warnings=_warnings([label], [record]),
         rows=lines([record]),
-        icons=ICONS,
         sections={(label, probe): section["id"] for probe, section in curves.items()},
         curves=curves,
         steps=list(snapshots),
         probes=[
             _probe(probe, snapshots, shown) for probe in sorted({p for one in snapshots.values() for p in one.results})
         ],
-        allowed=Markup(f"'{_hash(script)}' '{plotly_hash}'"),
-        css=Markup(_file("page.css") + _file("steps.css")),
-        script=Markup(script),
-        plotly=Markup(plotly),
-        data=Markup(_json(data)),
-        packed=Markup(base64.b64encode(gzip.compress(_json(steps).encode(), 9, mtime=0)).decode()),
+        packed=Markup(_packed(_json(steps).encode())),
     )
 
 

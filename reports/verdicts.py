@@ -83,6 +83,11 @@ def lines(records: Sequence[Record]) -> list[Row]:
     return sorted(rows, key=lambda row: not row.claim)
 
 
+def counted(h: Headline) -> str:
+    """How many prompts, or what it counts, and how many independent units a headline is of."""
+    return f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.units else f", {h.units} units")
+
+
 def _row(label: str, probe: str, h: Headline, record: Record) -> Row:
     value, low, high = numbers(h.value, h.low, h.high)
     null, p = "none", ""
@@ -94,7 +99,7 @@ def _row(label: str, probe: str, h: Headline, record: Record) -> Row:
         f"{low} to {high}",
         null,
         p,
-        f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.units else f", {h.units} units"),
+        counted(h),
     )
     place = placed(h, probe, record)
     return Row(*map(visible, (label, h.name, *cells, h.verdict, h.why, h.claim, probe, h.method, place)))

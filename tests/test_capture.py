@@ -13,7 +13,7 @@ import transformers
 from llmgeom import attention as attention_module
 from llmgeom.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import ROWS, Site
+from llmgeom.capture import OUTPUTS, ROWS, Site
 from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable, UnsupportedModel
 from llmgeom.subject import Subject
@@ -173,7 +173,7 @@ def test_what_is_kept_during_a_pass_owns_its_storage(name):
     with torch.no_grad(), attached(mine.model, name), recording(recorder, mine.blocks, embedding):
         logits = mine.model(batch.inputs.ids, use_cache=False).logits
     assert logits.shape == (4, 1, VOCAB), "no logits are made for positions nobody asked about"
-    assert {site for site, _ in recorder.kept} == set(Site) - {Site.LOG_PROBS, Site.ENTROPY}
+    assert {site for site, _ in recorder.kept} == set(Site) - OUTPUTS
     for key, tensor in recorder.kept.items():
         assert tensor.untyped_storage().nbytes() == tensor.numel() * tensor.itemsize, key
     for key, tensor in mine.capture(batch, Site).tensors.items():

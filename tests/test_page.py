@@ -6,13 +6,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from llmgeom.experiments.ablation import Ablation
+from llmgeom.experiments.compare import compare
+from llmgeom.experiments.evidence import Evidence
 from llmgeom.record import Record
 from llmgeom.reports import page, table
-from llmgeom.reports.figures import draw
+from llmgeom.reports.figures import draw, pictured
+from llmgeom.reports.prompts import COLOURS, SHAPES
 from llmgeom.reports.text import numbers, plotly_text, visible
 from llmgeom.result import Figure, Headline, Measured, Quantity
 
@@ -45,6 +50,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
     share = 0.15 + 0.3 * np.arange(layers) / max(layers - 1, 1) + rng.normal(0, 0.01, layers)
     null = 0.15 + np.stack([-0.04 * np.ones(layers), 0.04 + rng.random(layers) * 0.02], 1)
     scores = np.stack([entropy - entropy.mean(), 0.5 * np.sin(entropy) + rng.normal(0, 0.2, n), rng.random(n)], 1)
+    every = scores + rng.normal(0, 0.3, (layers, n, 3)) * np.arange(layers)[::-1, None, None]  # the last: as they are
     geometry = Measured(
         title="Value manifold",
         meaning="Values at the last position lie near a curve when one number orders them. The number may be entropy.",
@@ -59,11 +65,15 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
             "share": Quantity(("layer",), "fraction", "share of variance of PC1", Figure("curve", band="share_null")),
             "share_null": Quantity(("layer", "bound"), "fraction", "95 % of 20 re-initialised twins"),
             "scores": Quantity(
-                ("prompt", "component"), "standard units", "last layer, principal components", Figure("scatter")
+                ("prompt", "component"),
+                "standard units",
+                "last layer, principal components",
+                Figure("scatter", layers="every"),
             ),
+            "every": Quantity(("layer", "prompt", "component"), "standard units", "the same at every layer"),
             "dropped": Quantity((), "count", "constant coordinates that were dropped"),
         },
-        arrays={"share": share, "share_null": null, "scores": scores, "dropped": np.asarray(3)},
+        arrays={"share": share, "share_null": null, "scores": scores, "every": every, "dropped": np.asarray(3)},
         warnings=("the token 'is' has an outlier norm (9.1 times the median)", *hostile[:1]),
     )
     focus = Measured(
@@ -93,6 +103,11 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
             "tags": tuple(("short",) if i % 2 else ("long", "rare") for i in range(n)),
             "entropy": tuple(float(v) for v in entropy),
             "tokens": tuple(int(v) for v in rng.integers(5, 30, n)),
+            "pieces": tuple(("<s>", *re.findall(" ?[^ ]+| +", each)) for each in text),
+            "next tokens": tuple(
+                tuple((f" {word}", p / (i + 2)) for word, p in (("a", 0.5), ("the", 0.25), ("<b>", 0.1), ("is", 0.05)))
+                for i in range(n)
+            ),
         },
         subject={
             "name": name, "revision": "step143000", "weights": "sha256:9f2c41d07be1", "dtype": "float32",
@@ -102,7 +117,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         source={"name": source, "seed": 0, "domains": ("fact", "arithmetic", "story")},
         facts={
             "command": f"llmgeom scan --model {name} --domain {source} --seed 0", "claims": "sha256:11aa",
-            "versions": {"llmgeom": "0.1.0", "torch": "2.11.0"},
+            "versions": {"llmgeom": "0.1.0", "torch": "2.11.0"}, "bos_added": True,
         },
         warnings=("a pocket model checks the instrument; it is no evidence about architectures", *hostile),
         run={"host": "secret-host", "seconds": 12.5},
@@ -261,7 +276,7 @@ def test_each_claim_stands_above_its_own_verdicts():
 
 def test_page_reaches_for_nothing_outside_itself(hostile):
     html = page([hostile])
-    assert not re.search(r"(?i)https?://|//cdn|@import|url\(", html)
+    assert not re.search(r"(?i)https?://|//cdn|@import|(?<!toData)url\(", html)
     tree = Tree(html)
     assert not [tag for tag, a in tree.elements if tag in ("link", "iframe", "img", "object", "form", "base")]
     assert all(a.get("href", "#").startswith("#") and "src" not in a for _, a in tree.elements)
@@ -359,3 +374,163 @@ def test_a_page_needs_no_torch():
     code = "import sys, llmgeom.reports; print([m for m in ('torch', 'transformers', 'scipy') if m in sys.modules])"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+# ---- captions, weight, colour ---------------------------------------------------------------------------------------
+
+
+def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_its_figure_holds():
+    measured = synthetic().results["manifold"]
+    value = float(measured.arrays["share"][3])
+    found = headline("PC1 share, layer 3", "PASS", value, claim="Values lie near a line.")
+    others = headline("of another unit", value=value, unit="bits"), headline("of another value", value=value * 1.00001)
+    measured = replace(measured, headlines=(found, *others))
+    held = draw(measured, "share", "f", 0, {}).caption
+    said = "At layer 3, the headline “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 units: PASS."
+    assert said.format(*numbers(value, found.low, found.high)) in held and "another" not in held
+    assert held.endswith("Claim: Values lie near a line.")
+    # A figure from which no headline can be read says how many prompts it is of.
+    assert draw(measured, "scores", "f", 0, {}).caption.endswith("n = 75 prompts, 38 units.")
+
+
+def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
+    html = page([synthetic(), synthetic(source="math")])
+    captions = re.findall("<figcaption>(.*?)</figcaption>", html)
+    assert len(captions) == html.count("<figure") == 8 and all("n = 75 prompts" in each for each in captions)
+    plots = [a for _, a in Tree(html).elements if a.get("class") == "plot"]
+    assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in plots)
+    bodies = re.findall(r"The numbers of this figure.*?<tbody>(.*?)</tbody>", html, re.S)
+    shapes = {"heatmap": 6, "curve": 6, "scatter": 75}
+    kinds = [
+        m.quantities[n].figure.kind
+        for m in (synthetic().results[p] for p in ("focus", "manifold"))
+        for n in pictured(m)
+    ]
+    assert [body.count("<tr>") for body in bodies] == [shapes[kind] for kind in kinds] * 2
+
+
+def test_a_page_of_more_than_ten_megabytes_says_so(monkeypatch):
+    record = synthetic()
+    size = len(page([record]).encode())
+    assert "MB and may be slow" not in page([record])
+    module = sys.modules["llmgeom.reports.page"]
+    monkeypatch.setattr(module, "HEAVY", size)
+    assert "MB and may be slow" not in page([record])
+    monkeypatch.setattr(module, "HEAVY", size - 1)
+    assert f"This page holds {size / 1e6:.0f} MB and may be slow to draw" in page([record]).split("<main>")[0]
+
+
+def test_no_blob_may_be_loaded_and_nothing_is_drawn_by_webgl():
+    record = synthetic()
+    html = page([record])
+    assert "blob:" not in html.split('id="plotly"')[0] and "createObjectURL" not in Tree(html).scripts["script"]
+    kinds = {
+        t.get("type", "scatter") for f in json.loads(Tree(html).scripts["data"])["figures"] for t in f.get("data", ())
+    }
+    assert kinds == {"scatter", "heatmap"}
+
+
+# Machado, Oliveira and Fernandes 2009, table 1, severity 1.
+BLINDNESS = {
+    "normal": np.eye(3),
+    "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
+    "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],
+    "tritan": [[1.255528, -0.076749, -0.178779], [-0.078411, 0.930809, 0.147602], [0.004733, 0.691367, 0.303900]],
+}
+
+
+def linear(colour):
+    srgb = np.array([int(colour[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+    return np.where(srgb <= 0.04045, srgb / 12.92, ((srgb + 0.055) / 1.055) ** 2.4)
+
+
+def lab(rgb):
+    xyz = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]) @ np.clip(rgb, 0, 1)
+    t = xyz / [0.9505, 1.0, 1.089]
+    f = np.where(t > 0.008856, np.cbrt(t), 7.787 * t + 16 / 116)
+    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
+
+
+@pytest.mark.parametrize("eye", BLINDNESS)
+def test_categories_differ_in_colour_for_every_eye_and_in_shape_for_all(eye):
+    seen = [lab(np.array(BLINDNESS[eye]) @ linear(colour)) for colour in COLOURS[:-1]]
+    assert min(np.linalg.norm(a - b) for i, a in enumerate(seen) for b in seen[:i]) > 9
+    assert len(set(SHAPES)) == len(SHAPES) == len(COLOURS)
+
+
+def test_words_stand_out_from_what_is_behind_them():
+    css = (Path(sys.modules["llmgeom.reports.page"].__file__).parent / "page.css").read_text()
+    behind = {
+        "#ffffff",
+        *(c if len(c) == 7 else "#" + "".join(2 * d for d in c[1:]) for c in re.findall(r"background: (#\w+)", css)),
+    }
+    behind -= {"#0072B2"}  # the bars: no words on them
+    words = {"#1a1a1a", "#4d4d4d", "#004b87"}
+    assert words <= set(re.findall(r"[^-]color: (#\w+)", css)) and len(behind) > 5
+    bright = {c: linear(c) @ [0.2126, 0.7152, 0.0722] for c in words | behind}
+    assert min((bright[b] + 0.05) / (bright[w] + 0.05) for b in behind for w in words) > 4.5
+
+
+# ---- differences of several records ---------------------------------------------------------------------------------
+
+
+NAMED = "PC1 share, a name that is long and would be broken on any other axis, < 1"
+
+
+def test_differences_of_records_of_the_same_prompts_stand_above_their_sections():
+    first, second = synthetic(), synthetic(seed=0, name="pocket:llama")
+    made = []
+    for record, value in ((first, 0.4), (second, 0.55)):
+        measured = replace(record.results["manifold"], headlines=(headline(NAMED, value=value, effect=0.1),))
+        made.append(replace(record, results={"manifold": measured}))
+    found = compare(made).to_dict()
+    html = page(made, found)
+    (difference,) = found["pairs"][0]["differences"]
+    part = html.split('class="compared"')[1].split("</section>")[0]
+    value, low, high = numbers(difference["value"], difference["low"], difference["high"])
+    assert difference["value"] == pytest.approx(0.15) and f"<td>{value} fraction</td><td>{low} to {high}</td>" in part
+    assert difference["why"] in part and f"{difference['verdict']}: " in part
+    drawn = next(f for f in json.loads(Tree(html).scripts["data"])["figures"] if f["id"] == "difference-0")
+    assert drawn["data"][-1]["x"] == [1.5]  # 0.15 in effects of interest of 0.1
+    assert drawn["layout"]["yaxis"]["ticktext"] == [f"manifold: {NAMED}".replace("<", "&lt;")]
+    assert [d["x"] for d in drawn["data"][:2]] == [[-1, -1], [1, 1]]
+    ends = [(difference[key] - difference["value"]) / 0.1 for key in ("low", "high")]
+    whiskers = drawn["data"][-1]["error_x"]
+    assert [-whiskers["arrayminus"][0], whiskers["array"][0]] == pytest.approx(ends, rel=1e-4)
+    assert 'class="compared"' not in page(made)
+
+
+def test_dose_curves_carry_bits_a_control_band_and_an_interval():
+    kl = Ablation.quantities()["kl"]
+    assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
+    doses = (-2.0, -1.0, 1.0, 2.0)
+    arrays = {
+        "kl": np.array([0.4, 0.1, 0.1, 0.5]),
+        "kl_null": np.array([[0.1, 0.2], [0.0, 0.1], [0.0, 0.1], [0.1, 0.3]]),
+        "kl_interval": np.array([[0.3, 0.5], [0.0, 0.2], [0.0, 0.2], [0.4, 0.6]]),
+    }
+    quantities = {name: q for name, q in Ablation.quantities().items() if name in arrays}
+    measured = replace(synthetic().results["focus"], quantities=quantities, arrays=arrays, ticks={"dose": doses})
+    drawn = draw(measured, "kl", "f", 0, {})
+    low, high, line = drawn.spec["data"]
+    assert line["x"] == [-2, -1, 1, 2] and line["y"] == [0.4, 0.1, 0.1, 0.5]
+    assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "null band")
+    assert line["error_y"]["array"] == pytest.approx([0.1] * 4) and "[bits]" in drawn.caption
+    assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
+
+
+def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
+    answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
+    assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")
+    record = synthetic()
+    quantities = {"answers": answers}
+    exact = np.linspace(0.1, 0.9, 75)
+    measured = replace(
+        record.results["focus"],
+        quantities=quantities,
+        arrays={"answers": np.stack([exact, exact**2], 1)},
+        ticks={"answer": ("exact P(first)", "the model's P(first)")},
+    )
+    drawn = draw(measured, "answers", "f", 0, dict(record.prompts) | {"k": tuple(map(str, range(75)))})
+    assert drawn.columns == ("prompt", "exact P(first) [probability]", "the model's P(first) [probability]")
+    assert drawn.chosen == "k" and drawn.spec["y"] == pytest.approx(exact**2, rel=1e-5)

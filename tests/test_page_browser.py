@@ -28,7 +28,7 @@ def chromium():
 
 
 @contextmanager
-def opened(chromium, path, records, width=1280):
+def opened(chromium, path, records, width=1280, at=""):
     """The drawn page and, under `.seen`, whatever it asked for or complained about."""
     path.write_text(page(records), encoding="utf-8")
     view = chromium.new_page(viewport={"width": width, "height": 900})
@@ -37,7 +37,7 @@ def opened(chromium, path, records, width=1280):
     view.on("console", lambda message: view.seen["messages"].append(message.text))
     view.on("pageerror", lambda error: view.seen["messages"].append(str(error)))
     view.on("dialog", lambda dialog: (view.seen["messages"].append(dialog.message), dialog.dismiss()))
-    view.goto(path.as_uri())
+    view.goto(path.as_uri() + at)
     view.wait_for_selector("html[data-ready=yes]", state="attached")
     yield view
     view.close()
@@ -102,9 +102,9 @@ def test_search_keeps_the_rows_that_match(view):
     view.locator("#record-0 input[type=search]").fill("CAPITAL of france")
     shown = [i for i in range(75) if i % 4 == 0 and i >= len(HOSTILE)]
     assert [i for i in range(75) if rows.nth(i).is_visible()] == shown
-    assert view.locator("#record-0 output").inner_text() == f"{len(shown)} of 75 prompts"
+    assert view.locator("#record-0-prompts-count").inner_text() == f"{len(shown)} of 75 prompts"
     view.locator("#record-0 input[type=search]").fill("")
-    assert view.locator("#record-0 output").inner_text() == "75 of 75 prompts"
+    assert view.locator("#record-0-prompts-count").inner_text() == "75 of 75 prompts"
 
 
 def test_a_column_sorts_up_then_down_by_its_numbers(view):

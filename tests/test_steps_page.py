@@ -191,10 +191,21 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         view.locator("figure.whole select").select_option("domain")
         view.locator("#step").focus()
         view.keyboard.press("End")
-        view.wait_for_url("**#step=64")
+        view.wait_for_url("**#colour=domain&step=64")
         view.locator("figure.whole").scroll_into_view_if_needed()
         until(view, "!stale.has(document.querySelector('figure.whole .plot').id)")
         assert view.evaluate("document.querySelector('figure.whole .plot').data.length") == 3
+        # So does a prompt, of which the panel says what the step's model said, and the layer.
+        view.evaluate("location.hash = '#prompt=0.3&layer=2&step=0'")
+        until(view, "document.getElementById('said').textContent === 'prompt 3, pinned'")
+        view.locator("#step").focus()
+        view.keyboard.press("End")
+        view.wait_for_url("**#layer=2&prompt=0.3&step=64")
+        assert f"entropy {snapshots()[64].prompts['entropy'][3]:.6g} bits" in view.locator("#panel").inner_text()
+        until(view, "!stale.has(document.querySelector('figure.whole .plot').id)")
+        drawn = view.evaluate("document.querySelector('figure.whole .plot').data[0].x")
+        every = snapshots()[64].results["manifold"].arrays["every"]
+        assert drawn == pytest.approx(every[2][:, 0], rel=1e-5)
 
 
 @pytest.mark.browser

@@ -168,6 +168,12 @@ class Evidence(Result):
     error: np.ndarray = quantity("k", "bits", "mean |H label - exact entropy of the next label|")
     said: np.ndarray = quantity("decile", "probability", "P(first) by its deciles", Figure("curve", beside="owed"))
     owed: np.ndarray = quantity("decile", "probability", "exact P(first) in the same prompts")
+    answers: np.ndarray = quantity(
+        "prompt answer",
+        "probability",
+        "P(first): what the exact posterior gives and what the model says, which on the diagonal agree",
+        Figure("scatter", colour="k"),
+    )
     drawn: np.ndarray = quantity("decile", "fraction", "how often the first label was drawn in the same prompts")
     reader: np.ndarray = quantity(
         "reader", "bits", "KL(model || reader) a label, held-out pairs", Figure("curve", interval="reader_interval")
@@ -358,10 +364,15 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         said=np.array([own.p[told][rows].mean() for rows in deciles]),
         owed=np.array([exact_p[rows].mean() for rows in deciles]),
         drawn=np.array([drawn[rows].mean() for rows in deciles]),
+        answers=np.stack([np.exp(truth.log_p[:, 0]), own.p], 1),
         reader=as_read.mean(1),
         reader_interval=np.array([[span.low, span.high] for span in spans]),
         headlines=headlines,
-        ticks={"k": tuple(ks), "reader": tuple(reader.name for reader in made)},
+        ticks={
+            "k": tuple(ks),
+            "reader": tuple(reader.name for reader in made),
+            "answer": ("exact P(first)", "the model's P(first)"),
+        },
         attainable=attainable,
         warnings=tuple(_doubts(own, told, attainable)),
         notes=("k = 0 enters no headline: there is nothing to weigh",) * (0 in ks),
