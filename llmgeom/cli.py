@@ -682,7 +682,7 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     if out:
         from llmgeom.reports import page
 
-        write_whole(Path(out), page(records).encode())
+        write_whole(Path(out), page(records, found.to_dict()).encode())
     click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
 
 
