@@ -69,7 +69,7 @@ def upright(low: float, high: float, unit: str):
     step = 10 ** np.floor(np.log10(high - low or 1))
     step *= next(f for f in (0.1, 0.2, 0.5, 1, 2) if (high - low or 1) / (step * f) <= 6)
     ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
-    drawn = [text(LEFT - 8, y(v) + 4, f"{v:.6g}", "end") for v in ticks]
+    drawn = [text(LEFT - 8, y(v) + 4, f"{v + 0:.6g}", "end") for v in ticks]
     drawn += [f'<path d="M{LEFT} {y(v):.1f}H{RIGHT}" stroke="#e4e4e4"/>' for v in ticks]
     side = text(0, 0, unit, more=f'transform="translate(16 {(TOP + BOTTOM) / 2:.0f}) rotate(-90)"')
     return y, [*drawn, side]
@@ -161,7 +161,7 @@ def picture(record: Record, probe: str, name: str) -> str:
     said += ["dashed: " + measured.quantities[declared.figure.beside].meaning] if declared.figure.beside else []
     head = [
         text(LEFT, 20, title, "start", 'font-weight="600"'),
-        text(LEFT, 38, "; ".join(said), "start", 'fill="#555"'),
+        text(LEFT, 38, "; ".join(said), "start", 'fill="#555" font-size="11.5"'),
     ]
     opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" font-size="13"'
     opening += f' font-family="system-ui, sans-serif"><title>{escape(title)}</title><rect width="100%" height="100%"'
