@@ -218,6 +218,15 @@ def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
     )  # the one on random targets has not settled
 
 
+@pytest.mark.parametrize("run", ["dynamics"], indirect=True)
+def test_the_routing_law_holds_at_every_step_and_says_nothing_of_the_next(run):
+    told = "".join(out["text"] for out in run.outputs if out.get("name") == "stdout")
+    laws = re.findall(r"law against autograd (\S+), PASS", told)
+    shares = re.findall(r"follows the advantage ([\d.]+) \(", told)
+    assert len(laws) == len(shares) == 3
+    assert all(float(error) < 1e-9 for error in laws) and all(0 < float(share) < 1 for share in shares)
+
+
 @pytest.mark.parametrize("run", ["your_own"], indirect=True)
 def test_a_probe_of_one_s_own_passes_where_the_model_infers_and_nowhere_else(run):
     (difference,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "difference" in out["text"]]
