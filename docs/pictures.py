@@ -116,7 +116,7 @@ def scatter(measured, name: str, entropy: np.ndarray) -> list[str]:
     y, drawn = upright(points[:, 1].min(), points[:, 1].max(), f"component 2 [{unit}]")
     x = scale(points[:, 0].min(), points[:, 0].max(), LEFT + 15, RIGHT - 15)
     share = (entropy - entropy.min()) / (np.ptp(entropy) or 1)
-    for (a, b), s in zip(points, share, strict=True):
+    for (a, b), s in zip(points[:, :2], share, strict=True):
         drawn.append(
             f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="5" fill="{colour(s)}" stroke="#333" stroke-width=".5"/>'
         )

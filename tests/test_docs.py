@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import click
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
@@ -209,6 +210,32 @@ def test_pictures_are_small_whole_and_used():
         assert picture.suffix == ".svg" and picture.stat().st_size < 100_000
         assert ElementTree.parse(picture).getroot().tag.endswith("svg")
         assert f"pictures/{picture.name})" in used, f"{picture.name} stands on no page"
+
+
+def test_a_picture_shows_the_numbers_of_its_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import pictures
+
+    record = synthetic()
+    drawn = {
+        of: pictures.picture(record, *of) for of in (("manifold", "share"), ("manifold", "scores"), ("focus", "change"))
+    }
+    tags = {of: ElementTree.fromstring(svg) for of, svg in drawn.items()}
+    points = {of: [dict(tag.attrib) for tag in tree.iter() if tag.tag.endswith("circle")] for of, tree in tags.items()}
+    values, cloud = (record.results["manifold"].arrays[name] for name in ("share", "scores"))
+    for found, expected, side, sign in (
+        (points["manifold", "share"], values, "cy", -1),
+        (points["manifold", "scores"], cloud[:, 0], "cx", 1),
+        (points["manifold", "scores"], cloud[:, 1], "cy", -1),
+    ):
+        place = np.array([float(one[side]) for one in found])
+        assert len(place) == len(expected) and np.corrcoef(place, expected)[0, 1] * sign > 0.9999
+    fills = [one["fill"] for one in points["manifold", "scores"]]  # the prompts stand in the order of their entropies
+    assert (fills[0], fills[-1]) == (pictures.CIVIDIS[0], pictures.CIVIDIS[-1])
+    cells = record.results["focus"].arrays["change"]
+    words = [tag.text for tag in tags["focus", "change"].iter() if tag.tag.endswith("text")]
+    assert [word for word in words if re.fullmatch(r"-?\d\.\d\d", word)] == [f"{v:.2f}" for v in cells.ravel()]
+    assert sorted(pictures.PICTURES) == sorted(EVERY)
 
 
 # ---- one page a probe -----------------------------------------------------------------------------------------------
