@@ -36,18 +36,21 @@ SAVED = {
     "entropy_axis_ablation": ("notebook-ablation",),
     "tunnel": ("notebook-tunnel", "notebook-tunnel/scan"),
     "dynamics": ("notebook-dynamics",),
+    "your_own": ("notebook-own", "notebook-own/untrained"),
 }
 FIGURES = {
     "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
     "entropy_axis_ablation": (("ablation_pc1", "kl"), ("ablation_control", "odds")),
     "tunnel": (("posterior", "kl"), ("posterior", "entropy")),
     "dynamics": (("drift", "frame"), ("drift", "value"), ("drift", "precision"), ("gradients", "score_gradient")),
+    "your_own": (("odds_line", "missed"),),
 }
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
     "entropy_axis_ablation": ("dose 1",),
     "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "measuring", "measuring attention_focus"),
     "dynamics": ("bijection, gpt2", "bijection, gpt2", "snapshots scanned"),
+    "your_own": ("urn.py:Urn, gpt2", "measuring value_manifold", "measuring value_manifold"),
 }
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'
 
@@ -125,7 +128,7 @@ def test_one_line_names_the_model(name):
     script = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     code = [line for line in script.splitlines() if not line.startswith("#")]
     named = [line for line in code if re.search(r"pocket:\w|EleutherAI", line)]
-    assert named == ([] if name in ("tunnel", "dynamics") else [MODEL])  # these train their own
+    assert named == ([] if name in ("tunnel", "dynamics", "your_own") else [MODEL])  # these train their own
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------
@@ -213,6 +216,27 @@ def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
     assert (
         frame[0, -2] < frame[0, 0] / 4 and frame[1, -2] > frame[1, 0] / 2
     )  # the one on random targets has not settled
+
+
+@pytest.mark.parametrize("run", ["dynamics"], indirect=True)
+def test_the_routing_law_holds_at_every_step_and_says_nothing_of_the_next(run):
+    told = "".join(out["text"] for out in run.outputs if out.get("name") == "stdout")
+    laws = re.findall(r"law against autograd (\S+), PASS", told)
+    shares = re.findall(r"follows the advantage ([\d.]+) \(", told)
+    assert len(laws) == len(shares) == 3
+    assert all(float(error) < 1e-9 for error in laws) and all(0 < float(share) < 1 for share in shares)
+
+
+@pytest.mark.parametrize("run", ["your_own"], indirect=True)
+def test_a_probe_of_one_s_own_passes_where_the_model_infers_and_nowhere_else(run):
+    (difference,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "difference" in out["text"]]
+    assert float(difference.split()[-1]) < 1e-12, "the exact answer is Laplace's rule"
+    (exchanged,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "exchanged" in out["text"]]
+    assert float(exchanged.split()[-1]) > 0.95
+    trained, untrained = (Record.load(run.folder / name).results["odds_line"] for name in SAVED["your_own"])
+    (own,), (other,) = trained.headlines, untrained.headlines
+    assert own.verdict == "PASS" and own.value < 0.01 and other.verdict != "PASS"
+    assert own.value == trained.arrays["missed"][-1] < trained.arrays["missed_null"][-1, 0]
 
 
 # ---- a record shows itself ------------------------------------------------------------------------------------------

@@ -1,0 +1,341 @@
+"""README and docs: every command parses, every scan can be planned, links lead somewhere, lists are the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import click
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from llmgeom import claims, hub, wind_tunnels
+from llmgeom.cli import main
+from llmgeom.probes import known, names
+from llmgeom.prompts import domains
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.models import ARCHITECTURES
+from tests.families import FAMILIES
+from tests.notebooks import FOLDER as NOTEBOOKS
+from tests.test_page import synthetic
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+EVERY = (*names(), *names("published"))
+SECTIONS = ("Definition", "Null", "Claims", "When it misleads", "Reference")
+# A line that starts a command, whatever is set or launched before it.
+STARTS = (
+    r"(?:\$ )?(?:export )?(?:[A-Z_]+=\S+ )*(?:(?:accelerate launch|torchrun)(?: --\w+(?: \d+)?)* -m )?llmgeom (?=[a-z])"
+)
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def named(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def shown(text: str) -> Iterator[list[str]]:
+    """The words after `llmgeom` of every command that stands in a line of its own."""
+    for line in text.splitlines():
+        if found := re.match(rf"\s*{STARTS}(.*)", line):
+            rest = re.sub(r"\$\{?\w+\}?(?=/\d)", "0", found[1])
+            yield shlex.split(re.sub(r"\$\w+", "0", rest), comments=True)
+
+
+def mentioned(text: str) -> Iterator[list[str]]:
+    """The same of what stands in a sentence or a table, `llmgeom verb ...`."""
+    prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    for said in re.findall(r"`llmgeom ([a-z][^`<>{}]*)`", prose):
+        yield [word for word in shlex.split(said) if word not in ("...", "[RUN", "...]")]
+
+
+def parse(words: list[str]) -> None:
+    """As the door would, less the call. Raises click's UsageError."""
+    command: click.Command = main
+    parent = None
+    while isinstance(command, click.Group) and words and not words[0].startswith("-"):
+        name, words = words[0], words[1:]
+        if name not in command.commands:
+            raise click.UsageError(f"no such command {name!r}")
+        parent, command = click.Context(command, parent=parent, info_name=name), command.commands[name]
+    if words:
+        command.make_context(command.name, list(words), parent=parent, resilient_parsing=False)
+
+
+@pytest.fixture
+def folders(tmp_path, monkeypatch):
+    """A place in which the folders and files that docs name are there, so that what is refused is a wrong flag."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("node0/cache", "node1/cache", "0/cache-0", "0/cache-1", "0/cache-2", "0/cache-3", "0/cache-*"):
+        Path(name).mkdir(parents=True)
+    for name in ("FOLDER", "RUNS"):
+        Path(name).mkdir()
+    return tmp_path
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_command_parses(path, folders):
+    text = path.read_text(encoding="utf-8")
+    for words in [*shown(text), *mentioned(text)]:
+        try:
+            parse(words)
+        except (click.UsageError, click.exceptions.Exit) as wrong:
+            if not isinstance(wrong, click.exceptions.Exit) or wrong.exit_code:
+                pytest.fail(f"{named(path)}: llmgeom {shlex.join(words)}: {wrong}")
+
+
+def test_a_wrong_flag_a_wrong_command_and_a_wrong_value_are_found():
+    for words in ("scan --modell x", "scam", "cache lss", "sula --template song", "scan --n many"):
+        with pytest.raises(click.UsageError):
+            parse(words.split())
+    found = list(
+        shown("    $ A=1 torchrun --nproc_per_node 2 -m llmgeom scan --shard $X/4   # two\nllmgeom is a tool.")
+    )
+    assert found[0] == ["scan", "--shard", "0/4"]
+    assert list(mentioned("`llmgeom cache rm RUN ...`, `llmgeom scan`")) == [["cache", "rm", "RUN"], ["scan"]]
+
+
+def scans() -> list[tuple[str, ...]]:
+    """Every different scan that is shown, less where it writes."""
+    found: dict[tuple[str, ...], None] = {}
+    for path in PAGES:
+        for words in shown(path.read_text(encoding="utf-8")):
+            if words[0] == "scan" and not any(word.startswith("hf:") for word in words):
+                out = words.index("--out") if "--out" in words else len(words)
+                found[(*words[:out], *words[out + 2 :])] = None
+    return list(found)
+
+
+@pytest.fixture(scope="module")
+def stubs(tmp_path_factory) -> Path:
+    """Models without weights: a config and a tokenizer, and tunnels' configs with their tasks."""
+    place = tmp_path_factory.mktemp("stubs")
+    for name in ("pythia", "llama"):
+        shutil.copytree(hub.POCKET / name, place / name, ignore=shutil.ignore_patterns("*.safetensors"))
+    flags = shlex.split("--width 16 --layers 2 --steps 2 --batch 4 --snapshots 2 --arch gpt2 -q --out")
+    for task in ("bijection", "hmm", "recall"):
+        made = CliRunner().invoke(main, ["train", task, *flags, str(place / task)])
+        assert made.exit_code == 0, made.output
+        (place / task / "model.safetensors").unlink()
+    return place
+
+
+@pytest.mark.parametrize("words", scans(), ids=shlex.join)
+def test_every_scan_can_be_planned_without_a_weight_or_a_network(words, stubs, folders, monkeypatch):
+    def located(model: str, *_, **__) -> hub.Located:
+        tunnel = [task for task in ("bijection", "hmm", "recall") if task in model]
+        stub = tunnel[0] if tunnel else "bijection" if model == "DIR" else "pythia" if "pythia" in model else "llama"
+        return hub.Located(model, str(stubs / stub), None, "local")
+
+    monkeypatch.setattr(hub, "locate", located)
+    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("a plan read weights"))
+    words = ["mine.jsonl" if word == "FILE" else word for word in words if word != "--dry-run"]
+    for flag in ("--prompts", "--prompts-from"):
+        if flag in words:
+            given = words[words.index(flag) + 1]
+            record = synthetic()
+            record = replace(record, prompts=record.prompts | {"tags": ("",) * len(record.prompts["text"])})
+            record.save(folder := "run" if flag == "--prompts" else given)
+            if flag == "--prompts":
+                lines = Path(folder, "prompts.jsonl").read_text(encoding="utf-8")
+                texts = "".join(f"{i} and some more words\n" for i in range(20))
+                Path(given).write_text(lines if given.endswith(".jsonl") else texts, encoding="utf-8")
+    few = ["--limit", "40", "--n", "15", "--nulls", "1"]
+    told = CliRunner().invoke(main, [*words, *few, "--dry-run", "--json", "--out", "out"])
+    assert told.exit_code == 0, told.output
+
+
+def test_python_in_the_docs_runs(stubs, folders):
+    """README's is run by test_cli.py, the dice of docs/tunnels.md by test_tunnel_subjects.py; this is the rest."""
+    flags = shlex.split("--width 16 --layers 1 --steps 2 --batch 4 --snapshots 2 -q --out")
+    assert CliRunner().invoke(main, ["train", "bijection", *flags, "runs/tunnel"]).exit_code == 0
+    found = [code for path in PAGES[2:] for code in re.findall(r"```python\n(.*?)```", path.read_text(), re.DOTALL)]
+    rest = [code for code in found if "Loaded dice" not in code]
+    assert len(rest) == len(found) - 1 == 1
+    scope: dict = {}
+    exec(rest[0], scope)
+    assert scope["found"].kl > 0
+
+
+# ---- links ----------------------------------------------------------------------------------------------------------
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors that a renderer makes of headings."""
+    prose = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    heads = re.findall(r"^#+ (.*)$", prose, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=named)
+def test_every_link_leads_somewhere(path):
+    text = re.sub(r"```.*?```", "", path.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)", text):
+        if target.startswith("http"):
+            continue
+        there = (path.parent / target).resolve() if target else path
+        assert there.exists(), f"{named(path)} links to {target}, which is not there"
+        assert not anchor or anchor in anchors(there), f"{named(path)} links to #{anchor} of {named(there)}"
+
+
+def test_every_page_can_be_reached_from_the_index():
+    here, seen = [DOCS / "index.md"], set()
+    while here:
+        path = here.pop()
+        if path in seen:
+            continue
+        seen.add(path)
+        links = re.findall(r"\]\(([^)#\s]+\.md)", path.read_text(encoding="utf-8"))
+        here += [(path.parent / link).resolve() for link in links if not link.startswith("http")]
+    assert set(DOCS.rglob("*.md")) <= seen
+    assert "docs/index.md" in page("README.md")
+
+
+def test_pictures_are_small_whole_and_used():
+    used = "".join(path.read_text(encoding="utf-8") for path in PAGES)
+    for picture in sorted((DOCS / "pictures").iterdir()):
+        assert picture.suffix == ".svg" and picture.stat().st_size < 100_000
+        assert ElementTree.parse(picture).getroot().tag.endswith("svg")
+        assert f"pictures/{picture.name})" in used, f"{picture.name} stands on no page"
+
+
+def test_a_picture_shows_the_numbers_of_its_record(monkeypatch):
+    monkeypatch.syspath_prepend(str(DOCS))
+    import pictures
+
+    record = synthetic()
+    drawn = {
+        of: pictures.picture(record, *of) for of in (("manifold", "share"), ("manifold", "scores"), ("focus", "change"))
+    }
+    tags = {of: ElementTree.fromstring(svg) for of, svg in drawn.items()}
+    points = {of: [dict(tag.attrib) for tag in tree.iter() if tag.tag.endswith("circle")] for of, tree in tags.items()}
+    values, cloud = (record.results["manifold"].arrays[name] for name in ("share", "scores"))
+    for found, expected, side, sign in (
+        (points["manifold", "share"], values, "cy", -1),
+        (points["manifold", "scores"], cloud[:, 0], "cx", 1),
+        (points["manifold", "scores"], cloud[:, 1], "cy", -1),
+    ):
+        place = np.array([float(one[side]) for one in found])
+        assert len(place) == len(expected) and np.corrcoef(place, expected)[0, 1] * sign > 0.9999
+    fills = [one["fill"] for one in points["manifold", "scores"]]  # the prompts stand in the order of their entropies
+    assert (fills[0], fills[-1]) == (pictures.CIVIDIS[0], pictures.CIVIDIS[-1])
+    cells = record.results["focus"].arrays["change"]
+    words = [tag.text for tag in tags["focus", "change"].iter() if tag.tag.endswith("text")]
+    assert [word for word in words if re.fullmatch(r"-?\d\.\d\d", word)] == [f"{v:.2f}" for v in cells.ravel()]
+    assert sorted(pictures.PICTURES) == sorted(EVERY)
+
+
+# ---- one page a probe -----------------------------------------------------------------------------------------------
+
+
+def test_every_probe_has_its_page_and_every_page_its_probe():
+    assert sorted(path.stem for path in (DOCS / "probes").iterdir()) == sorted(EVERY)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_probe_s_page_has_its_question_its_claims_and_every_section(name):
+    text = page(f"docs/probes/{name}.md")
+    question = known([name])[name].__doc__.strip().splitlines()[0]
+    flat = re.sub(r"\s+", " ", text)
+    assert flat.startswith(f"# `{name}` {question.split('?')[0]}"), question
+    found = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert [head.removesuffix("s") if head == "Nulls" else head for head in found if head != "Measured"] == list(
+        SECTIONS
+    )
+    assert f"](../pictures/{name}.svg)" in text
+    (said,) = re.findall(r"^## Claims\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
+    declared = [entry.name for entry in claims.entries() if entry.probe == name and entry.claim]
+    assert re.findall(r"^\| `(.*?)`", said.replace("\\|", "|"), re.MULTILINE) == declared
+    assert declared or said.strip().startswith("None")
+
+
+def test_every_headline_of_a_probe_is_on_its_page():
+    for entry in claims.entries():
+        if entry.probe in EVERY:
+            text = re.sub(r"[\s\\`*]+", " ", page(f"docs/probes/{entry.probe}.md")).lower()
+            for part in re.split(r", | less | over ", entry.name.removeprefix("attention write: ").lower()):
+                assert part.strip() in text, f"{entry.probe}: {entry.name}: {part}"
+
+
+# ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+def first_column(text: str, heading: str) -> list[str]:
+    """The first cells of the table whose first heading this is."""
+    table = re.search(rf"^\| {heading} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
+    assert table, f"no table of {heading}"
+    return [row.split(" | ")[0].removeprefix("| ") for row in table[1].splitlines()]
+
+
+def test_lists_of_commands():
+    for name in ("README.md", "docs/index.md"):
+        said = re.findall(r"`llmgeom (\w+)", " ".join(first_column(page(name), "command")))
+        assert set(said) == set(main.commands), name
+
+
+def test_lists_of_probes():
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first_column(page("README.md"), "probe")))) == sorted(names())
+    rows = first_column(page("docs/index.md"), "probe")
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == list(EVERY)
+    for name in EVERY:
+        assert known([name])[name].__doc__.strip().splitlines()[0] in page("docs/index.md"), name
+
+
+def test_lists_of_tasks_and_architectures():
+    text = page("docs/tunnels.md")
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first_column(text, "task")))) == sorted(wind_tunnels.names())
+    assert all(f"`{name}`" in text for name in ARCHITECTURES)
+
+
+def test_the_list_of_claims():
+    rows = re.findall(r"^\| \[.*?\]\((.*?)\)(?:, `(\w+)`)? \| (.*) \| (.*?) \|$", page("docs/claims.md"), re.MULTILINE)
+    said = {
+        (probe or Path(at).stem, claim.replace("\\|", "|")): amount.replace("\\|", "|")
+        for at, probe, claim, amount in rows
+    }
+    declared = {(entry.probe, entry.name): entry for entry in claims.entries() if entry.claim}
+    assert said.keys() == declared.keys() and len(rows) == len(said)
+    for key, entry in declared.items():
+        kind = "margin " if entry.equivalence else ""
+        side = ", below" if entry.side == "lower" and not entry.equivalence else ""
+        assert said[key] == f"{kind}{entry.smallest:g} {entry.unit}{side}", key
+
+
+def test_lists_of_domains_pocket_models_and_families():
+    readme = page("README.md")
+    (said,) = re.findall(r"^Domains: (.*?)\.\n", readme, re.MULTILINE | re.DOTALL)
+    assert sorted(re.findall(r"`(\w+)`", said)) == sorted(domains.known())
+    pockets = re.findall(r"`(?:pocket:)?([\w-]+)`", re.search(r"^`pocket:pythia`, .*?`@step0`", readme, re.M | re.S)[0])
+    assert set(hub.pockets()) == set(pockets)
+    (said,) = re.findall(r"\n([^\n]*GPT-NeoX.*?)\s+pass the full suite", readme, re.DOTALL)
+    spoken = {
+        "gpt_neox": "GPT-NeoX",
+        "gpt2": "GPT-2",
+        "phi": "Phi",
+        "phi3": "Phi-3",
+        "gpt_oss": "GPT-OSS",
+        "opt": "OPT",
+    }
+    spoken |= {"qwen2": "Qwen-2", "qwen3": "Qwen-3", "gemma2": "Gemma-2", "gemma3_text": "Gemma-3", "olmo2": "OLMo-2"}
+    said = re.sub(r"\s+", " ", said.rpartition(". ")[2])
+    assert sorted(re.split(r", | and ", said.replace(" (Pythia)", ""))) == sorted(
+        spoken.get(name, name.capitalize()) for name in FAMILIES
+    )
+
+
+def test_the_notebooks_are_linked():
+    for path in NOTEBOOKS.glob("*.ipynb"):
+        assert f"notebooks/{path.name})" in page("README.md") and f"notebooks/{path.name})" in page("docs/index.md")
