@@ -36,6 +36,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import without_attention
 from llmgeom.errors import Unavailable
 from llmgeom.subject import Subject
+from llmgeom.weights import whole
 from llmgeom.unrolled import Gradients, Unrolled, scan_of
 
 LARGEST = 2_000_000_000  # parameters of which a float64 copy is made
@@ -146,6 +147,7 @@ def doubled(subject: Subject) -> Subject:
     why = without_attention(subject.model)
     if why and not scans(subject):
         raise Unavailable(f"{subject.name}: {why}")
+    whole(subject)
     model = copy.deepcopy(subject.model).double().requires_grad_(True)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")  # the fused product of experts knows no float64

@@ -119,14 +119,16 @@ def _there(subject: Subject, what: str, index: int, count: int) -> None:
         raise Refused(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
 
 
+def whole(subject: Subject) -> None:
+    """Raises Unavailable where a subject's weights are quantised: what is stored is not what multiplies."""
+    if how := subject.facts.get("quantised"):
+        raise Unavailable(f"the weights of {subject.name} are quantised ({how}); load it whole to read them")
+
+
 def _weight(subject: Subject, layer: int, projection: nn.Module) -> Tensor:
     """[in out], the same tensor as the model's: Linear stores W transposed, Conv1D as it is used."""
+    whole(subject)
     weight = projection.weight.detach()
-    if how := subject.facts.get("quantised"):
-        raise Unavailable(
-            f"the weights of layer {layer} of {subject.name} are quantised ({how}), and what they multiply is not what "
-            "is stored; load the model whole to read them"
-        )
     if weight.is_meta:
         raise Unavailable(
             f"the weights of layer {layer} of {subject.name} are offloaded (on the meta device); "

@@ -42,7 +42,7 @@ def test_weights_are_quantised_and_what_is_read_is_what_the_model_computes(eight
 
 def test_what_its_weights_say_is_refused_and_its_twin_is_whole(eight):
     for read in (weights.query_weight, weights.output_weight):
-        with pytest.raises(Unavailable, match=r"layer 0 of pocket:llama are quantised \(bitsandbytes, 8bit\)"):
+        with pytest.raises(Unavailable, match=r"weights of pocket:llama are quantised \(bitsandbytes, 8bit\)"):
             read(eight, 0, 0)
     twin, other = eight.twin(3), Subject.load("pocket:llama", dtype="float16").twin(3)
     assert twin.facts["quantised"] is None and twin.weight_hash == other.weight_hash
@@ -62,14 +62,15 @@ def test_a_checkpoint_that_is_quantised_needs_no_flag(eight, tmp_path):
 def test_a_scan_says_so_first(tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         asked = ["--model", "pocket:llama", "--quantize", "8bit", "--domain", "math", "--limit", "60", "--n", "10"]
-        probes = ["--probes", "attention_focus,hypothesis_frame,key_orthogonality", "--nulls", "1"]
+        probes = ["--probes", "all", "--nulls", "1"]
         main(["scan", *asked, *probes, "--out", str(tmp_path / "run"), "-q"])
     assert end.value.code == 0, capsys.readouterr().err
     record = json.loads((tmp_path / "run" / "record.json").read_text())
     assert "--quantize 8bit" in record["facts"]["command"]
     assert any(BANNER in one for one in record["warnings"])
     assert "attention_focus" in record["results"]
-    assert all("are quantised" in record["unmeasured"][name] for name in ("key_orthogonality",))
+    told = {name for name, why in record["unmeasured"].items() if "are quantised" in why}
+    assert told == {"key_orthogonality", "hypothesis_frame", "routing_law"}
     assert BANNER in (tmp_path / "run" / "report.html").read_text()
 
 

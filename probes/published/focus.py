@@ -48,7 +48,7 @@ class Result(Base):
     COMPUTED: ClassVar[str] = (
         "1 - H(last layer) / H(first layer), H the entropy of attention weights in bits, not divided by what the "
         "length allows and with the weight on the first token, mean over heads and then over prompts: at the final "
-        "token (Paper III, 6.4 of its methods), and over all positions (its section 4.5). Jackknifed over templates."
+        "token (Paper III, Table 2), and over all positions (its section 4.5). Jackknifed over templates."
     )
     NULL: ClassVar[str] = "The same model re-initialised; at the final token also the prompts shuffled: beat both."
     FAILURE_MODES: ClassVar[str] = (
