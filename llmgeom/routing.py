@@ -36,8 +36,8 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import without_attention
 from llmgeom.errors import Unavailable
 from llmgeom.subject import Subject
-from llmgeom.weights import whole
 from llmgeom.unrolled import Gradients, Unrolled, scan_of
+from llmgeom.weights import whole
 
 LARGEST = 2_000_000_000  # parameters of which a float64 copy is made
 AGREE = 1e-4  # of the rms of the logits: how far ours may lie from the model's own
