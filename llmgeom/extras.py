@@ -34,7 +34,9 @@ EXTRAS = {
     )
 }
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome", "msedge")
-NO_BROWSER = "no Chromium or Chrome was found; install one (Debian: apt-get install chromium), or set BROWSER_PATH to it"
+NO_BROWSER = (
+    "no Chromium or Chrome was found; install one (Debian: apt-get install chromium), or set BROWSER_PATH to it"
+)
 
 
 def there(package: str) -> bool:

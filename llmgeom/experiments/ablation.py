@@ -90,7 +90,9 @@ class Ablation(Result):
     share: float = quantity("", "fraction", "of the standardised variance that lies along the axis, first half")
     rho: float = quantity("", "rho", "Spearman's, of c and entropy in the half that is measured")
     step: np.ndarray = quantity(
-        "layer coordinate", "units of the values", "spread sd u: what a shift of dose 1 adds to the edited layers' values"
+        "layer coordinate",
+        "units of the values",
+        "spread sd u: what a shift of dose 1 adds to the edited layers' values",
     )
     headlines: tuple[Headline, ...]
     ticks: Mapping[str, tuple]

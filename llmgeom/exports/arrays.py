@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.record import Record, write_whole
+from llmgeom.reports.prompts import numeric
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
@@ -25,8 +26,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
         for probe, measured in record.results.items()
         for name, array in measured.arrays.items()
     }
-    columns = {name: np.array(column) for name, column in record.prompts.items() if column}
-    arrays |= {f"prompts.{name}": column for name, column in columns.items() if column.dtype.kind in "if"}
+    arrays |= {f"prompts.{name}": np.array(column) for name, column in record.prompts.items() if numeric(column)}
     told = {
         "record": about(record),
         "headlines": {probe: list(map(dataclasses.asdict, m.headlines)) for probe, m in record.results.items()},

@@ -34,11 +34,13 @@ def section(record: Record) -> Iterator[str]:
     count, units = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
     revision = f" at `{subject['revision']}`" if subject.get("revision") else ""
     yield from ("## How it holds its uncertainty", "")
-    yield (
-        f"Measured by llmgeom {__version__} on {count} prompts ({units} units) of "
-        f"{escaped(str(record.source.get('name', 'its own prompts')))}: {escaped(str(subject['name']))}{revision}, weights "
-        f"`{str(subject.get('weights', 'not hashed'))[:12]}`, {escaped(str(subject.get('dtype', '')))}."
+    source, name, dtype = (
+        escaped(str(one))
+        for one in (record.source.get("name", "its own prompts"), subject["name"], subject.get("dtype", ""))
     )
+    weights = str(subject.get("weights", "not hashed"))[:12]
+    yield f"Measured by llmgeom {__version__} on {count} prompts ({units} units) of {source}."
+    yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
     yield from ("", READ)
     if claims:
         yield from ("", "### Claims", "", *_table(claims), "", *(_told(row) for row in claims))

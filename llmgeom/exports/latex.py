@@ -1,13 +1,14 @@
-r"""The verdict table of a record as LaTeX, to be \input where booktabs is loaded."""
+r"""The verdict table of a record as LaTeX, to be \input where array and booktabs are loaded."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import visible
 from llmgeom.reports.verdicts import Row, lines
 
 SPECIAL = {
@@ -18,8 +19,7 @@ SPECIAL = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     "|": r"\textbar{}",
-    '"': r"\textquotedbl{}",
-    "'": "'",
+    '"': "''",  # \textquotedbl is missing from LaTeX's oldest encoding
     "`": r"\textasciigrave{}",
     "−": "$-$",
     "×": r"$\times$",
@@ -35,35 +35,46 @@ SPECIAL = {
     "ρ": r"$\rho$",
     "π": r"$\pi$",
 }
+# Long cells wrap, or the table would not fit the width of a page.
+COLUMNS = r"@{}>{\raggedright}p{0.2\linewidth}llll>{\raggedright}p{0.1\linewidth}l@{}"
 HEAD = ("Quantity", "Value", r"95\,\% interval", r"95\,\% of the null", "$p$", "$n$", "Verdict")
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
-    """A `table` of every headline and a list of what was not measured; needs booktabs, and textcomp in old LaTeX."""
+    """Tables of every headline, with what was not measured; they need the packages array and booktabs."""
     write_whole(out, ("\n".join(table(record)) + "\n").encode())
-    return [r"\usepackage{booktabs}, then \input it"]
+    return [r"\usepackage{array, booktabs} in the preamble, then \input it"]
 
 
 def table(record: Record) -> Iterator[str]:
-    """The lines of the table: claims first, then measurements; nulls are named below by letter."""
+    """The lines: a `table` of the claims, one of the measurements; nulls are named below each by number."""
     rows = lines([record])
-    measured = [row for row in rows if row.verdict != "not measured"]
-    nulls = {name: letter for name, letter in zip(dict.fromkeys(_null(row)[1] for row in measured), _letters())}
     yield f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"
-    yield from (r"\begin{table}", r"\centering\small", rf"\caption{{{escaped(record.title)}.}}", r"\label{tab:llmgeom}")
-    yield from (r"\begin{tabular}{@{}p{0.28\linewidth}rrrrrl@{}}", r"\toprule", " & ".join(HEAD) + r" \\", r"\midrule")
-    claims = sum(bool(row.claim) for row in measured)
-    for place, row in enumerate(measured):
-        if place == claims and claims:
-            yield r"\midrule"
+    for kind, some in (
+        ("claims", [row for row in rows if row.claim]),
+        ("measurements", [row for row in rows if not row.claim]),
+    ):
+        if some:
+            yield from _float(kind, f"{visible(record.title)}: {kind}", some)
+
+
+def _float(kind: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
+    measured = [row for row in rows if row.verdict != "not measured"]
+    names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
+    yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}", rf"\caption{{{escaped(title)}}}")
+    yield from (rf"\label{{tab:llmgeom-{kind}}}", rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule")
+    yield from (" & ".join(HEAD) + r" \\", r"\midrule")
+    for row in measured:
         band, name = _null(row)
-        mark = f"$^{{{nulls[name]}}}$" if name else ""
-        cells = (_number(row.value), _range(row.interval), _range(band) + mark, escaped(row.p), escaped(row.n))
-        yield " & ".join((escaped(row.name), *cells, escaped(row.verdict))) + r" \\"
+        mark = f"^{{{names.index(name) + 1}}}" if name else ""
+        number, _, unit = row.value.partition(" ")
+        value = f"${_math(number)}$" + (f"~{escaped(unit)}" if unit else "")
+        cells = (value, _range(row.interval), _range(band, mark), f"${_math(row.p)}$" if row.p else "--", row.n)
+        yield " & ".join((escaped(row.name), *cells[:-1], escaped(cells[-1]), escaped(row.verdict))) + r" \\"
     yield from (r"\bottomrule", r"\end{tabular}")
-    notes = [f"$^{{{letter}}}$ {escaped(name)}." for name, letter in nulls.items() if name]
+    notes = [f"$^{{{number}}}$ {escaped(name)}." for number, name in enumerate(names, 1)]
     notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in rows if r.verdict == "not measured"]
-    yield from (rf"\par\smallskip\footnotesize\raggedright {note}" for note in notes)
+    yield from (rf"\par\smallskip\raggedright {note}" for note in notes)
     yield r"\end{table}"
 
 
@@ -82,24 +93,17 @@ def comment(text: str) -> str:
     return " ".join(text.split())
 
 
-def _letters() -> Iterator[str]:
-    """a, b ... z, aa, ab ..."""
-    letters = "abcdefghijklmnopqrstuvwxyz"
-    yield from letters
-    yield from (a + b for a in letters for b in letters)
-
-
 def _null(row: Row) -> tuple[str, str]:
     """The band of the null, and its name; where there is none, a dash."""
     band, _, name = row.null.partition(": ")
     return (band, name) if name else ("–", "")
 
 
-def _range(text: str) -> str:
+def _range(text: str, mark: str = "") -> str:
     low, _, high = text.partition(" to ")
-    return f"$[{low},\\ {high}]$" if high else escaped(text)
+    return f"$[{_math(low)},\\,{_math(high)}]{mark}$" if high else escaped(text)
 
 
-def _number(text: str) -> str:
-    number, space, unit = text.partition(" ")
-    return f"${number}$" + (f"~{escaped(unit)}" if space else "") if re.fullmatch(r"-?[\d.e+-]+", number) else escaped(text)
+def _math(number: str) -> str:
+    """A number for math mode, powers of ten written out."""
+    return re.sub(r"e([+-]?)0*(\d+)", lambda m: rf"\times10^{{{m[1].strip('+')}{m[2]}}}", number)
