@@ -56,5 +56,9 @@ def findings() -> Iterator[tuple[str, str]]:
             yield "ok", f"{extra.what}: {package} is installed"
         else:
             yield "note", f"{extra.what}: {package} is not installed; {extra.remedy}"
-    found = browser()
-    yield ("ok", f"export RUN png, svg or pdf: {found} draws") if found else ("note", f"export RUN png: {NO_BROWSER}")
+    drawing = browser()
+    yield (
+        ("ok", f"a browser draws images: {drawing}")
+        if drawing
+        else ("note", f"export RUN png, svg or pdf: {NO_BROWSER}")
+    )

@@ -141,7 +141,8 @@ def residual(subject: Subject, layer: int, values: Tensor) -> Tensor:
     """[d_model] float64: w of the formula above, from [coordinate] the shift of all kv heads side by side."""
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
     s = values.double().reshape(kv_heads, -1).repeat_interleave(heads // kv_heads, 0)
-    return sum(s[h] @ weights.output_weight(subject, layer, h).double().cpu() for h in range(heads))
+    each = [s[h] @ weights.output_weight(subject, layer, h).double().cpu() for h in range(heads)]
+    return torch.stack(each).sum(0)
 
 
 def places(subject: Subject, form: str, layers: Sequence[int] | Mapping[int, Any]) -> dict[int, nn.Module]:
@@ -182,10 +183,7 @@ def compared(
     """What our edit of the values does to the final token's log-probabilities, and what the constants do instead."""
     batch = Batch(Text(tuple(text)), tuple(map(str, range(len(text)))), {"name": "check"})
     sites, heads = {Site.LOG_PROBS}, subject.facts["kv_heads"]
-    edits = [
-        Edit("value", lambda x, _, s=s: x + s.reshape(heads, -1).to(x), (layer,), spec={"do": "shift"})
-        for layer, s in values.items()
-    ]
+    edits = [_shifting(layer, s.reshape(heads, -1)) for layer, s in values.items()]
     clean = subject.capture(batch, sites).log_probs.double()
     shifted = subject.capture(batch, sites, edits).log_probs.double()
     with adding(modules, written):
@@ -196,6 +194,10 @@ def compared(
 
     apart, moved = (float((one - shifted).abs().max()) for one in (other, clean))
     return Compared(apart, moved, mean(other), mean(clean), len(text))
+
+
+def _shifting(layer: int, s: Tensor) -> Edit:
+    return Edit("value", lambda x, _: x + s.to(x), (layer,), spec={"do": "shift"})
 
 
 @contextmanager

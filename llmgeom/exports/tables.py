@@ -59,8 +59,8 @@ def tables(record: Record) -> dict[str, Columns]:
                     for place, value in zip(places, row.tolist(), strict=True):
                         axis = axes[1] if axes[1:] else ""
                         cells = (probe, name, quantity.unit, int(layer), axis, place, float(value))
-                        for column, cell in zip(layers.values(), cells, strict=True):
-                            column.append(cell)
+                        for cell, kept in zip(cells, layers.values(), strict=True):
+                            kept.append(cell)
         for headline in measured.headlines:
             for field, cell in {"probe": probe, **dataclasses.asdict(headline)}.items():
                 headlines.setdefault(field, []).append(cell)
