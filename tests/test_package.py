@@ -105,24 +105,14 @@ Record.load(3)
 """
 
 
-def test_a_user_s_program_is_checked_against_our_types(environment, tmp_path):
-    """The last line is wrong on purpose: without py.typed, or with names that are Any, it would pass."""
+@pytest.mark.parametrize("followed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["ours", "all libraries"])
+def test_the_installed_types_are_clean_and_a_user_s_program_is_checked_against_them(environment, tmp_path, followed):
+    """By the settings of pyproject.toml. The last line of the program is wrong on purpose: without py.typed, or with
+    names that are Any, it would pass, and the lines before it would not."""
     (tmp_path / "uses.py").write_text(USES)
-    done = package.checked(environment, ["--strict", str(tmp_path / "uses.py")], tmp_path / "mypy", skipped=True)
+    done = package.checked(environment, ["-p", "llmgeom", "-m", "uses"], tmp_path, followed)
     complaints = [line for line in done.stdout.splitlines() if "error:" in line]
     assert len(complaints) == 1 and 'Argument 1 to "load" of "Record"' in complaints[0], done.stdout + done.stderr
-
-
-def test_the_installed_package_is_clean_of_type_errors(environment, tmp_path):
-    """By the settings of pyproject.toml, with the large libraries not followed; `make types` follows them."""
-    done = package.checked(environment, ["-p", "llmgeom"], tmp_path / "mypy", skipped=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.soak
-def test_the_installed_package_is_clean_of_type_errors_all_libraries_followed(environment, tmp_path):
-    done = package.checked(environment, ["-p", "llmgeom"], tmp_path / "mypy", skipped=False)
-    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_citation_says_the_version_and_the_licence():
