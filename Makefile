@@ -5,7 +5,7 @@ OUT := runs/demo
 # Tests that need a browser, a GPU, a compiler or patience are run by name, not by default.
 DESELECTED := browser or gpu or compile or soak
 
-.PHONY: demo test browser soak lint notebooks clean
+.PHONY: demo test browser soak lint types package notebooks clean
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("llmgeom needs Python 3.11 or later, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
@@ -32,6 +32,12 @@ soak: .venv/installed
 lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/python -m tests.package types
+
+package: .venv/installed
+	$(BIN)/python -m tests.package install
 
 notebooks: .venv/installed
 	$(BIN)/python -m tests.notebooks

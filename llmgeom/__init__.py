@@ -6,6 +6,14 @@
 from __future__ import annotations
 
 import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # what a type checker reads; the interpreter asks __getattr__
+    from llmgeom.batch import Batch
+    from llmgeom.capture import Site
+    from llmgeom.edits import Edit
+    from llmgeom.record import Record
+    from llmgeom.subject import Subject
 
 __version__ = "0.1.0"
 
@@ -16,10 +24,10 @@ _WHERE = {
     "Site": "llmgeom.capture",
     "Subject": "llmgeom.subject",
 }
-__all__ = [*sorted(_WHERE), "__version__"]
+__all__ = ["Batch", "Edit", "Record", "Site", "Subject", "__version__"]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'llmgeom' has no attribute {name!r}; it offers {', '.join(__all__)}")
     return getattr(importlib.import_module(_WHERE[name]), name)

@@ -686,6 +686,40 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
 
 
+_FORMATS = ("parquet", "latex", "safetensors", "card", "png", "svg", "pdf", "gguf", "steered")
+
+
+@main.command(
+    epilog="Example:  llmgeom export runs/410m-math latex --out paper/verdicts.tex\n\n"
+    "Example:  llmgeom export runs/shift gguf --direction ridge --dose 2"
+)
+@click.argument("run", type=click.Path())
+@click.argument("form", metavar="FORMAT", type=click.Choice(_FORMATS))
+@click.option("--out", type=click.Path(), help="File or folder. [default: inside the run folder]")
+@click.option("--direction", type=click.Choice(["pc1", "ridge"]), help="Of gguf and steered: which of the run's axes.")
+@click.option("--dose", type=float, help="Of gguf and steered: how far, in spreads of the axis. [default: 1]")
+@click.option("--approximate", is_flag=True, default=None, help="Of gguf: also where it is not the same as the shift.")
+def export(run: str, form: str, out: str | None, **options: Any) -> None:
+    """Write a run for elsewhere: tables, a model card, arrays, images, or an axis's shift for llama.cpp and PEFT.
+
+    FORMAT: parquet, latex, safetensors, card, png, svg, pdf, gguf (a control vector), steered (an adapter).
+    """
+    from llmgeom.exports import export
+
+    click.echo("\n".join(export(run, form, out, **options)))
+
+
+@main.command(epilog="Example:  llmgeom completion bash >> ~/.bashrc")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what makes SHELL complete commands, flags and their values; put it where the shell reads its settings."""
+    from click.shell_completion import get_completion_class
+
+    made = get_completion_class(shell)
+    assert made is not None  # the three above come with click
+    click.echo(made(main, {}, "llmgeom", "_LLMGEOM_COMPLETE").source())
+
+
 @main.group(cls=Verbs, epilog="Example:  llmgeom cache ls")
 def cache() -> None:
     """What is kept of activations under LLMGEOM_CACHE: list it, check it, remove it, bring it together."""
@@ -745,7 +779,7 @@ def cache_merge(folders: tuple[str, ...]) -> None:
 
 @main.command(epilog="Example:  llmgeom doctor")
 def doctor() -> int:
-    """Is this machine ready? Versions, devices, cache, hub, pocket models."""
+    """Is this machine ready? Versions, devices, cache, hub, pocket models, and what each feature lacks."""
     from llmgeom.experiments.doctor import findings
 
     worst = 0

@@ -68,7 +68,7 @@ class Record:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise _unwritten(folder, error) from error
+            raise unwritten(folder, error) from error
         arrays = {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
@@ -173,10 +173,10 @@ def write_whole(path: Path, data: bytes, remedy: str = FREE) -> None:
             temporary.unlink(missing_ok=True)
         if not isinstance(error, OSError):
             raise
-        raise _unwritten(path, error, remedy) from error
+        raise unwritten(path, error, remedy) from error
 
 
-def _unwritten(path: Path, error: OSError, remedy: str = FREE) -> Refused:
+def unwritten(path: Path, error: OSError, remedy: str = FREE) -> Refused:
     return Refused(f"{path} could not be written ({error.strerror}); {remedy}")
 
 

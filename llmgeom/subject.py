@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import importlib
-import importlib.util
 import logging
 import os
 import shutil
@@ -30,6 +29,7 @@ from llmgeom.blocks import Block, blocks, without_attention
 from llmgeom.capture import ATTENDING, OUTPUTS, RANKS, Capture, Key, Site, nbytes
 from llmgeom.edits import Edit
 from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
+from llmgeom.extras import EXTRAS, there
 from llmgeom.information import bits, entropy
 from llmgeom.lens import Unembedding, unembedding_of
 from llmgeom.plan import BATCH_TOKENS, plan, together
@@ -580,8 +580,8 @@ def _placed(model: Any) -> list[str]:
 
 def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
     """What transformers is told to quantise what it loads. Raises Refused where bitsandbytes is not there."""
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise Refused(f"--quantize {how} needs bitsandbytes: pip install 'llmgeom[quantised]'")
+    if not there(package := "bitsandbytes"):
+        raise Refused(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
     if located.step0 or hub.tunnel(located.path):
         raise Refused(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for

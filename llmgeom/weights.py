@@ -70,6 +70,11 @@ def output_bias(subject: Subject, layer: int) -> Float[Tensor, " d_model"]:
     return _bias(projection, _weight(subject, layer, projection)).clone()
 
 
+def output_projection(subject: Subject, layer: int) -> nn.Module:
+    """The module that mixes the heads back: W_O and its bias. Raises as `query_weight`."""
+    return _output(subject, layer)[0]
+
+
 def _input(subject: Subject, layer: int, role: Role, head: int) -> tuple[Tensor, Tensor]:
     """W [d_model head_dim] and b [head_dim] of one head's query, key or value, whatever they are fused with."""
     attention = _attention(subject, layer)

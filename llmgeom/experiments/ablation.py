@@ -89,6 +89,11 @@ class Ablation(Result):
     tenth: float = quantity("", "bits", "a tenth of that")
     share: float = quantity("", "fraction", "of the standardised variance that lies along the axis, first half")
     rho: float = quantity("", "rho", "Spearman's, of c and entropy in the half that is measured")
+    step: np.ndarray = quantity(
+        "layer coordinate",
+        "units of the values",
+        "spread sd u: what a shift of dose 1 adds to the edited layers' values",
+    )
     headlines: tuple[Headline, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
@@ -232,7 +237,8 @@ def measure_axis(
         share=float(np.mean([axis.share for axis in axes.values()])),
         rho=spearman(c.numpy(), bench.entropy),
         headlines=tuple(made.headline(probe, name, effect, units, claimed) for name, effect, claimed in named),
-        ticks={"dose": doses, "edit": ("axis", *draws)},
+        step=np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
+        ticks={"dose": doses, "edit": ("axis", *draws), "layer": tuple(axes)},
         warnings=tuple(warnings),
         notes=(f"mode {mode}, layer{'s' * (len(axes) > 1)} {', '.join(map(str, axes))}, {bench.positions} positions",),
     )

@@ -1,4 +1,4 @@
-"""Is this machine ready: versions, devices, cache, hub, pocket models."""
+"""Is this machine ready: versions, devices, cache, hub, pocket models, and what each feature lacks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from llmgeom import hub
 from llmgeom.errors import Refused
+from llmgeom.extras import EXTRAS, NO_BROWSER, browser, there
 from llmgeom.store import cache_folder
 
 NEEDED = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 6), "plotly": (6, 5), "scikit-learn": (1, 6)}
@@ -50,3 +51,14 @@ def findings() -> Iterator[tuple[str, str]]:
         yield "ok", "the model hub answers"
     except Refused as refusal:
         yield "note", f"hub models: {refusal}"
+    for package, extra in EXTRAS.items():
+        if there(package):
+            yield "ok", f"{extra.what}: {package} is installed"
+        else:
+            yield "note", f"{extra.what}: {package} is not installed; {extra.remedy}"
+    drawing = browser()
+    yield (
+        ("ok", f"a browser draws images: {drawing}")
+        if drawing
+        else ("note", f"export RUN png, svg or pdf: {NO_BROWSER}")
+    )

@@ -1,0 +1,44 @@
+"""A run folder as a file for elsewhere: a table, a card, arrays, images, or a shift that other programs can add."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from llmgeom.errors import Refused
+
+# Format -> the module that writes it, and where it goes inside the run folder by default.
+FORMATS = {
+    "parquet": ("tables", "parquet"),
+    "latex": ("latex", "verdicts.tex"),
+    "safetensors": ("arrays", "record.safetensors"),
+    "card": ("card", "card.md"),
+    "gguf": ("shift", "shift.gguf"),
+    "steered": ("shift", "steered"),
+    "png": ("images", "figures"),
+    "svg": ("images", "figures"),
+    "pdf": ("images", "figures"),
+}
+
+
+def export(run: str, form: str, out: str | None = None, **options: Any) -> list[str]:
+    """Write one run in one format and return what there is to say of it, the place first.
+
+    options   of gguf and steered: direction, dose, approximate (`exports.shift`).
+    Raises Refused: a folder that holds no run; options of another format; what a format cannot hold.
+    """
+    from llmgeom.record import Record, unwritten
+
+    module, name = FORMATS[form]
+    given = {option: value for option, value in options.items() if value is not None}
+    if given and module != "shift":
+        raise Refused(f"export {form} has no --{next(iter(given))}; leave it out (it is of gguf and steered)")
+    record, path = Record.load(run), Path(out) if out else Path(run) / name
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritten(path.parent, error) from error
+    write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write
+    return [str(path), *write(record, form, path, **given)]

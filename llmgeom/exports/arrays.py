@@ -1,0 +1,62 @@
+"""Every array of a record in one safetensors file, with what tells what they are in its metadata."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.prompts import numeric
+
+
+def write(record: Record, _form: str, out: Path) -> list[str]:
+    """Arrays PROBE.QUANTITY as measured, and prompts.COLUMN for every column of numbers.
+
+    The metadata holds text: `record` (model, prompts, command, warnings, what was not measured), `headlines`, and
+    `quantities` (axes, unit, meaning, and the names along an axis where it has any), each as JSON.
+    """
+    from safetensors.numpy import save
+
+    arrays = {
+        f"{probe}.{name}": np.array(array, order="C")
+        for probe, measured in record.results.items()
+        for name, array in measured.arrays.items()
+    }
+    arrays |= {f"prompts.{name}": np.array(column) for name, column in record.prompts.items() if numeric(column)}
+    told = {
+        "record": about(record),
+        "headlines": {probe: list(map(dataclasses.asdict, m.headlines)) for probe, m in record.results.items()},
+        "quantities": {
+            f"{probe}.{name}": {
+                "axes": q.axes,
+                "unit": q.unit,
+                "meaning": q.meaning,
+                "ticks": {axis: m.ticks[axis] for axis in q.axes if axis in m.ticks},
+            }
+            for probe, m in record.results.items()
+            for name, q in m.quantities.items()
+        },
+    }
+    # safetensors writes its metadata in no fixed order: one entry, so that equal records give equal bytes.
+    write_whole(out, save(arrays, {"llmgeom": plain(told)}))
+    return [f"{len(arrays)} arrays; the metadata entry `llmgeom` is JSON: {', '.join(told)}"]
+
+
+def about(record: Record) -> dict[str, Any]:
+    """Where a record comes from, as plain data; what varies between equal runs is left out."""
+    return {
+        "title": record.title,
+        "subject": dict(record.subject),
+        "source": dict(record.source),
+        "facts": dict(record.facts),
+        "warnings": list(record.warnings),
+        "unmeasured": dict(record.unmeasured),
+    }
+
+
+def plain(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, ensure_ascii=False, allow_nan=False)

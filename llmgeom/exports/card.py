@@ -1,0 +1,72 @@
+"""A section for a model card: what was claimed and measured of the model, with n, intervals, nulls and verdicts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmgeom import __version__
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import visible
+from llmgeom.reports.verdicts import Row, lines
+
+HEAD = ("quantity", "value", "95 % interval", "95 % band of the null", "p", "n", "verdict")
+READ = (
+    "A value counts only beside its null: `above null` means more than the same pipeline gives on the model "
+    "re-initialised or on shuffled prompts. PASS and FAIL answer the claim as it is worded; INCONCLUSIVE and "
+    "undecided say that n was too small. Intervals are over units (templates, documents or sequences)."
+)
+
+
+def write(record: Record, _form: str, out: Path) -> list[str]:
+    """One Markdown section, to be pasted into a README.md of the model hub."""
+    write_whole(out, ("\n".join(section(record)) + "\n").encode())
+    return [f"{sum(len(m.headlines) for m in record.results.values())} headlines"]
+
+
+def section(record: Record) -> Iterator[str]:
+    """The lines of the section."""
+    rows, subject = lines([record]), record.subject
+    claims = [row for row in rows if row.claim]
+    measured = [row for row in rows if not row.claim and row.verdict != "not measured"]
+    missing = [row for row in rows if row.verdict == "not measured"]
+    count, units = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
+    revision = f" at `{subject['revision']}`" if subject.get("revision") else ""
+    yield from ("## How it holds its uncertainty", "")
+    source, name, dtype = (
+        escaped(str(one))
+        for one in (record.source.get("name", "its own prompts"), subject["name"], subject.get("dtype", ""))
+    )
+    weights = str(subject.get("weights", "not hashed"))[:12]
+    yield f"Measured by llmgeom {__version__} on {count} prompts ({units} units) of {source}."
+    yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
+    yield from ("", READ)
+    if claims:
+        yield from ("", "### Claims", "", *_table(claims), "", *(_told(row) for row in claims))
+    if measured:
+        yield from ("", "### Measurements", "", *_table(measured))
+    warnings = [*record.warnings, *(w for m in record.results.values() for w in m.warnings)]
+    if warnings:
+        yield from ("", "### What could overturn this", "", *(f"- {escaped(w)}" for w in dict.fromkeys(warnings)))
+    if missing:
+        yield from ("", "### Not measured", "", *(f"- {escaped(row.name)}: {escaped(row.why)}" for row in missing))
+    if record.facts.get("command"):
+        yield from ("", "To repeat it:", "", f"    {visible(str(record.facts['command']))}")
+
+
+def _table(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"| {' | '.join(HEAD)} |"
+    yield f"|{'---|' * len(HEAD)}"
+    for row in rows:
+        cells = (row.name, row.value, row.interval, row.null, row.p, row.n, row.verdict)
+        yield f"| {' | '.join(map(escaped, cells))} |"
+
+
+def _told(row: Row) -> str:
+    return f"- {escaped(row.name)}: {escaped(row.claim)}" + (f" {row.verdict}: {escaped(row.why)}." if row.why else "")
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown shows as it stands, in a table too."""
+    return re.sub(r"([\\`*_\[\]<>|~$&#])", r"\\\1", visible(text))

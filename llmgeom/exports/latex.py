@@ -1,0 +1,109 @@
+r"""The verdict table of a record as LaTeX, to be \input where array and booktabs are loaded."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import visible
+from llmgeom.reports.verdicts import Row, lines
+
+SPECIAL = {
+    **{c: f"\\{c}" for c in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "|": r"\textbar{}",
+    '"': "''",  # \textquotedbl is missing from LaTeX's oldest encoding
+    "`": r"\textasciigrave{}",
+    "−": "$-$",
+    "×": r"$\times$",
+    "±": r"$\pm$",
+    "≥": r"$\geq$",
+    "≤": r"$\leq$",
+    "·": r"$\cdot$",
+    "→": r"$\rightarrow$",
+    "²": "$^2$",
+    "…": r"\ldots{}",
+    "–": "--",
+    "—": "---",
+    "ρ": r"$\rho$",
+    "π": r"$\pi$",
+}
+# Long cells wrap, or the table would not fit the width of a page.
+COLUMNS = r"@{}>{\raggedright}p{0.2\linewidth}llll>{\raggedright}p{0.1\linewidth}l@{}"
+HEAD = ("Quantity", "Value", r"95\,\% interval", r"95\,\% of the null", "$p$", "$n$", "Verdict")
+
+
+def write(record: Record, _form: str, out: Path) -> list[str]:
+    """Tables of every headline, with what was not measured; they need the packages array and booktabs."""
+    write_whole(out, ("\n".join(table(record)) + "\n").encode())
+    return [r"\usepackage{array, booktabs} in the preamble, then \input it"]
+
+
+def table(record: Record) -> Iterator[str]:
+    """The lines: a `table` of the claims, one of the measurements; nulls are named below each by number."""
+    rows = lines([record])
+    yield f"% {comment(record.title)}: {comment(str(record.facts.get('command', '')))}"
+    for kind, some in (
+        ("claims", [row for row in rows if row.claim]),
+        ("measurements", [row for row in rows if not row.claim]),
+    ):
+        if some:
+            yield from _float(kind, f"{visible(record.title)}: {kind}", some)
+
+
+def _float(kind: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
+    measured = [row for row in rows if row.verdict != "not measured"]
+    names = list(dict.fromkeys(name for _, name in map(_null, measured) if name))
+    yield from (r"\begin{table}", r"\centering\scriptsize\setlength{\tabcolsep}{4pt}", rf"\caption{{{escaped(title)}}}")
+    yield from (rf"\label{{tab:llmgeom-{kind}}}", rf"\begin{{tabular}}{{{COLUMNS}}}", r"\toprule")
+    yield from (" & ".join(HEAD) + r" \\", r"\midrule")
+    for row in measured:
+        band, name = _null(row)
+        mark = f"^{{{names.index(name) + 1}}}" if name else ""
+        number, _, unit = row.value.partition(" ")
+        value = f"${_math(number)}$" + (f"~{escaped(unit)}" if unit else "")
+        cells = (value, _range(row.interval), _range(band, mark), f"${_math(row.p)}$" if row.p else "--", row.n)
+        yield " & ".join((escaped(row.name), *cells[:-1], escaped(cells[-1]), escaped(row.verdict))) + r" \\"
+    yield from (r"\bottomrule", r"\end{tabular}")
+    notes = [f"$^{{{number}}}$ {escaped(name)}." for number, name in enumerate(names, 1)]
+    notes += [f"Not measured: {escaped(r.name)} ({escaped(r.why)})." for r in rows if r.verdict == "not measured"]
+    yield from (rf"\par\smallskip\raggedright {note}" for note in notes)
+    yield r"\end{table}"
+
+
+def escaped(text: str) -> str:
+    """Text that LaTeX sets as it stands. A character that its fonts may lack is spelt by its plain form or number."""
+    return "".join(SPECIAL.get(c) or (c if c.isascii() else _plainer(c)) for c in text)
+
+
+def _plainer(c: str) -> str:
+    plain = unicodedata.normalize("NFKD", c).encode("ascii", "ignore").decode()
+    return escaped(plain) if plain else f"U+{ord(c):04X}"
+
+
+def comment(text: str) -> str:
+    """Text for a comment, which ends at the end of its line."""
+    return " ".join(text.split())
+
+
+def _null(row: Row) -> tuple[str, str]:
+    """The band of the null, and its name; where there is none, a dash."""
+    band, _, name = row.null.partition(": ")
+    return (band, name) if name else ("–", "")
+
+
+def _range(text: str, mark: str = "") -> str:
+    low, _, high = text.partition(" to ")
+    return f"$[{_math(low)},\\,{_math(high)}]{mark}$" if high else escaped(text)
+
+
+def _math(number: str) -> str:
+    """A number for math mode, powers of ten written out."""
+    return re.sub(r"e([+-]?)0*(\d+)", lambda m: rf"\times10^{{{m[1].strip('+')}{m[2]}}}", number)

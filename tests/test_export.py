@@ -1,0 +1,337 @@
+"""What is exported holds the record's own numbers, whatever its strings are; the rest is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from safetensors import safe_open
+
+from llmgeom import extras
+from llmgeom.cli import _FORMATS, main
+from llmgeom.errors import Refused
+from llmgeom.experiments import doctor
+from llmgeom.exports import FORMATS, card, export, latex
+from llmgeom.exports.tables import tables
+from llmgeom.record import Record
+from llmgeom.reports import table
+from llmgeom.result import Figure, Measured, Quantity
+from tests.test_result import head
+
+HOSTILE = "50% & $x_1^2 #{~\\end{tabular}}~<b>|é−ρ²—漢\u202e`code`\n*"
+
+
+def measured(**changes) -> Measured:
+    parts = {
+        "curve": (Quantity(("layer",), "bits", "curve", Figure("curve", band="band")), np.array([1.5, 2.5])),
+        "band": (Quantity(("layer", "bound"), "bits", "band"), np.array([[0.0, 1.0], [2.0, 3.0]])),
+        "heads": (Quantity(("layer", "head"), "bits", "heads"), np.arange(6, dtype=np.float32).reshape(2, 3)),
+        "points": (Quantity(("prompt", "component"), "", "points"), np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])),
+        "each": (Quantity(("prompt",), "", "each"), np.array([7.0, 8.0, 9.0])),
+        "whole": (Quantity((), "", "whole"), np.array(2.5)),
+    }
+    claim = head(name="holds", verdict="PASS", claim=f"It holds {HOSTILE}.", value=-1.5, low=-2.5, high=-0.5)
+    given = {
+        "headlines": (head(name=HOSTILE, null=f"shuffled {HOSTILE}"), claim, head(name="none", verdict="no null")),
+        "quantities": {name: q for name, (q, _) in parts.items()},
+        "arrays": {name: array for name, (_, array) in parts.items()},
+        "warnings": (f"look out {HOSTILE}",),
+        "ticks": {"layer": (3, 7)},
+    }
+    return Measured("Toy", "m", "c", "n", "f", **given | changes)
+
+
+@pytest.fixture
+def run(tmp_path):
+    record = Record(
+        results={"toy": measured()},
+        unmeasured={"other": f"no keys {HOSTILE}"},
+        prompts={
+            "text": (HOSTILE, "b", "c"),
+            "entropy": (1.5, 2, 0.25),
+            "template": ("t1", "t2", "t2"),
+            "tags": (["x"], [], ["y"]),
+        },
+        subject={"name": f"my_model {HOSTILE}", "weights": "abc", "dtype": "float32", "revision": "step1"},
+        source={"name": "math & more", "seed": 0},
+        facts={"command": "llmgeom scan --domain math"},
+        warnings=("few draws",),
+    )
+    record.save(tmp_path / "run")
+    return tmp_path / "run"
+
+
+# ---- the formats ----------------------------------------------------------------------------------------------------
+
+
+def test_the_command_offers_the_formats_there_are():
+    assert set(_FORMATS) == set(FORMATS)
+
+
+def test_parquet_holds_prompts_layers_and_headlines(run):
+    from pyarrow import parquet
+
+    place, *said = export(str(run), "parquet")
+    assert place == str(run / "parquet") and len(said) == 3
+    prompts, layers, headlines = (
+        parquet.read_table(run / "parquet" / f"{name}.parquet") for name in ("prompts", "layers", "headlines")
+    )
+    assert prompts["text"].to_pylist() == [HOSTILE, "b", "c"]
+    assert prompts["entropy"].to_pylist() == [1.5, 2.0, 0.25]  # an int among floats is a number still
+    assert [json.loads(tags) for tags in prompts["tags"].to_pylist()] == [["x"], [], ["y"]]
+    assert prompts["toy.points.1"].to_pylist() == [2.0, 4.0, 6.0] and prompts["toy.each"].to_pylist() == [7, 8, 9]
+    rows = {(r["quantity"], r["layer"], r["at"]): r["value"] for r in layers.to_pylist()}
+    assert rows["curve", 7, ""] == 2.5 and rows["band", 7, "low"] == 2 and rows["band", 3, "high"] == 1
+    assert rows["heads", 7, "1"] == 4 and len(rows) == 2 + 4 + 6
+    assert {(r["axis"], r["unit"]) for r in layers.to_pylist() if r["quantity"] == "heads"} == {("head", "bits")}
+    assert headlines["value"].to_pylist() == [h.value for h in measured().headlines]
+    assert json.loads(prompts.schema.metadata[b"llmgeom"])["subject"]["weights"] == "abc"
+
+
+def test_an_array_of_other_prompts_is_not_put_beside_these():
+    points = (Quantity(("prompt", "component"), "", "p"), np.zeros((4, 2)))
+    other = measured(quantities={"points": points[0]}, arrays={"points": points[1]})
+    record = Record({"toy": other}, {}, {"text": ("a", "b", "c")}, {"name": "m"}, {}, {})
+    assert set(tables(record)["prompts"]) == {"text"}
+
+
+def test_safetensors_holds_every_array_and_says_what_it_is(run):
+    export(str(run), "safetensors")
+    with safe_open(run / "record.safetensors", "numpy") as file:
+        held = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        told = json.loads(file.metadata()["llmgeom"])
+    record = Record.load(run)
+    for name, array in record.results["toy"].arrays.items():
+        np.testing.assert_array_equal(held[f"toy.{name}"], array)
+        assert held[f"toy.{name}"].dtype == array.dtype
+        assert told["quantities"][f"toy.{name}"]["axes"] == list(record.results["toy"].quantities[name].axes)
+    assert held["prompts.entropy"].tolist() == [1.5, 2.0, 0.25] and "prompts.text" not in held
+    assert told["quantities"]["toy.heads"]["ticks"] == {"layer": [3, 7]}
+    assert told["headlines"]["toy"][1]["verdict"] == "PASS"
+    assert told["record"]["facts"]["command"] == "llmgeom scan --domain math"
+    before = (run / "record.safetensors").read_bytes()
+    export(str(run), "safetensors")
+    assert (run / "record.safetensors").read_bytes() == before
+
+
+ENVIRONMENT = re.compile(r"\\(begin|end)\{(table|tabular)\}")
+COMMANDS = {
+    *("caption", "label", "centering", "scriptsize", "toprule", "midrule", "bottomrule", "par", "smallskip"),
+    *(
+        "raggedright",
+        "setlength",
+        "tabcolsep",
+        "linewidth",
+        "times",
+        "begin",
+        "end",
+        "geq",
+        "leq",
+        "pm",
+        "cdot",
+        "rho",
+        "pi",
+    ),
+    *("rightarrow", "ldots", "textbackslash", "textasciitilde", "textasciicircum", "textless", "textgreater"),
+    *("textbar", "textasciigrave"),
+}
+
+
+def lexed(source: str) -> list[str]:
+    """The tokens of LaTeX, checked as TeX would: braces, math and environments close, nothing special stands alone."""
+    tokens, depth, math, open_ = [], 0, False, []
+    for line in source.splitlines():
+        if line.startswith("%"):
+            continue
+        for token in re.findall(r"\\[a-zA-Z]+|\\.|.", line):
+            depth += (token == "{") - (token == "}")
+            math ^= token == "$"
+            assert depth >= 0 and not (token.startswith("\\") and token[1:].isalpha() and token[1:] not in COMMANDS)
+            assert token.isascii() and token not in "#%~"[:2], token
+            assert math or token not in "^_", line
+            assert token != "&" or "tabular" in open_, line
+            tokens.append(token)
+        for kind, name in ENVIRONMENT.findall(line):
+            if kind == "begin":
+                open_.append(name)
+            else:
+                assert open_.pop() == name
+        assert not math and depth == 0, line
+    assert not open_
+    return tokens
+
+
+def cells(source: str) -> list[list[str]]:
+    lines_ = [line for line in source.splitlines() if line.endswith(r" \\")]
+    return [re.split(r"(?<!\\)&", line.removesuffix(r"\\")) for line in lines_]
+
+
+def test_latex_closes_what_it_opens_whatever_the_names_are(run):
+    export(str(run), "latex")
+    source = (run / "verdicts.tex").read_text()
+    lexed(source)
+    assert source.count(r"\begin{table}") == 2  # the claim, and the measurements
+    assert {len(row) for row in cells(source)} == {7}
+    assert len(cells(source)) == 2 + 3
+    holds = next(row for row in cells(source) if row[0].strip() == "holds")
+    assert [cell.strip() for cell in holds[1:3]] == ["$-1.5$~bits", "$[-2.5,\\,-0.5]$"]
+    assert holds[-1].strip() == "PASS" and "^{1}" in holds[3]
+    none = next(row for row in cells(source) if row[0].strip() == "none")
+    assert none[3].strip() == "--" and none[4].strip() == "--"
+    assert "Not measured: other (no keys 50\\%" in source
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a_b", r"a\_b"), ("100%", r"100\%"), ("x\\y", r"x\textbackslash{}y"), ("é−²", "e$-$$^2$"), ("漢", "U+6F22")],
+)
+def test_text_is_escaped_once(text, expected):
+    assert latex.escaped(text) == expected
+
+
+def test_every_ascii_character_is_set_or_spelt():
+    lexed(latex.escaped("".join(map(chr, range(32, 127)))))
+
+
+@pytest.mark.parametrize(
+    ("number", "expected"), [("1e-05", r"1\times10^{-5}"), ("2.5e+10", r"2.5\times10^{10}"), ("-0.1", "-0.1")]
+)
+def test_powers_of_ten_are_written_out(number, expected):
+    assert latex._math(number) == expected
+
+
+def test_a_card_shows_claims_n_intervals_and_verdicts(run):
+    export(str(run), "card")
+    text = (run / "card.md").read_text()
+    rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
+    assert {len(row) for row in rows} == {len(card.HEAD)}
+    shown = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
+    expected = {r["name"]: r for r in table([Record.load(run)])}
+    assert shown["holds"][0] == "-1.5 bits" and shown["holds"][1] == "-2.5 to -0.5"
+    assert shown["holds"][-1] == "PASS" and shown["holds"][-2] == expected["holds"]["n"]
+    assert shown["none"][2] == "none"
+    assert "- holds: It holds 50%" in text and "### What could overturn this" in text
+    assert "- other: no keys" in text and "    llmgeom scan --domain math" in text
+    assert "<b>" not in text.replace(r"\<b\>", "") and "\u202e" not in text and r"\u202e" in text
+
+
+# ---- what is refused ------------------------------------------------------------------------------------------------
+
+
+def test_an_option_of_another_format_is_refused(run):
+    result = CliRunner().invoke(main, ["export", str(run), "card", "--dose", "2"], prog_name="llmgeom")
+    assert result.exit_code == 1 and "export card has no --dose" in result.stderr
+    result = CliRunner().invoke(main, ["export", str(run), "card", "--approximate"], prog_name="llmgeom")
+    assert result.exit_code == 1 and "no --approximate" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("form", "package", "sentence"),
+    [
+        ("parquet", "pyarrow", "pip install pyarrow"),
+        ("gguf", "gguf", "pip install 'llmgeom[gguf]'"),
+        ("svg", "kaleido", "pip install 'llmgeom[images]'"),
+    ],
+)
+def test_a_package_that_is_not_there_is_one_sentence_with_the_command(run, monkeypatch, form, package, sentence):
+    monkeypatch.setitem(sys.modules, package, None)
+    result = CliRunner().invoke(main, ["export", str(run), form], prog_name="llmgeom")
+    assert result.exit_code == 1 and sentence in result.stderr, result.output
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert sorted(p.name for p in run.iterdir()) == ["arrays.safetensors", "prompts.jsonl", "record.json"]
+
+
+def test_images_without_a_browser_are_one_sentence(run, monkeypatch, tmp_path):
+    pytest.importorskip("kaleido")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("BROWSER_PATH", raising=False)
+    with pytest.raises(Refused, match="no Chromium or Chrome was found; install one"):
+        export(str(run), "png")
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(Refused, match="set BROWSER_PATH"):
+        export(str(run), "png")
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize(("form", "magic"), [("png", b"\x89PNG"), ("svg", b"<svg"), ("pdf", b"%PDF")])
+def test_images_are_drawn_by_the_browser(run, form, magic):
+    place, said = export(str(run), form)
+    assert said == "1 images"
+    assert (run / "figures" / f"toy.curve.{form}").read_bytes().startswith(magic)
+    assert place == str(run / "figures")
+
+
+def test_out_is_a_place_that_is_made(run, tmp_path):
+    assert export(str(run), "card", str(tmp_path / "deep" / "er" / "x.md"))[0].endswith("x.md")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Refused, match="could not be written"):
+        export(str(run), "card", str(tmp_path / "file" / "x.md"))
+
+
+# ---- doctor and completion ------------------------------------------------------------------------------------------
+
+
+def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
+    from llmgeom import hub
+
+    monkeypatch.setattr(hub, "locate", lambda name: None)
+    monkeypatch.setattr(doctor, "there", lambda package: package != "gguf")
+    monkeypatch.setattr(doctor, "browser", lambda: None)
+    found = [(mark, sentence) for mark, sentence in doctor.findings() if mark != "BAD"]
+    assert ("note", "export RUN gguf: gguf is not installed; pip install 'llmgeom[gguf]'") in found
+    assert ("ok", "--backend tl: transformer_lens is installed") in found
+    assert any(mark == "note" and "no Chromium" in sentence for mark, sentence in found)
+    assert sum(any(extra.what in sentence for _, sentence in found) for extra in extras.EXTRAS.values()) == 7
+
+
+def test_every_remedy_names_an_extra_of_the_package():
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    listed = {re.split(r"[\[<>= ]", one)[0].replace("-", "_"): True for one in project["dependencies"]}
+    for extra in extras.EXTRAS.values():
+        if named := re.search(r"llmgeom\[(\w+)\]", extra.remedy):
+            assert any(one.startswith(extra.package) for one in project["optional-dependencies"][named[1]])
+        else:  # it comes with the package, or with what the package asks for
+            assert listed.get(extra.package) or extra.package == "pyarrow"
+
+
+def completed(folder: Path, *lines: str) -> list[set[str]]:
+    """What bash offers for the last word of each line, by the script that the command prints."""
+    program = folder / "llmgeom"
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path[:0] = {sys.path!r}\nfrom llmgeom.cli import main\nmain()\n"
+    )
+    program.chmod(0o755)
+    asked = "".join(
+        f"COMPREPLY=(); COMP_WORDS=({line}); COMP_CWORD={len(line.split()) - 1}; _llmgeom_completion llmgeom\n"
+        """echo "${COMPREPLY[@]}"\n"""
+        for line in lines
+    )
+    script = f"set -e; source <(llmgeom completion bash); complete -p llmgeom\n{asked}"
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, env=env)
+    first, *offered = done.stdout.splitlines()
+    assert first == "complete -o nosort -F _llmgeom_completion llmgeom", done
+    return [set(line.split()) for line in offered]
+
+
+def test_bash_completes_commands_flags_and_values(tmp_path):
+    commands, groups, formats, flags = completed(
+        tmp_path, "llmgeom c", "llmgeom cache v", "llmgeom export run s", "llmgeom scan --st"
+    )
+    assert commands == {"calibrate", "compare", "cache", "completion"}
+    assert groups == {"verify"} and flags == {"--stability"}
+    assert formats == {"safetensors", "svg", "steered"}
+
+
+@pytest.mark.parametrize(("shell", "word"), [("zsh", "compdef"), ("fish", "complete --no-files")])
+def test_other_shells_have_a_script_too(shell, word):
+    shown = CliRunner().invoke(main, ["completion", shell], prog_name="llmgeom").output
+    assert word in shown and "_LLMGEOM_COMPLETE" in shown
