@@ -186,6 +186,7 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
     assert holds[-1].strip() == "PASS" and "^{1}" in holds[3]
     none = next(row for row in cells(source) if row[0].strip() == "none")
     assert none[3].strip() == "--" and none[4].strip() == "--"
+    assert source.count(f"$^{{1}}$ {latex.escaped('twin')}.") == 1  # named below the claims, by the number beside them
     assert "Not measured: other (no keys 50\\%" in source
 
 
@@ -258,6 +259,14 @@ def test_images_without_a_browser_are_one_sentence(run, monkeypatch, tmp_path):
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(Refused, match="set BROWSER_PATH"):
         export(str(run), "png")
+    for name in ("chromium", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    assert extras.browser() is None  # the one that was named is not there, and no other is taken in its place
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "mine"))
+    assert extras.browser() == str(tmp_path / "mine")
+    monkeypatch.delenv("BROWSER_PATH")
+    assert extras.browser() == str(tmp_path / "chromium")
 
 
 @pytest.mark.browser

@@ -134,8 +134,15 @@ def test_where_the_mlp_reads_the_write_a_control_vector_is_refused_or_said_to_be
         shift.write(record, "gguf", path, direction="pc1")
     assert not path.exists()
     (said,) = shift.write(record, "gguf", path, direction="pc1", approximate=True)
-    apart = float((with_vector(name, path, subject) - ours(subject, record, "pc1", 1.0)).abs().max())
+    shifted, steered, clean = (
+        ours(subject, record, "pc1", 1.0),
+        with_vector(name, path, subject),
+        plainly(fresh(name), subject),
+    )
+    apart = float((steered - shifted).abs().max())
     assert apart > 1e-2 and f"NOT exact: on 3 prompts log-probabilities differ by at most {apart:.2g} nats" in said
+    missed, whole = ((shifted.exp() * (shifted - q)).sum(-1).mean() / np.log(2) for q in (steered, clean))
+    assert f"(KL {missed:.2g} of {whole:.2g} bits)" in said
 
 
 @pytest.mark.parametrize("kind", sorted(FAMILIES))
