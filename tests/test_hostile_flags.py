@@ -30,6 +30,7 @@ BESIDE = {
     "reproduce": ["predictions", "--limit", "20"],
     "report": ["nowhere"],
     "compare": ["nowhere"],
+    "export": ["nowhere", "card"],
     "list": ["models"],
 }
 WHOLE = ["-1", "99999999999999999999", "1e3"]
