@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent
 FOLDERS = ("llmgeom", "probes", "prompts", "wind_tunnels", "reports")
 FILES = ("pyproject.toml", "README.md", "LICENSE")
 BUILD = "import sys; from setuptools import build_meta; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
+SMALL = ("--domain", "math", "--n", "40", "--limit", "150", "--nulls", "3", "-q")
 LARGE = ("torch", "transformers", "sklearn", "scipy", "plotly", "datasets", "accelerate", "transformer_lens")
 
 
@@ -128,7 +129,7 @@ def _install() -> int:
             subprocess.run(pip, check=True, cwd=here)
         place = user(here / "user")
         return subprocess.run(
-            [str(python.parent / "llmgeom"), "scan", "--out", "run"], cwd=place, env=alone()
+            [str(python.parent / "llmgeom"), "scan", *SMALL, "--out", "run"], cwd=place, env=alone()
         ).returncode
 
 

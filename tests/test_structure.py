@@ -40,13 +40,13 @@ def under(name: str, *folders: str) -> bool:
     "path", [p for p in files("llmgeom") if p.name not in ("cli.py", "__main__.py")], ids=lambda p: p.name
 )
 def test_the_instrument_imports_no_plug_in(path):
-    upward = {name for name in imported(path) if under(name, *PLUGINS, "experiments", "cli")}
+    upward = {name for name in imported(path) if under(name, *PLUGINS, "experiments", "exports", "cli")}
     assert upward == SHOWN.get(path.name, set())
 
 
 @pytest.mark.parametrize("folder", PLUGINS)
 def test_plug_ins_do_not_import_each_other(folder):
-    others = [other for other in (*PLUGINS, "experiments", "cli") if other != folder]
+    others = [other for other in (*PLUGINS, "experiments", "exports", "cli") if other != folder]
     for path in sorted((ROOT / folder).rglob("*.py")):
         assert not {name for name in imported(path) if under(name, *others)}, path
 
@@ -81,7 +81,7 @@ def test_reading_a_record_loads_no_reports():
 
 
 def test_every_module_says_in_one_sentence_what_it_is():
-    for folder in ("llmgeom", "llmgeom/experiments", *PLUGINS):
+    for folder in ("llmgeom", "llmgeom/experiments", "llmgeom/exports", *PLUGINS):
         for path in files(folder):
             doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
             assert doc and doc.splitlines()[0].rstrip().endswith((".", "?", ":", ",")), path
