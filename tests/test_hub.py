@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -428,9 +429,11 @@ def load(located: hub.Located):
         "local_files_only": located.local_only,
         "trust_remote_code": False,
     }
-    config = AutoConfig.from_pretrained(located.path, **shared)
-    AutoTokenizer.from_pretrained(located.path, **shared)
-    return AutoModelForCausalLM.from_pretrained(located.path, config=config, use_safetensors=True, **shared)
+    # As Subject.load does: beside PEFT, transformers asks the hub for an adapter in spite of local_files_only.
+    with hub.silence() if located.local_only else nullcontext():
+        config = AutoConfig.from_pretrained(located.path, **shared)
+        AutoTokenizer.from_pretrained(located.path, **shared)
+        return AutoModelForCausalLM.from_pretrained(located.path, config=config, use_safetensors=True, **shared)
 
 
 def changed(path: Path, **config) -> None:

@@ -235,5 +235,5 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     shown = CliRunner().invoke(main, ["scan", "--model", str(folder), *flags])
     assert "all 4 queries are within the 4" in Record.load(tmp_path / "own").unmeasured["length_cliff"]
     (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
-    with pytest.raises(Refused, match="it does not say what was trained: 'trained'"):
+    with pytest.raises(Refused, match='it does not say what was trained: expected "task"'):
         Subject.load(str(folder))

@@ -11,9 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmgeom.experiments.ablation import Ablation
-from llmgeom.experiments.compare import compare
-from llmgeom.experiments.evidence import Evidence
 from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.reports.figures import draw, pictured
@@ -483,6 +480,8 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     for record, value in ((first, 0.4), (second, 0.55)):
         measured = replace(record.results["manifold"], headlines=(headline(NAMED, value=value, effect=0.1),))
         made.append(replace(record, results={"manifold": measured}))
+    from llmgeom.experiments.compare import compare
+
     found = compare(made).to_dict()
     html = page(made, found)
     (difference,) = found["pairs"][0]["differences"]
@@ -501,6 +500,8 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
 
 
 def test_dose_curves_carry_bits_a_control_band_and_an_interval():
+    from llmgeom.experiments.ablation import Ablation
+
     kl = Ablation.quantities()["kl"]
     assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
     doses = (-2.0, -1.0, 1.0, 2.0)
@@ -520,6 +521,8 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
 
 
 def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
+    from llmgeom.experiments.evidence import Evidence
+
     answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
     assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")
     record = synthetic()

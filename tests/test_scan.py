@@ -249,7 +249,7 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
 
     record = scan(told, batch, {"writes": needs, "values": probe(measure)}, nulls=2)
     assert record.unmeasured == {"writes": f"writes to the residual stream are {why}"}
-    assert captured == [{Site.VALUE, Site.ENTROPY}] and set(record.results) == {"values"}
+    assert captured == [{Site.VALUE, Site.ENTROPY, Site.LIKELY}] and set(record.results) == {"values"}
 
 
 def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
