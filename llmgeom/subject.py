@@ -580,6 +580,8 @@ def _placed(model: Any) -> list[str]:
 
 def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
     """What transformers is told to quantise what it loads. Raises Refused where bitsandbytes is not there."""
+    if how not in _BESIDE:
+        raise Refused(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
     if not there(package := "bitsandbytes"):
         raise Refused(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
     if located.step0 or hub.tunnel(located.path):

@@ -27,6 +27,15 @@ def chromium():
         browser.close()
 
 
+def until(view, met: str) -> None:
+    """Playwright's own waiting evaluates strings, which the page forbids."""
+    for _ in range(200):
+        if view.evaluate(met):
+            return
+        view.wait_for_timeout(50)
+    raise AssertionError(f"never: {met}")
+
+
 @contextmanager
 def opened(chromium, path, records, width=1280, at=""):
     """The drawn page and, under `.seen`, whatever it asked for or complained about."""

@@ -15,7 +15,7 @@ import pytest
 
 from llmgeom.result import Figure, Quantity
 from tests.test_page import HOSTILE, synthetic
-from tests.test_page_browser import chromium, opened  # noqa: F401  (a fixture)
+from tests.test_page_browser import chromium, opened, until  # noqa: F401  (a fixture)
 
 pytestmark = pytest.mark.browser
 
@@ -61,15 +61,6 @@ def view(whole):
 def again(view, hash):
     """Another address in the same window: the page follows it without loading."""
     view.evaluate(f"location.hash = {json.dumps(hash)}; dispatchEvent(new Event('hashchange'))")
-
-
-def until(view, met: str) -> None:
-    """Playwright's own waiting evaluates strings, which the page forbids."""
-    for _ in range(200):
-        if view.evaluate(met):
-            return
-        view.wait_for_timeout(50)
-    raise AssertionError(f"never: {met}")
 
 
 def ids(view):

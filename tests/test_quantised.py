@@ -78,6 +78,8 @@ def test_a_scan_says_so_first(tmp_path, capsys):
 def test_what_cannot_be_quantised_is_refused(model, why, monkeypatch):
     with pytest.raises(Refused, match=why):
         Subject.load(model, quantize="8bit")
+    with pytest.raises(Refused, match="--quantize 3bit: expected 8bit or 4bit"):
+        Subject.load("pocket:pythia", quantize="3bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Refused, match=r"needs bitsandbytes: pip install 'llmgeom\[quantised\]'"):
         Subject.load("pocket:pythia", quantize="4bit")

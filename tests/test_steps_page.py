@@ -17,7 +17,7 @@ from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page
 from llmgeom.reports.verdicts import lines
 from tests.test_page import HOSTILE, Tree, shape, synthetic
-from tests.test_page_browser import chromium  # noqa: F401  (a fixture)
+from tests.test_page_browser import chromium, until  # noqa: F401  (a fixture)
 
 STEPS = (0, 4, 16, 64)
 LACKS = 16  # the step at which one probe was not measured
@@ -129,15 +129,6 @@ def opened(chromium, path, made, at="", width=1280):  # noqa: F811
     yield view
     assert view.seen == {"requests": [path.as_uri()], "messages": []}
     view.close()
-
-
-def until(view, met: str) -> None:
-    """Playwright's own waiting evaluates strings, which the page forbids."""
-    for _ in range(200):
-        if view.evaluate(met):
-            return
-        view.wait_for_timeout(50)
-    raise AssertionError(f"never: {met}")
 
 
 def first_of(view, step: int) -> bool:

@@ -303,9 +303,9 @@ def _share(one: Signature, kind: str) -> float:
 def _as_headline(one: Signature) -> Headline:
     main = one.numbers["areas"]["no inference"]
     why = {
-        "yes": "the area is above one half, by Holm over all headlines",
+        "yes": "above one half: on these tasks by a rank test and Holm, on others by the interval",
         "no": f"an area of {SMALLEST} is excluded: it does not tell them apart",
-        "reversed": "the area is below one half: it is higher in models that do not infer",
+        "reversed": "below one half, on these tasks and by the interval: it is higher in models that do not infer",
         "undecided": f"neither one half nor {SMALLEST} is excluded; more tasks would tell",
     }[one.word]
     return Headline(
