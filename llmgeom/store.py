@@ -26,7 +26,7 @@ ASIDE = "set-aside"
 FREE = "free space (`llmgeom cache rm`), or set LLMGEOM_CACHE to a folder elsewhere"
 RUN, SPEC = "run.json", "spec.json"
 # The modules that decide what a capture holds: who edits one is never given what the old one captured.
-CODE = ("attention", "blocks", "capture", "edits", "information", "plan", "store", "subject", "tl")
+CODE = ("attention", "blocks", "capture", "edits", "information", "loading", "plan", "store", "subject", "tl")
 
 _log = logging.getLogger(__name__)
 

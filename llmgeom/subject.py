@@ -3,13 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import importlib
-import logging
-import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -22,14 +15,13 @@ import transformers
 from jaxtyping import Float
 from torch import Tensor
 
-from llmgeom import fingerprint, hub, interrupt, parity
+from llmgeom import fingerprint, hub, interrupt, loading, parity
 from llmgeom.attention import Recorder, attached, interface_kind, recording
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.blocks import Block, blocks, without_attention
 from llmgeom.capture import ATTENDING, OUTPUTS, RANKS, Capture, Key, Site, nbytes
 from llmgeom.edits import Edit
 from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
-from llmgeom.extras import EXTRAS, there
 from llmgeom.information import bits, entropy
 from llmgeom.lens import Unembedding, unembedding_of
 from llmgeom.plan import BATCH_TOKENS, plan, together
@@ -40,9 +32,6 @@ from llmgeom.work import Work
 Progress = Callable[[int, int], None]
 Positions = Literal["query", "all"]
 Backend = Literal["transformers", "tl"]
-_BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # what bitsandbytes computes in beside quantised weights
-_BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained twins are not quantised"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OFFLOADED = "not hashed: offloaded"
 IN_MEMORY = 2**28  # bytes; a stored capture that is larger stays on disk
 
@@ -77,7 +66,7 @@ class Subject:
         kind = "" if without else interface_kind(model, name)
         layers = blocks(model, name)  # before the facts: the config of an attention-free model has no heads to tell of
         found = {
-            **describe(model, name),
+            **loading.describe(model, name),
             "attention": f"none: {without}" if without else f"{_attention(model)} through {kind}",
             **facts,
         }
@@ -121,52 +110,16 @@ class Subject:
 
             cls = BridgeSubject
         located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
-        if dtype is not None and dtype not in DTYPES:
-            raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
-        device = usable(device)
-        placed = _quantizing(quantize, located, device) if quantize else {}
-        if device_map:
-            placed["device_map"] = device_map
-        shared = {
-            "revision": located.revision,
-            "local_files_only": located.local_only,
-            "trust_remote_code": trust_remote_code,
-        }
         try:
-            with undisturbed(located.local_only):
-                tokenizer = None
-                if hub.tunnel(located.path):
-                    # The one import that points up: architectures of ours must be known to transformers to be loaded.
-                    importlib.import_module("llmgeom.wind_tunnels.models.architectures")
-                else:
-                    tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
-                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-                loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
-                    located.path,
-                    output_loading_info=True,
-                    config=config,
-                    dtype=default_dtype(dtype or _BESIDE.get(quantize), device, config),
-                    use_safetensors=True,
-                    **placed,
-                    **shared,
-                )
-            if found["missing_keys"]:
-                # transformers would fill these at random and go on.
-                missing = sorted(found["missing_keys"])
-                raise Refused(
-                    f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
-                    f"{missing[0]}; restore the config they were saved with, or download them again"
-                )
-            if "device_map" not in placed:
-                loaded = loaded.to(device)
+            loaded, tokenizer = loading.load(located, dtype, device, quantize, device_map, trust_remote_code)
             told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}
             subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
             if located.step0:
-                subject = subject.twin(_init_seed(located.path))
+                subject = subject.twin(loading.init_seed(located.path))
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
             how = subject.facts["quantised"]
             weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
-            note = "; ".join(filter(None, [located.note, _BANNER.format(how) if how else ""]))
+            note = "; ".join(filter(None, [located.note, loading.BANNER.format(how) if how else ""]))
             checked = {"weights": weights, "parity": subject.check(), "note": note or None}
         except Refused:
             raise
@@ -182,7 +135,7 @@ class Subject:
             torch.manual_seed(seed)
             model = transformers.AutoModelForCausalLM.from_config(config)
         return type(self).of(
-            _placed_as(self.model, model), self.tokenizer, f"{self.name} re-initialised", **self._descent(seed)
+            loading.placed_as(self.model, model), self.tokenizer, f"{self.name} re-initialised", **self._descent(seed)
         )
 
     def _descent(self, seed: int) -> dict[str, Any]:
@@ -201,7 +154,7 @@ class Subject:
         state = self.model.state_dict()
         if any(tensor.is_meta for tensor in state.values()):
             return OFFLOADED
-        return tensors_hash(state)
+        return loading.tensors_hash(state)
 
     @cached_property
     def identity(self) -> str:
@@ -501,137 +454,8 @@ class Subject:
         return parity.check(self)
 
 
-def usable(device: str | None) -> str:
-    """The device that is asked for, or a GPU where there is one: the first, or of several processes each its own.
-
-    Raises Refused for one that is not here.
-    """
-    if device and device.startswith("cuda") and not torch.cuda.is_available():
-        raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
-    try:
-        if device and torch.empty(0, device=device).is_meta:
-            raise RuntimeError("it holds no numbers")
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).splitlines()[0].partition(". ")[0][:200]
-        raise Refused(f"--device {device}: {why}; use --device cpu") from error
-    if device in (None, "cuda") and torch.cuda.is_available():
-        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
-    return device or "cpu"
-
-
-@contextmanager
-def undisturbed(silent: bool = False):
-    """transformers' own progress bars and reports off, since what matters in them we say; where `silent`, no request
-    to the hub. All is as before afterwards."""
-    logging = transformers.utils.logging
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        with hub.silence() if silent else nullcontext():
-            yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over names and bytes of tensors, sorted by name; 64 hex digits."""
-    total = hashlib.sha256()
-    for name in sorted(tensors):
-        total.update(name.encode())
-        total.update(tensors[name].detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
-    return total.hexdigest()
-
-
 def _attention(model: Any) -> str:
     return model.config.get_text_config()._attn_implementation
-
-
-def describe(model: Any, name: str) -> dict[str, Any]:
-    """The facts of a causal LM that its config and parameters tell."""
-    config = model.config.get_text_config()
-    heads = None if without_attention(model) else config.num_attention_heads
-    return {
-        "name": name,
-        "model_type": getattr(config, "mixer", config.model_type),
-        "layers": config.num_hidden_layers,
-        "heads": heads,
-        "kv_heads": heads and (getattr(config, "num_key_value_heads", None) or heads),
-        "head_dim": heads and (getattr(config, "head_dim", None) or config.hidden_size // heads),
-        "features": getattr(model.config, "features", None),
-        "d_model": config.hidden_size,
-        "vocabulary": config.vocab_size,
-        "positions": getattr(config, "max_position_embeddings", None),
-        "window": getattr(config, "sliding_window", None),
-        "parameters": model.num_parameters(),  # of quantised weights too, which are packed
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "quantised": _quantised(model),
-        "device": "+".join(_placed(model)),
-    }
-
-
-def _placed(model: Any) -> list[str]:
-    """Where the weights are, e.g. ["cpu", "disk"]: more than one place where accelerate has spread them."""
-    spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
-    return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
-
-
-def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
-    """What transformers is told to quantise what it loads. Raises Refused where bitsandbytes is not there."""
-    if how not in _BESIDE:
-        raise Refused(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
-    if not there(package := "bitsandbytes"):
-        raise Refused(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
-    if located.step0 or hub.tunnel(located.path):
-        raise Refused(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for
-    told = {"8bit": {"load_in_8bit": True}, "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}[how]
-    return {"quantization_config": transformers.BitsAndBytesConfig(**told), "device_map": {"": device}}
-
-
-def _quantised(model: Any) -> str | None:
-    """In words, how a model's weights are quantised, by its config; None where they are not."""
-    told = getattr(model.config, "quantization_config", None)
-    if not told:
-        return None
-    told = told if isinstance(told, dict) else told.to_dict()
-    method = told.get("quant_method", "an unknown method")
-    return (
-        str(getattr(method, "value", method))
-        + (", 8bit" * bool(told.get("load_in_8bit")))
-        + (", 4bit" * bool(told.get("load_in_4bit")))
-    )
-
-
-def _placed_as(like: Any, model: Any) -> Any:
-    """A model in the precision and where another is, spread as accelerate has spread that."""
-    parameter = next(like.parameters())
-    if len(_placed(like)) == 1:
-        return model.to(device=parameter.device, dtype=like.dtype)
-    from accelerate import dispatch_model
-
-    folder = tempfile.mkdtemp(prefix="llmgeom-twin-")
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    return dispatch_model(model.to(like.dtype), like.hf_device_map, offload_dir=folder)
-
-
-def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
-    if asked is not None:
-        return DTYPES[asked]
-    if device == "cpu":
-        return torch.float32
-    text = config.get_text_config()
-    size = 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size
-    return torch.float32 if size < 2e9 else torch.bfloat16
-
-
-def _init_seed(folder: str) -> int:
-    import json
-    from pathlib import Path
-
-    return int(json.loads((Path(folder) / "card.json").read_text())["seed"])
 
 
 def _queried(batch: Batch, tokens: Tokens, positions: Positions) -> Tensor:

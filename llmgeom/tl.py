@@ -23,7 +23,8 @@ from llmgeom.blocks import Block
 from llmgeom.capture import ROWS, Site
 from llmgeom.edits import Point
 from llmgeom.errors import Unavailable, UnsupportedModel
-from llmgeom.subject import Subject, describe
+from llmgeom.loading import describe
+from llmgeom.subject import Subject
 
 HOOKS = {
     Site.VALUE: "attn.hook_v",

@@ -225,7 +225,7 @@ def test_who_we_are(monkeypatch):
 
 
 def test_each_process_has_a_card_of_its_own(monkeypatch):
-    from llmgeom.subject import usable
+    from llmgeom.loading import usable
 
     here = torch.empty
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from llmgeom import hub
 from llmgeom.errors import Refused
+from llmgeom.loading import tensors_hash, undisturbed
 from llmgeom.record import tidy, write_whole
-from llmgeom.subject import tensors_hash, undisturbed
 
 RESUME, TRAINING = "resume.safetensors", "training.json"
 

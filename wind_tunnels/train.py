@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from llmgeom import hub, interrupt, wind_tunnels
 from llmgeom.errors import Refused, bounded
 from llmgeom.information import bits
+from llmgeom.loading import usable
 from llmgeom.progress import Progress
 from llmgeom.store import digest
-from llmgeom.subject import usable
 from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.answers import Categorical
 from llmgeom.wind_tunnels.checkpoint import (

@@ -22,13 +22,14 @@ from llmgeom.experiments.papers import Check
 from llmgeom.experiments.primitives import PARAMETERS, PRIMITIVES, REACHED_KL, REACHED_SKILL
 from llmgeom.experiments.sweep import seeded
 from llmgeom.information import bits, entropy
+from llmgeom.loading import usable
 from llmgeom.progress import Progress
 from llmgeom.readout import decodability, folds
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Headline
 from llmgeom.scan import NULLS, WHOLE, scan
 from llmgeom.store import captures_folder, digest
-from llmgeom.subject import Subject, usable
+from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.train import Training
 
 if TYPE_CHECKING:

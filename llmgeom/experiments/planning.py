@@ -24,11 +24,12 @@ from llmgeom.capture import Site
 from llmgeom.claims import Claim, declared
 from llmgeom.experiments.scanning import Plan, sampled
 from llmgeom.experiments.stability import conditions
+from llmgeom.loading import default_dtype, undisturbed, usable
 from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment, routing_law
 from llmgeom.reports.text import grid
 from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
 from llmgeom.stats import LEAST_UNITS, needed_n_correlation, needed_n_mean
-from llmgeom.subject import Subject, default_dtype, undisturbed, usable
+from llmgeom.subject import Subject
 
 # Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
 # takes than its products, and for how many small operations a layer it waits. Bytes of a report, and held by libraries.
