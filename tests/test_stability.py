@@ -288,3 +288,10 @@ def test_of_several_sources_each_has_its_own_repetitions(tmp_path):
     plan = scanning.prepare(scanning.Request(domains=("math", "code"), out=str(tmp_path)), write=False)
     _, quarter, _ = conditions(plan.request, stub(Spelling()))
     assert stability.folder(plan, "math", quarter) == tmp_path / "stability" / "quarter-batches" / "math"
+
+
+def test_it_is_not_divided_over_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(scanning.Request, "load", None)  # refused before a model is loaded
+    asked = ["scan", "--stability", "--shard", "0/2", "--domain", "math", "--limit", "40", "--out", str(tmp_path / "x")]
+    done = CliRunner().invoke(main, asked)
+    assert done.exit_code == 1 and "--stability scans in one process: leave --shard" in done.stderr
