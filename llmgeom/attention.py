@@ -80,6 +80,18 @@ class Recorder:
             prompt, position, *_ = self.on(x.device)
             self.kept[site, layer] = x[prompt, position]
 
+    def asked(self, x: Tensor) -> tuple[Tensor]:
+        """What the output embedding reads, x [batch position d_model], is kept; it is given the queried rows alone,
+        [row 1 d_model], so that no full-vocabulary logits are made for positions nobody asked about."""
+        prompt, position, *_ = self.on(x.device)
+        self.keep(Site.FINAL, -1, x)
+        return (x[prompt, position][:, None],)
+
+    def keep_rows(self, layer: int, weights: Tensor) -> None:
+        """Keep of attention weights [row head key] what is asked for."""
+        for site in self.sites & ROWS:
+            self.kept[site, layer] = row_statistic(site, weights)
+
     def edit(self, point: Point, layer: int, x: Tensor) -> Tensor:
         """x [batch position ...] after the edits of this point and layer."""
         for edit in self.edits.get((point, layer), ()):
@@ -106,17 +118,13 @@ class Recorder:
         if self.sites & ROWS:
             # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
             dtype = query.dtype if kind == PLAIN else torch.float32
-            self._keep_rows(layer, query, key, mask, dtype=dtype, **kwargs)
+            prompt, position, *_ = self.on(query.device)
+            options = {"one_each": self.one_each, "dtype": dtype, **kwargs}
+            self.keep_rows(layer, attention_rows(query, key, mask, prompt, position, **options))
         z = _delegate(kind, module, query, key, value, mask, **kwargs)
         z = self.edit("z", layer, z)
         self.keep(Site.Z, layer, z)
         return z
-
-    def _keep_rows(self, layer: int, query: Tensor, key: Tensor, mask: Tensor | None, **kwargs) -> None:
-        prompt, position, *_ = self.on(query.device)
-        weights = attention_rows(query, key, mask, prompt, position, one_each=self.one_each, **kwargs)
-        for site in self.sites & ROWS:
-            self.kept[site, layer] = row_statistic(site, weights)
 
 
 def row_statistic(site: Site, weights: Tensor) -> Tensor:
@@ -266,8 +274,7 @@ def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
 def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None) -> Iterator[Recorder]:
     """Let `recorder` see one forward of this context. Hooks of another pass on the same model do not answer to it.
 
-    output: the output embedding; it then sees only the queried rows, so that no full-vocabulary logits are made for
-    positions nobody asked about (final soft-caps still apply).
+    output: the output embedding, which is given the queried rows alone (final soft-caps still apply).
     """
     with ExitStack() as stack:
         for handle in _hooks(recorder, blocks, output):
@@ -314,11 +321,7 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         return hook
 
     def last(_module, args):
-        if _active.get() is recorder:
-            prompt, position, *_ = recorder.on(args[0].device)
-            recorder.keep(Site.FINAL, -1, args[0])
-            return (args[0][prompt, position][:, None],)
-        return None
+        return recorder.asked(args[0]) if _active.get() is recorder else None
 
     for index, block in enumerate(blocks):
         if Site.RESIDUAL in recorder.sites or ("residual", index) in recorder.edits:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -35,6 +35,11 @@ class Tokens:
     def data(self) -> Tensor:
         """What the model reads, [batch seq ...]."""
         return self.ids
+
+    @property
+    def real(self) -> list[list[int]]:
+        """The ids of each input, without the padding."""
+        return [ids[:n] for ids, n in zip(self.ids.tolist(), self.lengths.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -124,7 +129,14 @@ class Batch:
             raise TypeError(f"the inputs of {dict(self.source)!r} are {type(self.inputs).__name__}, not Text")
         return self.inputs.strings
 
-    def take(self, index) -> Batch:
+    @property
+    def tokens(self) -> Tokens | Rows:
+        """The inputs as a model reads them. Raises TypeError where they are text that no tokenizer has read."""
+        if isinstance(self.inputs, Text):
+            raise TypeError(f"the inputs of {dict(self.source)!r} are Text; Subject.tokens makes tokens of them")
+        return self.inputs
+
+    def take(self, index: Iterable[Any]) -> Batch:
         """The batch restricted to `index` (a sequence of ints), in that order."""
         index = [int(i) for i in index]
         if isinstance(self.inputs, Text):
@@ -142,9 +154,3 @@ class Batch:
             target=None if self.target is None else self.target[index],
             posterior=None if self.posterior is None else self.posterior.take(index),
         )
-
-
-class Source(Protocol):
-    """Anything that makes batches: a frozen dataclass whose fields are its flags, its saved spec and its title."""
-
-    def sample(self, n: int, seed: int) -> Batch: ...

@@ -32,7 +32,7 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
     Raises UnsupportedModel where there is no complete run 0 .. L-1 of them.
     """
     if without_attention(model):
-        return tuple(Block(layer, None, None, None) for layer in model.layers)
+        return tuple(Block(layer, None, None, None) for layer in model.get_submodule("layers").children())
     found: dict[int, tuple[str, nn.Module]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
@@ -55,7 +55,7 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
 
 
 def without_attention(model: nn.Module) -> str:
-    """Why a model has no attention, as it says itself ("an LSTM has no attention"); empty where it has."""
+    """Why a model has no attention, as it says itself ("an lstm model has no attention"); empty where it has."""
     return getattr(model, "without_attention", "")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -90,8 +91,16 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
     return rows * sum(each[site] for site in sites)
 
 
+class OnDisk(Mapping[Key, Tensor]):
+    """The tensors of a capture that is left on disk."""
+
+    @abstractmethod
+    def part(self, rows: Tensor) -> OnDisk:
+        """Some rows only, in rising order of their index."""
+
+
 @dataclass(frozen=True)
-class Layers(Sequence):
+class Layers(Sequence[Tensor]):
     """The tensors of a site, layer by layer, each read when it is asked for: of a capture that is left on disk no more
     than one need be in memory."""
 
@@ -101,7 +110,11 @@ class Layers(Sequence):
     def __len__(self) -> int:
         return len(self.keys)
 
-    def __getitem__(self, layer):
+    @overload
+    def __getitem__(self, layer: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, layer: slice) -> Layers: ...
+    def __getitem__(self, layer: int | slice) -> Tensor | Layers:
         if isinstance(layer, slice):
             return Layers(self.read, self.keys[layer])
         return self.read(self.keys[layer])
@@ -133,19 +146,14 @@ class Capture:
         number = torch.full((len(self.lengths),), -1)
         number[prompts] = torch.arange(len(prompts))
         rows = (number[self.prompt] >= 0).nonzero()[:, 0]
-        tensors = self.tensors
-        if isinstance(tensors, dict):
-            kept: Mapping[Key, Tensor] = {key: tensor[rows] for key, tensor in tensors.items()}
-        else:
-            kept = tensors.part(rows)
-        batch = self.batch.take(prompts.tolist())
+        found = self.tensors
         return replace(
             self,
-            batch=batch,
+            batch=self.batch.take(prompts.tolist()),
             prompt=number[self.prompt[rows]],
             position=self.position[rows],
             lengths=self.lengths[prompts],
-            tensors=kept,
+            tensors=found.part(rows) if isinstance(found, OnDisk) else {key: found[key][rows] for key in found},
         )
 
     @property

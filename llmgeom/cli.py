@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
 import shlex
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,8 @@ import click
 from click.core import ParameterSource
 
 from llmgeom import __version__, hub, interrupt
-from llmgeom.errors import Refused, scrubbed
+from llmgeom.errors import Refused, first_line, scrubbed
+from llmgeom.exports import FORMATS, export
 from llmgeom.progress import bar
 
 
@@ -40,10 +44,18 @@ class Door(Verbs):
     """A refusal becomes one sentence and exit code 1, an interruption 130 with the command that continues; so does
     what nobody foresaw, a traceback only where -vv asks for it."""
 
-    def main(self, *args: Any, standalone_mode: bool = True, **kwargs: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        run: Callable[[], Any] = partial(super().main, args, prog_name, complete_var, standalone_mode=False, **extra)
         if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **kwargs)
-        given = list(kwargs.get("args") or (args[0] if args else None) or sys.argv[1:])
+            return run()
+        given = list(sys.argv[1:] if args is None else args)
         if odd := [word for word in given if any("\ud800" <= c <= "\udfff" for c in word)]:
             # It could be opened, and then written into no record.
             _fail(f"{odd[0]!r} is not UTF-8: rename what it names", 1)
@@ -52,14 +64,14 @@ class Door(Verbs):
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
             with interrupt.gently(_heard) if alone else nullcontext():
-                code = super().main(*args, standalone_mode=False, **kwargs)
+                code = run()
         except click.exceptions.Abort as abort:
             if not isinstance(abort.__cause__, KeyboardInterrupt):
                 _fail(_unforeseen(abort.__cause__ or abort), 1, abort if loud else None)
             _fail(f"interrupted; nothing is half-written. Continue with: {shlex.join(['llmgeom', *given])}", 130)
         except click.ClickException as error:
-            error.message = _short(scrubbed(error.message))
-            error.show()
+            error.show(said := io.StringIO())
+            click.echo(_short(scrubbed(said.getvalue())), err=True, nl=False)
             sys.exit(error.exit_code)
         except Refused as refusal:
             _fail(str(refusal), 1, refusal if loud else None)
@@ -93,10 +105,12 @@ def _short(sentence: str, ends: int = 500) -> str:
 
 def _unforeseen(error: BaseException) -> str:
     """The sentence for what no one refused: the machine's fault where it can be told, else ours."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    said = first_line(error)
     if isinstance(error, OSError) and error.strerror:
+        from llmgeom.record import FREE
+
         place = error.filename if isinstance(error.filename, str) else "a file"
-        return f"{place}: {error.strerror}; free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)"
+        return f"{place}: {error.strerror}; {FREE}"
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory|enough memory", said):
         return f"not enough memory ({said}); ask for fewer sequences or prompts, a smaller model, or --batch-tokens"
     return f"this should not have happened ({type(error).__name__}: {said}); -vv shows where, please report it"
@@ -117,34 +131,32 @@ def main() -> None:
     """How does a language model hold its uncertainty? Every number with n, an interval and a null."""
 
 
-def _model_options(command):
-    for option in reversed(
-        [
-            click.option(
-                "--model", default="pocket:pythia", show_default=True, help="pocket:NAME, a folder or a hub id."
-            ),
-            click.option("--revision", help="Branch, tag or commit of a hub model, e.g. step1000."),
-            click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision."),
-            click.option(
-                "--quantize",
-                type=click.Choice(["8bit", "4bit"]),
-                help="Through bitsandbytes; activations only, and a banner on every page.",
-            ),
-            click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]"),
-            click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto."),
-            click.option(
-                "--backend",
-                type=click.Choice(["transformers", "tl"]),
-                default="transformers",
-                show_default=True,
-                help="tl reads through TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon; a second opinion).",
-            ),
-            click.option("--offline", is_flag=True, help="Never touch the network."),
-            click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code."),
-        ]
-    ):
-        command = option(command)
-    return command
+def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Several options as one decorator, in the order of the help."""
+    return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
+
+
+_model_options = _all(
+    click.option("--model", default="pocket:pythia", show_default=True, help="pocket:NAME, a folder or a hub id."),
+    click.option("--revision", help="Branch, tag or commit of a hub model, e.g. step1000."),
+    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision."),
+    click.option(
+        "--quantize",
+        type=click.Choice(["8bit", "4bit"]),
+        help="Through bitsandbytes; activations only, and a banner on every page.",
+    ),
+    click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]"),
+    click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto."),
+    click.option(
+        "--backend",
+        type=click.Choice(["transformers", "tl"]),
+        default="transformers",
+        show_default=True,
+        help="tl reads through TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon; a second opinion).",
+    ),
+    click.option("--offline", is_flag=True, help="Never touch the network."),
+    click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code."),
+)
 
 
 _protocol_option = click.option(
@@ -156,27 +168,37 @@ _protocol_option = click.option(
 )
 
 
-def _say_options(command):
-    for option in reversed(
-        [
-            click.option(
-                "--fail-on",
-                multiple=True,
-                type=click.Choice(["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]),
-                help="Exit 3 where a verdict is this; repeat for several.",
-            ),
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
-            click.option("--quiet", "-q", is_flag=True, help="No progress."),
-            click.option(
-                "--verbose",
-                "-v",
-                count=True,
-                help="Say more: every reason and the parity check; twice: tracebacks too.",
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
+_say_options = _all(
+    click.option(
+        "--fail-on",
+        multiple=True,
+        type=click.Choice(["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]),
+        help="Exit 3 where a verdict is this; repeat for several.",
+    ),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress."),
+    click.option(
+        "--verbose",
+        "-v",
+        count=True,
+        help="Say more: every reason and the parity check; twice: tracebacks too.",
+    ),
+)
+
+
+class Listed(click.ParamType):
+    """Values with commas between."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self.kind, self.name = kind, name
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(self.kind(one.strip()) for one in value.split(",") if one.strip())
+        except ValueError:
+            self.fail(f"{value!r}: expected {self.name} with commas between", param, ctx)
 
 
 @main.command(epilog="Example:  llmgeom scan --model EleutherAI/pythia-410m --domain math --n 75 --out runs/410m-math")
@@ -189,7 +211,11 @@ def _say_options(command):
 @click.option("--prompts-from", help="Reuse the prompts of an earlier run folder.")
 @click.option("--n", type=int, help="Prompts a domain, spread evenly over entropy. [default: 75; fewer in small ones]")
 @click.option("--limit", type=int, help="Use only the first LIMIT prompts of a file, or a pool of at most LIMIT.")
-@click.option("--probes", help="Comma-separated probe names, or all. [default: all; of prompts less what costs most]")
+@click.option(
+    "--probes",
+    type=Listed(str, "names"),
+    help="Comma-separated probe names, or all. [default: all; of prompts less what costs most]",
+)
 @_protocol_option
 @click.option(
     "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
@@ -215,15 +241,14 @@ def scan(**options: Any) -> int:
     say = {name: options.pop(name) for name in ("fail_on", "fail_on_flip", "dry_run", "as_json", "quiet", "verbose")}
     if say["fail_on_flip"] and not options["stability"]:
         raise Refused("--fail-on-flip is about what --stability finds; give both")
-    chosen = options.pop("probes")
-    names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
-    if names == ():
+    if options["probes"] == ():
         raise Refused("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
-    plan = prepare(Request(probes=names, **options), write=not say["dry_run"])
+    plan = prepare(Request(**options), write=not say["dry_run"])
     if say["dry_run"]:
-        from llmgeom.experiments.planning import estimate
+        from llmgeom.experiments.planning import estimate, lines
 
-        _show_estimate(estimate(plan), say["as_json"])
+        cost = estimate(plan)
+        click.echo(json.dumps(cost, sort_keys=True) if say["as_json"] else "\n".join(lines(cost)))
         return 0
     found = None
     with bar(say["quiet"] or say["as_json"]) as progress:
@@ -236,25 +261,10 @@ def scan(**options: Any) -> int:
     if not records:  # one of several processes: there is nothing to show yet
         click.echo(plan.shared, nl=False)
         return 0
-    code = _show(plan.out, records, say, {} if found is None else {"stability": found.to_dict()})
+    code = _show(plan.out, records, say, {"stability": found.to_dict()} if found else None)
     if found and not say["as_json"]:
         click.echo("\n".join(found.lines()))
     return 3 if found and found.flipped and say["fail_on_flip"] else code
-
-
-class Listed(click.ParamType):
-    """Values with commas between."""
-
-    def __init__(self, kind: type, name: str) -> None:
-        self.kind, self.name = kind, name
-
-    def convert(self, value, param, ctx):
-        if not isinstance(value, str):
-            return value
-        try:
-            return tuple(self.kind(one.strip()) for one in value.split(",") if one.strip())
-        except ValueError:
-            self.fail(f"{value!r}: expected {self.name} with commas between", param, ctx)
 
 
 @main.command(epilog="Example:  llmgeom sula --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16")
@@ -459,7 +469,11 @@ def grade(**options: Any) -> int:
 @click.option("--model", help="A hub id, instead of runs.")
 @click.option("--revisions", type=Listed(str, "revisions"), default="", help="Of --model: stepN,stepM,... ascending.")
 @click.option("--domain", default="mixed", show_default=True, help="Prompts that the revisions of --model read.")
-@click.option("--probes", help="Comma-separated probe names, or all; '' for none. [default: as `llmgeom scan`]")
+@click.option(
+    "--probes",
+    type=Listed(str, "names"),
+    help="Comma-separated probe names, or all; '' for none. [default: as `llmgeom scan`]",
+)
 @click.option("--n", type=int, help="Sequences, or prompts. [default: 200, or 75 prompts]")
 @click.option("--nulls", default=20, show_default=True, help="Draws of each null of the probes.")
 @click.option("--seed", default=0, show_default=True, help="Fixes sequences, prompts and nulls.")
@@ -476,10 +490,8 @@ def dynamics(**options: Any) -> int:
     from llmgeom.experiments.dynamics import Request, perform, table
 
     say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    chosen = options.pop("probes")
-    names = None if chosen is None else tuple(name.strip() for name in chosen.split(",") if name.strip())
     with bar(say["quiet"] or say["as_json"]) as progress:
-        out, record = perform(Request(probes=names, **options), progress)
+        out, record = perform(Request(**options), progress)
     if not say["as_json"]:
         click.echo("\n".join([*table(record), ""]))
     return _show(out, [record], say)
@@ -518,20 +530,15 @@ def calibrate(**options: Any) -> None:
     _show_rows(calibrate, options)
 
 
-def _trilogy_options(command):
-    for option in reversed(
-        [
-            click.option("--n", type=int, help="Prompts a domain. [default: 75]"),
-            click.option("--limit", type=int, help="A pool of at most LIMIT prompts a domain."),
-            click.option("--nulls", default=20, show_default=True, help="Draws of each null."),
-            click.option("--controls", default=199, show_default=True, help="Draws of each control of the ablation."),
-            click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and controls."),
-            click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
-            click.option("--quiet", "-q", is_flag=True, help="No progress."),
-        ]
-    ):
-        command = option(command)
-    return command
+_trilogy_options = _all(
+    click.option("--n", type=int, help="Prompts a domain. [default: 75]"),
+    click.option("--limit", type=int, help="A pool of at most LIMIT prompts a domain."),
+    click.option("--nulls", default=20, show_default=True, help="Draws of each null."),
+    click.option("--controls", default=199, show_default=True, help="Draws of each control of the ablation."),
+    click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and controls."),
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
+    click.option("--quiet", "-q", is_flag=True, help="No progress."),
+)
 
 
 @main.command(epilog="Example:  llmgeom audit --model EleutherAI/pythia-410m")
@@ -596,7 +603,9 @@ def reproduce(ctx: click.Context, what: str, **options: Any) -> None:
             raise Refused(f"reproduce predictions --model {models[1]}: it takes one model; paper3 takes several")
         return _show_rows(predictions, {**say, **given, "model": models[0]})
     dry = given.pop("dry_run", False)
-    asked = {name: given.pop(name) for name in ("scale", "quick", "models", "device", "out") if name in given}
+    asked: dict[str, Any] = {
+        name: given.pop(name) for name in ("scale", "quick", "models", "device", "out") if name in given
+    }
     asked |= {"paper": what, "options": given}
     if dry:
         click.echo("\n".join(reproduce.planned(reproduce.Request(**asked))))
@@ -626,7 +635,7 @@ def list_(what: str) -> None:
         for protocol in PROTOCOLS:
             for name, module in known(names(protocol)).items():
                 asked = " (of prompts: --probes)" if name in ON_REQUEST else ""
-                click.echo(f"{name:18} {module.__doc__.strip().splitlines()[0]}{asked}")
+                click.echo(f"{name:18} {(module.__doc__ or '').splitlines()[0]}{asked}")
     elif what == "claims":
         from llmgeom.claims import entries
 
@@ -645,10 +654,10 @@ def list_(what: str) -> None:
         for name, text in ARCHITECTURES.items():
             click.echo(f"{name:10} {text}")
     elif what == "domains":
-        from llmgeom.prompts.domains import Domain, known
+        from llmgeom.prompts import domains
 
-        for name in known():
-            click.echo(f"{name:12} {Domain(name).size()} prompts")
+        for name in domains.known():
+            click.echo(f"{name:12} {domains.Domain(name).size()} prompts")
     else:
         for name in hub.pockets():
             click.echo(f"pocket:{name}  (untrained: pocket:{name}@step0)")
@@ -686,26 +695,22 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
 
 
-_FORMATS = ("parquet", "latex", "safetensors", "card", "png", "svg", "pdf", "gguf", "steered")
-
-
 @main.command(
+    name="export",
     epilog="Example:  llmgeom export runs/410m-math latex --out paper/verdicts.tex\n\n"
-    "Example:  llmgeom export runs/shift gguf --direction ridge --dose 2"
+    "Example:  llmgeom export runs/shift gguf --direction ridge --dose 2",
 )
 @click.argument("run", type=click.Path())
-@click.argument("form", metavar="FORMAT", type=click.Choice(_FORMATS))
+@click.argument("form", metavar="FORMAT", type=click.Choice(list(FORMATS)))
 @click.option("--out", type=click.Path(), help="File or folder. [default: inside the run folder]")
 @click.option("--direction", type=click.Choice(["pc1", "ridge"]), help="Of gguf and steered: which of the run's axes.")
 @click.option("--dose", type=float, help="Of gguf and steered: how far, in spreads of the axis. [default: 1]")
 @click.option("--approximate", is_flag=True, default=None, help="Of gguf: also where it is not the same as the shift.")
-def export(run: str, form: str, out: str | None, **options: Any) -> None:
+def export_(run: str, form: str, out: str | None, **options: Any) -> None:
     """Write a run for elsewhere: tables, a model card, arrays, images, or an axis's shift for llama.cpp and PEFT.
 
     FORMAT: parquet, latex, safetensors, card, png, svg, pdf, gguf (a control vector), steered (an adapter).
     """
-    from llmgeom.exports import export
-
     click.echo("\n".join(export(run, form, out, **options)))
 
 
@@ -857,13 +862,3 @@ def _show_table(records: list, verbose: bool) -> None:
         console.print()
     if verbose:
         console.print(Text(f"parity: {records[0].subject.get('parity')}"))
-
-
-def _show_estimate(cost: dict[str, Any], as_json: bool) -> None:
-    from llmgeom.experiments.planning import lines
-
-    click.echo(json.dumps(cost, sort_keys=True) if as_json else "\n".join(lines(cost)))
-
-
-if __name__ == "__main__":
-    main()

@@ -17,6 +17,12 @@ def scrubbed(text: str) -> str:
     return SECRET.sub("…", text)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, without secrets."""
+    text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
+    return scrubbed(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
+
+
 class Refused(Exception):
     """A request that cannot be honoured; the command line prints the sentence and exits 1. It holds no secrets."""
 

@@ -18,6 +18,7 @@ from llmgeom.record import write_whole
 from llmgeom.store import cache_folder, code, digest
 
 if TYPE_CHECKING:
+    from llmgeom.batch import Rows, Tokens
     from llmgeom.subject import Subject
     from llmgeom.work import Work
 
@@ -29,10 +30,10 @@ def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tu
     what is told of both. Raises Refused for an edit that does not say what it does."""
     if any(not edit.spec for edit in work.edits):
         raise Refused("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
-    facts, tokens, source = subject.facts, work.tokens, work.batch.source
+    facts, source = subject.facts, work.batch.source
     spec = {
         "twin": facts.get("twin"),
-        "tokens": hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest(),
+        "tokens": of_tokens(work.tokens),
         "positions": hashlib.sha256(work.where.numpy().tobytes()).hexdigest(),
         "plan": digest({"batches": work.batches, "shards": [list(group) for group in work.groups]}),
         "sites": sorted(work.sites),
@@ -60,10 +61,15 @@ def of_run(subject: Subject) -> dict[str, Any]:
         "tokenizer": _tokenizer(subject.tokenizer),
         # Which of several cards it is on decides nothing.
         "device": sorted({place.split(":")[0] for place in facts["device"].split("+")}),
-        "code": [code(), _source(type(subject.model))],
+        "code": [code(), _source(subject.model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
     }
+
+
+def of_tokens(tokens: Tokens | Rows) -> str:
+    """sha256 of what is read and its lengths: two runs on the same prompts have the same hash."""
+    return hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest()
 
 
 def of_files(folder: str | os.PathLike) -> str:

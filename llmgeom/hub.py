@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants
 
-from llmgeom.errors import Refused, UnsupportedModel, scrubbed
+from llmgeom.errors import Refused, UnsupportedModel, first_line
 
 POCKET = Path(__file__).parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
@@ -294,7 +294,7 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
     except Exception as error:
         if verdict := _verdict(error, model, revision):
             raise verdict from error
-        detail = "" if isinstance(error, TimeoutError) else f" ({_first_line(error)})"
+        detail = "" if isinstance(error, TimeoutError) else f" ({first_line(error)})"
         why = f"the hub could not be reached within {LOOK:g} s{detail}"
         return _cached(model, revision, trust_remote_code, why)
     listed: list[str] = []
@@ -384,11 +384,6 @@ def _corrupt(path: str, why: str) -> Refused:
     return Refused(f"{path} is corrupt ({why}); delete it and save or download it again")
 
 
-def _first_line(error: BaseException) -> str:
-    text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
-    return scrubbed(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
-
-
 def _verdict(error: BaseException, model: str, revision: str | None) -> Refused | None:
     """The hub's own word about this model; None where the hub, or something before it, merely failed."""
     from huggingface_hub import errors
@@ -441,7 +436,7 @@ def explain(error: BaseException, located: Located) -> Refused:
         if verdict := _verdict(link, located.name, located.revision):
             return verdict
     signatures = [f"{type(e).__module__}.{type(e).__name__}: {e}".removeprefix("builtins.") for e in chain]
-    said = f"{type(error).__name__}: {_first_line(error)}"
+    said = f"{type(error).__name__}: {first_line(error)}"
     for kind, sentences in ((UnsupportedModel, _UNSUPPORTED), (Refused, _REFUSED)):
         for pattern, sentence in sentences.items():
             if any(re.search(pattern, signature) for signature in signatures):

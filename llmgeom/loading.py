@@ -10,7 +10,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from llmgeom import hub
 from llmgeom.blocks import without_attention
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, first_line
 from llmgeom.extras import EXTRAS, there
 
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained twins are not quantised"
@@ -48,7 +48,7 @@ def load(
     placed = _quantizing(quantize, located, device) if quantize else {}
     if device_map:
         placed["device_map"] = device_map
-    shared = {
+    shared: dict[str, Any] = {
         "revision": located.revision,
         "local_files_only": located.local_only,
         "trust_remote_code": trust_remote_code,
@@ -61,15 +61,16 @@ def load(
         else:
             tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
         config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-        loaded, found = transformers.AutoModelForCausalLM.from_pretrained(
+        both: Any = transformers.AutoModelForCausalLM.from_pretrained(
             located.path,
             output_loading_info=True,
             config=config,
-            dtype=default_dtype(dtype or _BESIDE.get(quantize), device, config),
+            dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
             use_safetensors=True,
             **placed,
             **shared,
         )
+    loaded, found = both
     if found["missing_keys"]:
         # transformers would fill these at random and go on.
         missing = sorted(found["missing_keys"])
@@ -93,7 +94,7 @@ def usable(device: str | None) -> str:
         if device and torch.empty(0, device=device).is_meta:
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch says "not here" in each of these
-        why = str(error).splitlines()[0].partition(". ")[0][:200]
+        why = first_line(error).partition(". ")[0][:200]
         raise Refused(f"--device {device}: {why}; use --device cpu") from error
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
@@ -101,20 +102,20 @@ def usable(device: str | None) -> str:
 
 
 @contextmanager
-def undisturbed(silent: bool = False):
+def undisturbed(silent: bool = False) -> Iterator[None]:
     """transformers' own progress bars and reports off, since what matters in them we say; where `silent`, no request
     to the hub. All is as before afterwards."""
-    logging = transformers.utils.logging
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
+    theirs = transformers.utils.logging
+    bars, verbosity = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
     try:
         with hub.silence() if silent else nullcontext():
             yield
     finally:
-        logging.set_verbosity(verbosity)
+        theirs.set_verbosity(verbosity)
         if bars:
-            logging.enable_progress_bar()
+            theirs.enable_progress_bar()
 
 
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
@@ -137,8 +138,11 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
     if located.step0 or hub.tunnel(located.path):
         raise Refused(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for
-    told = {"8bit": {"load_in_8bit": True}, "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}}[how]
-    return {"quantization_config": transformers.BitsAndBytesConfig(**told), "device_map": {"": device}}
+    told: dict[str, dict[str, Any]] = {
+        "8bit": {"load_in_8bit": True},
+        "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    }
+    return {"quantization_config": transformers.BitsAndBytesConfig(**told[how]), "device_map": {"": device}}
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:

@@ -31,8 +31,9 @@ class Record:
                  "tokens" (count).
     subject      model, revision, weight hash, dtype, device, family, layers, heads, attention path, parity check ...
     source       the spec of the prompts, seed included.
-    facts        other provenance: versions, claims hash, the command, the seed, warnings about the run as a whole.
-    run          what varies between equal runs (time, host, paths, durations); never reaches arrays or page.
+    facts        other provenance: versions, claims hash, the command, the seed.
+    warnings     what could overturn a verdict, of the run as a whole.
+    run          what varies between equal runs (when it ended, how long it took); never reaches arrays or page.
     """
 
     results: Mapping[str, Measured]
@@ -57,6 +58,15 @@ class Record:
 
         return panel(self)
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Every array as PROBE.QUANTITY, as safetensors writes them."""
+        return {
+            f"{probe}.{name}": np.array(array, order="C")
+            for probe, measured in self.results.items()
+            for name, array in measured.arrays.items()
+        }
+
     def save(self, folder: str | os.PathLike) -> None:
         """Write record.json, arrays.safetensors and prompts.jsonl; each appears whole or not at all.
 
@@ -69,12 +79,7 @@ class Record:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise unwritten(folder, error) from error
-        arrays = {
-            f"{probe}.{name}": np.array(array, order="C")
-            for probe, measured in self.results.items()
-            for name, array in measured.arrays.items()
-        }
-        blobs = {"arrays.safetensors": save(arrays), "prompts.jsonl": self._prompt_lines().encode()}
+        blobs = {"arrays.safetensors": save(self.arrays), "prompts.jsonl": self._prompt_lines().encode()}
         for name, blob in blobs.items():
             write_whole(folder / name, blob)
         body = {

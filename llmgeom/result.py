@@ -147,6 +147,7 @@ class Result:
     COMPUTED: ClassVar[str]
     NULL: ClassVar[str]
     FAILURE_MODES: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
     headlines: tuple[Headline, ...]
     warnings: tuple[str, ...]

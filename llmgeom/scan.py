@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 
 from llmgeom import __version__, claims, fingerprint
@@ -23,12 +23,11 @@ from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.store import digest, room, run_key, taken
+from llmgeom.store import room, run_key, taken
 from llmgeom.subject import Subject
 
 NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 MOST = 1000  # prompts that are held against nulls: statistics of distances and permutations grow with their square
-
 
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
@@ -153,14 +152,14 @@ class Passes:
         optional = frozenset().union(*(need.optional for need in needs))
         sites = frozenset(site for site in optional if not subject.unavailable({site}))
         wanted = frozenset().union(*(need.samples for need in needs))
-        kept = {"": batch} | {name: other for name, other in samples.items() if name in wanted}
-        found = {name: replace(each, inputs=subject.tokens(each)) for name, each in kept.items()}
+        given = {"": batch} | {name: other for name, other in samples.items() if name in wanted}
+        found = {name: replace(each, inputs=subject.tokens(each)) for name, each in given.items()}
         few = {name: _few(each, seed) for name, each in found.items()}
         draws = range(seed + 1, seed + 1 + nulls)
         return cls(
             found[""],
             few[""],
-            {name: each if few[name] is None else each.take(few[name]) for name, each in found.items()},
+            {name: each if (kept := few[name]) is None else each.take(kept) for name, each in found.items()},
             sites.union(*(need.sites for need in needs)),
             draws if any(need.twins for need in needs) else range(0),
             draws if any(need.shuffled for need in needs) else range(0),
@@ -179,7 +178,7 @@ class Passes:
     def shuffled(self, i: int) -> Batch:
         """The prompts of the main batch with their tokens in random order."""
         main = self.batches[""]
-        return replace(main, inputs=shuffle(main.inputs, self.special, self.shuffles[i]))
+        return replace(main, inputs=shuffle(main.tokens, self.special, self.shuffles[i]))
 
     def room(self, subject: Subject, store: str, batch_tokens: int) -> None:
         """Raises Refused where the disk has no room for all that is to be captured and is not there yet."""
@@ -304,16 +303,16 @@ def scan(
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
-        prompts=prompt_table(subject, shown, bare.inputs, _of_prompts(view, len(bare)), view.capture),
+        prompts=prompt_table(subject, shown, bare.tokens, _of_prompts(view, len(bare)), view.capture),
         subject={k: v for k, v in subject.facts.items() if v is not None},
         source=dict(batch.source),
         facts={
-            **provenance(batch, asked.whole.inputs, seed, nulls),
+            **provenance(batch, asked.whole.tokens, seed, nulls),
             "batch_tokens": batch_tokens,
             "bos_added": asked.special > 0,
             **(facts or {}),
         },
-        warnings=(*notes, *said, *_warnings(subject, shown, bare.inputs, view, nulls), *view.capture.events),
+        warnings=(*notes, *said, *_warnings(subject, shown, bare.tokens, view, nulls), *view.capture.events),
         run=took(started),
     )
 
@@ -321,16 +320,6 @@ def scan(
 def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
     """Why a probe cannot measure this, told before anything is run; empty where it may."""
     return NO_EXACT if needs.exact and batch.posterior is None else subject.unavailable(needs.sites)
-
-
-def prompts_hash(tokens: Tokens | Rows) -> str:
-    """sha256 of the token ids and lengths: two runs on the same prompts have the same hash."""
-    return hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest()
-
-
-def spec_hash(spec: Mapping[str, Any]) -> str:
-    """First 12 hex digits of the hash of what a run was asked to do."""
-    return digest(spec)[:12]
 
 
 def _units(capture: Capture) -> np.ndarray:
@@ -341,13 +330,13 @@ def _bits(capture: Capture) -> np.ndarray:
     return bits(capture.entropy.double().numpy())
 
 
-def provenance(batch: Batch, tokens: Tokens, seed: int, nulls: int) -> dict[str, Any]:
+def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, nulls: int) -> dict[str, Any]:
     """The facts that every record carries, whatever was measured."""
     return {
         "llmgeom": __version__,
         "seed": seed,
         "nulls": nulls,
-        "prompts_hash": prompts_hash(tokens),
+        "prompts_hash": fingerprint.of_tokens(tokens),
         "claims_hash": claims.digest(),
         "prompts": len(batch),
         "units": len(set(batch.unit)),
@@ -388,12 +377,9 @@ def prompt_table(
     elif isinstance(tokens, Rows):
         text = tuple(f"{n} rows of {unit}" for n, unit in zip(tokens.lengths.tolist(), batch.unit, strict=True))
     elif subject.tokenizer is not None:
-        text = tuple(
-            subject.tokenizer.decode(ids[:length])
-            for ids, length in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)
-        )
+        text = tuple(subject.tokenizer.decode(ids) for ids in tokens.real)
     else:
-        text = tuple(" ".join(map(str, ids[:n])) for ids, n in zip(tokens.ids.tolist(), tokens.lengths, strict=True))
+        text = tuple(" ".join(map(str, ids)) for ids in tokens.real)
     return {
         "tags": ("",) * n,
         "domain": (str(batch.source.get("name", "")),) * n,
@@ -408,8 +394,7 @@ def prompt_table(
 
 
 def _pieces(subject: Subject, tokens: Tokens) -> tuple[tuple[str, ...], ...]:
-    rows = [ids[:n] for ids, n in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)]
-    return tuple(tuple(_piece(subject, *ids[max(i - 1, 0) : i + 1]) for i in range(len(ids))) for ids in rows)
+    return tuple(tuple(_piece(subject, *ids[max(i - 1, 0) : i + 1]) for i in range(len(ids))) for ids in tokens.real)
 
 
 def _piece(subject: Subject, *ids: int) -> str:
@@ -435,7 +420,7 @@ def _likely(subject: Subject, tokens: Tokens, capture: Capture) -> tuple[tuple[t
     return tuple(told)
 
 
-def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls: int) -> list[str]:
+def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, view: View, nulls: int) -> list[str]:
     """What could overturn a verdict."""
     found = []
     window, longest = subject.facts.get("window"), int(tokens.lengths.max())
@@ -456,6 +441,4 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens, view: View, nulls:
 
 
 def versions() -> dict[str, str]:
-    import transformers
-
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

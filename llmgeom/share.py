@@ -81,7 +81,7 @@ class Share:
 
     def _missing(self, work: Work, whole: bool = False) -> list[int]:
         self.works.append(work)
-        return [i for i in self.take(len(work.groups), whole) if i not in work.store]
+        return work.missing(self.take(len(work.groups), whole))
 
     def wait(self, progress: Progress | None = None) -> None:
         """Until the shards of the others are there. Raises Refused, and says how many are missing, where none has come
@@ -104,8 +104,9 @@ class Share:
         """How many shards of the run so far are there."""
         found = 0
         for work in self.works:
-            work.store.refresh()
-            found += sum(i in work.store for i in range(len(work.groups)))
+            if work.store is not None:
+                work.store.refresh()
+            found += len(work.groups) - len(work.missing(range(len(work.groups))))
         return found
 
     def _lacking(self) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from llmgeom.capture import Key, Site
+from llmgeom.capture import Key, OnDisk, Site
 from llmgeom.store import Store
 
 
-class Shelf(Mapping[Key, Tensor]):
+class Shelf(OnDisk):
     """(site, layer) -> tensor, read from the shards whenever it is asked for, rows in the order of the batch.
 
     shards  how many there are, found sound before.
@@ -24,7 +24,6 @@ class Shelf(Mapping[Key, Tensor]):
         self._keys = tuple(key_of(name) for name in store.names(0)) if shards else ()
 
     def part(self, rows: Tensor) -> Shelf:
-        """Some rows only, in rising order of their index."""
         number = torch.full((self._rows,), -1)
         number[rows] = torch.arange(len(rows))
         return Shelf(self._store, self._shards, number[self._place].where(self._place >= 0, -1))
@@ -32,10 +31,10 @@ class Shelf(Mapping[Key, Tensor]):
     def __getitem__(self, key: Key) -> Tensor:
         if key not in self._keys:
             raise KeyError(key)
-        found, at = None, 0
+        at = 0
         for index in range(self._shards):
             part = self._store.tensor(index, name_of(key))
-            if found is None:  # the longest prompts come first: no later attention row is wider
+            if index == 0:  # the longest prompts come first: no later attention row is wider
                 found = part.new_zeros(self._rows, *part.shape[1:])
             place = self._place[at : at + len(part)]
             at += len(part)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -29,7 +29,6 @@ from llmgeom.shelf import Shelf, key_of, name_of
 from llmgeom.store import Store
 from llmgeom.work import Work
 
-Progress = Callable[[int, int], None]
 Positions = Literal["query", "all"]
 Backend = Literal["transformers", "tl"]
 OFFLOADED = "not hashed: offloaded"
@@ -144,7 +143,7 @@ class Subject:
         return {"files": self.identity, "twin": seed, "twin_of": origin}
 
     @contextmanager
-    def edited(self, *edits: Edit):
+    def edited(self, *edits: Edit) -> Iterator[Subject]:
         """`with subject.edited(edit) as changed: changed.capture(...)`: a subject whose every pass is edited."""
         yield replace(self, edits=self.edits + edits)
 
@@ -234,7 +233,7 @@ class Subject:
         positions: Positions = "query",
         batch_tokens: int = BATCH_TOKENS,
         store: str | None = None,
-        progress: Progress | None = None,
+        progress: Callable[[int, int], None] | None = None,
     ) -> Capture:
         """Run the batch and keep what is asked for, at the queried positions or at all real ones.
 
@@ -244,23 +243,24 @@ class Subject:
         Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
         work = self.work(batch, sites, edits, positions=positions, batch_tokens=batch_tokens, store=store)
-        on_disk = work.store is not None and sum(work.sizes) > IN_MEMORY
+        left = work.store if sum(work.sizes) > IN_MEMORY else None
+        shards = range(len(work.groups))
         parts: list[dict[Key, Tensor]] = []
         events: list[str] = []
         done = 0
-        with self._attached(), work.writing(range(len(work.groups))):
-            for index, group in enumerate(work.groups):
+        with self._attached(), work.writing(shards):
+            for index in shards:
                 with interrupt.whole():
                     part, told = self._shard(work, index)
                 events += told
-                if not on_disk:
+                if left is None:
                     parts.append(part)
-                done += sum(len(work.batches[i]) for i in group)
+                done += sum(len(work.batches[i]) for i in work.groups[index])
                 if progress:
                     progress(done, len(batch))
         prompt, position = work.where.nonzero(as_tuple=True)
-        if on_disk:
-            tensors: Mapping[Key, Tensor] = Shelf(work.store, len(work.groups), torch.argsort(work.order))
+        if left is not None:
+            tensors: Mapping[Key, Tensor] = Shelf(left, len(shards), torch.argsort(work.order))
         else:
             tensors = {key: _cat([part[key] for part in parts])[work.order] for key in parts[0]} if parts else {}
         return Capture(batch, prompt, position, work.tokens.lengths, tensors, tuple(events))
@@ -393,7 +393,7 @@ class Subject:
             raise Refused(self._blame(work, members[int(prompt[row])]))
         return kept
 
-    def _attached(self):
+    def _attached(self) -> AbstractContextManager[None]:
         """What must hold while passes run."""
         return nullcontext() if self.blocks[0].attention is None else attached(self.model, self.name)
 
@@ -416,14 +416,13 @@ class Subject:
         """Which prompt and which layer first gave numbers that are not finite."""
         length = int(work.tokens.lengths[prompt])
         rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
-        where = (torch.tensor([prompt]), torch.ones(1, length, dtype=torch.bool))
+        where = (torch.tensor([prompt]), work.where[[prompt], :length])
         recorder = Recorder(self.blocks, rows, frozenset({Site.RESIDUAL}), work.edits, where)
         self._run(recorder, work.tokens.data[[prompt], :length])
         bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
         place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
-        where = self._called(work, prompt)
         return (
-            f"{self.name} gives logits that are not finite on {where}; the first numbers that "
+            f"{self.name} gives logits that are not finite on {self._called(work, prompt)}; the first numbers that "
             f"are not finite come from {place}: try --dtype float32, or check the weights"
         )
 
@@ -458,7 +457,7 @@ def _attention(model: Any) -> str:
     return model.config.get_text_config()._attn_implementation
 
 
-def _queried(batch: Batch, tokens: Tokens, positions: Positions) -> Tensor:
+def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tensor:
     """[batch seq] bool: the rows to keep."""
     real = torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]
     if positions == "all":

@@ -11,14 +11,14 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any
 
 from torch import Tensor
 
-from llmgeom.attention import Recorder, row_statistic
+from llmgeom.attention import Recorder
 from llmgeom.blocks import Block
 from llmgeom.capture import ROWS, Site
 from llmgeom.edits import Point
@@ -79,7 +79,7 @@ class BridgeSubject(Subject):
             found["window"] = model.config.window_size
         return cls(model, tokenizer, name, {**found, **facts}, layers, bridge=bridge)
 
-    def _attached(self):
+    def _attached(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def logits(self, ids: Tensor, model: Any = None) -> Tensor:
@@ -98,16 +98,12 @@ class BridgeSubject(Subject):
 
             return hook_function
 
-        def last(_module, args):
-            prompt, position, *_ = recorder.on(args[0].device)
-            recorder.keep(Site.FINAL, -1, args[0])
-            return (args[0][prompt, position][:, None],)
-
         for name, (site, _) in acts.items():
             if name not in known:
                 raise self._unavailable(site, name)
         with _one_pass, self.bridge.hooks(fwd_hooks=[(name, hook_of(name, act)) for name, (_, act) in acts.items()]):
-            handle = self.bridge.original_model.get_output_embeddings().register_forward_pre_hook(last)
+            output = self.bridge.original_model.get_output_embeddings()
+            handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
             try:
                 logits = self.logits(ids, self.bridge.original_model)
             finally:
@@ -156,9 +152,7 @@ class BridgeSubject(Subject):
 
         def keep_rows(pattern):
             prompt, position, *_ = recorder.on(pattern.device)
-            weights = pattern[prompt, :, position].float()
-            for statistic in recorder.sites & ROWS:
-                recorder.kept[statistic, layer] = row_statistic(statistic, weights)
+            recorder.keep_rows(layer, pattern[prompt, :, position].float())
 
         return keep_rows if site is Site.ATTENTION else keep
 

@@ -13,9 +13,11 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from llmgeom.blocks import without_attention
 from llmgeom.errors import Refused, Unavailable
 from llmgeom.subject import Subject
 
+Projection = nn.Linear | Conv1D
 Role = Literal["query", "key", "value"]
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 
@@ -39,7 +41,7 @@ def value_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d
 
 
 def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
-    """W_O of a query head: the sum over heads of z @ W_O, plus `output_bias`, is what attention returns.
+    """W_O of a query head: the sum over heads of z @ W_O, plus a bias where there is one, is what attention returns.
 
     In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2) it is not yet the write.
     Raises as `query_weight`.
@@ -49,28 +51,12 @@ def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "hea
     return _weight(subject, layer, projection)[head * dim : (head + 1) * dim].clone()
 
 
-def query_bias(subject: Subject, layer: int, head: int) -> Float[Tensor, " head_dim"]:
-    """The bias added after W_Q; zeros where the family has none."""
-    return _input(subject, layer, "query", head)[1]
-
-
-def key_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
-    """The bias added after W_K; zeros where the family has none."""
-    return _input(subject, layer, "key", kv_head)[1]
-
-
 def value_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
     """The bias added after W_V; zeros where the family has none."""
     return _input(subject, layer, "value", kv_head)[1]
 
 
-def output_bias(subject: Subject, layer: int) -> Float[Tensor, " d_model"]:
-    """The bias that attention adds once, after the sum over heads; zeros where the family has none."""
-    projection, _ = _output(subject, layer)
-    return _bias(projection, _weight(subject, layer, projection)).clone()
-
-
-def output_projection(subject: Subject, layer: int) -> nn.Module:
+def output_projection(subject: Subject, layer: int) -> Projection:
     """The module that mixes the heads back: W_O and its bias. Raises as `query_weight`."""
     return _output(subject, layer)[0]
 
@@ -101,13 +87,13 @@ def _input(subject: Subject, layer: int, role: Role, head: int) -> tuple[Tensor,
     raise _unknown(subject, role, attention)
 
 
-def _output(subject: Subject, layer: int) -> tuple[nn.Module, int]:
+def _output(subject: Subject, layer: int) -> tuple[Projection, int]:
     """The module that mixes the heads back, and the width of a head."""
     attention = _attention(subject, layer)
     dim = getattr(attention, "head_dim", None) or subject.facts["head_dim"]
     for name in ("o_proj", "out_proj", "dense", "c_proj"):
         projection = getattr(attention, name, None)
-        if isinstance(projection, nn.Linear | Conv1D):
+        if isinstance(projection, Projection):
             weight = _weight(subject, layer, projection)
             if weight.shape == (subject.facts["heads"] * dim, subject.facts["d_model"]):
                 return projection, dim
@@ -116,7 +102,9 @@ def _output(subject: Subject, layer: int) -> tuple[nn.Module, int]:
 
 def _attention(subject: Subject, layer: int) -> nn.Module:
     _there(subject, "layer", layer, len(subject.blocks))
-    return subject.blocks[layer].attention
+    if (attention := subject.blocks[layer].attention) is None:
+        raise Unavailable(f"{subject.name} has no attention weights: {without_attention(subject.model)}")
+    return attention
 
 
 def _there(subject: Subject, what: str, index: int, count: int) -> None:
@@ -130,7 +118,7 @@ def whole(subject: Subject) -> None:
         raise Unavailable(f"the weights of {subject.name} are quantised ({how}); load it whole to read them")
 
 
-def _weight(subject: Subject, layer: int, projection: nn.Module) -> Tensor:
+def _weight(subject: Subject, layer: int, projection: Projection) -> Tensor:
     """[in out], the same tensor as the model's: Linear stores W transposed, Conv1D as it is used."""
     whole(subject)
     weight = projection.weight.detach()
@@ -142,7 +130,7 @@ def _weight(subject: Subject, layer: int, projection: nn.Module) -> Tensor:
     return weight if isinstance(projection, Conv1D) else weight.T
 
 
-def _bias(projection: nn.Module, weight: Tensor) -> Tensor:
+def _bias(projection: Projection, weight: Tensor) -> Tensor:
     bias = projection.bias
     return weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +42,10 @@ class Work:
         members = torch.tensor([i for batch in self.batches for i in batch])
         return torch.argsort(members.repeat_interleave(self.where.sum(1)[members]), stable=True)
 
+    def missing(self, shards: Iterable[int]) -> list[int]:
+        """Those of these shards that are not kept."""
+        return [i for i in shards if self.store is None or i not in self.store]
+
     @contextmanager
     def writing(self, shards: Sequence[int], shared: bool = False) -> Iterator[None]:
         """While these shards are made, in a store with room for them; see `Store.writing`."""
@@ -49,5 +53,5 @@ class Work:
             yield
             return
         with self.store.writing(shared):
-            room(self.store.folder, sum(self.sizes[i] for n in shards if n not in self.store for i in self.groups[n]))
+            room(self.store.folder, sum(self.sizes[i] for n in self.missing(shards) for i in self.groups[n]))
             yield

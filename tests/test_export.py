@@ -16,10 +16,10 @@ from click.testing import CliRunner
 from safetensors import safe_open
 
 from llmgeom import extras
-from llmgeom.cli import _FORMATS, main
+from llmgeom.cli import main
 from llmgeom.errors import Refused
 from llmgeom.experiments import doctor
-from llmgeom.exports import FORMATS, card, export, latex
+from llmgeom.exports import card, export, latex
 from llmgeom.exports.tables import tables
 from llmgeom.record import Record
 from llmgeom.reports import table
@@ -70,10 +70,6 @@ def run(tmp_path):
 
 
 # ---- the formats ----------------------------------------------------------------------------------------------------
-
-
-def test_the_command_offers_the_formats_there_are():
-    assert set(_FORMATS) == set(FORMATS)
 
 
 def test_parquet_holds_prompts_layers_and_headlines(run):

@@ -76,6 +76,20 @@ def test_an_activation_of_one_layer_for_one_prompt_is_named_by_both(pocket, bad,
     assert torch.isfinite(fine.entropy).all()
 
 
+def test_who_looks_for_the_layer_edits_where_the_pass_did(pocket):
+    """A donor is put at the queried position of each prompt, one row a prompt: no other position has one."""
+    donors = torch.zeros(20, pocket.facts["d_model"])
+    donors[7, 3] = math.nan
+
+    def put(x, where):
+        return x.masked_scatter(where.query[..., None], donors[where.prompt].to(x))
+
+    said = r"on prompt 8 \('The number 7 is'\); the first .* come from layer 1:"
+    edit = Edit("residual", put, layers=(2,), spec={"do": "put"})
+    with pocket.edited(edit) as changed, pytest.raises(Refused, match=said):
+        changed.capture(prompts(20), {Site.ENTROPY})
+
+
 @pytest.mark.parametrize("bad", BAD)
 @pytest.mark.parametrize("layer", [0, 3])
 def test_what_does_not_reach_the_logits_is_named_by_site_layer_and_prompt(pocket, bad, layer):

@@ -12,6 +12,7 @@ from llmgeom import weights
 from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused, Unavailable
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, apart, first, hooked, prompts, ragged
 
 torch.set_num_threads(1)
@@ -59,7 +60,7 @@ def test_x_times_w_k_is_the_captured_key_where_the_rotary_angle_is_zero(case):
     positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
     for layer, x in enumerate(case.given):
         keys = torch.stack([x @ weights.key_weight(case.subject, layer, h) for h in range(case.kv_heads)], dim=1)
-        keys = keys + torch.stack([weights.key_bias(case.subject, layer, h) for h in range(case.kv_heads)])
+        keys = keys + torch.stack([weights._input(case.subject, layer, "key", h)[1] for h in range(case.kv_heads)])
         difference = apart(keys[positions], case.capture.key[layer][positions])
         assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
 
@@ -68,7 +69,7 @@ def test_x_times_w_q_is_the_captured_query_where_the_rotary_angle_is_zero(case):
     positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
     for layer, x in enumerate(case.given):
         queries = torch.stack([x @ weights.query_weight(case.subject, layer, h) for h in range(case.heads)], dim=1)
-        queries = queries + torch.stack([weights.query_bias(case.subject, layer, h) for h in range(case.heads)])
+        queries = queries + torch.stack([weights._input(case.subject, layer, "query", h)[1] for h in range(case.heads)])
         queries = queries * case.family.query_scale  # OPT's own
         difference = apart(queries[positions], case.capture.query[layer][positions])
         assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
@@ -80,7 +81,8 @@ def test_z_times_w_o_summed_over_heads_is_what_attention_returns(case):
             case.capture.z[layer][:, head] @ weights.output_weight(case.subject, layer, head)
             for head in range(case.heads)
         )
-        assert apart(total + weights.output_bias(case.subject, layer), returned) < TOLERANCE
+        bias = weights.output_projection(case.subject, layer).bias
+        assert apart(total if bias is None else total + bias.detach(), returned) < TOLERANCE
 
 
 def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
@@ -91,8 +93,6 @@ def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
         (weights.key_weight, (d_model, dim)),
         (weights.value_weight, (d_model, dim)),
         (weights.output_weight, (dim, d_model)),
-        (weights.query_bias, (dim,)),
-        (weights.key_bias, (dim,)),
         (weights.value_bias, (dim,)),
     ):
         w = read(case.subject, 1, 0)
@@ -100,7 +100,6 @@ def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
         assert not w.requires_grad
         assert w.untyped_storage().nbytes() == w.numel() * w.itemsize
         w.zero_()
-    weights.output_bias(case.subject, 1).zero_()
     assert all(torch.equal(tensor, before[name]) for name, tensor in case.subject.model.state_dict().items())
 
 
@@ -146,6 +145,13 @@ def test_an_unknown_layout_is_unavailable():
         Unavailable, match=r"tiny: how model type 'gpt_bigcode' lays out its value weights is not known"
     ):
         weights.value_weight(subject, 0, 0)
+
+
+def test_a_model_without_attention_has_no_attention_weights():
+    subject = Subject.of(build("lstm", vocabulary=8, length=4, width=8, layers=1), name="tiny")
+    for read in (weights.query_weight, weights.key_weight, weights.value_bias, weights.output_weight):
+        with pytest.raises(Unavailable, match="tiny has no attention weights: an lstm model has no attention"):
+            read(subject, 0, 0)
 
 
 def test_a_projection_of_another_width_is_not_taken_for_a_known_one():

@@ -25,7 +25,7 @@ import torch
 import transformers
 from jaxtyping import Float
 
-from llmgeom import probes
+from llmgeom import fingerprint, probes
 from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.errors import Refused
@@ -34,7 +34,7 @@ from llmgeom.experiments.lessons import Lessons, domains, examination, lessons
 from llmgeom.prompts import corpus, grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.record import write_whole
-from llmgeom.scan import prompts_hash, scan
+from llmgeom.scan import scan
 from llmgeom.stats import Interval, equivalence_p, holm, needed_n_mean, shares
 from llmgeom.subject import Subject
 
@@ -186,7 +186,7 @@ def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable
     """
     name, spec = f"{kind}-{seed}", replace(material.spec, seed=seed, window=material.window, **KINDS[kind])
     path, folder = out / "cells" / f"{name}.json", out / "models" / name
-    about = {"kind": kind, "spec": asdict(spec) | {"prompts_hash": prompts_hash(material.prompts.inputs)}}
+    about = {"kind": kind, "spec": asdict(spec) | {"prompts_hash": fingerprint.of_tokens(material.prompts.tokens)}}
     if path.exists():
         return _agreeing(path, about)
     if not (folder / "trained.json").exists():

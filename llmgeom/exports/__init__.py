@@ -15,11 +15,11 @@ FORMATS = {
     "latex": ("latex", "verdicts.tex"),
     "safetensors": ("arrays", "record.safetensors"),
     "card": ("card", "card.md"),
-    "gguf": ("shift", "shift.gguf"),
-    "steered": ("shift", "steered"),
     "png": ("images", "figures"),
     "svg": ("images", "figures"),
     "pdf": ("images", "figures"),
+    "gguf": ("shift", "shift.gguf"),
+    "steered": ("shift", "steered"),
 }
 
 

@@ -21,12 +21,8 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     """
     from safetensors.numpy import save
 
-    arrays = {
-        f"{probe}.{name}": np.array(array, order="C")
-        for probe, measured in record.results.items()
-        for name, array in measured.arrays.items()
-    }
-    arrays |= {f"prompts.{name}": np.array(column) for name, column in record.prompts.items() if numeric(column)}
+    columns = {f"prompts.{name}": np.array(column) for name, column in record.prompts.items() if numeric(column)}
+    arrays = record.arrays | columns
     told = {
         "record": about(record),
         "headlines": {probe: list(map(dataclasses.asdict, m.headlines)) for probe, m in record.results.items()},

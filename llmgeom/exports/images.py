@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from llmgeom.errors import Refused
+from llmgeom.errors import Refused, first_line
 from llmgeom.extras import NO_BROWSER, browser, needed
 from llmgeom.record import Record, write_whole
 from llmgeom.reports import figures
@@ -36,8 +36,8 @@ def write(record: Record, form: str, out: Path) -> list[str]:
             # MathJax would be fetched from the network, and no figure of ours has a formula.
             kaleido.write_fig_from_object_sync(specs, kopts={"mathjax": False})
         except Exception as error:
-            said = next(iter(str(error).splitlines()), "no message")
-            raise Refused(f"the browser did not draw ({type(error).__name__}: {said}); {NO_BROWSER}") from error
+            said = f"{type(error).__name__}: {first_line(error)}"
+            raise Refused(f"the browser did not draw ({said}); {NO_BROWSER}") from error
         for name in drawn:
             write_whole(out / f"{name}.{form}", (Path(folder) / f"{name}.{form}").read_bytes())
     return [f"{len(drawn)} images"]
