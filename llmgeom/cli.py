@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
 from pathlib import Path
@@ -136,17 +136,25 @@ def _all(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda command: reduce(lambda made, option: option(made), reversed(options), command)
 
 
+_dtype = click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision.")
+_device = click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]")
+_device_map = click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto.")
+_offline = click.option("--offline", is_flag=True, help="Never touch the network.")
+_trust = click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code.")
+_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
+_quiet = click.option("--quiet", "-q", is_flag=True, help="No progress.")
+
 _model_options = _all(
     click.option("--model", default="pocket:pythia", show_default=True, help="pocket:NAME, a folder or a hub id."),
     click.option("--revision", help="Branch, tag or commit of a hub model, e.g. step1000."),
-    click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision."),
+    _dtype,
     click.option(
         "--quantize",
         type=click.Choice(["8bit", "4bit"]),
         help="Through bitsandbytes; activations only, and a banner on every page.",
     ),
-    click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]"),
-    click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto."),
+    _device,
+    _device_map,
     click.option(
         "--backend",
         type=click.Choice(["transformers", "tl"]),
@@ -154,8 +162,8 @@ _model_options = _all(
         show_default=True,
         help="tl reads through TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon; a second opinion).",
     ),
-    click.option("--offline", is_flag=True, help="Never touch the network."),
-    click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code."),
+    _offline,
+    _trust,
 )
 
 
@@ -175,8 +183,8 @@ _say_options = _all(
         type=click.Choice(["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"]),
         help="Exit 3 where a verdict is this; repeat for several.",
     ),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress."),
+    _json,
+    _quiet,
     click.option(
         "--verbose",
         "-v",
@@ -290,12 +298,9 @@ def scan(**options: Any) -> int:
 @_say_options
 def sula(**options: Any) -> int:
     """In-context evidence: are k labelled words weighed as Bayes' rule does? With controls and rival readers."""
-    from llmgeom.experiments.sula import Request, perform
+    from llmgeom.experiments import sula
 
-    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with bar(say["quiet"] or say["as_json"]) as progress:
-        out, record = perform(Request(**options), progress)
-    return _show(out, [record], say)
+    return _show_record(sula, options)
 
 
 @main.command(
@@ -347,12 +352,9 @@ def ablate(**options: Any) -> int:
 
     With --heads all or --blocks all: which heads, or blocks, does the output need? Replace each, one at a time.
     """
-    from llmgeom.experiments.ablation import Request, perform
+    from llmgeom.experiments import ablation
 
-    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with bar(say["quiet"] or say["as_json"]) as progress:
-        out, record = perform(Request(**options), progress)
-    return _show(out, [record], say)
+    return _show_record(ablation, options)
 
 
 @main.command(epilog="Example:  llmgeom swap --model runs/bijection --layers 0,1")
@@ -368,12 +370,9 @@ def ablate(**options: Any) -> int:
 @_say_options
 def swap(**options: Any) -> int:
     """Where is evidence held? Exchange it inside the model, and hold the answer against the exact counterfactual."""
-    from llmgeom.experiments.swap import Request, perform
+    from llmgeom.experiments import swap
 
-    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with bar(say["quiet"] or say["as_json"]) as progress:
-        out, record = perform(Request(**options), progress)
-    return _show(out, [record], say)
+    return _show_record(swap, options)
 
 
 @main.command(
@@ -415,10 +414,10 @@ def swap(**options: Any) -> int:
 @click.option("--snapshots", default=12, show_default=True, help="Kept, step 0 and the last included.")
 @click.option("--from", "start", help="Fine-tune this model: a folder, pocket:NAME or a hub id.")
 @click.option("--seed", default=0, show_default=True, help="Fixes weights and data.")
-@click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]")
+@_device
 @click.option("--out", type=click.Path(), help="Folder of the model. [default: runs/TASK-ARCH-HASH]")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@_quiet
 def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **options: Any) -> None:
     """Train a small model in a wind tunnel, where the exact posterior is known. Run again to go on after a stop.
 
@@ -447,14 +446,9 @@ def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **opt
 @_say_options
 def grade(**options: Any) -> int:
     """How near are a model's answers in a wind tunnel to the exact posterior? Beside predictors that do not infer."""
-    from llmgeom.experiments.grading import Request, perform, table
+    from llmgeom.experiments import grading
 
-    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with bar(say["quiet"] or say["as_json"]) as progress:
-        out, record = perform(Request(**options), progress)
-    if not say["as_json"]:
-        click.echo("\n".join([*table(record), ""]))
-    return _show(out, [record], say)
+    return _show_record(grading, options, grading.table)
 
 
 @main.command(
@@ -477,9 +471,9 @@ def grade(**options: Any) -> int:
 @click.option("--n", type=int, help="Sequences, or prompts. [default: 200, or 75 prompts]")
 @click.option("--nulls", default=20, show_default=True, help="Draws of each null of the probes.")
 @click.option("--seed", default=0, show_default=True, help="Fixes sequences, prompts and nulls.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision.")
-@click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one]")
-@click.option("--offline", is_flag=True, help="Never touch the network.")
+@_dtype
+@_device
+@_offline
 @click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/dynamics-WHAT-HASH]")
 @_say_options
 def dynamics(**options: Any) -> int:
@@ -487,14 +481,9 @@ def dynamics(**options: Any) -> int:
 
     RUNS: folders of `llmgeom train --schedule constant`, one a training seed, and of `--corrupt 1` as their null.
     """
-    from llmgeom.experiments.dynamics import Request, perform, table
+    from llmgeom.experiments import dynamics
 
-    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
-    with bar(say["quiet"] or say["as_json"]) as progress:
-        out, record = perform(Request(**options), progress)
-    if not say["as_json"]:
-        click.echo("\n".join([*table(record), ""]))
-    return _show(out, [record], say)
+    return _show_record(dynamics, options, dynamics.table)
 
 
 @main.command(epilog="Example:  llmgeom primitives --quick")
@@ -502,8 +491,8 @@ def dynamics(**options: Any) -> int:
 @click.option("--seeds", default=3, show_default=True, help="Trainings of each cell.")
 @click.option("--dose-seeds", default=5, show_default=True, help="Trainings of each dose of corrupted labels.")
 @click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/primitives-HASH]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@_json
+@_quiet
 def primitives(**options: Any) -> None:
     """Which architectures accumulate, transport and bind? Trained at equal size and data, beside trivial predictors.
 
@@ -517,8 +506,8 @@ def primitives(**options: Any) -> None:
 @main.command(epilog="Example:  llmgeom calibrate --quick")
 @click.option("--quick", is_flag=True, help="Four cells of eleven and few seeds: about 10 minutes on two cores.")
 @click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/calibrate-HASH]")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table.")
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@_json
+@_quiet
 def calibrate(**options: Any) -> None:
     """Which numbers tell models that infer from models trained as long that cannot? On a bench of known truth.
 
@@ -536,8 +525,8 @@ _trilogy_options = _all(
     click.option("--nulls", default=20, show_default=True, help="Draws of each null."),
     click.option("--controls", default=199, show_default=True, help="Draws of each control of the ablation."),
     click.option("--seed", default=0, show_default=True, help="Fixes prompts, nulls and controls."),
-    click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the table."),
-    click.option("--quiet", "-q", is_flag=True, help="No progress."),
+    _json,
+    _quiet,
 )
 
 
@@ -576,12 +565,12 @@ _TAKES = {
     "--model", "models", multiple=True, help="pocket:NAME, a folder or a hub id; of paper3 repeat for several."
 )
 @click.option("--revision", help="Of predictions: branch, tag or commit of a hub model, e.g. step1000.")
-@click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), help="Weights' precision.")
+@_dtype
 @click.option("--device", help="cpu, cuda, cuda:1 ... [default: a GPU where there is one; small tunnels: cpu]")
-@click.option("--device-map", help="accelerate's placement for models larger than a GPU, e.g. auto.")
+@_device_map
 @click.option("--backend", type=click.Choice(["transformers", "tl"]), help="tl reads through TransformerLens.")
-@click.option("--offline", is_flag=True, help="Never touch the network.")
-@click.option("--trust-remote-code", is_flag=True, help="Run the model repository's own code.")
+@_offline
+@_trust
 @_trilogy_options
 @click.option("--out", type=click.Path(), help="Run folder; a stopped run goes on. [default: runs/WHAT-HASH]")
 @click.pass_context
@@ -792,6 +781,16 @@ def doctor() -> int:
         click.echo(f"{mark:4} {sentence}")
         worst = max(worst, mark == "BAD")
     return int(worst)
+
+
+def _show_record(experiment: Any, options: dict[str, Any], table: Callable[[Any], Iterable[str]] | None = None) -> int:
+    """Perform an experiment that makes one record, and show it, below a table of its own where it has one."""
+    say = {name: options.pop(name) for name in ("fail_on", "as_json", "quiet", "verbose")}
+    with bar(say["quiet"] or say["as_json"]) as progress:
+        out, record = experiment.perform(experiment.Request(**options), progress)
+    if table and not say["as_json"]:
+        click.echo("\n".join([*table(record), ""]))
+    return _show(out, [record], say)
 
 
 def _show(out: Path, records: list, say: dict[str, Any], more: dict[str, Any] | None = None) -> int:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmgeom import __version__
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import visible
 from llmgeom.reports.verdicts import Row, lines
@@ -39,7 +38,8 @@ def section(record: Record) -> Iterator[str]:
         for one in (record.source.get("name", "its own prompts"), subject["name"], subject.get("dtype", ""))
     )
     weights = str(subject.get("weights", "not hashed"))[:12]
-    yield f"Measured by llmgeom {__version__} on {count} prompts ({units} units) of {source}."
+    version = f" {record.facts['llmgeom']}" if "llmgeom" in record.facts else ""
+    yield f"Measured by llmgeom{version} on {count} prompts ({units} units) of {source}."
     yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
     yield from ("", READ)
     if claims:
