@@ -13,7 +13,7 @@ from typing import Any
 
 from llmgeom.errors import Refused
 from llmgeom.record import write_whole
-from llmgeom.store import ASIDE, FREE, NAME, RUN, SPEC, captures_folder, flaw, held, said
+from llmgeom.store import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, held, said, taken
 
 OLDER = "(kept by an older version; not read any more)"
 
@@ -159,31 +159,30 @@ def _run(folder: Path) -> Run:
     revision = f" at {about['revision'][:12]}" if about.get("revision") else ""
     device = "+".join(spec.get("device", ()))
     captures = tuple(_kept(path.parent) for path in sorted(folder.glob(f"*/{SPEC}")))
-    files = [path.stat() for path in folder.rglob("*") if path.is_file()]
+    there = list(files(folder))
     return Run(
         folder,
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
         captures,
-        sum(one.st_size for one in files),
-        max((one.st_mtime for one in files), default=folder.stat().st_mtime),
+        sum(one.st_size for one in there),
+        max((one.st_mtime for one in there), default=folder.stat().st_mtime),
     )
 
 
 def _kept(folder: Path) -> Kept:
     body = _told(folder / SPEC)
     about, spec = body.get("about", {}), body.get("spec", {})
-    files = [path for path in folder.iterdir() if path.is_file()]
     return Kept(
         folder,
         about.get("of", "?"),
         about.get("prompts", 0),
-        len({known[1] for path in files if (known := NAME.fullmatch(path.name))}),
+        len({known[1] for path in folder.iterdir() if (known := NAME.fullmatch(path.name))}),
         about.get("shards", 0),
         spec.get("twin"),
         tuple(spec.get("sites", ())),
-        sum(path.stat().st_size for path in [*files, *folder.glob(f"{ASIDE}/*")]),
-        max(path.stat().st_mtime for path in files),
+        taken(folder),
+        max((one.st_mtime for one in files(folder)), default=0.0),
     )
 
 

@@ -9,6 +9,7 @@ import logging
 import os
 import re
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -71,9 +72,17 @@ def said(size: float) -> str:
     return f"{size:.1f} TB"
 
 
+def files(folder: Path) -> Iterator[os.stat_result]:
+    """Of every file below a folder; one that another process renames or removes meanwhile is left out."""
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG((found := path.stat()).st_mode):
+                yield found
+
+
 def taken(folder: Path) -> int:
     """Bytes of the files below a folder, 0 where there is none."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(one.st_size for one in files(folder))
 
 
 def room(folder: str | os.PathLike, needed: float) -> None:

@@ -149,6 +149,27 @@ def test_merged_halves_are_the_whole(kept, tmp_path, monkeypatch):
     assert call("merge", halves[0] / "captures").stdout == "0 shards copied, 0 bytes; 8 were there\n"
 
 
+def test_what_another_process_renames_meanwhile_is_left_out(kept, monkeypatch):
+    folder = next(kept.glob("*/*/spec.json")).parent
+    before, late, stat = folder / ".00000.1.tmp", folder / ".00001.1.tmp", Path.stat
+    for each in (before, late):
+        each.write_bytes(b"half")
+
+    def looked(path, **options):
+        if path == before:
+            path.unlink(missing_ok=True)
+        found = stat(path, **options)
+        if path == late:
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "stat", looked)
+    assert store.taken(kept) == size(kept) + len(b"half") and not late.exists()
+    for each in (before, late):
+        each.write_bytes(b"half")
+    assert call("ls").exit_code == 0 and not late.exists()
+
+
 def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatch):
     shutil.copytree(kept, tmp_path / "a" / "captures")
     bad, other = shards(tmp_path / "a")[:2]
