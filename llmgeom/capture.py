@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, overload
+from typing import Any, SupportsIndex, TypeVar, overload
 
 import torch
 from jaxtyping import Float, Int
@@ -63,6 +63,7 @@ ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FIN
 NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
+T = TypeVar("T")
 
 
 def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: int) -> int:
@@ -100,26 +101,26 @@ class OnDisk(Mapping[Key, Tensor]):
 
 
 @dataclass(frozen=True)
-class Layers(Sequence[Tensor]):
-    """The tensors of a site, layer by layer, each read when it is asked for: of a capture that is left on disk no more
-    than one need be in memory."""
+class Layers(Sequence[T]):
+    """The tensors of a site, or what is made of them, layer by layer, each read when it is asked for: of a capture that
+    is left on disk no more than one need be in memory."""
 
-    read: Callable[[Key], Tensor]
+    read: Callable[[Key], T]
     keys: tuple[Key, ...]
 
     def __len__(self) -> int:
         return len(self.keys)
 
     @overload
-    def __getitem__(self, layer: int) -> Tensor: ...
+    def __getitem__(self, layer: SupportsIndex) -> T: ...
     @overload
-    def __getitem__(self, layer: slice) -> Layers: ...
-    def __getitem__(self, layer: int | slice) -> Tensor | Layers:
+    def __getitem__(self, layer: slice) -> Layers[T]: ...
+    def __getitem__(self, layer: SupportsIndex | slice) -> T | Layers[T]:
         if isinstance(layer, slice):
             return Layers(self.read, self.keys[layer])
         return self.read(self.keys[layer])
 
-    def __iter__(self) -> Iterator[Tensor]:
+    def __iter__(self) -> Iterator[T]:
         return map(self.read, self.keys)
 
 
@@ -166,7 +167,7 @@ class Capture:
             raise Unavailable(NO_EXACT)
         return self.batch.posterior.flat
 
-    def layers(self, site: Site) -> Layers:
+    def layers(self, site: Site) -> Layers[Tensor]:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
         found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
         if not found:
