@@ -139,6 +139,37 @@ def held(folder: Path) -> bool:
     return False
 
 
+@contextlib.contextmanager
+def _locked(folder: Path, shared: bool = False, waiting: str = "") -> Iterator[bool]:
+    """While a lock on a folder is held: is it ours alone? `waiting` is said where another process has it.
+
+    Without locks (Windows, some network file systems) nothing is torn either: files are at worst written twice.
+    """
+    with contextlib.ExitStack() as stack:
+        alone = False
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            try:
+                fcntl.flock(handle, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting:
+                    _log.warning(waiting, folder)
+                fcntl.flock(handle, how)
+            alone = not shared
+        yield alone
+
+
+def _clear(folder: Path, name: str) -> None:
+    """Remove what a killed process left of files of this name; whoever writes them holds the lock."""
+    for path in folder.glob(f".{name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
 class Store:
     """The shards of one capture, in a folder named by the hash of everything that decides its bytes.
 
@@ -161,11 +192,17 @@ class Store:
         self.folder = Path(root) / self.of
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            for path, what, told in ((self.folder.parent / RUN, run, about[0]), (self.folder / SPEC, spec, about[1])):
-                body = {"schema": SCHEMA, "spec": what, "about": told}
-                text = json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
-                if not path.exists() or path.read_bytes() != text:
-                    write_whole(path, text, FREE)
+            with _locked(self.folder.parent) as alone:
+                for path, what, told in (
+                    (self.folder.parent / RUN, run, about[0]),
+                    (self.folder / SPEC, spec, about[1]),
+                ):
+                    if alone:
+                        _clear(path.parent, path.name)
+                    body = {"schema": SCHEMA, "spec": what, "about": told}
+                    text = json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
+                    if not path.exists() or path.read_bytes() != text:
+                        write_whole(path, text, FREE)
         except OSError as error:
             raise Refused(
                 f"{self.folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written"
@@ -232,24 +269,9 @@ class Store:
 
         shared: processes that divide the shards among them do not wait for each other.
         """
-        with contextlib.ExitStack() as stack:
-            alone = False
-            # Without locks (Windows, some network file systems) nothing is torn either: shards are at worst made twice.
-            with contextlib.suppress(ImportError, OSError):
-                import fcntl
-
-                handle = os.open(self.folder, os.O_RDONLY)
-                stack.callback(os.close, handle)
-                how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-                try:
-                    fcntl.flock(handle, how | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    _log.warning("another process is making %s: waiting for it", self.folder)
-                    fcntl.flock(handle, how)
-                alone = not shared
+        with _locked(self.folder, shared, "another process is making %s: waiting for it") as alone:
             if alone:
-                for path in self.folder.glob(".*.tmp"):  # of a process that was killed
-                    path.unlink(missing_ok=True)
+                _clear(self.folder, "*.safetensors")
             self.refresh()
             yield
 

@@ -25,6 +25,7 @@ NAMED = [
     "a file not yet on the disk:7",
     "a twin:2",  # between two captures
     "a capture's folder:3",
+    "any:7",  # run.json under its temporary name
     "a probe:1",  # all is captured, nothing is measured
     "a record:1",
 ]
