@@ -313,7 +313,7 @@ def test_small_cells_are_those_of_primitives():
 
 class Two(Bench):
     def __init__(self, name, value):
-        self.label = self.model = name
+        self.label = name
         self.value = value
 
     def measured(self, check):

@@ -157,6 +157,11 @@ def skill(kl: np.ndarray) -> float:
     return float(1 - own / trivial)
 
 
+def graded_on(task: Task) -> Split:
+    """Held-out hypotheses; all of them where the task holds none out."""
+    return "any" if task.memorisable else "held-out"
+
+
 def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
     """n sequences to be graded on; where targets were drawn again with probability `corrupt`, theirs are too, and the
     exact answer is the mixture."""
@@ -252,11 +257,11 @@ def grade(
 ) -> Grade:
     """The model's answers on n sequences beside the exact ones and trivial predictors'; no null, no interval.
 
-    split     held-out hypotheses by default; all of them where the task holds none out.
+    split     of which hypotheses; by default those of `graded_on`.
     trained   how many queries, the first ones, its loss was on, where that is fewer than the task's.
     corrupt   grade against the mixture that labels drawn again with this probability have.
     """
-    batch = drawn(task, n, seed, split or ("any" if task.memorisable else "held-out"), corrupt)
+    batch = drawn(task, n, seed, split or graded_on(task), corrupt)
     trained = min(task.trained, trained or task.trained)
     exact, form = owed(task, batch), read(subject, task, batch)
     parts = zip(exact.split(AT_ONCE), form.double().split(AT_ONCE), strict=True)

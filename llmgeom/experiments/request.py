@@ -15,7 +15,7 @@ from llmgeom.record import tidy
 from llmgeom.store import digest
 
 if TYPE_CHECKING:
-    from llmgeom.subject import Subject
+    from llmgeom.subject import Backend, Subject
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Request:
     quantize: str | None = None
     device: str | None = None
     device_map: str | None = None
-    backend: str = "transformers"
+    backend: Backend = "transformers"
     offline: bool = False
     trust_remote_code: bool = False
 
@@ -86,10 +86,14 @@ class Request:
 
 
 def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
-    """Where a run goes by default: runs/MODEL-WHAT-HASH, safe on every file system."""
+    """Where a run goes by default: runs/MODEL-WHAT-HASH."""
     called = Path(located.path).resolve().name if located.kind == "local" else model
-    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in called)
-    return Path("runs") / f"{safe}-{what}-{spec[:8]}"
+    return Path("runs") / f"{safe(called)}-{what}-{spec[:8]}"
+
+
+def safe(name: str) -> str:
+    """A name that every file system takes."""
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
 
 
 def check_folder(folder: Path, spec: str) -> None:
