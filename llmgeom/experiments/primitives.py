@@ -36,7 +36,7 @@ REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; se
 GRADED = 1000  # sequences
 
 
-def near(numbers: Mapping[str, Any]) -> bool:
+def at_posterior(numbers: Mapping[str, Any]) -> bool:
     """Is a grade's model at the posterior, by that standard?"""
     return numbers["kl"] < REACHED_KL and numbers["skill"] > REACHED_SKILL
 
@@ -280,7 +280,7 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
         lr=cells[0]["lr"],
         parameters=cells[0]["parameters"],
         cpu_seconds=float(column["cpu_seconds"].sum()),
-        reached=all(map(near, cells)),
+        reached=all(map(at_posterior, cells)),
     )
 
 
