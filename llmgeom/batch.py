@@ -6,9 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from llmgeom.errors import Unavailable
+
 if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
+
+NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,20 @@ class Batch:
         if not isinstance(self.inputs, Text):
             raise TypeError(f"the inputs of {dict(self.source)!r} are {type(self.inputs).__name__}, not Text")
         return self.inputs.strings
+
+    @property
+    def encoded(self) -> Tokens | Rows:
+        """The inputs as numbers. Raises TypeError where they are text, of which `Subject.tokens` makes such."""
+        if isinstance(self.inputs, Text):
+            raise TypeError(f"the inputs of {dict(self.source)!r} are Text: `Subject.tokens` makes numbers of them")
+        return self.inputs
+
+    @property
+    def exact(self) -> Posterior:
+        """The exact answer. Raises Unavailable where there is none."""
+        if self.posterior is None:
+            raise Unavailable(NO_EXACT)
+        return self.posterior
 
     def take(self, index) -> Batch:
         """The batch restricted to `index` (a sequence of ints), in that order."""

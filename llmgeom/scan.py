@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from llmgeom import __version__, claims, fingerprint
-from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.capture import NO_EXACT, Capture, Site
+from llmgeom.batch import NO_EXACT, Batch, Rows, Text, Tokens
+from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
@@ -341,7 +341,7 @@ def _bits(capture: Capture) -> np.ndarray:
     return bits(capture.entropy.double().numpy())
 
 
-def provenance(batch: Batch, tokens: Tokens, seed: int, nulls: int) -> dict[str, Any]:
+def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, nulls: int) -> dict[str, Any]:
     """The facts that every record carries, whatever was measured."""
     return {
         "llmgeom": __version__,

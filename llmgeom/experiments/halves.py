@@ -21,11 +21,8 @@ from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.scan import prompt_table, provenance
 from llmgeom.stats import LEAST_UNITS
-from llmgeom.subject import Subject
+from llmgeom.subject import Positions, Subject
 from llmgeom.wind_tunnels.task import Categorical, Task
-
-Positions = Literal["query", "all"]
-
 
 @dataclass(frozen=True, eq=False)
 class Split:
@@ -66,11 +63,11 @@ class Split:
         return Record(
             results=results,
             unmeasured=unmeasured,
-            prompts=prompt_table(self.subject, self.asked, self.held.inputs, entropy),
+            prompts=prompt_table(self.subject, self.asked, self.held.encoded, entropy),
             subject={k: v for k, v in self.subject.facts.items() if v is not None},
             source=dict(self.asked.source),
             facts={
-                **provenance(self.held, self.whole.inputs, self.seed, nulls),
+                **provenance(self.held, self.whole.encoded, self.seed, nulls),
                 "estimated on": len(self.fit),
                 **facts,
             },
@@ -124,11 +121,12 @@ class Halves(Split):
 
     def means(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
         """[1 coordinate] over the edited positions of the half that is not measured."""
-        seen, rows = self.seen["fit"], slice(None)
+        seen, later = self.seen["fit"], None
         if positions == "all":
             seen = self.subject.capture(self.fit, sites, positions="all", batch_tokens=self.batch_tokens)
-            rows = seen.position > 0
-        return {place: x[rows].mean(0, keepdim=True) for place, x in by_place(seen, sites).items()}
+            later = seen.position > 0
+        found = by_place(seen, sites).items()
+        return {place: (x if later is None else x[later]).mean(0, keepdim=True) for place, x in found}
 
     def own(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor] | None:
         """[row coordinate] what the half that is measured has at the edited positions; None where prompts of unlike

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom import hub
 from llmgeom.errors import Refused, scrubbed
-from llmgeom.record import tidy
+from llmgeom.record import Record, tidy, write_whole
 from llmgeom.store import digest
 
 if TYPE_CHECKING:
@@ -94,6 +94,21 @@ def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
 def safe(name: str) -> str:
     """A name that every file system takes."""
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+
+
+def numbers(flag: str, given: str, otherwise: str, example: str) -> tuple[int, ...]:
+    """Whole numbers with commas between. Raises Refused, with what else the flag takes."""
+    if not all(part.strip().isdecimal() for part in given.split(",")):
+        raise Refused(f"{flag} {given}: expected {otherwise}, or numbers with commas between, e.g. {example}")
+    return tuple(int(part) for part in given.split(","))
+
+
+def keep(record: Record, out: Path) -> None:
+    """Save the record and its page."""
+    from llmgeom.reports import page
+
+    record.save(out)
+    write_whole(out / "report.html", page([record]).encode())
 
 
 def check_folder(folder: Path, spec: str) -> None:
