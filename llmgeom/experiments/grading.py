@@ -26,7 +26,7 @@ from llmgeom.experiments.nearness import (
     measure_posterior,
 )
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Result
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
@@ -217,8 +217,5 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     subject = subject or asked.load()
     own = {"spec": spec, "command": asked.command()}
     record = examine(subject, task, told, n=asked.n, seed=asked.seed, nulls=asked.nulls, progress=progress, facts=own)
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    request.keep(record, out)
     return out, record
