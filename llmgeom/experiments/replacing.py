@@ -140,9 +140,9 @@ class Replaced:
                     prompts differ in length. Of a task, whose sequences are alike: at every query, or at every
                     position, by the mean of each or by what the donor has there.
         """
-        layers, wanted = len(halves.subject.blocks), sites(kind)
-        places: list[Place] = [(point, layer) for point in POINTS[kind] for layer in range(layers)]
-        mean, own = halves.means(wanted, positions), halves.own(wanted, positions)
+        layers, points = len(halves.subject.blocks), POINTS[kind]
+        places: list[Place] = [(point, layer) for point in points for layer in range(layers)]
+        mean, own = halves.means(points, positions), halves.own(points, positions)
         heads, size = (halves.subject.facts[name] for name in ("heads", "head_dim"))
         if kind == "heads" and (unlike := {x.shape[1] for x in mean.values()} - {heads * size}):
             raise Unavailable(
@@ -165,7 +165,7 @@ class Replaced:
             for part in every
             for to in moves[way]
         ]
-        found = halves.bench(tuple(places), "query" if positions == "query" else halves.EVERYWHERE).run(copies, tell)
+        found = halves.replacing(tuple(places), positions).run(copies, tell)
         effects: dict[Way, dict[str, np.ndarray]] = {way: {} for way in ways}
         ends = np.cumsum([len(every) * len(moves[way]) for way in ways])[:-1]
         for name, each in found.items():
