@@ -36,7 +36,6 @@ ELSEWHERE = {
     "ablation_pc1": "edits values at the end of prompts",
     "ablation_ridge": "edits values at the end of prompts",
     "drift": "is of trainings, not of models",
-    "paper2": "trains a head of its own",
 }  # what no subject of the bench can be asked, by the probe that declares it
 
 
