@@ -283,7 +283,7 @@ def test_one_task_makes_no_table():
 
 def test_what_does_not_discriminate_comes_first(made, tmp_path):
     dull = replace(made, signatures=tuple(replace(one, word="no") if one.area else one for one in made.signatures))
-    record = calibrate.record(dull, calibrate.Found(dull), 0.0, "spec")
+    record = calibrate.record(calibrate.Found(dull), 0.0, "spec")
     record.save(tmp_path)
     html = page([Record.load(tmp_path)])
     first = html.index("does not tell models that infer")
@@ -360,7 +360,7 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
 
 
 def test_the_page_and_json_say_it(made):
-    record = calibrate.record(made, calibrate.Found(made), 0.0, "spec")
+    record = calibrate.record(calibrate.Found(made), 0.0, "spec")
     rows = table([record])
     assert all("calibration" in row for row in rows)
     assert 'class="calibration"' in page([record])

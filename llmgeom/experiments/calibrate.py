@@ -29,6 +29,7 @@ from llmgeom.store import digest
 NEGATIVES: tuple[Kind, ...] = ("no inference", "untrained", "position only", "bag of values", "stopped")
 SMALLEST = 0.75  # an area under which a number is said not to tell kinds apart
 LEAST_KL = 1e-6  # bits, below which float32 does not tell models apart
+DULL = "does not tell models that infer from models trained as long that do not"
 WORDS: dict[str, Verdict] = {"yes": "above null", "no": "not above null", "reversed": "below null",
                              "undecided": "undecided"}  # fmt: skip
 ELSEWHERE = {
@@ -227,7 +228,7 @@ class Found:
     @property
     def dull(self) -> list[str]:
         """The signatures that do not tell trained from trained without inference."""
-        return [f"{one.probe}: {one.name}" for one in self.table.signatures if one.word in ("no", "reversed")]
+        return [_called(one) for one in self.table.signatures if one.word in ("no", "reversed")]
 
     def lines(self) -> list[str]:
         """What does not discriminate, then the table."""
@@ -235,12 +236,10 @@ class Found:
         head = ("AUC", "95 %", "tells", "untrained", "position", "bag", "false +", "at most", "verdict +", "PASS etc.",
                 "nearness")  # fmt: skip
         rows = [_row(one) for one in self.table.signatures if one.area is not None]
-        left = [f"{one.probe}{': ' * bool(one.name)}{one.name}: {one.word}" for one in self.table.signatures
-                if one.area is None]  # fmt: skip
         subjects = ", ".join(f"{n} {kind}" for kind, n in about["subjects"].items())
         return [
             f"{subjects}; {len(about['tasks'])} tasks; {about['cpu_minutes']} CPU minutes",
-            *map(visible, ["does not tell models that infer from models trained as long that do not:", *self.dull]),
+            *map(visible, [f"{DULL}:", *self.dull]),
             *map(visible, grid("headline", head, rows)),
             "",
             "AUC: trained to the posterior against trained without inference; untrained, position only, bag of values: "
@@ -248,8 +247,16 @@ class Found:
             "false +: odd-seed models without inference above the threshold of even seeds, and its upper 97.5 % bound",
             "verdict +: models without inference of which the verdict says it is there; PASS etc.: of trained ones",
             "nearness: rank correlation with -log KL to the posterior among trained and stopped models",
-            *map(visible, left),
+            *map(visible, _left_out(self.table)),
         ]
+
+
+def _called(one: Signature) -> str:
+    return f"{one.probe}: {one.name}" if one.name else one.probe
+
+
+def _left_out(table: Calibration) -> tuple[str, ...]:
+    return tuple(f"{_called(one)}: {one.word}" for one in table.signatures if one.area is None)
 
 
 def _row(one: Signature) -> tuple[str, ...]:
@@ -264,7 +271,7 @@ def _row(one: Signature) -> tuple[str, ...]:
     odd = numbers["false_positives"].get("no inference")
     near = numbers["nearness"]
     return (
-        f"{one.probe}: {one.name}",
+        _called(one),
         f"{one.area:.2f}",
         f"{one.low:.2f} to {one.high:.2f}",
         one.word,
@@ -291,11 +298,9 @@ def measured(table: Calibration) -> Bench:
         ),
         found=np.array([[one["k"] / one["n"] for one in row] for row in shares]).reshape(len(rows), -1),
         headlines=tuple(map(_as_headline, rows)),
-        notes=tuple(
-            f"{one.probe}{': ' * bool(one.name)}{one.name}: {one.word}" for one in table.signatures if one.area is None
-        ),
+        notes=_left_out(table),
         ticks={
-            "headline": tuple(f"{one.probe}: {one.name}" for one in rows),
+            "headline": tuple(map(_called, rows)),
             "against": tuple(against),
             "kind": tuple(kinds),
         },
@@ -311,7 +316,7 @@ def _as_headline(one: Signature) -> Headline:
         "undecided": f"neither one half nor {SMALLEST} is excluded; more tasks would tell",
     }[one.word]
     return Headline(
-        name=f"{one.probe}: {one.name}",
+        name=_called(one),
         value=main["value"],
         unit="AUC",
         low=main["low"],
@@ -339,26 +344,23 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     started = time.time()
     spec = digest({name: asdict(run) for name, run in bench(asked.quick).items()})
     out = Path(asked.out) if asked.out else Path("runs") / f"calibrate-{spec[:8]}"
-    given = readings(out, asked.quick, progress)
-    table = calibration(given)
-    found = Found(table)
-    text = json.dumps(table.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    found = Found(calibration(readings(out, asked.quick, progress)))
+    text = json.dumps(found.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(out / "calibration.json", text.encode())
-    keep(record(table, found, started, spec), out)
+    keep(record(found, started, spec), out)
     return out, found
 
 
-def record(table: Calibration, found: Found, started: float, spec: str) -> Record:
+def record(found: Found, started: float, spec: str) -> Record:
     """The table as a record; what does not discriminate is its first warning."""
-    about = table.bench
-    dull = f"does not tell models that infer from models trained as long that do not: {'; '.join(found.dull)}"
+    about = found.table.bench
     return Record(
-        results={"calibration": measured(table).lowered()},
+        results={"calibration": measured(found.table).lowered()},
         unmeasured={},
         prompts={name: () for name in ("tags", "domain", "template", "text", "entropy", "tokens")},
         subject={"name": f"{sum(about['subjects'].values())} small models"},
         source={"kind": "bench", "name": f"{len(about['tasks'])} tasks", **about},
         facts={"spec": spec, "claims_hash": about["claims_hash"], "versions": versions(), "cells": len(CELLS)},
-        warnings=(dull,) if found.dull else (),
+        warnings=(f"{DULL}: {'; '.join(found.dull)}",) if found.dull else (),
         run=took(started),
     )

@@ -159,7 +159,7 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
     return found
 
 
-def reading(folder: str | Path, n: int, seed: int, nulls: int = NULLS) -> dict[str, Any]:
+def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     """What a model in a tunnel's folder is, and every headline of what can be measured of it on n sequences:
     `llmgeom scan` with all probes, `swap`, `ablate --heads` and `--blocks`, and `grade`."""
     subject = Subject.load(str(folder))
@@ -167,7 +167,7 @@ def reading(folder: str | Path, n: int, seed: int, nulls: int = NULLS) -> dict[s
     task = told.asked(None, str(folder))
     split = graded_on(task)
     whole = task.sample(n, seed, split)
-    common: dict[str, Any] = {"seed": seed, "nulls": nulls}
+    common: dict[str, Any] = {"seed": seed, "nulls": NULLS}
     every: dict[str, Callable[[], Record]] = {
         "scan": lambda: scan(
             subject, task.cut(n, seed, split), probes.known(probes.names()), samples={WHOLE: whole}, **common
