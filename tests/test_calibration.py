@@ -244,6 +244,16 @@ def test_what_follows_inference_is_told_from_what_does_not(made):
     assert (made.width, made.depth, made.n) == ((8, 8), (1, 1), (100, 100))
 
 
+def test_a_kind_of_which_a_headline_has_no_verdict_is_not_shown_as_one_of_none(made):
+    shown = calibrate.measured(made)
+    assert shown.ticks["kind"] == ("trained", "untrained", "no inference") and shown.found[0].tolist() == [1, 0, 0]
+    one, *others = (row for row in made.signatures if row.area is not None)
+    verdict = {kind: of for kind, of in one.numbers["verdict"].items() if kind != "untrained"}
+    lacking = replace(one, numbers={**one.numbers, "verdict": verdict})
+    shown = calibrate.measured(replace(made, signatures=(lacking, *others)))
+    assert shown.ticks["kind"] == ("trained", "no inference") and shown.found[0].tolist() == [1, 0]
+
+
 def test_every_probe_has_a_row(made):
     from llmgeom import probes
 

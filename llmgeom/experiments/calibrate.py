@@ -17,6 +17,7 @@ from llmgeom import __version__, claims, probes
 from llmgeom.calibration import Calibration, Signature, null_units
 from llmgeom.discrimination import Area, area, rank_correlation, rate, threshold, told_apart
 from llmgeom.errors import Refused
+from llmgeom.experiments.request import keep
 from llmgeom.experiments.subjects import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -35,7 +36,6 @@ ELSEWHERE = {
     "ablation_pc1": "edits values at the end of prompts",
     "ablation_ridge": "edits values at the end of prompts",
     "drift": "is of trainings, not of models",
-    "paper2": "trains a head of its own",
 }  # what no subject of the bench can be asked, by the probe that declares it
 
 
@@ -80,6 +80,12 @@ class Told:
     def __getitem__(self, kept: np.ndarray) -> Told:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return Told(**{key: value if key == "units" else value[kept] for key, value in fields.items()})
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The scores' 5 % and 95 % points."""
+        low, high = np.quantile(self.score, (0.05, 0.95)).tolist()
+        return low, high
 
     def against(self, kind: Kind) -> Area | None:
         """Models trained to the posterior against models of a kind, within cells, tasks as clusters."""
@@ -160,9 +166,9 @@ def _signature(probe: str, name: str, told: Told, word: str | None, given: Seque
                 numbers["false_positives"][kind] = asdict(rate(these.score > mark, these.task))
     numbers["power"] = {}
     for n in sorted({one["n"] for one in given}):
-        these = Told.of(probe, name, [one for one in given if one["n"] == n and one["kind"] == "trained"])
-        if these:
-            numbers["power"][str(n)] = asdict(rate(these.found, these.task))
+        reached = Told.of(probe, name, [one for one in given if one["n"] == n and one["kind"] == "trained"])
+        if reached:
+            numbers["power"][str(n)] = asdict(rate(reached.found, reached.task))
     learnt = told[np.isin(told.kind, ["trained", "stopped"])]
     follows = rank_correlation(learnt.score, -np.log(np.maximum(learnt.kl, LEAST_KL)), learnt.cell, learnt.task)
     numbers["nearness"] = asdict(follows) if follows else None
@@ -170,8 +176,8 @@ def _signature(probe: str, name: str, told: Told, word: str | None, given: Seque
     if main is None:
         kinds = {kind: int((told.kind == kind).sum()) for kind in ("trained", "no inference")}
         return Signature(probe, name, f"too few tasks where both kinds give it ({kinds})", numbers=numbers)
-    spans = [tuple(np.quantile(t.score, (0.05, 0.95)).tolist()) if told.units else None for t in (trained, idle)]
-    return Signature(probe, name, str(word), main.value, main.low, main.high, *spans, numbers=numbers)
+    spans = {"trained": trained.ends, "idle": idle.ends} if told.units else {}
+    return Signature(probe, name, str(word), main.value, main.low, main.high, **spans, numbers=numbers)
 
 
 # ---- what people see -------------------------------------------------------------------------------------------------
@@ -276,13 +282,14 @@ def _row(one: Signature) -> tuple[str, ...]:
 def measured(table: Calibration) -> Bench:
     """The table as a section of a page."""
     rows = [one for one in table.signatures if one.area is not None]
-    kinds = [kind for kind in KINDS if any(kind in one.numbers["verdict"] for one in rows)]
+    kinds = [kind for kind in KINDS if all(kind in one.numbers["verdict"] for one in rows)]
+    shares = [[one.numbers["verdict"][kind] for kind in kinds] for one in rows]
     against = [kind for kind in NEGATIVES if all(kind in one.numbers["areas"] for one in rows)]
     return Bench(
         auc=np.array([[one.numbers["areas"][kind]["value"] for kind in against] for one in rows]).reshape(
             len(rows), -1
         ),
-        found=np.array([[_share(one, kind) for kind in kinds] for one in rows]).reshape(len(rows), -1),
+        found=np.array([[one["k"] / one["n"] for one in row] for row in shares]).reshape(len(rows), -1),
         headlines=tuple(map(_as_headline, rows)),
         notes=tuple(
             f"{one.probe}{': ' * bool(one.name)}{one.name}: {one.word}" for one in table.signatures if one.area is None
@@ -295,11 +302,6 @@ def measured(table: Calibration) -> Bench:
     )
 
 
-def _share(one: Signature, kind: str) -> float:
-    found = one.numbers["verdict"].get(kind)
-    return found["k"] / found["n"] if found else 0.0
-
-
 def _as_headline(one: Signature) -> Headline:
     main = one.numbers["areas"]["no inference"]
     why = {
@@ -310,10 +312,10 @@ def _as_headline(one: Signature) -> Headline:
     }[one.word]
     return Headline(
         name=f"{one.probe}: {one.name}",
-        value=one.area,
+        value=main["value"],
         unit="AUC",
-        low=one.low,
-        high=one.high,
+        low=main["low"],
+        high=main["high"],
         method="Student's t over tasks, on the logit, 95 %",
         null_low=0.5,
         null_high=0.5,
@@ -342,10 +344,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     found = Found(table)
     text = json.dumps(table.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(out / "calibration.json", text.encode())
-    record(table, found, started, spec).save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([Record.load(out)]).encode())
+    keep(record(table, found, started, spec), out)
     return out, found
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from llmgeom import claims, hub
 from llmgeom.errors import Refused
 from llmgeom.experiments.drifts import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, less_p, mean_log, settled
-from llmgeom.experiments.primitives import interval as student
+from llmgeom.horizon import spans
 from llmgeom.result import Figure, Headline, Measured, Quantity
 from llmgeom.routing import Signals
 from llmgeom.stats import Interval
@@ -147,8 +147,7 @@ class Section:
         interval, band = f"{name}_interval" * (len(own) > 1), f"{name}_null" * (len(null) > 0)
         self._add(name, "step", unit, meaning, own.mean(0), Figure("curve", band=band, interval=interval))
         if interval:
-            ends = np.array([student(column) for column in own.T])
-            self._add(interval, "step bound", unit, "95 % interval over training seeds", ends)
+            self._add(interval, "step bound", unit, "95 % interval over training seeds", spans(own.T))
         if band:
             ends = np.stack([null.min(0), null.max(0)], 1)
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)

@@ -28,11 +28,11 @@ SPANNED = ("math", MIXED)
 PAIRS = 200
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 Rows = Sequence[Mapping[str, str]]
-PARTS = {
-    "held-out": {"pairs": Part.HELD_OUT, "carriers": Part.TRAINED, "leads": Part.TRAINED},
-    "held-out, nouns too": {"pairs": Part.HELD_OUT, "carriers": Part.HELD_OUT, "leads": Part.TRAINED},
-    "held-out, lead-in too": {"pairs": Part.HELD_OUT, "carriers": Part.HELD_OUT, "leads": Part.HELD_OUT},
-    "trained": {"pairs": Part.TRAINED, "carriers": Part.TRAINED, "leads": Part.TRAINED},
+PARTS = {  # of pairs, carriers and leads
+    "held-out": (Part.HELD_OUT, Part.TRAINED, Part.TRAINED),
+    "held-out, nouns too": (Part.HELD_OUT, Part.HELD_OUT, Part.TRAINED),
+    "held-out, lead-in too": (Part.HELD_OUT, Part.HELD_OUT, Part.HELD_OUT),
+    "trained": (Part.TRAINED, Part.TRAINED, Part.TRAINED),
 }
 
 
@@ -203,11 +203,11 @@ def evidence(subject: Subject, each: int, seed: int = 0, sets: Collection[str] =
 
 
 def _graded(subject: Subject, name: str, which: str, each: int, seed: int) -> dict[str, Any]:
-    source = nonce.Evidence(name, **PARTS[which])
+    source = nonce.Evidence(name, *PARTS[which])
     pairs = len(nonce.pairs(source.pairs))
     batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), seed)
     model, mass = answers(subject, batch)
-    exact, k = batch.posterior.predictive[:, -1].numpy(), np.array(batch.columns["k"])
+    exact, k = batch.exact.predictive[:, -1].numpy(), np.array(batch.columns["k"])
     unit = np.array(batch.columns["pair"])
 
     def measured(rows: np.ndarray) -> dict[str, float | int]:

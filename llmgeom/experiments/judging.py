@@ -14,7 +14,7 @@ from llmgeom import claims
 from llmgeom.errors import Refused
 from llmgeom.experiments.papers import Check, Entry
 from llmgeom.result import Headline, Measured
-from llmgeom.stats import Interval, Scale, equivalence_p, needed_n_mean
+from llmgeom.stats import Draws, Interval, Scale, equivalence_p, needed_n_mean
 
 NONE = "the number in the claim"  # is all that a value without a null is held against
 SURE = 1e-12  # the least standard error, where numbers are exactly equal
@@ -60,7 +60,7 @@ class Bench:
 
 
 def over_seeds(
-    values: Sequence[float],
+    values: Draws,
     unit: str,
     scale: Scale = "identity",
     null: tuple[str, float] | None = None,

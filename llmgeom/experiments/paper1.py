@@ -19,7 +19,7 @@ from llmgeom.experiments import parts
 from llmgeom.experiments.grades import grade, graded_on
 from llmgeom.experiments.judging import Bench, combined, over_seeds
 from llmgeom.experiments.papers import Check
-from llmgeom.experiments.primitives import PARAMETERS, PRIMITIVES, near
+from llmgeom.experiments.primitives import PARAMETERS, PRIMITIVES, at_posterior
 from llmgeom.experiments.replacing import Kind
 from llmgeom.experiments.sweep import seeded
 from llmgeom.information import bits, entropy
@@ -196,7 +196,7 @@ def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: s
 def reached(bench: Tunnels, test: Check, task: str, arch: str) -> Headline:
     """Of accumulation, transport and binding, how many a training reaches: KL and skill by Paper I's standard."""
     each = [[bench.numbers[name] for name in bench.seeds(one, arch)] for one in TOLD]
-    many = [sum(map(near, cells)) for cells in zip(*each, strict=False)]
+    many = [sum(map(at_posterior, cells)) for cells in zip(*each, strict=False)]
     made = over_seeds(many, test.unit, test.scale, ("a model that infers nothing", 0.0))
     if len(set(many)) > 1:
         return made

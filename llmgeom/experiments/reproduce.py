@@ -16,9 +16,9 @@ from llmgeom.errors import Refused
 from llmgeom.experiments import judging
 from llmgeom.experiments.judging import Bench, Judged
 from llmgeom.experiments.papers import PAPERS, Check, Entry, Size, table
-from llmgeom.experiments.request import check_folder
+from llmgeom.experiments.request import check_folder, keep
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Measured
 from llmgeom.scan import took, versions
@@ -163,10 +163,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         warnings=(*["quick: a fraction of the budget, and fewer entries"] * asked.quick, *dict.fromkeys(warnings)),
         run=took(started),
     )
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    keep(record, out)
     return out, found
 
 

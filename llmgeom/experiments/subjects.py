@@ -13,7 +13,7 @@ from llmgeom import claims, probes, wind_tunnels
 from llmgeom.errors import Refused
 from llmgeom.experiments import grading, parts, swap
 from llmgeom.experiments.grades import graded_on
-from llmgeom.experiments.primitives import REACHED_KL, REACHED_SKILL, near
+from llmgeom.experiments.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.experiments.sweep import spread
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -148,7 +148,7 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
     seed = 1000 + 100 * run.training.seed  # far from the seeds of the weights, so that no twin is a subject
     found = reading(folder / "snapshots" / f"step{step}", n, seed)
     found |= {
-        "kind": kind if kind != "trained" or near(found) else "stopped",
+        "kind": kind if kind != "trained" or at_posterior(found) else "stopped",
         "cell": run.cell,
         "task": run.training.task,
         "seed": run.training.seed,

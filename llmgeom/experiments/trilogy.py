@@ -95,8 +95,6 @@ def find(records: Mapping[str, Record], record: str, probe: str, name: str) -> t
 
 def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, section: Measured) -> None:
     """A record of one section beside the runs it is taken from, and its page."""
-    from llmgeom.reports import page
-
     first = records[MIXED]
     record = Record(
         results={name: section},
@@ -108,5 +106,4 @@ def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, se
         warnings=tuple(dict.fromkeys(warning for one in records.values() for warning in one.warnings)),
         run=first.run,
     )
-    record.save(out)
-    write_whole(out / "report.html", page([record]).encode())
+    request.keep(record, out)
