@@ -485,34 +485,18 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     else:
         pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
         batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
-    facts = {"spec": spec, "command": command}
+    examined = partial(examine, directions=directions, mode=mode, layers=layers, controls=asked.controls)
     if kind:
-        record = parts.examine(
-            subject,
-            batch,
-            kind,
-            task=task,
-            also=[replace(asked, model=one, revision=None).load() for one in asked.also],
-            positions=positions,
-            nulls=asked.nulls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
-            progress=progress,
-            facts=facts,
-        )
-    else:
-        record = examine(
-            subject,
-            batch,
-            directions=directions,
-            mode=mode,
-            layers=layers,
-            positions=positions,
-            controls=asked.controls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
-            progress=progress,
-            facts=facts,
-        )
+        also = [replace(asked, model=one, revision=None).load() for one in asked.also]
+        examined = partial(parts.examine, kind=kind, task=task, also=also, nulls=asked.nulls)
+    record = examined(
+        subject,
+        batch,
+        positions=positions,
+        seed=asked.seed,
+        batch_tokens=asked.batch_tokens,
+        progress=progress,
+        facts={"spec": spec, "command": command},
+    )
     request.keep(record, out)
     return out, record
