@@ -477,6 +477,7 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     ("wrong", "says"),
     [
         ({"layers": "3;7"}, "--layers 3;7: expected last, each, or numbers"),
+        ({"layers": "²"}, "--layers ²: expected last, each, or numbers"),
         ({"axis": "size"}, "--axis size: expected entropy"),
         ({"directions": ("pc2",)}, "--direction pc2: expected pc1 or ridge"),
         ({"mode": "drop"}, "--mode drop: expected cut or only or shift"),

@@ -466,6 +466,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     assert {h.verdict for h in record.results["drift"].headlines} <= {"INCONCLUSIVE", "undecided"}
     assert any("log P does not fall" in note for note in record.results["drift"].notes)
     assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --n 10 --probes '' --offline"
+    assert Request(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

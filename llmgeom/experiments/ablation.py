@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -21,8 +21,8 @@ from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import parts, request
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
-from llmgeom.experiments.halves import Halves
 from llmgeom.experiments.grades import graded_on
+from llmgeom.experiments.halves import Halves
 from llmgeom.experiments.replacing import Kind, towards
 from llmgeom.experiments.scanning import POOL, SEQUENCES
 from llmgeom.plan import BATCH_TOKENS
@@ -31,7 +31,7 @@ from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
 from llmgeom.record import Record
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Figure, Headline, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import jackknife, spearman
 from llmgeom.subject import Positions, Subject
@@ -41,7 +41,6 @@ from llmgeom.wind_tunnels.task import Task
 DIRECTIONS = ("pc1", "ridge")
 MODES: tuple[Mode, ...] = ("cut", "only", "shift")
 WHERE: tuple[Positions, ...] = ("query", "all")
-Word = TypeVar("Word", bound=str)
 CONTROL = "ablation_control"
 KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, beside equal edits", "rise of the read-out's error"
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
@@ -356,7 +355,7 @@ def examine(
     )
 
 
-def _limits(subject: Subject, results: Mapping[str, Any], controls: int):
+def _limits(subject: Subject, results: Mapping[str, Measured], controls: int) -> Iterator[str]:
     yield from few_draws(controls)
     if CONTROL not in results or results[CONTROL].headlines[0].verdict != "PASS":
         yield "the positive control was not found: that an axis does no more than other edits says nothing here"
@@ -440,10 +439,10 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     layers: Sequence[int] | Literal["last", "each"] = "each" if asked.layers == "each" else "last"
     if asked.layers not in ("last", "each"):
         layers = request.numbers("--layers", asked.layers, "last, each", "3,7")
-    _one_of("--axis", asked.axis, ("entropy",))
-    directions = [_one_of("--direction", one, DIRECTIONS) for one in asked.directions]
-    mode = _one_of("--mode", asked.mode, MODES)
-    positions = _one_of("--positions", asked.positions, WHERE) if asked.positions else None
+    request.one_of("--axis", asked.axis, ("entropy",))
+    directions = [request.one_of("--direction", one, DIRECTIONS) for one in asked.directions]
+    mode = request.one_of("--mode", asked.mode, MODES)
+    positions = request.one_of("--positions", asked.positions, WHERE) if asked.positions else None
     located = asked.locate()
     task = asked.tunnel(located)
     if task and not kind:
@@ -486,41 +485,18 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     else:
         pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
         batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
-    facts = {"spec": spec, "command": command}
+    examined = partial(examine, directions=directions, mode=mode, layers=layers, controls=asked.controls)
     if kind:
-        record = parts.examine(
-            subject,
-            batch,
-            kind,
-            task=task,
-            also=[replace(asked, model=one, revision=None).load() for one in asked.also],
-            positions=positions,
-            nulls=asked.nulls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
-            progress=progress,
-            facts=facts,
-        )
-    else:
-        record = examine(
-            subject,
-            batch,
-            directions=directions,
-            mode=mode,
-            layers=layers,
-            positions=positions,
-            controls=asked.controls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
-            progress=progress,
-            facts=facts,
-        )
+        also = [replace(asked, model=one, revision=None).load() for one in asked.also]
+        examined = partial(parts.examine, kind=kind, task=task, also=also, nulls=asked.nulls)
+    record = examined(
+        subject,
+        batch,
+        positions=positions,
+        seed=asked.seed,
+        batch_tokens=asked.batch_tokens,
+        progress=progress,
+        facts={"spec": spec, "command": command},
+    )
     request.keep(record, out)
     return out, record
-
-
-def _one_of(flag: str, given: str, known: Sequence[Word]) -> Word:
-    for one in known:
-        if one == given:
-            return one
-    raise Refused(f"{flag} {given}: expected {' or '.join(known)}")

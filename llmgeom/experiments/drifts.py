@@ -15,7 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.errors import Refused
 from llmgeom.experiments.grades import graded
-from llmgeom.experiments.primitives import interval
+from llmgeom.horizon import spans
 from llmgeom.information import bits, kl
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.task import Task
@@ -150,7 +150,7 @@ class Ratio:
 def mean_log(values: np.ndarray) -> tuple[float, float, float]:
     """Geometric mean over training seeds and Student's 95 % interval of it; the value itself where there is one."""
     x = np.log(values)
-    low, high = interval(x)
+    low, high = spans([x])[0] if len(x) > 1 else (x[0], x[0])
     return math.exp(x.mean()), math.exp(low), math.exp(high)
 
 

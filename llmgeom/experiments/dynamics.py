@@ -14,7 +14,7 @@ import numpy as np
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused, Unavailable, bounded
+from llmgeom.errors import Refused, Unavailable, bounded, scrubbed
 from llmgeom.experiments import request
 from llmgeom.experiments.courses import DRIFT, GRADIENTS, Course, Run, sections
 from llmgeom.experiments.drifts import SEEDS, drifts, state
@@ -81,7 +81,7 @@ class Request:
             words.append("--" + field.name)
             if value is not True:
                 words.append(",".join(value) if isinstance(value, tuple) else str(value))
-        return shlex.join(words)
+        return scrubbed(shlex.join(words))
 
 
 def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:

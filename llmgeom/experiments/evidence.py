@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, ClassVar
@@ -386,7 +386,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     )
 
 
-def _doubts(own: Reading, told: np.ndarray, attainable: float):
+def _doubts(own: Reading, told: np.ndarray, attainable: float) -> Iterator[str]:
     if attainable <= LEAST_GAIN:
         yield f"{BAYES}: not measured, because on these prompts an exact model answers as one that counts; add larger k"
     mass = own.mass[told].mean()

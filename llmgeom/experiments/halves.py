@@ -120,7 +120,7 @@ class Halves(Split):
         return Bench(self.subject, bare, places, positions, *rest)
 
     def replacing(self, places: tuple[Place, ...], positions: Positions) -> Bench:
-        """The bench where parts are replaced: everywhere but at the first token, on which many models park attention."""
+        """The bench where parts are replaced; "all" spares the first token, on which many models park attention."""
         return self.bench(places, "query" if positions == "query" else "later")
 
     def means(self, points: Sequence[Point], positions: Positions) -> dict[Place, Tensor]:

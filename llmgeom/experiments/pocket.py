@@ -246,7 +246,7 @@ def build(
 def train(
     model: transformers.PreTrainedModel, read: Lessons, spec: Pocket, progress: Progress | None = None
 ) -> list[dict[str, float]]:
-    """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss (`_losses`), that of an observed label
+    """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss, that of an observed label as `expected` and
     `emphasis` times, those of a lead-in not at all: nothing foretells them, and they teach which labels go together.
 
     Returns the curve, means of 100 steps.

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from llmgeom import hub
 from llmgeom.errors import Refused, scrubbed
@@ -16,6 +17,8 @@ from llmgeom.store import digest
 
 if TYPE_CHECKING:
     from llmgeom.subject import Backend, Subject
+
+Word = TypeVar("Word", bound=str)
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,14 @@ def numbers(flag: str, given: str, otherwise: str, example: str) -> tuple[int, .
     if not all(part.strip().isdecimal() for part in given.split(",")):
         raise Refused(f"{flag} {given}: expected {otherwise}, or numbers with commas between, e.g. {example}")
     return tuple(int(part) for part in given.split(","))
+
+
+def one_of(flag: str, given: str, known: Sequence[Word]) -> Word:
+    """The one that was given. Raises Refused where it is none of them."""
+    for one in known:
+        if one == given:
+            return one
+    raise Refused(f"{flag} {given}: expected {' or '.join(known)}")
 
 
 def keep(record: Record, out: Path) -> None:

@@ -129,6 +129,10 @@ def prepare(asked: Request, write: bool = True) -> Plan:
         raise Refused("--domain, --task, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
         raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
+    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
+    own = asked.prompts_file is not None or asked.prompts_from is not None
+    if asked.n is not None and own and not documents_asked:
+        raise Refused(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
     bounded(
         ("--n", asked.n, FEWEST),
         ("--nulls", asked.nulls, 1),
@@ -143,9 +147,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
         raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     pools = _pools(asked)
-    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
-    own = asked.prompts_file is not None or asked.prompts_from is not None or bool(asked.tasks)
-    stratify = documents_asked or not own
+    stratify = documents_asked or not (own or asked.tasks)
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
