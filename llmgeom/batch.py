@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from llmgeom.errors import Unavailable
+
 if TYPE_CHECKING:
     from jaxtyping import Int
     from torch import Tensor
+
+NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
 
 
 @dataclass(frozen=True)
@@ -135,6 +139,13 @@ class Batch:
         if isinstance(self.inputs, Text):
             raise TypeError(f"the inputs of {dict(self.source)!r} are Text; Subject.tokens makes tokens of them")
         return self.inputs
+
+    @property
+    def exact(self) -> Posterior:
+        """The exact answer. Raises Unavailable where there is none."""
+        if self.posterior is None:
+            raise Unavailable(NO_EXACT)
+        return self.posterior
 
     def take(self, index: Iterable[Any]) -> Batch:
         """The batch restricted to `index` (a sequence of ints), in that order."""

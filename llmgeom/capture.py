@@ -60,8 +60,6 @@ OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
 # What only a model with attention has.
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
 
-NO_EXACT = "these prompts have no exact answer; it takes a wind tunnel (--task)"
-
 Key = tuple[Site, int]  # layer -1 for sites that have no layer
 T = TypeVar("T")
 
@@ -163,9 +161,7 @@ class Capture:
 
         Raises Unavailable where the batch has none.
         """
-        if self.batch.posterior is None:
-            raise Unavailable(NO_EXACT)
-        return self.batch.posterior.flat
+        return self.batch.exact.flat
 
     def layers(self, site: Site) -> Layers[Tensor]:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import numpy as np
 from jaxtyping import Float
@@ -117,7 +117,7 @@ def mean(rows: np.ndarray) -> float:
     return float(rows.mean())
 
 
-def spans(columns: Sequence[np.ndarray]) -> np.ndarray:
+def spans(columns: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
     """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
     from scipy.stats import t
 
@@ -130,8 +130,17 @@ def numbered(first: int, last: int) -> dict[str, tuple]:
     return {"query": tuple(range(first, last + 1))}
 
 
-def curves(kl: np.ndarray, twins: Sequence[np.ndarray], trivial: np.ndarray) -> dict[str, np.ndarray]:
-    """The fields of `Curves`, from [sequence query] bits."""
+class Fields(TypedDict):
+    """Those of `Curves`."""
+
+    kl: np.ndarray
+    kl_interval: np.ndarray
+    kl_null: np.ndarray
+    kl_trivial: np.ndarray
+
+
+def curves(kl: np.ndarray, twins: Sequence[np.ndarray], trivial: np.ndarray) -> Fields:
+    """From [sequence query] bits."""
     return {
         "kl": kl.mean(0),
         "kl_interval": spans(kl.T),

@@ -13,6 +13,17 @@ class Progress(Protocol):
         """note: what changes while the stage goes on."""
 
 
+def named(progress: Progress | None, name: str) -> Progress | None:
+    """The same for one of several runs: its stages are called `NAME: STAGE`."""
+    if progress is None:
+        return None
+
+    def told(stage: str, done: int, total: int, note: str = "", /) -> None:
+        progress(f"{name}: {stage}", done, total, note)
+
+    return told
+
+
 @contextmanager
 def bar(silent: bool = False) -> Iterator[Progress | None]:
     """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None where silent."""

@@ -16,8 +16,8 @@ import transformers
 from torch import Tensor
 
 from llmgeom import __version__, claims, fingerprint
-from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.capture import NO_EXACT, Capture, Site
+from llmgeom.batch import NO_EXACT, Batch, Rows, Text, Tokens
+from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import numpy as np
 import torch
@@ -55,7 +55,7 @@ class Subject:
     # ---- one way in -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def of(cls, model: Any, tokenizer: Any = None, name: str = "model", **facts: Any) -> Subject:
+    def of(cls, model: Any, tokenizer: Any = None, name: str = "model", **facts: Any) -> Self:
         """A subject from a transformers causal LM in memory; it is put in eval mode.
 
         Raises UnsupportedModel where its attention cannot be read.

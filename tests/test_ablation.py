@@ -388,7 +388,7 @@ def test_every_layer_draws_its_own_controls(llama):
 def test_the_positive_control_cuts_what_differs_from_the_mean(llama):
     bench, axis = bench_of(llama), axis_of(llama)
     d = torch.nn.functional.normalize(torch.randn(len(HELD), len(axis.u), dtype=torch.float64), dim=1)
-    found = measure_found(bench, axis, 3 * d, 5, 0, None)
+    found = measure_found(bench, LAYER, axis, 3 * d, 5, 0, None)
 
     def cut(x, prompt):
         return torch.stack([-((one - axis.mean) @ d[p]) * d[p] for one, p in zip(x, prompt, strict=True)])
@@ -477,6 +477,7 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     ("wrong", "says"),
     [
         ({"layers": "3;7"}, "--layers 3;7: expected last, each, or numbers"),
+        ({"layers": "²"}, "--layers ²: expected last, each, or numbers"),
         ({"axis": "size"}, "--axis size: expected entropy"),
         ({"directions": ("pc2",)}, "--direction pc2: expected pc1 or ridge"),
         ({"mode": "drop"}, "--mode drop: expected cut or only or shift"),

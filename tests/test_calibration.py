@@ -244,6 +244,16 @@ def test_what_follows_inference_is_told_from_what_does_not(made):
     assert (made.width, made.depth, made.n) == ((8, 8), (1, 1), (100, 100))
 
 
+def test_a_kind_of_which_a_headline_has_no_verdict_is_not_shown_as_one_of_none(made):
+    shown = calibrate.measured(made)
+    assert shown.ticks["kind"] == ("trained", "untrained", "no inference") and shown.found[0].tolist() == [1, 0, 0]
+    one, *others = (row for row in made.signatures if row.area is not None)
+    verdict = {kind: of for kind, of in one.numbers["verdict"].items() if kind != "untrained"}
+    lacking = replace(one, numbers={**one.numbers, "verdict": verdict})
+    shown = calibrate.measured(replace(made, signatures=(lacking, *others)))
+    assert shown.ticks["kind"] == ("trained", "no inference") and shown.found[0].tolist() == [1, 0]
+
+
 def test_every_probe_has_a_row(made):
     from llmgeom import probes
 
@@ -273,7 +283,7 @@ def test_one_task_makes_no_table():
 
 def test_what_does_not_discriminate_comes_first(made, tmp_path):
     dull = replace(made, signatures=tuple(replace(one, word="no") if one.area else one for one in made.signatures))
-    record = calibrate.record(dull, calibrate.Found(dull), 0.0, "spec")
+    record = calibrate.record(calibrate.Found(dull), 0.0, "spec")
     record.save(tmp_path)
     html = page([Record.load(tmp_path)])
     first = html.index("does not tell models that infer")
@@ -350,7 +360,7 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
 
 
 def test_the_page_and_json_say_it(made):
-    record = calibrate.record(made, calibrate.Found(made), 0.0, "spec")
+    record = calibrate.record(calibrate.Found(made), 0.0, "spec")
     rows = table([record])
     assert all("calibration" in row for row in rows)
     assert 'class="calibration"' in page([record])

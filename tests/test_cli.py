@@ -167,6 +167,13 @@ def test_a_prompt_longer_than_the_model_reads_is_refused_with_both_numbers(tmp_p
     assert "prompt 12 has" in result.stderr and "reads at most" in result.stderr
 
 
+def test_a_number_of_prompts_is_asked_of_a_source_that_draws_them(tmp_path):
+    path = tmp_path / "mine.txt"
+    path.write_text("\n".join(f"The number {i} is" for i in range(14)))
+    result = call("scan", "--prompts", str(path), "--n", "12", "--out", str(tmp_path / "x"), "--quiet")
+    assert result.exit_code == 1 and "--n 12: prompts of your own are taken as they are; --limit 12" in result.stderr
+
+
 def test_prompts_come_from_standard_input(tmp_path):
     text = "\n".join(f"The number {i} follows the number" for i in range(12))
     result = call("scan", "--prompts", "-", "--nulls", "1", "--quiet", "--out", str(tmp_path / "x"), text=text)

@@ -107,7 +107,7 @@ def test_identical_snapshots_have_not_drifted(runs):
     one = state(subject, task.sample(20, 0, "held-out"), task)
     found = drifts([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
-    (drift,) = sections([Course(Run("a", (0, 1, 2), (), TASK), found)], gradients=False).values()
+    (drift,) = sections([Course(Run("a", (0, 1, 2), (), TASK), found)]).values()
     assert not drift.headlines  # precision ends where it began, and nothing else moves
     assert any("nothing to fall from" in note for note in drift.notes)
 
@@ -202,7 +202,7 @@ def course(seed: int, corrupt: float, frame: float, value: float, precision: flo
 
 def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Headline]:
     made = [course(s, 0.0, *own, noise) for s in range(seeds)] + [course(s, 1.0, *null, noise) for s in range(random)]
-    found = sections(made, gradients=True)
+    found = sections(made)
     return {h.name: h for measured in found.values() for h in measured.headlines}
 
 
@@ -225,7 +225,7 @@ def test_a_ratio_that_models_with_nothing_to_learn_have_too_does_not_pass():
 def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
     own = [course(s, 0.0, 60, 90, 120, 0.4) for s in range(5)]
     null = [course(s, 1.0, 80, 70, 20, 0.9) for s in range(5)]
-    found = {h.name: h for m in sections([*own, *null], gradients=True).values() for h in m.headlines}
+    found = {h.name: h for m in sections([*own, *null]).values() for h in m.headlines}
     for name, first, second, level in (
         ("frame over precision", "frame", "precision", 0.05),
         ("frame over values", "frame", "value", 0.05),
@@ -432,6 +432,13 @@ def test_a_model_without_attention_says_why_it_has_no_frame(tmp_path):
     assert "attention" in record.unmeasured["drift"] and "not measured, because" in (out / "report.html").read_text()
 
 
+def test_a_scan_has_no_frame_and_still_says_what_the_loss_asks_of_it(tmp_path):
+    made = train(replace(TINY, arch="mamba2"), tmp_path / "mamba2").out
+    _, record = perform(Request(runs=(str(made),), probes=(), n=12, out=str(tmp_path / "o")))
+    assert set(record.unmeasured) == {"drift"} and "attention" in record.unmeasured["drift"]
+    assert list(record.results) == ["gradients"] and record.results["gradients"].arrays["score_gradient"].max() == 1
+
+
 def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkeypatch):
     """Stand-ins for revisions: untrained, half-way between, trained. Precision is then KL(last || model)."""
     load = Subject.load.__func__
@@ -459,6 +466,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     assert {h.verdict for h in record.results["drift"].headlines} <= {"INCONCLUSIVE", "undecided"}
     assert any("log P does not fall" in note for note in record.results["drift"].notes)
     assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --n 10 --probes '' --offline"
+    assert Request(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -288,14 +289,35 @@ def test_out_is_a_place_that_is_made(run, tmp_path):
 def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
     from llmgeom import hub
 
-    monkeypatch.setattr(hub, "locate", lambda name: None)
+    cached = hub.Located("o/x", "o/x", "1" * 40, "cached", note="offline, as asked: the cached copy of main was used")
+    monkeypatch.setattr(hub, "locate", lambda name: cached)
     monkeypatch.setattr(doctor, "there", lambda package: package != "gguf")
     monkeypatch.setattr(doctor, "browser", lambda: None)
     found = [(mark, sentence) for mark, sentence in doctor.findings() if mark != "BAD"]
     assert ("note", "export RUN gguf: gguf is not installed; pip install 'llmgeom[gguf]'") in found
+    assert ("note", "hub models: offline, as asked: the cached copy of main was used") in found
     assert ("ok", "--backend tl: transformer_lens is installed") in found
     assert any(mark == "note" and "no Chromium" in sentence for mark, sentence in found)
     assert sum(any(extra.what in sentence for _, sentence in found) for extra in extras.EXTRAS.values()) == 7
+
+
+def test_doctor_asks_for_the_versions_that_the_package_asks_for(monkeypatch):
+    project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
+    asked = dict(one.split(">=") for one in project["dependencies"] if ">=" in one)
+    assert {name: asked[name] for name in doctor.NEEDED} == {k: "{}.{}".format(*v) for k, v in doctor.NEEDED.items()}
+    monkeypatch.setattr(doctor, "NEEDED", {"torch": (2, 11)})
+    for found, mark in (("2.11.0+cu128", "ok"), ("2.10.2", "BAD"), ("2.9rc12", "BAD"), ("3.0", "ok")):
+        monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name, found=found: found)
+        assert [m for m, said in islice(doctor.findings(), 2)][1] == mark
+
+
+def test_doctor_goes_on_where_torch_is_not_installed(monkeypatch):
+    monkeypatch.setattr(doctor.hub, "locate", lambda name: doctor.hub.Located(name, name, None, "hub"))
+    monkeypatch.setattr(doctor, "NEEDED", {"nowhere-to-be-had": (1, 0)})
+    monkeypatch.setattr(doctor, "there", lambda package: False)
+    monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not there: to import it is an ImportError
+    found = list(doctor.findings())
+    assert ("BAD", "nowhere-to-be-had is not installed; pip install nowhere-to-be-had") in found and len(found) > 5
 
 
 def test_every_remedy_names_an_extra_of_the_package():

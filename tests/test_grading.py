@@ -496,6 +496,11 @@ class Mean(Task):
         return torch.stack([inputs[..., 0].double().cumsum(1) / k, (1 + 1 / k).log().expand(len(inputs), 4)], -1)
 
 
+def test_real_answers_are_no_mixture_of_labels():
+    with pytest.raises(Refused, match="asks for real numbers, not outcomes"):
+        grade(of(Mean(), Mean().log_predictive), Mean(), 5, corrupt=0.3)
+
+
 def test_real_answers_are_graded_by_quadrature():
     task = Mean()
     shifted = of(task, lambda rows: (task.log_predictive(rows) + torch.tensor([0.4, -0.3])).float())

@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from scipy.stats import entropy, t
 
 from llmgeom import hub, wind_tunnels
-from llmgeom.capture import NO_EXACT, Capture, Site
+from llmgeom.batch import NO_EXACT
+from llmgeom.capture import Capture, Site
 from llmgeom.claims import judge
 from llmgeom.cli import main
 from llmgeom.errors import Refused

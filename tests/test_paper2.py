@@ -144,7 +144,7 @@ def test_budgets_are_equal():
             sum(n * rate for n, rate in zip(SIZES, rates, strict=True)) for rates in (equal(part, True), published)
         ]
         assert weighed[0] == pytest.approx(weighed[1])
-    assert schedules(1)[f"QK, {TEN}"] == (FAST, FAST, SLOW, SLOW) and schedules(1)[PLAIN] == (SLOW,) * 4
+    assert schedules()[f"QK, {TEN}"] == (FAST, FAST, SLOW, SLOW) and schedules()[PLAIN] == (SLOW,) * 4
     assert not set(SEEDS) & set(TUNING)
 
 
@@ -192,8 +192,25 @@ def test_closed_form_and_descent_take_turns_and_each_leaves_the_other_s_matrices
 def test_a_training_that_diverges_is_said_and_arrives_never():
     found = trained(Cell((1e30,) * 4, 1, 60, 5))
     assert not found["finite"] and found["losses"] == []
-    assert paper2._reached(found, 2.0, 5) == 6
+    assert paper2._reached(found, 2.0, 5) == 6 and paper2._fresh(found) == math.inf
     assert paper2._reached({"losses": [2.1, 2.0, 1.9]}, 2.0, 5) == 1
+
+
+def test_what_diverged_is_kept_as_it_is_and_no_ridge_is_chosen_by_it(monkeypatch, tmp_path):
+    """Its loss on the fresh sequence is kept as 0.0, which would be the least of all."""
+    ran = []
+
+    def told(cell):
+        ran.append(cell)
+        bad = cell.ridge == paper2.RIDGES[0] and cell.seed in paper2.TUNING
+        return {"losses": [] if bad else [2.0, 1.9], "fresh": 0.0 if bad else 2.0 - cell.ridge, "finite": not bad}
+
+    monkeypatch.setattr(paper2, "trained", told)
+    *_, chosen = paper2.chained({"length": 60, "steps": 4}, tmp_path)
+    assert chosen["ridge"] == paper2.RIDGES[-1]
+    ran.clear()
+    paper2.chained({"length": 60, "steps": 4}, tmp_path)
+    assert not ran
 
 
 # ---- the verdict -----------------------------------------------------------------------------------------------------

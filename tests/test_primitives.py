@@ -18,7 +18,7 @@ from llmgeom import wind_tunnels
 from llmgeom.errors import Refused
 from llmgeom.experiments import primitives, sweep
 from llmgeom.experiments.grades import grade
-from llmgeom.experiments.primitives import Request, interval, perform
+from llmgeom.experiments.primitives import Request, perform
 from llmgeom.record import Record
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.train import Training
@@ -200,5 +200,17 @@ def test_quick_is_a_fifth_of_the_steps():
 def test_one_seed_gives_no_interval():
     with pytest.raises(Refused, match="--seeds 1: an interval over seeds needs at least 2"):
         Request(seeds=1)
-    low, high = interval(np.array([1.0, 2.0, 4.0]))
-    assert (low, high) == pytest.approx(stats.t.interval(0.95, 2, loc=7 / 3, scale=stats.sem([1, 2, 4])))
+
+
+def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
+    out, _ = here
+    lost = {"binding/lstm/seed1", "dose/0.5/seed1"}
+    monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names if n not in lost])
+    _, found = perform(Request(seeds=2, dose_seeds=2, out=str(out)))
+    assert [(r.primitive, r.arch) for r in found.rows if r.arch == "lstm"] == [
+        ("accumulation", "lstm"), ("transport", "lstm"),
+    ]  # fmt: skip
+    assert found.dose["dose"] == [0.0, 0.25, 1.0] and len(found.dose["kl_clean"]) == 3
+    monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names][:1])
+    with pytest.raises(Refused, match="no dose of"):
+        perform(Request(seeds=2, dose_seeds=2, out=str(out)))

@@ -183,6 +183,14 @@ def test_past_the_horizon_means_the_queries_that_no_loss_was_on(bench):
     assert found.value == pytest.approx(np.mean([np.abs(one.own.gap).mean() for one in (own, other)]))
 
 
+def test_no_error_past_the_horizon_is_a_ratio_of_0_and_not_another_number(bench, monkeypatch):
+    told = {"kl": [0.1] * 4 + [0.0] * 2, "mae": [0.3] * 6}
+    monkeypatch.setattr(paper1.Tunnels, "kept", lambda *_: told)
+    h = paper1.horizon(bench, check(), task="hmm", arch="gpt2", what="first", times=1.5)
+    assert h.value == 0.0
+    assert paper1.horizon(bench, check(), task="hmm", arch="gpt2", what="mae", times=1.5).value == pytest.approx(0.3)
+
+
 def test_final_states_are_those_of_the_held_out_sequences(bench):
     task, shares = wind_tunnels.named(TINY["hmm"].task), []
     batch = task.sample(10, 0, "held-out")
@@ -313,7 +321,7 @@ def test_small_cells_are_those_of_primitives():
 
 class Two(Bench):
     def __init__(self, name, value):
-        self.label = self.model = name
+        self.label = name
         self.value = value
 
     def measured(self, check):

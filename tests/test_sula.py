@@ -417,3 +417,8 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     ):
         wrong = call(*args, "--out", str(tmp_path / "other"))
         assert wrong.exit_code == code and says in wrong.stderr and "Traceback" not in wrong.stderr, wrong.output
+
+
+def test_a_protocol_that_there_is_not_is_refused():
+    with pytest.raises(Refused, match="--protocol loud: expected sound or published"):
+        experiment.perform(experiment.Request(protocol="loud"))

@@ -443,6 +443,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     [
         (["--task", "regression"], "regression asks for real numbers; a swap is measured on answers among tokens"),
         (["--layers", "last"], "--layers last: expected all, or numbers with commas between, e.g. 0,1"),
+        (["--layers", "²"], "--layers ²: expected all, or numbers with commas between"),
         (["--layers", "2"], "--layers 2: .* has layers 0 to 1; nothing was swapped"),
         (["--n", "5"], "--n 5: expected at least 20"),
         (["--model", "pocket:pythia"], "pocket:pythia was trained on no task"),

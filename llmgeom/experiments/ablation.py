@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -20,23 +21,26 @@ from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import parts, request
 from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.experiments.bench import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
+from llmgeom.experiments.grades import graded_on
 from llmgeom.experiments.halves import Halves
-from llmgeom.experiments.replacing import Kind
+from llmgeom.experiments.replacing import Kind, towards
 from llmgeom.experiments.scanning import POOL, SEQUENCES
 from llmgeom.plan import BATCH_TOKENS
-from llmgeom.progress import Progress
+from llmgeom.progress import Progress, named
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
-from llmgeom.record import Record, write_whole
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.record import Record
+from llmgeom.result import Figure, Headline, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import jackknife, spearman
-from llmgeom.subject import Subject
+from llmgeom.subject import Positions, Subject
 from llmgeom.wind_tunnels import laws
 from llmgeom.wind_tunnels.task import Task
 
-DIRECTIONS, MODES = ("pc1", "ridge"), ("cut", "only", "shift")
+DIRECTIONS = ("pc1", "ridge")
+MODES: tuple[Mode, ...] = ("cut", "only", "shift")
+WHERE: tuple[Positions, ...] = ("query", "all")
 CONTROL = "ablation_control"
 KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, beside equal edits", "rise of the read-out's error"
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
@@ -45,7 +49,7 @@ EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Ablation(Result):
     """What the edit of one axis does, beside edits as large."""
 
@@ -123,7 +127,7 @@ class Layers(Result):
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Found(Result):
     """A direction that must be found: where it is not, no other result here says that a direction is unused."""
 
@@ -172,20 +176,19 @@ def _together(axes: Mapping[int, Axis], mode: Mode, count: int, seed: int) -> tu
 
 def _scale(bench: Bench, axes: Mapping[int, Axis]) -> float:
     """Bits: KL when the values are replaced by half A's mean, constant coordinates too."""
-    return float(bench.run([{n: lambda x, _, mean=axis.mean: mean - x for n, axis in axes.items()}])["kl"].mean())
+    return float(bench.run([{n: towards(axis.mean[None]) for n, axis in axes.items()}])["kl"].mean())
 
 
 def _lengths(
     values: Mapping[int, Tensor], axes: Mapping[int, Axis], dose: float, some: Sequence[Sequence[Draw]]
 ) -> np.ndarray:
     """[edit] mean length of what is added at a dose over that of x - mean; some: the draws of each edit."""
+    whole = {n: (x - axes[n].mean).norm(dim=1).mean() for n, x in values.items()}
 
     def of(draw: Draw) -> float:
-        moved = draw(dose).items()
-        return float(np.mean([one(x := values[n], None).norm(dim=1).mean() / whole(x, n) for n, one in moved]))
-
-    def whole(x: Tensor, layer: int) -> Tensor:
-        return (x - axes[layer].mean).norm(dim=1).mean()
+        copy = draw(dose)
+        moved = {n: copy[n](x, torch.arange(len(x))) for n, x in values.items()}
+        return float(np.mean([added.norm(dim=1).mean() / whole[n] for n, added in moved.items()]))
 
     return np.array([np.mean([of(draw) for draw in draws]) for draws in some])
 
@@ -244,10 +247,11 @@ def measure_axis(
     )
 
 
-def measure_found(bench: Bench, axis: Axis, direction: Tensor, count: int, seed: int, tell: Progress | None) -> Found:
-    """The last layer's values cut along a direction of each prompt's own, d [prompt coordinate] in x, against random
+def measure_found(
+    bench: Bench, layer: int, axis: Axis, direction: Tensor, count: int, seed: int, tell: Progress | None
+) -> Found:
+    """A layer's values cut along a direction of each prompt's own, d [prompt coordinate] in x, against random
     directions of the span of half A made orthogonal to it and moved as far."""
-    (layer,) = bench.places
     d = direction / direction.norm(dim=1, keepdim=True).clamp_min(1e-300)
     span = torch.cat([axis.u[None], axis.others])
     rng = np.random.default_rng([seed, layer, 2])
@@ -287,7 +291,7 @@ def examine(
     directions: Sequence[str] = DIRECTIONS,
     mode: Mode = "cut",
     layers: Sequence[int] | Literal["last", "each"] = "last",
-    positions: Literal["query", "all"] = "query",
+    positions: Positions = "query",
     controls: int = 199,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
@@ -309,22 +313,17 @@ def examine(
     def axes(direction: str, layers: Sequence[int]) -> dict[int, Axis]:
         return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], halves.fit.unit, direction, seed) for n in layers}
 
-    def told(name: str) -> Progress | None:
-        return (lambda what, done, total: progress(f"{name}: {what}", done, total)) if progress else None
-
     def axis(direction: str) -> Ablation:
-        probe = f"ablation_{direction}"
-        values = {n: value["held"][n] for n in chosen}
-        return measure_axis(
-            probe, halves.bench(chosen, positions), axes(direction, chosen), values, mode, controls, seed, told(probe)
-        )
+        probe, at = f"ablation_{direction}", halves.bench(chosen, positions)
+        values, tell = {n: value["held"][n] for n in chosen}, named(progress, probe)
+        return measure_axis(probe, at, axes(direction, chosen), values, mode, controls, seed, tell)
 
     def layered(direction: str) -> Layers:
         rows = []
         for n, one in axes(direction, range(last + 1)).items():
             at = halves.bench((n,), positions)
             own, draws = _together({n: one}, mode, min(FEW, controls), seed)
-            each, null = Effects.of(at, mode, own, draws, told(f"layer {n}")).judged("kl")
+            each, null = Effects.of(at, mode, own, draws, named(progress, f"layer {n}")).judged("kl")
             rows.append(
                 (each.mean(), *layer_band({k: d[:, None] for k, d in null.items()})[0], _scale(at, {n: one}) / 10)
             )
@@ -334,13 +333,13 @@ def examine(
     def found() -> Found:
         aimed = readout_direction(subject, halves.pair)
         at = halves.bench((last,), "query")
-        return measure_found(at, axes("pc1", (last,))[last], aimed, controls, seed, told(CONTROL))
+        return measure_found(at, last, axes("pc1", (last,))[last], aimed, controls, seed, named(progress, CONTROL))
 
     measures: dict[str, Callable[[], Result]] = {CONTROL: found}
     for direction in directions:
-        measures[f"ablation_{direction}"] = lambda direction=direction: axis(direction)
+        measures[f"ablation_{direction}"] = partial(axis, direction)
         if layers == "each":
-            measures[f"ablation_{direction}_layers"] = lambda direction=direction: layered(direction)
+            measures[f"ablation_{direction}_layers"] = partial(layered, direction)
     results, unmeasured = {}, {}
     for name, measure in measures.items():
         try:
@@ -356,7 +355,7 @@ def examine(
     )
 
 
-def _limits(subject: Subject, results: Mapping[str, Any], controls: int):
+def _limits(subject: Subject, results: Mapping[str, Measured], controls: int) -> Iterator[str]:
     yield from few_draws(controls)
     if CONTROL not in results or results[CONTROL].headlines[0].verdict != "PASS":
         yield "the positive control was not found: that an axis does no more than other edits says nothing here"
@@ -398,7 +397,7 @@ class Request(request.Request):
         """Heads, blocks, or None for an axis. Raises Refused where it is more than one of them."""
         if self.heads and self.blocks:
             raise Refused(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is replaced; give one")
-        kind = "heads" if self.heads else "blocks" if self.blocks else None
+        kind: Kind | None = "heads" if self.heads else "blocks" if self.blocks else None
         if kind and getattr(self, kind) != "all":
             raise Refused(f"--{kind} {getattr(self, kind)}: expected all")
         for field in ("directions", "mode", "layers", "controls") if kind else ("nulls", "also"):
@@ -437,26 +436,21 @@ class Request(request.Request):
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
     kind = asked.kind
-    layers: Any = asked.layers
+    layers: Sequence[int] | Literal["last", "each"] = "each" if asked.layers == "each" else "last"
     if asked.layers not in ("last", "each"):
-        if not all(part.strip().isdigit() for part in asked.layers.split(",")):
-            raise Refused(f"--layers {asked.layers}: expected last, each, or numbers with commas between, e.g. 3,7")
-        layers = tuple(int(part) for part in asked.layers.split(","))
-    for flag, given, known in (
-        ("--axis", (asked.axis,), ("entropy",)),
-        ("--direction", asked.directions, DIRECTIONS),
-        ("--mode", (asked.mode,), MODES),
-        ("--positions", (asked.positions or "query",), ("query", "all")),
-    ):
-        if wrong := [one for one in given if one not in known]:
-            raise Refused(f"{flag} {wrong[0]}: expected {' or '.join(known)}")
+        layers = request.numbers("--layers", asked.layers, "last, each", "3,7")
+    request.one_of("--axis", asked.axis, ("entropy",))
+    directions = [request.one_of("--direction", one, DIRECTIONS) for one in asked.directions]
+    mode = request.one_of("--mode", asked.mode, MODES)
+    positions = request.one_of("--positions", asked.positions, WHERE) if asked.positions else None
     located = asked.locate()
     task = asked.tunnel(located)
     if task and not kind:
         raise Refused(f"{task.title}: an axis is edited in prompts; of a task give --heads all or --blocks all")
     command = asked.command()
     # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
-    asked = replace(asked, positions=asked.positions or ("all" if task else "query"))
+    positions = positions or ("all" if task else "query")
+    asked = replace(asked, positions=positions)
     n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
     bounded(
         ("--n", n, 5 if asked.sula else 20),
@@ -471,7 +465,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         raise Refused(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")
     if asked.sula and min(asked.ks) < 1:
         raise Refused(f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence")
-    given, domain = prior(asked.prior), Domain(asked.domain)
+    believed, domain = prior(asked.prior), Domain(asked.domain)
     # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
     without = (
         *(() if kind else ("heads", "blocks", "nulls")),
@@ -485,27 +479,24 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     request.check_folder(out, spec)
     subject = subject or asked.load()
     if task:
-        batch = task.sample(n, asked.seed, "any" if task.memorisable else "held-out")
+        batch = task.sample(n, asked.seed, graded_on(task))
     elif asked.sula:
-        batch = Sula(available(subject.tokenizer), given, ks=asked.ks).sample(n, asked.seed)
+        batch = Sula(available(subject.tokenizer), believed, ks=asked.ks).sample(n, asked.seed)
     else:
         pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
         batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
-    shared = {
-        "positions": asked.positions,
-        "seed": asked.seed,
-        "batch_tokens": asked.batch_tokens,
-        "progress": progress,
-        "facts": {"spec": spec, "command": command},
-    }
+    examined = partial(examine, directions=directions, mode=mode, layers=layers, controls=asked.controls)
     if kind:
         also = [replace(asked, model=one, revision=None).load() for one in asked.also]
-        record = parts.examine(subject, batch, kind, task=task, also=also, nulls=asked.nulls, **shared)
-    else:
-        chosen = {"directions": asked.directions, "mode": asked.mode, "layers": layers}
-        record = examine(subject, batch, controls=asked.controls, **chosen, **shared)
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+        examined = partial(parts.examine, kind=kind, task=task, also=also, nulls=asked.nulls)
+    record = examined(
+        subject,
+        batch,
+        positions=positions,
+        seed=asked.seed,
+        batch_tokens=asked.batch_tokens,
+        progress=progress,
+        facts={"spec": spec, "command": command},
+    )
+    request.keep(record, out)
     return out, record

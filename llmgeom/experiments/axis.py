@@ -66,11 +66,12 @@ class Axis:
                 raise Refused("entropy has no ridge weight on the values: there is no axis to edit")
             u = u / np.linalg.norm(u)
         _, size, others = np.linalg.svd(z - np.outer(z @ u, u), full_matrices=False)
-        kept = size > 1e-8 * np.linalg.norm(z)
-        made = [
-            torch.from_numpy(np.ascontiguousarray(a)) for a in (mean, sd, u, others[kept], size[kept] ** 2 / len(x))
-        ]
-        return cls(*made[:3], float(np.sqrt(np.square(z @ u).mean())), *made[3:])
+        kept, spread = size > 1e-8 * np.linalg.norm(z), float(np.sqrt(np.square(z @ u).mean()))
+
+        def tensor(a: np.ndarray) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(a))
+
+        return cls(tensor(mean), tensor(sd), tensor(u), spread, tensor(others[kept]), tensor(size[kept] ** 2 / len(x)))
 
     def z(self, x: Tensor) -> Tensor:
         return torch.where(self.sd > 0, (x - self.mean) / self.sd.clamp_min(1e-300), 0.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import numpy as np
@@ -42,8 +42,7 @@ class Packed(ABC):
 
     batch    what is read; its queried positions are where it is asked.
     places   where copies may be edited.
-    Subclasses say which positions are edited, which sites are read (`sites`), what is made of them, and how many tokens
-    run together (`batch_tokens`).
+    Subclasses say which positions are edited, which sites are read (`sites`), and what is made of them.
     """
 
     subject: Subject
@@ -51,6 +50,11 @@ class Packed(ABC):
     places: tuple[Place, ...]
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS,)
+
+    @property
+    @abstractmethod
+    def batch_tokens(self) -> int:
+        """How many tokens run together."""
 
     @property
     @abstractmethod
@@ -179,11 +183,12 @@ class Tunnel(Packed):
 
     @property
     def at(self) -> Tensor:
-        return self.batch.query if self.positions == "query" else torch.ones_like(self.batch.query)
+        asked = self.task.mask().expand(len(self.batch), -1)
+        return asked if self.positions == "query" else torch.ones_like(asked)
 
     @cached_property
     def _exact(self) -> Tensor:
-        return self.task.answers.exact(self.batch.posterior.flat.predictive).double()
+        return self.task.answers.exact(self.batch.exact.flat.predictive).double()
 
     def _effects(self, clean: Sequence[Tensor], edited: Sequence[Tensor]) -> dict[str, np.ndarray]:
         answers, exact = self.task.answers, self._exact
@@ -221,7 +226,7 @@ class Effects:
             kind: [
                 bench.run(
                     [one(dose) for one in (some if place in JUDGED[mode] else some[:few])],
-                    (lambda i, n, kind=kind, dose=dose: tell(f"{kind}, dose {dose:g}", i, n)) if tell else None,
+                    partial(tell, f"{kind}, dose {dose:g}") if tell else None,
                 )
                 for place, dose in enumerate(DOSES[mode])
             ]

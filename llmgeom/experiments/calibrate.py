@@ -17,6 +17,7 @@ from llmgeom import __version__, claims, probes
 from llmgeom.calibration import Calibration, Signature, null_units
 from llmgeom.discrimination import Area, area, rank_correlation, rate, threshold, told_apart
 from llmgeom.errors import Refused
+from llmgeom.experiments.request import keep
 from llmgeom.experiments.subjects import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -28,6 +29,7 @@ from llmgeom.store import digest
 NEGATIVES: tuple[Kind, ...] = ("no inference", "untrained", "position only", "bag of values", "stopped")
 SMALLEST = 0.75  # an area under which a number is said not to tell kinds apart
 LEAST_KL = 1e-6  # bits, below which float32 does not tell models apart
+DULL = "does not tell models that infer from models trained as long that do not"
 WORDS: dict[str, Verdict] = {"yes": "above null", "no": "not above null", "reversed": "below null",
                              "undecided": "undecided"}  # fmt: skip
 ELSEWHERE = {
@@ -35,7 +37,6 @@ ELSEWHERE = {
     "ablation_pc1": "edits values at the end of prompts",
     "ablation_ridge": "edits values at the end of prompts",
     "drift": "is of trainings, not of models",
-    "paper2": "trains a head of its own",
 }  # what no subject of the bench can be asked, by the probe that declares it
 
 
@@ -80,6 +81,12 @@ class Told:
     def __getitem__(self, kept: np.ndarray) -> Told:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return Told(**{key: value if key == "units" else value[kept] for key, value in fields.items()})
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The scores' 5 % and 95 % points."""
+        low, high = np.quantile(self.score, (0.05, 0.95)).tolist()
+        return low, high
 
     def against(self, kind: Kind) -> Area | None:
         """Models trained to the posterior against models of a kind, within cells, tasks as clusters."""
@@ -160,9 +167,9 @@ def _signature(probe: str, name: str, told: Told, word: str | None, given: Seque
                 numbers["false_positives"][kind] = asdict(rate(these.score > mark, these.task))
     numbers["power"] = {}
     for n in sorted({one["n"] for one in given}):
-        these = Told.of(probe, name, [one for one in given if one["n"] == n and one["kind"] == "trained"])
-        if these:
-            numbers["power"][str(n)] = asdict(rate(these.found, these.task))
+        reached = Told.of(probe, name, [one for one in given if one["n"] == n and one["kind"] == "trained"])
+        if reached:
+            numbers["power"][str(n)] = asdict(rate(reached.found, reached.task))
     learnt = told[np.isin(told.kind, ["trained", "stopped"])]
     follows = rank_correlation(learnt.score, -np.log(np.maximum(learnt.kl, LEAST_KL)), learnt.cell, learnt.task)
     numbers["nearness"] = asdict(follows) if follows else None
@@ -170,8 +177,8 @@ def _signature(probe: str, name: str, told: Told, word: str | None, given: Seque
     if main is None:
         kinds = {kind: int((told.kind == kind).sum()) for kind in ("trained", "no inference")}
         return Signature(probe, name, f"too few tasks where both kinds give it ({kinds})", numbers=numbers)
-    spans = [tuple(np.quantile(t.score, (0.05, 0.95)).tolist()) if told.units else None for t in (trained, idle)]
-    return Signature(probe, name, str(word), main.value, main.low, main.high, *spans, numbers=numbers)
+    spans = {"trained": trained.ends, "idle": idle.ends} if told.units else {}
+    return Signature(probe, name, str(word), main.value, main.low, main.high, **spans, numbers=numbers)
 
 
 # ---- what people see -------------------------------------------------------------------------------------------------
@@ -221,7 +228,7 @@ class Found:
     @property
     def dull(self) -> list[str]:
         """The signatures that do not tell trained from trained without inference."""
-        return [f"{one.probe}: {one.name}" for one in self.table.signatures if one.word in ("no", "reversed")]
+        return [_called(one) for one in self.table.signatures if one.word in ("no", "reversed")]
 
     def lines(self) -> list[str]:
         """What does not discriminate, then the table."""
@@ -229,12 +236,10 @@ class Found:
         head = ("AUC", "95 %", "tells", "untrained", "position", "bag", "false +", "at most", "verdict +", "PASS etc.",
                 "nearness")  # fmt: skip
         rows = [_row(one) for one in self.table.signatures if one.area is not None]
-        left = [f"{one.probe}{': ' * bool(one.name)}{one.name}: {one.word}" for one in self.table.signatures
-                if one.area is None]  # fmt: skip
         subjects = ", ".join(f"{n} {kind}" for kind, n in about["subjects"].items())
         return [
             f"{subjects}; {len(about['tasks'])} tasks; {about['cpu_minutes']} CPU minutes",
-            *map(visible, ["does not tell models that infer from models trained as long that do not:", *self.dull]),
+            *map(visible, [f"{DULL}:", *self.dull]),
             *map(visible, grid("headline", head, rows)),
             "",
             "AUC: trained to the posterior against trained without inference; untrained, position only, bag of values: "
@@ -242,8 +247,16 @@ class Found:
             "false +: odd-seed models without inference above the threshold of even seeds, and its upper 97.5 % bound",
             "verdict +: models without inference of which the verdict says it is there; PASS etc.: of trained ones",
             "nearness: rank correlation with -log KL to the posterior among trained and stopped models",
-            *map(visible, left),
+            *map(visible, _left_out(self.table)),
         ]
+
+
+def _called(one: Signature) -> str:
+    return f"{one.probe}: {one.name}" if one.name else one.probe
+
+
+def _left_out(table: Calibration) -> tuple[str, ...]:
+    return tuple(f"{_called(one)}: {one.word}" for one in table.signatures if one.area is None)
 
 
 def _row(one: Signature) -> tuple[str, ...]:
@@ -258,7 +271,7 @@ def _row(one: Signature) -> tuple[str, ...]:
     odd = numbers["false_positives"].get("no inference")
     near = numbers["nearness"]
     return (
-        f"{one.probe}: {one.name}",
+        _called(one),
         f"{one.area:.2f}",
         f"{one.low:.2f} to {one.high:.2f}",
         one.word,
@@ -276,28 +289,22 @@ def _row(one: Signature) -> tuple[str, ...]:
 def measured(table: Calibration) -> Bench:
     """The table as a section of a page."""
     rows = [one for one in table.signatures if one.area is not None]
-    kinds = [kind for kind in KINDS if any(kind in one.numbers["verdict"] for one in rows)]
+    kinds = [kind for kind in KINDS if all(kind in one.numbers["verdict"] for one in rows)]
+    shares = [[one.numbers["verdict"][kind] for kind in kinds] for one in rows]
     against = [kind for kind in NEGATIVES if all(kind in one.numbers["areas"] for one in rows)]
     return Bench(
         auc=np.array([[one.numbers["areas"][kind]["value"] for kind in against] for one in rows]).reshape(
             len(rows), -1
         ),
-        found=np.array([[_share(one, kind) for kind in kinds] for one in rows]).reshape(len(rows), -1),
+        found=np.array([[one["k"] / one["n"] for one in row] for row in shares]).reshape(len(rows), -1),
         headlines=tuple(map(_as_headline, rows)),
-        notes=tuple(
-            f"{one.probe}{': ' * bool(one.name)}{one.name}: {one.word}" for one in table.signatures if one.area is None
-        ),
+        notes=_left_out(table),
         ticks={
-            "headline": tuple(f"{one.probe}: {one.name}" for one in rows),
+            "headline": tuple(map(_called, rows)),
             "against": tuple(against),
             "kind": tuple(kinds),
         },
     )
-
-
-def _share(one: Signature, kind: str) -> float:
-    found = one.numbers["verdict"].get(kind)
-    return found["k"] / found["n"] if found else 0.0
 
 
 def _as_headline(one: Signature) -> Headline:
@@ -309,11 +316,11 @@ def _as_headline(one: Signature) -> Headline:
         "undecided": f"neither one half nor {SMALLEST} is excluded; more tasks would tell",
     }[one.word]
     return Headline(
-        name=f"{one.probe}: {one.name}",
-        value=one.area,
+        name=_called(one),
+        value=main["value"],
         unit="AUC",
-        low=one.low,
-        high=one.high,
+        low=main["low"],
+        high=main["high"],
         method="Student's t over tasks, on the logit, 95 %",
         null_low=0.5,
         null_high=0.5,
@@ -337,29 +344,23 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     started = time.time()
     spec = digest({name: asdict(run) for name, run in bench(asked.quick).items()})
     out = Path(asked.out) if asked.out else Path("runs") / f"calibrate-{spec[:8]}"
-    given = readings(out, asked.quick, progress)
-    table = calibration(given)
-    found = Found(table)
-    text = json.dumps(table.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
+    found = Found(calibration(readings(out, asked.quick, progress)))
+    text = json.dumps(found.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(out / "calibration.json", text.encode())
-    record(table, found, started, spec).save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([Record.load(out)]).encode())
+    keep(record(found, started, spec), out)
     return out, found
 
 
-def record(table: Calibration, found: Found, started: float, spec: str) -> Record:
+def record(found: Found, started: float, spec: str) -> Record:
     """The table as a record; what does not discriminate is its first warning."""
-    about = table.bench
-    dull = f"does not tell models that infer from models trained as long that do not: {'; '.join(found.dull)}"
+    about = found.table.bench
     return Record(
-        results={"calibration": measured(table).lowered()},
+        results={"calibration": measured(found.table).lowered()},
         unmeasured={},
         prompts={name: () for name in ("tags", "domain", "template", "text", "entropy", "tokens")},
         subject={"name": f"{sum(about['subjects'].values())} small models"},
         source={"kind": "bench", "name": f"{len(about['tasks'])} tasks", **about},
         facts={"spec": spec, "claims_hash": about["claims_hash"], "versions": versions(), "cells": len(CELLS)},
-        warnings=(dull,) if found.dull else (),
+        warnings=(f"{DULL}: {'; '.join(found.dull)}",) if found.dull else (),
         run=took(started),
     )

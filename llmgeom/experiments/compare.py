@@ -25,6 +25,9 @@ RHO, ORDER, R2 = "|rho| of PC1 and entropy", "order along the curve", "entropy d
 VALUES, WRITES, FOCUS, KEYS = "value_manifold", "attention_write", "attention_focus", "key_orthogonality"
 SHARE, WRITE = "PC1+PC2 share", "attention write: "
 
+Measure = Literal["CKA", "RSA"]
+Method = Literal["paired", "unpaired"]
+Word = Literal["differs", "equivalent", "undecided"]
 # Headlines that stored arrays give again: |Spearman| of the array's first column and the record's entropy.
 PLACES = {(VALUES, RHO): "scores", (VALUES, ORDER): "unrolled", (WRITES, WRITE + RHO): "scores"}
 # What Paper III takes to change with the kind of attention ("dynamic") and what not: title -> probe and headline.
@@ -88,14 +91,14 @@ class Difference:
     low: float
     high: float
     error: float
-    method: Literal["paired", "unpaired"]
+    method: Method
     units: int
     effect: float
     p: float
     p_within: float
     note: str
     needed: int = 0
-    verdict: Literal["differs", "equivalent", "undecided"] = "undecided"
+    verdict: Word = "undecided"
     why: str = ""
 
 
@@ -112,7 +115,7 @@ class Similarity:
 
     probe: str
     array: str
-    measure: Literal["CKA", "RSA"]
+    measure: Measure
     components: tuple[int, int]
     value: float
     low: float
@@ -214,7 +217,8 @@ def _hash(column: Sequence[str]) -> str:
 
 
 def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
-    found: list[Difference | Similarity] = []
+    differences: list[Difference] = []
+    similarities: list[Similarity] = []
     left_out: list[str] = []
     for probe in sorted(first.results.keys() | other.results.keys()):
         absent = [(who, r) for who, r in ((reference, first), (label, other)) if probe not in r.results]
@@ -229,14 +233,13 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
             elif not ours[name].effect > 0:
                 left_out.append(f"{probe}: {name}: declares no effect of interest to compare with; scan again")
             else:
-                found.append(_difference(probe, ours[name], first, theirs[name], other))
-        for measure, form in (("CKA", gram), ("RSA", ranked)):
+                differences.append(_difference(probe, ours[name], first, theirs[name], other))
+        for measure, form in FORMS.items():
             try:
-                found += _similarity(probe, measure, form, first, other)
+                similarities += _similarity(probe, measure, form, first, other)
             except Refused as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
-    kinds = (tuple(one for one in found if isinstance(one, kind)) for kind in (Difference, Similarity))
-    return Pair(reference, label, *kinds, tuple(left_out))
+    return Pair(reference, label, tuple(differences), tuple(similarities), tuple(left_out))
 
 
 # ---- differences ----------------------------------------------------------------------------------------------------
@@ -245,6 +248,7 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
 def _difference(probe: str, ours: Headline, first: Record, theirs: Headline, other: Record) -> Difference:
     from scipy.stats import t
 
+    method: Method
     a, b = _again(first, probe, ours), _again(other, probe, theirs)
     if a and b:
         labels, rows = first.prompts["template"], np.arange(len(first.prompts["text"]))
@@ -287,7 +291,7 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
         # The two one-sided tests must both be won, each at alpha.
         needed = max(stats.needed_n_mean(d.effect, sd, *asked) for asked in ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha)))
         why = f"p = {p:.2g} of no difference and {p_within:.2g} of {d.effect:g} {d.unit} or more, {over}"
-        verdict = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
+        verdict: Word = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
         if verdict == "undecided":
             enough = f"{d.units} units suffice for {d.effect:g} {d.unit} (n >= {needed}); less is not excluded"
             why = f"needs n >= {needed} units for {d.effect:g} {d.unit}, has {d.units}" if d.units < needed else enough
@@ -327,6 +331,9 @@ def ranked(x: np.ndarray) -> np.ndarray:
     return squareform(ranks - ranks.mean())
 
 
+FORMS: dict[Measure, Callable[[np.ndarray], np.ndarray]] = {"CKA": gram, "RSA": ranked}
+
+
 def alignment(a: np.ndarray, b: np.ndarray) -> float:
     """sum a b / sqrt(sum a^2 sum b^2) of two matrices. Raises Refused where one is 0: all prompts share a place."""
     size = math.sqrt(np.vdot(a, a) * np.vdot(b, b))
@@ -341,7 +348,9 @@ def permuted(a: np.ndarray, b: np.ndarray, units: Sequence, permutations: int, s
     return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
 
 
-def _similarity(probe: str, measure, form: Callable, first: Record, other: Record) -> list[Similarity]:
+def _similarity(
+    probe: str, measure: Measure, form: Callable[[np.ndarray], np.ndarray], first: Record, other: Record
+) -> list[Similarity]:
     """Of the fullest array of places that both hold, of equals the first by name; nothing where there is none."""
     ours, theirs = _places(first, probe), _places(other, probe)
     both = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in ours.keys() & theirs.keys())
@@ -395,19 +404,19 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
 def _lines(c: Comparison) -> Iterator[str]:
     yield f"{c.prompts} prompts of {c.units} units, sha256 of the texts {c.texts[:12]}"
     for pair in c.pairs:
-        rows = []
+        rows: list[tuple[str, ...]] = []
         for probe, found in groupby(pair.differences, key=lambda d: d.probe):
             rows += [(f"[{probe}]", *[""] * 8), *map(_row, found)]
         head = (pair.reference, pair.record, "difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
         yield from grid(f"{pair.record} less {pair.reference}", head, rows)
         yield from (f"† {note}" for note in dict.fromkeys(d.note for d in pair.differences if d.note))
-        head = ("value", "95 % interval", "95 % of the null", "p", "n")
         rows = [
             (f"{s.probe}: {s.of}", f"{s.value:.2f}", f"{s.low:.2f} to {s.high:.2f}",
              f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.units} units")
             for s in pair.similarities
         ]  # fmt: skip
-        yield from grid(f"places of the prompts in {pair.record} and in {pair.reference}", head, rows)
+        title = f"places of the prompts in {pair.record} and in {pair.reference}"
+        yield from grid(title, ("value", "95 % interval", "95 % of the null", "p", "n"), rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
     for nature, titles in SIGNATURES.items():
         rows = []

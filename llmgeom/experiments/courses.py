@@ -14,7 +14,7 @@ import numpy as np
 from llmgeom import claims, hub
 from llmgeom.errors import Refused
 from llmgeom.experiments.drifts import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, less_p, mean_log, settled
-from llmgeom.experiments.primitives import interval as student
+from llmgeom.horizon import spans
 from llmgeom.result import Figure, Headline, Measured, Quantity
 from llmgeom.routing import Signals
 from llmgeom.stats import Interval
@@ -93,11 +93,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Course:
-    """What one run did: its drifts, and how strongly the loss pulled at each snapshot (empty where that is not had)."""
+    """What one run did: its drifts, and how strongly the loss pulled at each snapshot; None and empty where not had."""
 
     run: Run
-    drifts: Drifts
+    drifts: Drifts | None
     signals: tuple[Signals, ...] = ()
+
+    def drift(self, name: str) -> np.ndarray:
+        """[step]. Raises Refused where drifts were not had."""
+        if self.drifts is None:
+            raise Refused(f"the drifts of {self.run.name} were not measured")
+        return getattr(self.drifts, name)
 
     def pull(self, name: str) -> np.ndarray:
         """[step], root mean square over layers (of the spread the mean), over its largest value in training.
@@ -141,8 +147,7 @@ class Section:
         interval, band = f"{name}_interval" * (len(own) > 1), f"{name}_null" * (len(null) > 0)
         self._add(name, "step", unit, meaning, own.mean(0), Figure("curve", band=band, interval=interval))
         if interval:
-            ends = np.array([student(column) for column in own.T])
-            self._add(interval, "step bound", unit, "95 % interval over training seeds", ends)
+            self._add(interval, "step bound", unit, "95 % interval over training seeds", spans(own.T))
         if band:
             ends = np.stack([null.min(0), null.max(0)], 1)
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
@@ -170,13 +175,13 @@ class Section:
         value, low, high = mean_log(own)
         nulls = [claims.Null("1, both at once; training seeds", 1.0, 1.0, 1.0, less_p(own), len(own))]
         if len(null):
-            centre, *ends = mean_log(null)
-            nulls.append(claims.Null("random-target models", *ends, centre, less_p(own, null), len(null)))
-        ends = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
+            centre, least, most = mean_log(null)
+            nulls.append(claims.Null("random-target models", least, most, centre, less_p(own, null), len(null)))
+        span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
         if len(own) == 1:
-            ends = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
+            span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         claim, n = claims.declared(self.probe)[name], len(own)
-        self.headlines.append(claims.headline(claim, value, ends, nulls, n=n, units=n))
+        self.headlines.append(claims.headline(claim, value, span, nulls, n=n, units=n))
         open_, lacking = sum(ratio.open for ratio in found), []
         if open_:
             lacking.append(f"in {open_} of {n} runs neither settles before the last two snapshots: train longer")
@@ -186,10 +191,15 @@ class Section:
         if lacking:
             self.lacking[name] = "; ".join(lacking)
 
-    def measured(self, texts: Mapping[str, str]) -> Measured:
-        ticks = {"step": tuple(map(str, self.steps)), "run": tuple(c.run.name for c in (*self.own, *self.null))}
-        made = (tuple(self.headlines), self.quantities, self.arrays)
-        return Measured(*texts.values(), *made, notes=tuple(self.notes), ticks=ticks)
+    def measured(self) -> Measured:
+        return replace(
+            TEXTS[self.probe],
+            headlines=tuple(self.headlines),
+            quantities=self.quantities,
+            arrays=self.arrays,
+            notes=tuple(self.notes),
+            ticks={"step": tuple(map(str, self.steps)), "run": tuple(c.run.name for c in (*self.own, *self.null))},
+        )
 
     def _add(self, name: str, axes: str, unit: str, meaning: str, array: np.ndarray, figure: Any = None) -> None:
         if not np.isfinite(array).all():
@@ -197,13 +207,13 @@ class Section:
         self.quantities[name], self.arrays[name] = Quantity(tuple(axes.split()), unit, meaning, figure), array
 
 
-DRIFT_TEXTS = {
-    "title": "Frame, values and precision",
-    "meaning": (
+DRIFT_TEXTS = Measured(
+    title="Frame, values and precision",
+    meaning=(
         "How far attention (the frame) and values still are from where training leaves them, and how far the answers "
         "are from the exact ones. A ratio of settling steps below 1 says that attention settles first."
     ),
-    "computed": (
+    computed=(
         "On fixed held-out inputs, F(t) = 1 - debiased linear CKA of the attention weights of snapshot t and of the "
         "last one, rows: queries, features: the weight on each key; V(t) the same of value vectors, rows: positions; "
         "both averaged over layers and heads. P(t) = KL(exact || model), bits a query (without a tunnel: KL(last "
@@ -213,8 +223,8 @@ DRIFT_TEXTS = {
         "form that the papers' wording suggests: total variation of attention at 5 %, over the step at which log P "
         "has done 95 % of its fall."
     ),
-    "null": "Settling together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
-    "failure_modes": (
+    null="Settling together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
+    failure_modes=(
         "A curve that is compared with its own end always reaches 0 there: where it crosses only between the last two "
         "snapshots, the step says how long the run was, and if both curves of a ratio do, nothing is decided. At a "
         "constant rate weights keep moving and may never settle to 5 %; with a falling rate they settle because of it. "
@@ -222,37 +232,44 @@ DRIFT_TEXTS = {
         "the tokens themselves keep it high from the start, so a drift at step 0 below 1 is no learning. Precision is "
         "held against the truth, the others against their own end."
     ),
-}
-GRADIENT_TEXTS = {
-    "title": "What the loss asks of routing and of values",
-    "meaning": (
+    headlines=(),
+    quantities={},
+    arrays={},
+)
+GRADIENT_TEXTS = Measured(
+    title="What the loss asks of routing and of values",
+    meaning=(
         "How strongly the loss pulls at attention scores and at values. Paper II argues that the pull at scores stops "
         "first, because the values attended to become equally useful, while values go on improving."
     ),
-    "computed": (
+    computed=(
         "Of the cross-entropy of the outcomes drawn, summed over queries, in nats: root mean square of dL/ds_ij over "
         "pairs of query and key, and of dL/dv_j over positions and coordinates, over layers; the spread is the sd of "
         "b_ij = dL/dz_i . v_j over keys, weighted by attention, mean over layers. Each over its own largest value over "
         "training. Vanished: from this step on at or below 5 % of that. What is left: the fraction at the end."
     ),
-    "null": "Vanishing together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
-    "failure_modes": (
+    null="Vanishing together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
+    failure_modes=(
         "Outcomes are drawn, so the gradient of one sequence does not vanish where the answer is right but open: it "
         "falls to what chance leaves, and neither curve need reach 5 %. Both gradients hold dL/dz, so both vanish "
         "where it does; only their ratio speaks about routing. Scores and values have different scales and signs of "
         "life: a larger value vector makes the score gradient larger."
     ),
-}
+    headlines=(),
+    quantities={},
+    arrays={},
+)
+TEXTS = {DRIFT: DRIFT_TEXTS, GRADIENTS: GRADIENT_TEXTS}
 
 
-def sections(courses: Sequence[Course], gradients: bool) -> dict[str, Measured]:
-    """Drifts, and where they were had gradients, with verdicts: none of these where too little was trained for one."""
-    made = {DRIFT: (_drift(courses), DRIFT_TEXTS)}
-    if gradients:
-        made[GRADIENTS] = (_gradients(courses), GRADIENT_TEXTS)
-    judged = claims.judge({probe: section.measured(texts) for probe, (section, texts) in made.items()})
+def sections(courses: Sequence[Course]) -> dict[str, Measured]:
+    """Drifts and gradients where every run has them, with verdicts: none of these where too little was trained."""
+    made = {DRIFT: _drift(courses)} if all(c.drifts for c in courses) else {}
+    if all(c.signals for c in courses):
+        made[GRADIENTS] = _gradients(courses)
+    judged = claims.judge({probe: section.measured() for probe, section in made.items()})
     return {
-        probe: replace(measured, headlines=tuple(_final(h, made[probe][0].lacking) for h in measured.headlines))
+        probe: replace(measured, headlines=tuple(_final(h, made[probe].lacking) for h in measured.headlines))
         for probe, measured in judged.items()
     }
 
@@ -266,13 +283,13 @@ def _final(h: Headline, lacking: Mapping[str, str]) -> Headline:
 def _drift(courses: Sequence[Course]) -> Section:
     section = Section(DRIFT, courses)
     exact = "KL(exact || model)" if courses[0].run.task else "KL(last snapshot || model)"
-    section.curve("frame", "1 - CKA", "attention, apart from its end", lambda c: c.drifts.frame)
-    section.curve("value", "1 - CKA", "values, apart from their end", lambda c: c.drifts.value)
-    section.curve("precision", "bits", exact, lambda c: c.drifts.precision)
-    section.curve("tv", "total variation", "attention weights, apart from their end", lambda c: c.drifts.tv)
+    section.curve("frame", "1 - CKA", "attention, apart from its end", lambda c: c.drift("frame"))
+    section.curve("value", "1 - CKA", "values, apart from their end", lambda c: c.drift("value"))
+    section.curve("precision", "bits", exact, lambda c: c.drift("precision"))
+    section.curve("tv", "total variation", "attention weights, apart from their end", lambda c: c.drift("tv"))
 
     def at(name: str, level: float = LEVEL) -> Callable[[Course], Settled]:
-        return lambda c: settled(c.run.steps, getattr(c.drifts, name), level)
+        return lambda c: settled(c.run.steps, c.drift(name), level)
 
     def over(name: str, first: Callable[[Course], Settled], second: Callable[[Course], Settled]) -> None:
         section.ratio(name, lambda c: Ratio.of(first(c), second(c)))
@@ -281,8 +298,11 @@ def _drift(courses: Sequence[Course]) -> Section:
     over("frame over values", at("frame"), at("value"))
     over("frame over precision, half-way", at("frame", HALF), at("precision", HALF))
     over("frame over values, half-way", at("frame", HALF), at("value", HALF))
-    log_precision = lambda c: settled(c.run.steps, fallen(c.drifts.precision))  # noqa: E731
-    over("total variation of attention over log precision", at("tv"), log_precision)
+    over(
+        "total variation of attention over log precision",
+        at("tv"),
+        lambda c: settled(c.run.steps, fallen(c.drift("precision"))),
+    )
     for name in ("frame", "value", "precision", "tv"):
         section.settles(name, at(name))
     return section
@@ -296,6 +316,9 @@ def _gradients(courses: Sequence[Course]) -> Section:
         "spread": "spread of b over its largest",
     }
 
+    def pull(name: str) -> Callable[[Course], np.ndarray]:
+        return lambda c: c.pull(name)
+
     def at(name: str, level: float = LEVEL) -> Callable[[Course], Settled]:
         return lambda c: settled(c.run.steps, c.pull(name), level, whole=1.0)
 
@@ -306,7 +329,7 @@ def _gradients(courses: Sequence[Course]) -> Section:
         return lambda c: Ratio(float(c.pull(name)[-1] / c.pull("value_gradient")[-1]), False)
 
     for name, meaning in names.items():
-        section.curve(name, "fraction", meaning, lambda c, name=name: c.pull(name))
+        section.curve(name, "fraction", meaning, pull(name))
         section.settles(name, at(name))
     section.ratio("scores over values", both(LEVEL))
     section.ratio("scores over values, half-way", both(HALF))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import sys
 from collections.abc import Iterator
 
@@ -24,17 +25,15 @@ def findings() -> Iterator[tuple[str, str]]:
         except importlib.metadata.PackageNotFoundError:
             yield "BAD", f"{name} is not installed; pip install {name}"
             continue
-        good = (
-            tuple(int("".join(c for c in part if c.isdigit()) or 0) for part in found.split("+")[0].split(".")[:2])
-            >= least
-        )
+        good = tuple(map(int, re.findall(r"\d+", found)[:2])) >= least
         yield ("ok" if good else "BAD"), f"{name} {found} (needs {least[0]}.{least[1]} or later)"
-    import torch
+    if there("torch"):
+        import torch
 
-    if torch.cuda.is_available():
-        yield "ok", f"GPU: {torch.cuda.get_device_name(0)}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
-    else:
-        yield "note", f"no GPU; {torch.get_num_threads()} CPU threads"
+        if torch.cuda.is_available():
+            yield "ok", f"GPU: {torch.cuda.get_device_name(0)}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+        else:
+            yield "note", f"no GPU; {torch.get_num_threads()} CPU threads"
     folder = cache_folder()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -47,8 +46,8 @@ def findings() -> Iterator[tuple[str, str]]:
     names = hub.pockets()
     yield ("ok" if names else "BAD"), f"pocket models: {', '.join(names) or 'none shipped with this installation'}"
     try:
-        hub.locate("EleutherAI/pythia-14m")
-        yield "ok", "the model hub answers"
+        place = hub.locate("EleutherAI/pythia-14m")
+        yield ("ok", "the model hub answers") if place.kind == "hub" else ("note", f"hub models: {place.note}")
     except Refused as refusal:
         yield "note", f"hub models: {refusal}"
     for package, extra in EXTRAS.items():

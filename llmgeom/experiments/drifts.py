@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from llmgeom import stats
 from llmgeom.alignment import cka
@@ -14,6 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Site
 from llmgeom.errors import Refused
 from llmgeom.experiments.grades import graded
+from llmgeom.horizon import spans
 from llmgeom.information import bits, kl
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.task import Task
@@ -69,15 +71,15 @@ class Drifts:
 def drifts(states: Sequence[State]) -> Drifts:
     """Of snapshots in order; the last is the reference."""
     last = states[-1]
+    exact = [one.kl for one in states if one.kl is not None]
+    said = [one.log_probs for one in states if one.log_probs is not None]
 
     def apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
         each = [1 - cka(a[:, head], b[:, head]) for a, b in zip(one, other, strict=True) for head in range(a.shape[1])]
         return float(np.mean(each))
 
-    def precision(one: State) -> float:
-        if one.kl is not None:
-            return one.kl
-        return float(bits(kl(*(_tensor(each.log_probs) for each in (last, one)))).mean())
+    def from_last(log_probs: np.ndarray) -> float:
+        return float(bits(kl(*(torch.from_numpy(each).double() for each in (said[-1], log_probs)))).mean())
 
     return Drifts(
         frame=np.array([apart(one.attention, last.attention) for one in states]),
@@ -88,14 +90,8 @@ def drifts(states: Sequence[State]) -> Drifts:
                 for one in states
             ]
         ),
-        precision=np.array([precision(one) for one in states]),
+        precision=np.array(exact or [from_last(one) for one in said]),
     )
-
-
-def _tensor(array: np.ndarray):
-    import torch
-
-    return torch.from_numpy(array).double()
 
 
 @dataclass(frozen=True)
@@ -153,11 +149,9 @@ class Ratio:
 
 def mean_log(values: np.ndarray) -> tuple[float, float, float]:
     """Geometric mean over training seeds and Student's 95 % interval of it; the value itself where there is one."""
-    from scipy.stats import t
-
     x = np.log(values)
-    half = t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x)) if len(x) > 1 else 0.0
-    return math.exp(x.mean()), math.exp(x.mean() - half), math.exp(x.mean() + half)
+    low, high = spans([x])[0] if len(x) > 1 else (x[0], x[0])
+    return math.exp(x.mean()), math.exp(low), math.exp(high)
 
 
 def less_p(values: np.ndarray, others: np.ndarray | None = None) -> float:

@@ -14,11 +14,11 @@ import numpy as np
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused, Unavailable, bounded
+from llmgeom.errors import Refused, Unavailable, bounded, scrubbed
 from llmgeom.experiments import request
 from llmgeom.experiments.courses import DRIFT, GRADIENTS, Course, Run, sections
 from llmgeom.experiments.drifts import SEEDS, drifts, state
-from llmgeom.experiments.grades import drawn
+from llmgeom.experiments.grades import drawn, graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
@@ -63,10 +63,8 @@ class Request:
             raise Refused(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
-        bounded(("--nulls", self.nulls, 1), ("--seed", self.seed, 0), ("--n", self.n and max(self.n, 0), 0))
+        bounded(("--nulls", self.nulls, 1), ("--seed", self.seed, 0), ("--n", self.n, 10))
         bounded(("--seeds", self.seeds, 1), most=1000)
-        if self.n is not None and self.n < 10:
-            raise Refused(f"--n {self.n}: expected at least 10 sequences or prompts")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -83,7 +81,7 @@ class Request:
             words.append("--" + field.name)
             if value is not True:
                 words.append(",".join(value) if isinstance(value, tuple) else str(value))
-        return shlex.join(words)
+        return scrubbed(shlex.join(words))
 
 
 def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
@@ -108,7 +106,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
     courses, unmeasured = _follow(runs, task, asked, store, progress)
     records = _scans(runs[0], task, modules, asked, out, spec, store, progress) if modules else {}
     steps = runs[0].steps
-    results = sections(courses, GRADIENTS not in unmeasured) if courses else {}
+    results = sections(courses) if courses else {}
     results |= over_training(steps, records)
     last, batch = runs[0].load(-1, **asked.options), probe_batch(task, asked, runs[0].corrupt)
     called = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
@@ -125,7 +123,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
             "runs": [run.name for run in runs],
             "steps": list(steps),
         },
-        warnings=tuple(_warnings(runs, courses, modules, asked)),
+        warnings=tuple(_warnings(runs, modules, asked)),
         run=took(started),
     )
     record.save(out)
@@ -214,16 +212,14 @@ def _out(asked: Request, spec: str) -> Path:
     if asked.out:
         return Path(asked.out)
     what = asked.task or asked.model or Path(asked.runs[0]).resolve().name
-    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in what)
     key = digest(dataclasses.asdict(asked) | {"out": None})[:8] if asked.task else spec[:8]
-    return Path("runs") / f"dynamics-{safe}-{key}"
+    return Path("runs") / f"dynamics-{request.safe(what)}-{key}"
 
 
 def probe_batch(task: Task | None, asked: Request, corrupt: float) -> Batch:
     """What every snapshot reads: held-out sequences with all their queries, or prompts of a domain."""
     if task is not None:
-        split = "any" if task.memorisable else "held-out"
-        return drawn(task, asked.n or SEQUENCES, asked.seed, split, corrupt)
+        return drawn(task, asked.n or SEQUENCES, asked.seed, graded_on(task), corrupt)
     from llmgeom.prompts.domains import Domain
 
     return Domain(asked.domain).sample(asked.n or PROMPTS, asked.seed)
@@ -232,8 +228,9 @@ def probe_batch(task: Task | None, asked: Request, corrupt: float) -> Batch:
 def _follow(
     runs: Sequence[Run], task: Task | None, asked: Request, store: str, progress: Progress | None
 ) -> tuple[list[Course], dict[str, str]]:
-    """Every run's drifts and gradients; and why one of the two could not be had."""
-    courses, unmeasured = [], {}
+    """Every run's drifts and gradients; and why one of the two, or both, could not be had."""
+    courses: list[Course] = []
+    unmeasured: dict[str, str] = {}
     done, total = 0, sum(len(run.steps) for run in runs)
     for run in runs:
         batch = probe_batch(task, asked, run.corrupt)
@@ -253,9 +250,11 @@ def _follow(
             done += 1
             if progress:
                 progress("snapshots followed", done, total, f"{run.name}, step {run.steps[place]}")
-        if DRIFT in unmeasured:
-            return [], {DRIFT: unmeasured[DRIFT], GRADIENTS: unmeasured.get(GRADIENTS, unmeasured[DRIFT])}
-        courses.append(Course(run, drifts(states), tuple(pull)))
+        if len(unmeasured) == 2:
+            return [], unmeasured
+        courses.append(
+            Course(run, None if DRIFT in unmeasured else drifts(states), () if GRADIENTS in unmeasured else tuple(pull))
+        )
     return courses, unmeasured
 
 
@@ -273,11 +272,11 @@ def _scans(
 
     The untrained twins are those of the config and seed, the same for every snapshot: their captures are stored once.
     """
-    samples = {}
+    samples: dict[str, Batch] = {}
     if task is None:
         batch = probe_batch(None, asked, 0.0)
     else:
-        n, split = asked.n or SEQUENCES, "any" if task.memorisable else "held-out"
+        n, split = asked.n or SEQUENCES, graded_on(task)
         batch, samples = task.cut(n, asked.seed, split), {WHOLE: task.sample(n, asked.seed, split)}
     records = {}
     for place, step in enumerate(run.steps):
@@ -308,7 +307,7 @@ def _scans(
     return records
 
 
-def _warnings(runs: Sequence[Run], courses: Sequence[Course], modules: Any, asked: Request) -> Iterator[str]:
+def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: Request) -> Iterator[str]:
     rates = sorted({str(run.training.get("schedule")) for run in runs if run.training})
     if "cosine" in rates:
         yield (

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from jaxtyping import Int
+from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.capture import Site
@@ -24,7 +26,7 @@ from llmgeom.stats import Interval, correlation_interval, jackknife, spearman, s
 from llmgeom.subject import Subject
 
 AT_ONCE = 256
-BAYES = "Bayesian over other readers"
+BAYES, TWINS = "Bayesian over other readers", "re-initialised"
 LEAST_GAIN = 1e-4  # bits a label
 EVIDENCE, BELIEF, CONTROLS = "sula", "sula_belief", "sula_controls"
 
@@ -39,14 +41,14 @@ class Reading:
     log_p      [prompt 2] log P of the two labels given that it is one of them, nats.
     mass       [prompt] P that it is (fraction).
     h_vocab    [prompt] entropy over the whole vocabulary, bits.
-    residual   [depth prompt d_model], and value [prompt coordinate] of the last layer; None where not asked for.
+    residual   [depth prompt d_model], and value [prompt coordinate] of the last layer; empty where not asked for.
     """
 
     log_p: np.ndarray
     mass: np.ndarray
     h_vocab: np.ndarray
-    residual: np.ndarray | None = None
-    value: np.ndarray | None = None
+    residual: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
+    value: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
 
     @property
     def p(self) -> np.ndarray:
@@ -61,30 +63,33 @@ class Reading:
 
 def listen(subject: Subject, batch: Batch, inside: bool = False) -> Reading:
     """Read the labels' probabilities, and where `inside` the last token's residual stream and values."""
-    named = list(zip(batch.columns["first"], batch.columns["second"], strict=True))
-    words = sorted({word for pair in named for word in pair})
+    columns = label_ids(subject, batch)
+    sites = {Site.LOG_PROBS, Site.ENTROPY} | ({Site.RESIDUAL, Site.VALUE} if inside else set())
+    picked, entropy, residual, value = [], [], [], []
+    for rows in torch.arange(len(batch)).split(AT_ONCE):
+        seen = subject.capture(batch.take(rows.tolist()), sites)
+        picked.append(seen.log_probs.gather(1, columns[rows]).double().numpy())
+        entropy.append(bits(seen.entropy.double().numpy()))
+        if inside:
+            residual.append(np.stack([one.double().numpy() for one in seen.layers(Site.RESIDUAL)]))
+            value.append(seen.layers(Site.VALUE)[-1].double().flatten(1).numpy())
+    both = np.concatenate(picked)
+    mass = np.logaddexp(*both.T)
+    found = Reading(both - mass[:, None], np.exp(mass), np.concatenate(entropy))
+    return replace(found, residual=np.concatenate(residual, 1), value=np.concatenate(value)) if inside else found
+
+
+def label_ids(subject: Subject, batch: Batch) -> Int[Tensor, "prompt 2"]:
+    """The two labels of each prompt as tokens. Raises Refused where one is several."""
+    pairs = list(zip(batch.columns["first"], batch.columns["second"], strict=True))
+    words = sorted({word for pair in pairs for word in pair})
     ids = {word: subject.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}
     if several := [word for word, tokens in ids.items() if len(tokens) != 1]:
         raise Refused(
-            f"{', '.join(several)}: not single tokens of this tokenizer; leave --labels out to have some found"
+            f"{', '.join(several)}: not single tokens of this tokenizer; leave --labels out to have some found "
+            "(`prompts.sula.available`)"
         )
-    columns = torch.tensor([[ids[w][0] for w in pair] for pair in named])
-    sites = {Site.LOG_PROBS, Site.ENTROPY} | ({Site.RESIDUAL, Site.VALUE} if inside else set())
-    parts = []
-    for rows in torch.arange(len(batch)).split(AT_ONCE):
-        seen = subject.capture(batch.take(rows.tolist()), sites)
-        picked = seen.log_probs.gather(1, columns[rows]).double().numpy()
-        entropy = bits(seen.entropy.double().numpy())
-        deep = [one.double().numpy() for one in seen.layers(Site.RESIDUAL)] if inside else None
-        value = seen.layers(Site.VALUE)[-1].double().flatten(1).numpy() if inside else None
-        parts.append((picked, entropy, deep, value))
-    picked, entropy = (np.concatenate([part[i] for part in parts]) for i in (0, 1))
-    mass = np.logaddexp(*picked.T)
-    residual = (
-        np.stack([np.concatenate(layer) for layer in zip(*(p[2] for p in parts), strict=True)]) if inside else None
-    )
-    value = np.concatenate([part[3] for part in parts]) if inside else None
-    return Reading(picked - mass[:, None], np.exp(mass), entropy, residual, value)
+    return torch.tensor([[ids[word][0] for word in pair] for pair in pairs])
 
 
 def label_entropy(log_p: np.ndarray) -> np.ndarray:
@@ -114,18 +119,20 @@ class Truth:
     @cached_property
     def log_p(self) -> np.ndarray:
         """[prompt 2] exact log P(next label), nats."""
-        return self.batch.posterior.predictive[:, -1].numpy()
+        return self.batch.exact.predictive[:, -1].numpy()
 
     @cached_property
     def belief(self) -> np.ndarray:
         """[prompt 2] exact log P(latent class), nats."""
-        return self.batch.posterior.belief[:, -1].numpy()
+        belief = self.batch.exact.belief
+        assert belief is not None  # label sequences have one
+        return belief[:, -1].numpy()
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Evidence(Result):
     """The model's answers beside the exact ones, by k, and beside those of rival readers."""
 
@@ -186,7 +193,7 @@ class Evidence(Result):
     notes: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Belief(Result):
     """Where the exact certainty can be read in the last token's representations."""
 
@@ -222,7 +229,7 @@ class Belief(Result):
     warnings: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Controls(Result):
     """What the model's answers do when the prompt is changed in a way whose effect on the exact answer is known."""
 
@@ -280,9 +287,9 @@ def _headlines(
     found = []
     for name, statistic, (own, *twins), rows, span in measured:
         claim, value = declared(probe)[name], statistic(own, rows)
-        span = span or jackknife(lambda kept, of=statistic, who=own: of(who, kept), rows, unit[rows])
+        span = span or jackknife(partial(statistic, own), rows, unit[rows])
         draws = np.array([statistic(twin, rows) for twin in twins])
-        null = Null.of("re-initialised", value, draws, claim.side)
+        null = Null.of(TWINS, value, draws, claim.side)
         found.append(headline(claim, value, span, [null], n=len(rows), units=len(set(unit[rows]))))
     return tuple(found)
 
@@ -354,7 +361,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     return Evidence(
         k=np.array(ks, dtype=float),
         h_label=_by(k, ks, own.h_label),
-        h_label_null=layer_band({"re-initialised": np.stack([_by(k, ks, twin.h_label) for twin in twins])}),
+        h_label_null=layer_band({TWINS: np.stack([_by(k, ks, twin.h_label) for twin in twins])}),
         h_exact=_by(k, ks, h_exact),
         h_latent=_by(k, ks, h_latent),
         h_vocabulary=_by(k, ks, own.h_vocab),
@@ -379,7 +386,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     )
 
 
-def _doubts(own: Reading, told: np.ndarray, attainable: float):
+def _doubts(own: Reading, told: np.ndarray, attainable: float) -> Iterator[str]:
     if attainable <= LEAST_GAIN:
         yield f"{BAYES}: not measured, because on these prompts an exact model answers as one that counts; add larger k"
     mass = own.mass[told].mean()
@@ -411,7 +418,7 @@ def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Rea
     values, null = decoded(own), np.array([decoded(twin) for twin in twins])
     last = less_its_mean(own.residual[-1][rows])
     span = decodability_interval(last, read(last, target[:, :1], fold), unit)
-    bands = [layer_band({"re-initialised": null[..., i]}) for i in (0, 1)]
+    bands = [layer_band({TWINS: null[..., i]}) for i in (0, 1)]
 
     def pc1(who: Reading) -> np.ndarray:
         z = standardised(who.value)
@@ -419,12 +426,11 @@ def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Rea
         score = left[:, 0] * size[0]
         return score * (np.sign(spearman(score, h)) or 1)
 
-    scores = [pc1(who) for who in (own, *twins)]
+    scores, every = [pc1(who) for who in (own, *twins)], np.arange(len(batch))
 
     def ordered(score: np.ndarray, chosen: np.ndarray) -> float:
         return abs(spearman(score[chosen], h[chosen], _indicators(truth.k[chosen])))
 
-    every = np.arange(len(batch))
     same_k = correlation_interval(scores[0][rows], h[rows], unit, _indicators(k))
     return Belief(
         decoded=values[:, 0],

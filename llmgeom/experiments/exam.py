@@ -28,11 +28,11 @@ SPANNED = ("math", MIXED)
 PAIRS = 200
 QUANTILES = (0, 5, 25, 50, 75, 95, 100)
 Rows = Sequence[Mapping[str, str]]
-PARTS = {
-    "held-out": {"pairs": Part.HELD_OUT, "carriers": Part.TRAINED, "leads": Part.TRAINED},
-    "held-out, nouns too": {"pairs": Part.HELD_OUT, "carriers": Part.HELD_OUT, "leads": Part.TRAINED},
-    "held-out, lead-in too": {"pairs": Part.HELD_OUT, "carriers": Part.HELD_OUT, "leads": Part.HELD_OUT},
-    "trained": {"pairs": Part.TRAINED, "carriers": Part.TRAINED, "leads": Part.TRAINED},
+PARTS = {  # of pairs, carriers and leads
+    "held-out": (Part.HELD_OUT, Part.TRAINED, Part.TRAINED),
+    "held-out, nouns too": (Part.HELD_OUT, Part.HELD_OUT, Part.TRAINED),
+    "held-out, lead-in too": (Part.HELD_OUT, Part.HELD_OUT, Part.HELD_OUT),
+    "trained": (Part.TRAINED, Part.TRAINED, Part.TRAINED),
 }
 
 
@@ -130,18 +130,18 @@ def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few:
     return found
 
 
-def prompts(name: str, n: int = 300, seed: int = 0) -> Batch:
+def prompts(name: str, n: int = 300) -> Batch:
     """The prompts of a domain whose entropies are taken, or all it has where they are fewer."""
     domain = Domain(name)
-    return domain.sample(min(n, domain.size()), seed)
+    return domain.sample(min(n, domain.size()), 0)
 
 
-def entropies(subject: Subject, name: str, n: int = 300, seed: int = 0) -> dict[str, Any]:
+def entropies(subject: Subject, name: str) -> dict[str, Any]:
     """Entropy of the next token after prompts of a domain, in bits: quantiles, and span = largest minus least."""
-    batch = prompts(name, n, seed)
+    batch = prompts(name)
     found = bits(subject.capture(batch, {Site.ENTROPY}).entropy.double().numpy())
     quantiles = {f"{q}%": float(np.percentile(found, q)) for q in QUANTILES}
-    return {"prompts": len(batch), "seed": seed, "span": float(np.ptp(found)), "quantiles": quantiles}
+    return {"prompts": len(batch), "seed": batch.source["seed"], "span": float(np.ptp(found)), "quantiles": quantiles}
 
 
 # ---- evidence -------------------------------------------------------------------------------------------------------
@@ -192,22 +192,22 @@ def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarr
     return (found - mass[:, None]).numpy(), mass.numpy()
 
 
-def evidence(subject: Subject, each: int, seed: int = 0, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
+def evidence(subject: Subject, each: int, sets: Collection[str] = tuple(PARTS)) -> dict[str, Any]:
     """Skill by format and set, over k = 1..8 observations together and by k, with 95 % intervals over label pairs.
 
-    each         prompts of every pair and k, so that every k has as many; at most 200 pairs, drawn by the seed.
+    each         prompts of every pair and k, so that every k has as many; at most 200 pairs, drawn by seed 0.
     label_mass   mean probability of the two labels together (fraction).
     kl_bits      mean KL(exact || model) in bits, beside that of the best constant.
     """
-    return {name: {which: _graded(subject, name, which, each, seed) for which in sets} for name in nonce.FORMATS}
+    return {name: {which: _graded(subject, name, which, each) for which in sets} for name in nonce.FORMATS}
 
 
-def _graded(subject: Subject, name: str, which: str, each: int, seed: int) -> dict[str, Any]:
-    source = nonce.Evidence(name, **PARTS[which])
+def _graded(subject: Subject, name: str, which: str, each: int) -> dict[str, Any]:
+    source = nonce.Evidence(name, *PARTS[which])
     pairs = len(nonce.pairs(source.pairs))
-    batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), seed)
+    batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
     model, mass = answers(subject, batch)
-    exact, k = batch.posterior.predictive[:, -1].numpy(), np.array(batch.columns["k"])
+    exact, k = batch.exact.predictive[:, -1].numpy(), np.array(batch.columns["k"])
     unit = np.array(batch.columns["pair"])
 
     def measured(rows: np.ndarray) -> dict[str, float | int]:

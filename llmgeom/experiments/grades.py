@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Self
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ class Scores:
         """[sequence query] H_predictor - H_exact."""
         return self.entropy - self.exact
 
-    def at(self, queries: slice) -> Scores:
+    def at(self, queries: slice) -> Self:
         """The same of some of the queries."""
         return replace(self, **{f.name: getattr(self, f.name)[:, queries] for f in fields(self)})
 
@@ -65,18 +66,20 @@ class Numbers(Scores):
     residual: np.ndarray
 
 
-def score(task: Task, exact: Tensor, form: Tensor, target: Tensor) -> Scores:
-    """Scores of a form [sequence query form] against exact forms and what was drawn. Raises Refused where one is not
-    finite."""
-    answers, form = task.answers, form.double()
+def score(task: Task, batch: Batch, form: Tensor) -> Scores:
+    """Scores of a form [sequence query form] against the exact one and what was drawn."""
+    answers, exact, form, target = task.answers, owed(task, batch), form.double(), batch.target
+    assert target is not None, "a task draws one at every query"
     measured = (answers.kl(exact, form), answers.entropy(form), answers.entropy(exact))
-    shared = [bits(x.numpy()) for x in measured]
+    kl, entropy, entropy_exact = (bits(x.numpy()) for x in measured)
     if not isinstance(answers, Categorical):
-        return Numbers(*shared, ((target - form[..., 0]) * (-form[..., 1] / 2).exp()).numpy())
+        residual = (target - form[..., 0]) * (-form[..., 1] / 2).exp()
+        return Numbers(kl, entropy, entropy_exact, residual.numpy())
     outcomes = len(answers.tokens)
     right = form[..., :outcomes].argmax(-1) == target
     tally = _tally(exact[..., :outcomes].exp(), form[..., :outcomes].exp(), target)
-    return Outcomes(*shared, right.double().numpy(), form[..., outcomes].exp().numpy(), tally.numpy())
+    leaked = form[..., outcomes].exp()
+    return Outcomes(kl, entropy, entropy_exact, right.double().numpy(), leaked.numpy(), tally.numpy())
 
 
 def _tally(exact: Tensor, said: Tensor, target: Tensor) -> Tensor:
@@ -157,17 +160,23 @@ def skill(kl: np.ndarray) -> float:
     return float(1 - own / trivial)
 
 
+def graded_on(task: Task) -> Split:
+    """Held-out hypotheses; all of them where the task holds none out."""
+    return "any" if task.memorisable else "held-out"
+
+
 def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
     """n sequences to be graded on; where targets were drawn again with probability `corrupt`, theirs are too, and the
-    exact answer is the mixture."""
+    exact answer is the mixture. Raises Refused where these are real numbers."""
     batch = task.sample(n, seed, split)
     if not corrupt:
         return batch
-    outcomes = len(task.answers.tokens)
+    if not isinstance(task.answers, Categorical) or batch.target is None:
+        raise Refused(f"labels were drawn again evenly in training; {task.title} asks for real numbers, not outcomes")
     return replace(
         batch,
-        target=redrawn(batch.target, corrupt, outcomes, seeded("grade/corrupt", seed)),
-        posterior=Posterior(corrupted(batch.posterior.predictive, corrupt)),
+        target=redrawn(batch.target, corrupt, len(task.answers.tokens), seeded("grade/corrupt", seed)),
+        posterior=Posterior(corrupted(batch.exact.predictive, corrupt)),
     )
 
 
@@ -200,12 +209,12 @@ def read(subject: Subject, task: Task, batch: Batch) -> Tensor:
 
 def owed(task: Task, batch: Batch) -> Tensor:
     """The exact answers in the form that models' are read into."""
-    return task.answers.exact(batch.posterior.predictive)
+    return task.answers.exact(batch.exact.predictive)
 
 
 def graded(subject: Subject, task: Task, batch: Batch) -> Scores:
     """The model's scores on a batch, and nothing beside them."""
-    return score(task, owed(task, batch), read(subject, task, batch), batch.target)
+    return score(task, batch, read(subject, task, batch))
 
 
 def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float = 0.0) -> dict[str, Tensor]:
@@ -231,7 +240,7 @@ def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float =
         return task.answers.mean(torch.cat([means, *even.values()])[:, queries], dims)
 
     found = {
-        **{name: form(one) for name, one in task.trivial(batch.inputs.data).items()},
+        **{name: form(one) for name, one in task.trivial(batch.tokens.data).items()},
         "position": mean(slice(None), (0,)),
         "constant": mean(slice(trained), (0, 1)),
         **even,
@@ -252,23 +261,20 @@ def grade(
 ) -> Grade:
     """The model's answers on n sequences beside the exact ones and trivial predictors'; no null, no interval.
 
-    split     held-out hypotheses by default; all of them where the task holds none out.
+    split     of which hypotheses; by default those of `graded_on`.
     trained   how many queries, the first ones, its loss was on, where that is fewer than the task's.
     corrupt   grade against the mixture that labels drawn again with this probability have.
     """
-    batch = drawn(task, n, seed, split or ("any" if task.memorisable else "held-out"), corrupt)
+    batch = drawn(task, n, seed, split or graded_on(task), corrupt)
     trained = min(task.trained, trained or task.trained)
     exact, form = owed(task, batch), read(subject, task, batch)
     parts = zip(exact.split(AT_ONCE), form.double().split(AT_ONCE), strict=True)
-    scored = {
-        name: score(task, exact, one, batch.target)
-        for name, one in trivials(task, batch, trained, seed, corrupt).items()
-    }
+    scored = {name: score(task, batch, one) for name, one in trivials(task, batch, trained, seed, corrupt).items()}
     finite = {name: one for name, one in scored.items() if np.isfinite(one.kl).all()}
     return Grade(
         batch=batch,
-        own=_finite(score(task, exact, form, batch.target), subject.name),
-        owed=score(task, exact, exact, batch.target),
+        own=_finite(score(task, batch, form), subject.name),
+        owed=score(task, batch, exact),
         tv=torch.cat([task.answers.tv(*part) for part in parts]).numpy(),
         trivial=finite,
         excluded=tuple(name for name in scored if name not in finite),

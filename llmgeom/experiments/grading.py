@@ -6,18 +6,14 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims, hub, wind_tunnels
 from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
-from llmgeom.experiments.grades import (
-    Scores,
-    drawn,
-    grade,
-    graded,
-)
+from llmgeom.experiments.grades import Scores, drawn, grade, graded
 from llmgeom.experiments.nearness import (
     CALIBRATION,
     HORIZON,
@@ -30,7 +26,7 @@ from llmgeom.experiments.nearness import (
     measure_posterior,
 )
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Result
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
@@ -127,8 +123,7 @@ def examine(
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     drawn_from = [f"{n} sequences of {asked}", *[f"trained on {told.task}"] * (told.task not in ("", task.title))]
     measures: dict[str, Callable[[], Result]] = {
-        name: lambda name=name: measure_posterior(name, found[name], twins[name], (*drawn_from, sizes))
-        for name in found
+        name: partial(measure_posterior, name, one, twins[name], (*drawn_from, sizes)) for name, one in found.items()
     }
     measures[CALIBRATION] = lambda: measure_calibration(own, same)
     unmeasured = {}
@@ -222,8 +217,5 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     subject = subject or asked.load()
     own = {"spec": spec, "command": asked.command()}
     record = examine(subject, task, told, n=asked.n, seed=asked.seed, nulls=asked.nulls, progress=progress, facts=own)
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    request.keep(record, out)
     return out, record

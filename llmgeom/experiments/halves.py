@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
+from llmgeom.edits import Point
 from llmgeom.errors import Refused
 from llmgeom.experiments.axis import ridge
 from llmgeom.experiments.bench import Bench, Place, Tunnel
+from llmgeom.experiments.evidence import label_ids
 from llmgeom.information import bits
 from llmgeom.readout import folds
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.scan import prompt_table, provenance
 from llmgeom.stats import LEAST_UNITS
-from llmgeom.subject import Subject
+from llmgeom.subject import Positions, Subject
 from llmgeom.wind_tunnels.task import Categorical, Task
-
-Positions = Literal["query", "all"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,11 +65,11 @@ class Split:
         return Record(
             results=results,
             unmeasured=unmeasured,
-            prompts=prompt_table(self.subject, self.asked, self.held.inputs, entropy),
+            prompts=prompt_table(self.subject, self.asked, self.held.tokens, entropy),
             subject={k: v for k, v in self.subject.facts.items() if v is not None},
             source=dict(self.asked.source),
             facts={
-                **provenance(self.held, self.whole.inputs, self.seed, nulls),
+                **provenance(self.held, self.whole.tokens, self.seed, nulls),
                 "estimated on": len(self.fit),
                 **facts,
             },
@@ -92,8 +91,6 @@ class Halves(Split):
     pair: Tensor
     exact: Tensor | None
 
-    EVERYWHERE: ClassVar[Literal["later"]] = "later"  # many models park attention on the first token
-
     @classmethod
     def of(cls, subject: Subject, batch: Batch, sites: Set[Site], seed: int, batch_tokens: int) -> Halves:
         """Halves by seed, with `sites` of the clean model. Raises Refused: a batch with positions of its own; fewer
@@ -109,7 +106,7 @@ class Halves(Split):
         centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
         w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.unit, seed)
         exact = held.posterior.predictive[:, -1].double() if held.posterior and "first" in held.columns else None
-        pair = seen["held"].log_probs.topk(2).indices if exact is None else _labels(subject, held)
+        pair = seen["held"].log_probs.topk(2).indices if exact is None else label_ids(subject, held)
 
         def read(x: np.ndarray) -> np.ndarray:
             return (x - centre) / sd @ w + intercept
@@ -122,18 +119,24 @@ class Halves(Split):
         rest = (entropy, self.read, self.pair, self.exact, self.batch_tokens)
         return Bench(self.subject, bare, places, positions, *rest)
 
-    def means(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
-        """[1 coordinate] over the edited positions of the half that is not measured."""
-        seen, rows = self.seen["fit"], slice(None)
-        if positions == "all":
-            seen = self.subject.capture(self.fit, sites, positions="all", batch_tokens=self.batch_tokens)
-            rows = seen.position > 0
-        return {place: x[rows].mean(0, keepdim=True) for place, x in by_place(seen, sites).items()}
+    def replacing(self, places: tuple[Place, ...], positions: Positions) -> Bench:
+        """The bench where parts are replaced; "all" spares the first token, on which many models park attention."""
+        return self.bench(places, "query" if positions == "query" else "later")
 
-    def own(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor] | None:
+    def means(self, points: Sequence[Point], positions: Positions) -> dict[Place, Tensor]:
+        """[1 coordinate] over the edited positions of the half that is not measured."""
+        seen, later = self.seen["fit"], None
+        if positions == "all":
+            sites = set(map(Site, points))
+            seen = self.subject.capture(self.fit, sites, positions="all", batch_tokens=self.batch_tokens)
+            later = seen.position > 0
+        found = by_place(seen, points).items()
+        return {place: (x if later is None else x[later]).mean(0, keepdim=True) for place, x in found}
+
+    def own(self, points: Sequence[Point], positions: Positions) -> dict[Place, Tensor] | None:
         """[row coordinate] what the half that is measured has at the edited positions; None where prompts of unlike
         lengths have no positions in common."""
-        return by_place(self.seen["held"], sites) if positions == "query" else None
+        return by_place(self.seen["held"], points) if positions == "query" else None
 
     def record(
         self, results: Mapping[str, Measured], unmeasured: Mapping[str, str], nulls: int, facts: Mapping[str, Any]
@@ -148,8 +151,6 @@ class Sequences(Split):
 
     task: Task
 
-    EVERYWHERE: ClassVar[Literal["all"]] = "all"
-
     @classmethod
     def of(cls, subject: Subject, batch: Batch, task: Task, seed: int, batch_tokens: int) -> Sequences:
         """Raises Refused: answers that are real numbers; a model with too few outputs; few sequences."""
@@ -162,20 +163,22 @@ class Sequences(Split):
             )
         return cls(subject, *cls.halved(subject, batch, seed), seed, batch_tokens, task)
 
-    def bench(self, places: tuple[Place, ...], positions: Positions) -> Tunnel:
+    def replacing(self, places: tuple[Place, ...], positions: Positions) -> Tunnel:
+        """The bench where parts are replaced."""
         return Tunnel(self.subject, self.held, places, self.task, positions, self.batch_tokens)
 
-    def _seen(self, half: Batch, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
-        return by_place(self.subject.capture(half, sites, positions=positions, batch_tokens=self.batch_tokens), sites)
+    def _seen(self, half: Batch, points: Sequence[Point], positions: Positions) -> dict[Place, Tensor]:
+        sites = set(map(Site, points))
+        return by_place(self.subject.capture(half, sites, positions=positions, batch_tokens=self.batch_tokens), points)
 
-    def means(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
+    def means(self, points: Sequence[Point], positions: Positions) -> dict[Place, Tensor]:
         """[position coordinate] over sequences, for each edited position by itself: where it stands stays known."""
         n = len(self.fit)
-        return {place: x.unflatten(0, (n, -1)).mean(0) for place, x in self._seen(self.fit, sites, positions).items()}
+        return {place: x.unflatten(0, (n, -1)).mean(0) for place, x in self._seen(self.fit, points, positions).items()}
 
-    def own(self, sites: Set[Site], positions: Positions) -> dict[Place, Tensor]:
+    def own(self, points: Sequence[Point], positions: Positions) -> dict[Place, Tensor]:
         """[row coordinate] what the half that is measured has at the edited positions, sequence after sequence."""
-        return self._seen(self.held, sites, positions)
+        return self._seen(self.held, points, positions)
 
     def record(
         self, results: Mapping[str, Measured], unmeasured: Mapping[str, str], nulls: int, facts: Mapping[str, Any]
@@ -186,15 +189,6 @@ class Sequences(Split):
         return self.recorded(entropy, results, unmeasured, nulls, facts)
 
 
-def by_place(seen: Capture, sites: Set[Site]) -> dict[Place, Tensor]:
-    """[row coordinate] float64 of each layer of these sites."""
-    return {(site.value, n): x.flatten(1).double() for site in sites for n, x in enumerate(seen.layers(site))}
-
-
-def _labels(subject: Subject, batch: Batch) -> Tensor:
-    """[prompt 2] the ids of the labels."""
-    words = zip(batch.columns["first"], batch.columns["second"], strict=True)
-    ids = [[subject.tokenizer(f" {one}", add_special_tokens=False)["input_ids"] for one in two] for two in words]
-    if any(len(one) != 1 for two in ids for one in two):
-        raise Refused("a label is several tokens of this tokenizer; use the labels that `prompts.sula.available` finds")
-    return torch.tensor(ids)[..., 0]
+def by_place(seen: Capture, points: Sequence[Point]) -> dict[Place, Tensor]:
+    """[row coordinate] float64 at these points of each layer."""
+    return {(point, n): x.flatten(1).double() for point in points for n, x in enumerate(seen.layers(Site(point)))}

@@ -14,7 +14,7 @@ from llmgeom import claims
 from llmgeom.errors import Refused
 from llmgeom.experiments.papers import Check, Entry
 from llmgeom.result import Headline, Measured
-from llmgeom.stats import Interval, Scale, equivalence_p, needed_n_mean
+from llmgeom.stats import Draws, Interval, Scale, equivalence_p, needed_n_mean
 
 NONE = "the number in the claim"  # is all that a value without a null is held against
 SURE = 1e-12  # the least standard error, where numbers are exactly equal
@@ -35,14 +35,11 @@ class Judged:
 
 
 class Bench:
-    """What a paper's module gives for one subject, whose name in tables is `label`: its measures by name, and what a
-    terminal and a page show beside the entries.
-
-    model    whose printed numbers are meant, where they are of some models only.
+    """What a paper's module gives for one subject, whose name in tables is `label`, the model's where numbers were
+    printed for some models only: its measures by name, and what a terminal and a page show beside the entries.
     """
 
     label: str
-    model: str = ""
     MEASURES: ClassVar[Mapping[str, Callable[..., Headline]]] = {}
 
     def measured(self, test: Check) -> Headline:
@@ -63,7 +60,7 @@ class Bench:
 
 
 def over_seeds(
-    values: Sequence[float],
+    values: Draws,
     unit: str,
     scale: Scale = "identity",
     null: tuple[str, float] | None = None,
@@ -124,10 +121,14 @@ def combined(found: Sequence[Headline]) -> Headline:
 def judged(posed: Sequence[Judged], model: str = "") -> list[Judged]:
     """Verdicts by `llmgeom.claims.judge`, Holm over all that were measured; and a number whose null lies in the printed
     range as well is INCONCLUSIVE however many seeds there are."""
-    asked = [one for one in posed if one.headline and one.test]
-    headlines = tuple(pose(one.entry, one.test, one.headline, len(asked), model) for one in asked)
+    tests = sum(one.headline is not None for one in posed)
+    headlines = tuple(
+        pose(one.entry, one.test, one.headline, tests, model) for one in posed if one.test and one.headline
+    )
     found = iter(claims.judge({"": Measured("", "", "", "", "", headlines, {}, {})})[""].headlines)
-    return [_told(one, next(found), model) if one.headline else one for one in posed]
+    return [
+        _told(one, one.test, one.headline, next(found), model) if one.test and one.headline else one for one in posed
+    ]
 
 
 def pose(entry: Entry, test: Check, h: Headline, tests: int, model: str = "") -> Headline:
@@ -141,7 +142,7 @@ def pose(entry: Entry, test: Check, h: Headline, tests: int, model: str = "") ->
     if test.compare == "claim":
         return h
     near, far = test.region(model)
-    side = "lower" if test.compare == "below" else "upper"
+    side: claims.Side = "lower" if test.compare == "below" else "upper"
     if test.compare != "within" and h.null != NONE:
         if h.verdict != "no null" and h.side != side:
             raise ValueError(f"{entry.id}: {test.compare}, but the null was made for the {h.side} side")
@@ -155,12 +156,12 @@ def pose(entry: Entry, test: Check, h: Headline, tests: int, model: str = "") ->
     sd = max((high - low) / 2 / student.ppf(0.975, h.units - 1), SURE) * math.sqrt(h.units)
     end = far if math.isfinite(far) else near
     step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
-    whole = {"claim": claim(entry, test, model), "side": side, "effect": test.tolerance, "unit": test.unit}
-    whole["needed"] = needed_n_mean(step, sd, level=1 - 0.05 / max(tests, 1))
+    h = replace(h, claim=claim(entry, test, model), side=side, effect=test.tolerance, unit=test.unit)
+    h = replace(h, needed=needed_n_mean(step, sd, level=1 - 0.05 / max(tests, 1)))
     if test.compare == "within":
-        return replace(h, equivalence=True, margin_low=near, margin=far, p=p, p_claim=p, **whole)
+        return replace(h, equivalence=True, margin_low=near, margin=far, p=p, p_claim=p)
     margin = near if side == "upper" else far
-    return replace(h, equivalence=False, margin=margin, p=max(h.p, p), p_claim=max(h.p_claim, p), **whole)
+    return replace(h, equivalence=False, margin=margin, p=max(h.p, p), p_claim=max(h.p_claim, p))
 
 
 def claim(entry: Entry, test: Check, model: str = "") -> str:
@@ -180,10 +181,9 @@ def asked(test: Check | None, model: str = "") -> str:
     return said.get(test.compare) or f"{test.compare} {test.bound:.3g}"
 
 
-def _told(one: Judged, h: Headline, model: str) -> Judged:
-    test = one.test
-    if test.compare == "claim" and one.headline.verdict == "INCONCLUSIVE":
-        h = replace(h, verdict="INCONCLUSIVE", why=one.headline.why)  # of too few trainings, say, whatever their p
+def _told(one: Judged, test: Check, measured: Headline, h: Headline, model: str) -> Judged:
+    if test.compare == "claim" and measured.verdict == "INCONCLUSIVE":
+        h = replace(h, verdict="INCONCLUSIVE", why=measured.why)  # of too few trainings, say, whatever their p
     if h.verdict == "PASS" and test.compare == "within" and not test.nothing and h.null != NONE:
         near, far = test.region(model)
         if near <= h.null_high and h.null_low <= far:

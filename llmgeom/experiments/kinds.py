@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import numpy as np
 import torch
@@ -38,7 +38,15 @@ from llmgeom.scan import scan
 from llmgeom.stats import Interval, equivalence_p, holm, needed_n_mean, shares
 from llmgeom.subject import Subject
 
-KINDS = {  # what each changes in `Spec`, in the order of the axes [grouped windowed]
+
+class Kind(TypedDict):
+    """What a kind of attention changes in `Spec`."""
+
+    grouped: bool
+    windowed: bool
+
+
+KINDS: dict[str, Kind] = {  # in the order of the axes [grouped windowed]
     "mha-full": {"grouped": False, "windowed": False},
     "mha-window": {"grouped": False, "windowed": True},
     "gqa-full": {"grouped": True, "windowed": False},
@@ -120,11 +128,13 @@ class Spec(pocket.Pocket):
 
 
 # All that decides is said here, so that tuning the pocket models changes nothing. There is text alone, no labels.
-_SHAPE = {"hidden": 96, "layers": 4, "heads": 4, "ffn": 256, "vocabulary": 1024, "context": 128}
-_TRAINING = {"batch": 12, "steps": 900, "learning_rate": 5e-3, "weight_decay": 0.01, "dropout": 0.0}
-_TEXT = {"noise": 0.04, "split": 0.05, "tokenizer_texts": 20_000, "text_seed": 0, "fillings": 2, "examination_seed": 1}
-_NO_LABELS = {"share": 0.0, "first": 0.0, "emphasis": 1.0, "spared": 0.0}
-SPEC = Spec("kinds", "mistral", **_SHAPE, **_TRAINING, **_TEXT, **_NO_LABELS)
+SPEC = Spec(
+    "kinds", "mistral",
+    hidden=96, layers=4, heads=4, ffn=256, vocabulary=1024, context=128,
+    batch=12, steps=900, learning_rate=5e-3, weight_decay=0.01, dropout=0.0,
+    noise=0.04, split=0.05, tokenizer_texts=20_000, text_seed=0, fillings=2, examination_seed=1,
+    share=0.0, first=0.0, emphasis=1.0, spared=0.0,
+)  # fmt: skip
 
 
 def matched(spec: Spec) -> dict[str, int]:
@@ -149,12 +159,15 @@ class Material:
 
     def __init__(self, spec: Spec, seeds: int) -> None:
         self.spec, windows = spec, seeds * spec.steps * spec.batch
-        text = {"seed": spec.text_seed, "at_once": spec.tokenizer_texts, "split": spec.split, "share": spec.share}
-        self.stream = lessons(windows, spec.context, spec.vocabulary, **text)
+        self.stream = lessons(
+            windows, spec.context, spec.vocabulary,
+            seed=spec.text_seed, at_once=spec.tokenizer_texts, split=spec.split, share=spec.share,
+        )  # fmt: skip
         self.reader = Subject.of(spec.start(), self.stream.tokenizer)
         batch = pool.plain(self.reader.fitting(exam.prompts(MIXED, spec.pool)), spec.prompts)
-        self.prompts = replace(batch, inputs=self.reader.tokens(batch))
-        self.window = max(1, round(float(np.median(self.prompts.inputs.lengths)) / 3))
+        tokens = self.reader.tokens(batch)
+        self.prompts, self.prompts_hash = replace(batch, inputs=tokens), fingerprint.of_tokens(tokens)
+        self.window = max(1, round(float(np.median(tokens.lengths)) / 3))
         rows = [row for row in examination(spec.fillings, spec.examination_seed) if row["set"] == "held-out"]
         ids = self.reader.tokenizer([row["text"] for row in rows])["input_ids"]
         self.examination = [row for row, text in zip(rows, ids, strict=True) if len(text) <= spec.context]
@@ -186,7 +199,7 @@ def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable
     """
     name, spec = f"{kind}-{seed}", replace(material.spec, seed=seed, window=material.window, **KINDS[kind])
     path, folder = out / "cells" / f"{name}.json", out / "models" / name
-    about = {"kind": kind, "spec": asdict(spec) | {"prompts_hash": fingerprint.of_tokens(material.prompts.tokens)}}
+    about = {"kind": kind, "spec": asdict(spec) | {"prompts_hash": material.prompts_hash}}
     if path.exists():
         return _agreeing(path, about)
     if not (folder / "trained.json").exists():

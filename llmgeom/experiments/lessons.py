@@ -75,9 +75,8 @@ def lessons(
     """`n` windows of `context` tokens from two streams: texts of all domains and label sequences, neither held out.
 
     A window holds label sequences with probability `share`, else texts, never both; the `first` (a fraction) all hold
-    label sequences. The tokenizer is learnt on the
-    first `at_once` texts; `at_once` more of either are drawn whenever they run out. In the texts' windows a
-    fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
+    label sequences. The tokenizer is learnt on the first `at_once` texts; `at_once` more of either are drawn whenever
+    they run out. In the texts' windows a fraction `split` of the words is cut in two (see `pieces`); `ids` are whole.
 
     Each window starts with a whole item, as a prompt does, and runs on through separators; the item that does not fit
     is cut, and the next window of its stream starts with the one after it.

@@ -4,18 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
-from llmgeom.experiments.grades import (
-    Grade,
-    Outcomes,
-    Scores,
-    mae_abs,
-    mae_mean,
-    skill,
-)
+from llmgeom.experiments.grades import Grade, Numbers, Outcomes, Scores, mae_abs, mae_mean, skill
 from llmgeom.horizon import TWINS, Curves, Graded, Horizon, curves, mean, measured, near, numbered, past, spans
 from llmgeom.result import Figure, quantity
 
@@ -209,17 +202,28 @@ def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: 
 
 
 def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | Residuals:
-    own, exact = found.own.at(found.within), found.owed.at(found.within)
-    others: Any = [twin.at(found.within) for twin in twins]
-    ticks = numbered(1, found.trained)
-    if not isinstance(own, Outcomes):
-        off = "|rms of standardised residuals - 1|"
-        return Residuals(
-            rms=np.sqrt(np.square(own.residual).mean(0)),
-            rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-            headlines=(measured(CALIBRATION, off, _too_sure, own.residual, [twin.residual for twin in others]),),
-            ticks=ticks,
-        )
+    """Within the horizon."""
+    every = [one.at(found.within) for one in (found.own, found.owed, *twins)]
+    if numbers := [one for one in every if isinstance(one, Numbers)]:
+        return _of_numbers(*numbers)
+    return _of_outcomes(*[one for one in every if isinstance(one, Outcomes)])
+
+
+def _of_numbers(own: Numbers, exact: Numbers, *others: Numbers) -> Residuals:
+    off = "|rms of standardised residuals - 1|"
+    return Residuals(
+        rms=np.sqrt(np.square(own.residual).mean(0)),
+        rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
+        headlines=(measured(CALIBRATION, off, _too_sure, own.residual, [twin.residual for twin in others]),),
+        ticks=numbered(1, own.kl.shape[1]),
+    )
+
+
+def _too_sure(residual: np.ndarray) -> float:
+    return abs(float(np.sqrt(np.square(residual).mean())) - 1)
+
+
+def _of_outcomes(own: Outcomes, exact: Outcomes, *others: Outcomes) -> Calibration:
     queries = own.kl.shape[1]
     said, owed, drawn, count = own.tally.sum((0, 1)).T
     rows = count > 0
@@ -244,12 +248,8 @@ def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | 
                 CALIBRATION, "leaked probability", mean, own.leaked.mean(1), [twin.leaked.mean(1) for twin in others]
             ),
         ),
-        ticks={**ticks, "predicted": tuple(f"{mean:.2f}" for mean in said[rows] / count[rows])},
+        ticks={**numbered(1, queries), "predicted": tuple(f"{p:.2f}" for p in said[rows] / count[rows])},
     )
-
-
-def _too_sure(residual: np.ndarray) -> float:
-    return abs(float(np.sqrt(np.square(residual).mean())) - 1)
 
 
 def measure_memory(held: Grade, seen: Scores, twins: Sequence[Scores], notes: Sequence[str]) -> Memory:

@@ -16,10 +16,11 @@ from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null
 from llmgeom.errors import Refused
 from llmgeom.experiments import parts
-from llmgeom.experiments.grades import grade
+from llmgeom.experiments.grades import grade, graded_on
 from llmgeom.experiments.judging import Bench, combined, over_seeds
 from llmgeom.experiments.papers import Check
-from llmgeom.experiments.primitives import PARAMETERS, PRIMITIVES, REACHED_KL, REACHED_SKILL
+from llmgeom.experiments.primitives import PARAMETERS, PRIMITIVES, at_posterior
+from llmgeom.experiments.replacing import Kind
 from llmgeom.experiments.sweep import seeded
 from llmgeom.information import bits, entropy
 from llmgeom.loading import usable
@@ -30,6 +31,8 @@ from llmgeom.result import Headline
 from llmgeom.scan import NULLS, WHOLE, scan
 from llmgeom.store import captures_folder, digest
 from llmgeom.subject import Subject
+from llmgeom.wind_tunnels.hmm import HMM
+from llmgeom.wind_tunnels.recurrence import Recurrence
 from llmgeom.wind_tunnels.train import Training
 
 if TYPE_CHECKING:
@@ -88,7 +91,7 @@ def recipe(asked: Request) -> str:
 
 def cells(name: str, tests: Sequence[Check]) -> dict[str, Training]:
     """The first trainings that tests need, by TASK/ARCHITECTURE."""
-    found = {}
+    found: dict[str, Training] = {}
     for of in (test.of for test in tests):
         tasks = TOLD if of.get("task") == "all" else (of["task"],)
         architectures = {of["arch"], of.get("over") or of["arch"]} - set(RELATIVE)
@@ -145,17 +148,20 @@ class Tunnels(Bench):
 
     def kept(self, name: str, what: str, spec: Mapping[str, Any], make: Callable[[Subject], Any]) -> Any:
         """Plain data made from a trained model once, and read after that."""
-        path = self.folder / name / f"{what}-{digest({**spec, 'of': dict(self.numbers[name])})[:12]}.json"
+        path = self._path(name, what, spec).with_suffix(".json")
         if not path.exists():
             write_whole(path, json.dumps(make(Subject.load(str(self.folder / name)))).encode())
         return json.loads(path.read_text())
 
     def record(self, name: str, what: str, spec: Mapping[str, Any], make: Callable[[Subject], Record]) -> Record:
         """The same of a record."""
-        folder = self.folder / name / f"{what}-{digest({**spec, 'of': dict(self.numbers[name])})[:12]}"
+        folder = self._path(name, what, spec)
         if not (folder / "record.json").exists():
             make(Subject.load(str(self.folder / name))).save(folder)
         return Record.load(folder)
+
+    def _path(self, name: str, what: str, spec: Mapping[str, Any]) -> Path:
+        return self.folder / name / f"{what}-{digest({**spec, 'of': dict(self.numbers[name])})[:12]}"
 
     @cached_property
     def probed(self) -> dict[str, tuple[str, ...]]:
@@ -175,7 +181,7 @@ def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: s
     rival = over not in ("", *RELATIVE)
     names = bench.seeds(task, arch, *[over] * rival)
     own = [bench.numbers[name] for name in names]
-    under = [one.get(f"{what}_{over}", 1.0) for one in own]
+    under = [one[f"{what}_{over}"] if over in RELATIVE else 1.0 for one in own]
     null: tuple[str, float] | None = (
         own[0]["best_trivial"],
         float(np.mean([one[f"{what}_trivial"] / u for one, u in zip(own, under, strict=True)])),
@@ -190,10 +196,7 @@ def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: s
 def reached(bench: Tunnels, test: Check, task: str, arch: str) -> Headline:
     """Of accumulation, transport and binding, how many a training reaches: KL and skill by Paper I's standard."""
     each = [[bench.numbers[name] for name in bench.seeds(one, arch)] for one in TOLD]
-    many = [
-        sum(one["kl"] < REACHED_KL and one["skill"] > REACHED_SKILL for one in cells)
-        for cells in zip(*each, strict=False)
-    ]
+    many = [sum(map(at_posterior, cells)) for cells in zip(*each, strict=False)]
     made = over_seeds(many, test.unit, test.scale, ("a model that infers nothing", 0.0))
     if len(set(many)) > 1:
         return made
@@ -209,6 +212,7 @@ def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times:
     H_exact|, mean over all queries.
     """
     trained = wind_tunnels.named(training(bench.recipe, task, arch).task)
+    assert isinstance(trained, HMM | Recurrence), trained.title  # what the entries ask it of
     longer = replace(trained, steps=round(trained.steps * times))
 
     def asked(subject: Subject) -> dict[str, list[float]]:
@@ -216,12 +220,15 @@ def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times:
         made = grade(subject, longer, GRADED, split="seen" if longer.title.startswith("recurrence") else None)
         return {"kl": made.own.kl.mean(0).tolist(), "mae": np.abs(made.own.gap).mean(0).tolist()}
 
-    values, h = [], trained.trained
+    within = slice(trained.trained)
+    past = {"first": slice(trained.trained, trained.trained + 1), "later": slice(trained.trained, None)}
+    values = []
     for name in bench.seeds(task, arch):
         found = bench.kept(name, "longer", {"task": longer.title, "n": GRADED}, asked)
-        past = {"first": found["kl"][h : h + 1], "later": found["kl"][h:]}
-        ratio = what in past and float(np.mean(past[what]) / np.mean(found["kl"][:h]))
-        values.append(ratio or float(np.mean(found["mae"])))
+        if what == "mae":
+            values.append(float(np.mean(found["mae"])))
+        else:
+            values.append(float(np.mean(found["kl"][past[what]]) / np.mean(found["kl"][within])))
     return over_seeds(values, test.unit, test.scale)
 
 
@@ -231,10 +238,9 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, headlin
     names = bench.probed[f"{task}/{arch}"]
 
     def scanned(subject: Subject) -> Record:
-        split = "any" if of.memorisable else "held-out"
-        whole = {WHOLE: of.sample(SCANNED, 0, split)}
+        whole = {WHOLE: of.sample(SCANNED, 0, graded_on(of))}
         store = str(captures_folder())
-        return scan(subject, of.cut(SCANNED, 0, split), probes.known(names), samples=whole, store=store)
+        return scan(subject, of.cut(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store)
 
     found = []
     for name in bench.seeds(task, arch):
@@ -247,13 +253,13 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, headlin
     return combined(found)
 
 
-def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: str, what: str) -> Headline:
+def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Headline:
     """Heads or blocks set to 0 one at a time. most, least: the error of entropy without the one that matters most, or
     least, over that of the model as it is; else a headline."""
     of = wind_tunnels.named(training(bench.recipe, task, arch).task)
 
     def cut(subject: Subject) -> Record:
-        batch = of.sample(SCANNED, 0, "any" if of.memorisable else "held-out")
+        batch = of.sample(SCANNED, 0, graded_on(of))
         return parts.examine(subject, batch, kind, task=of, positions="all", nulls=NULLS)
 
     records = [bench.record(name, kind, {"task": of.title}, cut) for name in bench.seeds(task, arch)]
@@ -283,7 +289,7 @@ def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Headl
     """Of the final states: the share of their first component (not standardised, as in the published code), or the
     held-out R2 of the exact entropy, folds by sequence; against the same model re-initialised."""
     of = wind_tunnels.named(training(bench.recipe, task, arch).task)
-    batch = of.sample(SCANNED // 4, 0, "any" if of.memorisable else "held-out")
+    batch = of.sample(SCANNED // 4, 0, graded_on(of))
 
     def number(who: Subject) -> float:
         seen = who.capture(batch, {Site.FINAL})
@@ -302,8 +308,8 @@ def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Headl
     ]
     made = over_seeds([one[0] for one in each], test.unit, test.scale)
     null = Null.of("re-initialised", made.value, np.array(each[0][1:]))
-    told = {"null_low": null.low, "null_high": null.high, "null": f"{null.name} ({null.draws} draws)"}
-    return replace(made, **told, margin=null.margin, p=null.p, verdict="undecided")
+    made = replace(made, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
+    return replace(made, margin=null.margin, p=null.p, verdict="undecided")
 
 
 def _exact(seen: Capture) -> np.ndarray:

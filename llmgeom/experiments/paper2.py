@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 
 from llmgeom import probes, wind_tunnels
@@ -22,6 +21,7 @@ from llmgeom.experiments import dynamics, paper1
 from llmgeom.experiments.judging import Bench, over_seeds
 from llmgeom.experiments.papers import Check
 from llmgeom.experiments.sweep import sweep
+from llmgeom.horizon import spans
 from llmgeom.information import bits
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -48,18 +48,19 @@ SIZES = (READ * KEYS, READ * KEYS, READ * VALUES, VALUES * 8)
 PLAIN, ALTERNATING = "plain descent", "values in closed form"
 SHAPES = {True: {"length": 500, "steps": 400}, False: {"length": 2000, "steps": 1000}}  # by --quick
 TEN, EQUAL, WEIGHED, TUNED = "ten times", "equal sum", "equal sum by size", "tuned"
+Rates = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True)
 class Cell:
     """One training.
 
-    rates   rates of W_Q, W_K, W_V, W_O; in closed form that of W_V is not used.
-
+    rates   of W_Q, W_K, W_V, W_O; in closed form that of W_V is not used.
+    ridge   of the values in closed form; 0 where they are descended on as the rest.
     until   training loss in nats at which it stops, 0 to run all steps.
     """
 
-    rates: tuple[float, float, float, float]
+    rates: Rates
     seed: int
     length: int
     steps: int
@@ -183,12 +184,13 @@ def _shapes() -> tuple[tuple[int, int], ...]:
 # ---- methods ---------------------------------------------------------------------------------------------------------
 
 
-def rates(part: str, fast: float) -> tuple[float, float, float, float]:
+def rates(part: str, fast: float) -> Rates:
     """SLOW, and `fast` for the matrices of a part."""
-    return tuple(fast if i in PARTS[part] else SLOW for i in range(4))
+    q, k, v, o = (fast if i in PARTS[part] else SLOW for i in range(4))
+    return q, k, v, o
 
 
-def equal(part: str, by_size: bool = False) -> tuple[float, float, float, float]:
+def equal(part: str, by_size: bool = False) -> Rates:
     """Rates with the budget of the published schedule, spent on this part: what is over SLOW, shared by its matrices.
 
     Budget: the sum of the rates of the four matrices, 0.13; by_size: the sum over their 820 numbers.
@@ -197,7 +199,7 @@ def equal(part: str, by_size: bool = False) -> tuple[float, float, float, float]
     return rates(part, SLOW + (FAST - SLOW) * size[2] / sum(size[i] for i in PARTS[part]))
 
 
-def schedules(steps: int) -> dict[str, tuple[float, float, float, float]]:
+def schedules() -> dict[str, Rates]:
     """The trainings of full length by name."""
     found = {PLAIN: (SLOW,) * 4}
     found |= {f"{part}, {TEN}": rates(part, FAST) for part in PARTS}
@@ -305,7 +307,7 @@ def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
     shape = SHAPES[asked.quick]
     return [
         f"sticky chain: one head of {sum(SIZES)} numbers, {shape['length']} symbols, {shape['steps']} steps, "
-        f"{len(SEEDS)} seeds of {len(schedules(1)) + 8} methods, and tuning on {len(TUNING)} others",
+        f"{len(SEEDS)} seeds of {len(schedules()) + 8} methods, and tuning on {len(TUNING)} others",
         *(f"{test.measure}: {', '.join(test.of.values())}" for test in tests if test.measure in ("law", "settles")),
     ]  # fmt: skip
 
@@ -352,14 +354,14 @@ def chained(
                 progress(stage, i + 1, len(each))
         return found
 
-    named = schedules(steps)
+    named = schedules()
     whole = {(name, seed): Cell(rate, seed, **shape) for name, rate in named.items() for seed in SEEDS}
     ran = run(whole, "schedules")
     quarter = {**shape, "steps": steps // 4}
     ridges = run(
         {(ridge, seed): Cell((SLOW,) * 4, seed, **quarter, ridge=ridge) for ridge in RIDGES for seed in TUNING}, "ridge"
     )
-    ridge = min(RIDGES, key=lambda r: sum(ridges[r, seed]["fresh"] for seed in TUNING))
+    ridge = min(RIDGES, key=lambda r: sum(_fresh(ridges[r, seed]) for seed in TUNING))
     ran |= run({(ALTERNATING, seed): Cell((SLOW,) * 4, seed, **shape, ridge=ridge) for seed in SEEDS}, ALTERNATING)
     ends = {seed: ran[PLAIN, seed]["losses"][-1] for seed in SEEDS}
     ends |= {
@@ -402,7 +404,7 @@ def _held(path: Path, cell: Cell) -> dict[str, Any]:
     """A finished cell is read, another trained and kept."""
     with contextlib.suppress(OSError, ValueError):  # a damaged one is trained again
         found = json.loads(path.read_text())
-        if isinstance(found, dict) and found.get("losses"):
+        if isinstance(found, dict) and "finite" in found:
             return found
     found = trained(cell)
     write_whole(path, json.dumps(found).encode())
@@ -412,6 +414,11 @@ def _held(path: Path, cell: Cell) -> dict[str, Any]:
 def _reached(one: Mapping[str, Any], end: float, steps: int) -> int:
     """The first step with a loss of at most `end`; one more than all steps where there is none."""
     return next((step for step, loss in enumerate(one["losses"]) if loss <= end), steps + 1)
+
+
+def _fresh(one: Mapping[str, Any]) -> float:
+    """The loss on the fresh sequence; what diverged has none, and is not the least."""
+    return one["fresh"] if one["finite"] else math.inf
 
 
 def _ends(ran: Mapping, name: str) -> list[tuple[float, ...]]:
@@ -425,9 +432,7 @@ def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> S
 
     def column(get: Callable[[Row], Sequence[float]], of: Sequence[Row]) -> dict[str, np.ndarray]:
         values = np.array([get(row) for row in of], float)
-        half = student.ppf(0.975, values.shape[1] - 1) * values.std(1, ddof=1) / math.sqrt(values.shape[1])
-        mean = values.mean(1)
-        return {"": mean, "_interval": np.stack([mean - half, mean + half], 1)}
+        return {"": values.mean(1), "_interval": spans(values)}
 
     columns = {
         "train": (lambda r: r.train, whole),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom.errors import Refused
 from llmgeom.experiments import trilogy
 from llmgeom.experiments.judging import Bench
 from llmgeom.experiments.papers import Check
-from llmgeom.progress import Progress
+from llmgeom.experiments.request import safe
+from llmgeom.progress import Progress, named
 from llmgeom.record import Record
 from llmgeom.result import Headline
 from llmgeom.store import digest
@@ -36,8 +37,7 @@ def runs(asked: Request, out: Path) -> dict[str, Runs]:
     """What is asked of each model."""
     models = asked.models or (PUBLISHED if asked.size == "full" else POCKETS[:1] if asked.quick else POCKETS)
     given = {**(QUICK if asked.quick else {}), **asked.options, "device": asked.device}
-    folder = {model: "".join(c if c.isalnum() or c in "._" else "-" for c in model) for model in models}
-    return {m: Runs(**given, model=m, out=str(out / f"{folder[m]}-{digest({'model': m})[:4]}")) for m in models}
+    return {m: Runs(**given, model=m, out=str(out / f"{safe(m)}-{digest({'model': m})[:4]}")) for m in models}
 
 
 def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
@@ -51,11 +51,7 @@ def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progres
     for one in every.values():
         one.locate()
     for place, (model, one) in enumerate(every.items(), 1):
-        yield Model(model, trilogy.perform(one, True, _named(progress, f"{model}, {place} of {len(every)}"))[1])
-
-
-def _named(progress: Progress | None, name: str) -> Any:
-    return progress and (lambda stage, done, total, note="": progress(f"{name}: {stage}", done, total, note))
+        yield Model(model, trilogy.perform(one, True, named(progress, f"{model}, {place} of {len(every)}"))[1])
 
 
 @dataclass(frozen=True)
@@ -64,10 +60,6 @@ class Model(Bench):
 
     label: str
     records: Mapping[str, Record]
-
-    @property
-    def model(self) -> str:
-        return self.label
 
     def warnings(self) -> tuple[str, ...]:
         return tuple(f"{self.label}: {w}" for record in self.records.values() for w in record.warnings)

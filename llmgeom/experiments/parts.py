@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,7 +15,7 @@ from llmgeom.batch import Batch
 from llmgeom.claims import Claim, Null, declared, layer_band
 from llmgeom.errors import Refused
 from llmgeom.experiments.bench import beside
-from llmgeom.experiments.halves import Halves, Positions, Sequences
+from llmgeom.experiments.halves import Halves, Sequences
 from llmgeom.experiments.replacing import DONORS, WHERE, WHERE_OF_A_TASK, Kind, Replaced, Way, sites
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
@@ -22,8 +23,8 @@ from llmgeom.readout import folds
 from llmgeom.record import Record
 from llmgeom.result import Figure, Headline, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats import LEAST_UNITS, Interval, equivalence_p, jackknife
-from llmgeom.subject import Subject
+from llmgeom.stats import LEAST_UNITS, Interval, Transform, equivalence_p, jackknife
+from llmgeom.subject import Positions, Subject
 from llmgeom.wind_tunnels.task import Task
 
 TITLED: dict[Way, str] = {"zero": "set to 0", "mean": "set to the mean", "interchange": "exchanged"}
@@ -213,7 +214,7 @@ def found_apart(each: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[np.nda
     return value, tuple(which)
 
 
-Fractions = Mapping[str, tuple[np.ndarray, np.ndarray]]  # headline -> numerator and denominator, [prompt] each
+Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # headline -> numerator and denominator, [prompt] each
 
 
 def of_heads(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
@@ -271,8 +272,8 @@ def headlines(
             raise Refused(f"'{name}' is a share of nothing: what was replaced does not reach what the model says")
         # The log needs something positive left, whichever unit is taken out.
         positive = all(side.min() >= 0 and len(set(units[side > 0])) > 1 for side in fraction)
-        transform = "log" if claim.scale == "log" and positive else "identity"
-        span = jackknife(lambda kept, fraction=fraction: _over(fraction, kept), rows, units, transform)
+        transform: Transform = "log" if claim.scale == "log" and positive else "identity"
+        span = jackknife(partial(_over, fraction), rows, units, transform)
         span = replace(span, high=min(span.high, 1.0)) if claim.unit == "fraction" else span
         value, null = _over(fraction), {TWINS: np.array([_over(twin[name]) for twin in twins])}
         bounds = [_bound(claim, value, span, len(set(units)))] if claim.claim else []
@@ -318,26 +319,26 @@ def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.n
             f"the largest head changes {found[0].value:.2g} bits, less than {least:g}: shares of so little tell who "
             "does the most of nothing much"
         )
-    values = {
-        "kl": mean.reshape(layers, -1),
-        "interval": spans(kl, units).reshape(layers, -1, 2),
-        "above_half": above_half(mean),
-        "equal": 1 / len(mean),
-        "headlines": found,
-        "warnings": tuple(warnings),
-        "notes": (
+    heads = Heads(
+        kl=mean.reshape(layers, -1),
+        interval=spans(kl, units).reshape(layers, -1, 2),
+        above_half=above_half(mean),
+        equal=1 / len(mean),
+        headlines=found,
+        warnings=tuple(warnings),
+        notes=(
             _where(own, effects),
             f"largest head, as found on one half of the units and on the other: {', '.join(which)}",
         ),
-    }
+    )
     if "evidence" not in effects:
-        return Heads(**values)
-    values["evidence"] = effects["evidence"].mean(1).reshape(layers, -1)
+        return heads
+    heads = HeadsOfEvidence(**vars(heads), evidence=effects["evidence"].mean(1).reshape(layers, -1))
     if "mae" not in effects:
-        return HeadsOfEvidence(**values)
+        return heads
     rise = effects["mae"] - effects["clean_mae"]
     clean = float(effects["clean_mae"].mean())
-    return HeadsOfTask(**values, error=rise.mean(1).reshape(layers, -1), clean_error=clean)
+    return HeadsOfTask(**vars(heads), error=rise.mean(1).reshape(layers, -1), clean_error=clean)
 
 
 def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Blocks:
@@ -357,29 +358,32 @@ def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.
         return layer_band({TWINS: np.array([statistic(one) for one in theirs])})
 
     kl, interval = branches(effects), spans(effects["kl"], units).reshape(3, layers, 2)
-    values = {
-        name + what: array
-        for i, name in enumerate(("attention", "mlp", "block"))
-        for what, array in (
-            ("", kl[i]),
-            ("_interval", interval[i]),
-            ("_null", beside_twins(lambda one, i=i: branches(one)[i])),
-        )
-    }
-    values |= {
-        "relative": kl[2] / np.median(kl[2]),
-        "relative_null": beside_twins(lambda one: (block := branches(one)[2]) / np.median(block)),
-        "headlines": found,
-        "notes": (_where(own, effects), _middle(own, effects["kl"], half)),
-    }
+    blocks = Blocks(
+        attention=kl[0],
+        attention_interval=interval[0],
+        attention_null=beside_twins(lambda one: branches(one)[0]),
+        mlp=kl[1],
+        mlp_interval=interval[1],
+        mlp_null=beside_twins(lambda one: branches(one)[1]),
+        block=kl[2],
+        block_interval=interval[2],
+        block_null=beside_twins(lambda one: branches(one)[2]),
+        relative=kl[2] / np.median(kl[2]),
+        relative_null=beside_twins(lambda one: (block := branches(one)[2]) / np.median(block)),
+        headlines=found,
+        notes=(_where(own, effects), _middle(own, effects["kl"], half)),
+    )
     if "evidence" not in effects:
-        return Blocks(**values)
-    values["evidence"] = branches(effects, "evidence")[2]
-    values["evidence_null"] = beside_twins(lambda one: branches(one, "evidence")[2])
+        return blocks
+    blocks = BlocksOfEvidence(
+        **vars(blocks),
+        evidence=branches(effects, "evidence")[2],
+        evidence_null=beside_twins(lambda one: branches(one, "evidence")[2]),
+    )
     if "mae" not in effects:
-        return BlocksOfEvidence(**values)
+        return blocks
     clean = float(effects["clean_mae"].mean())
-    return BlocksOfTask(**values, error=times(effects), error_null=beside_twins(times), clean_error=clean)
+    return BlocksOfTask(**vars(blocks), error=times(effects), error_null=beside_twins(times), clean_error=clean)
 
 
 def measure_trainings(
@@ -462,38 +466,39 @@ def examine(
         if progress:
             progress(kind, done, total)
 
-    def replaced(stage: str, of: Sequence[Callable[[], Subject]]) -> list[Replaced]:
+    def replaced(stage: str, of: Callable[[int], Subject], count: int) -> list[Replaced]:
         made = []
-        for one in of:
-            made.append(Replaced.of(halves(one()), kind, positions))
+        for i in range(count):
+            made.append(Replaced.of(halves(of(i)), kind, positions))
             if progress:
-                progress(stage, len(made), len(of))
+                progress(stage, len(made), count)
         return made
 
     mine = halves(subject)
     own = Replaced.of(mine, kind, positions, tell)
-    others = replaced("other trainings", [lambda one=one: one for one in also])
+    others = replaced("other trainings", also.__getitem__, len(also))
     for one, other in zip(also, others, strict=True):
         if other.parts != own.parts:
             raise Refused(
                 f"{one.name} has {len(other.parts)} {kind}, {subject.name} {len(own.parts)}: no such training"
             )
-    twins = replaced(TWINS, [lambda i=i: subject.twin(seed + 1 + i) for i in range(nulls)])
+    twins = replaced(TWINS, lambda i: subject.twin(seed + 1 + i), nulls)
     half, measure = folds(own.units, seed, 2), measure_heads if kind == "heads" else measure_blocks
     names = [one.name for one in (subject, *also)]
-    measures: dict[str, Callable[[], Measured]] = {}
-    for way in own.effects:
-        measures[f"{kind}_{way}"] = lambda way=way: _titled(measure(own, way, twins, half), way)
-        if also:
-            measures[f"{kind}_{way}_trainings"] = lambda way=way: _titled(
-                measure_trainings(kind, way, [own, *others], names, twins, half), way
-            )
+
+    def over_trainings(way: Way) -> Trainings:
+        return measure_trainings(kind, way, [own, *others], names, twins, half)
+
     results, unmeasured = {}, {}
-    for name, made in measures.items():
-        try:
-            results[name] = made()
-        except Refused as refusal:
-            unmeasured[name] = str(refusal)
+    for way in own.effects:
+        measures: dict[str, Callable[[], Result]] = {f"{kind}_{way}": partial(measure, own, way, twins, half)}
+        if also:
+            measures[f"{kind}_{way}_trainings"] = partial(over_trainings, way)
+        for name, made in measures.items():
+            try:
+                results[name] = _titled(made(), way)
+            except Refused as refusal:
+                unmeasured[name] = str(refusal)
     edited = {"kind": kind, "ways": list(own.effects), "positions": positions, "donors": DONORS}
     return replace(
         mine.record(claims.judge(results), unmeasured, nulls, {"parts": edited, **(facts or {})}),

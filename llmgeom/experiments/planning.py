@@ -81,7 +81,7 @@ class Weightless(Subject):
     @property
     def checked(self) -> np.ndarray:
         """Lengths of what a model is tried on where its parts are to be told."""
-        return parity.probe_batch(self).inputs.lengths.numpy()
+        return parity.probe_batch(self).tokens.lengths.numpy()
 
 
 # ---- what is run ----------------------------------------------------------------------------------------------------
@@ -244,7 +244,8 @@ def estimate(plan: Plan) -> dict[str, Any]:
     who = Weightless.found(plan)
     facts, item = who.facts, who.model.dtype.itemsize
     speed = Speed.of(device := usable(plan.request.device), facts["d_model"])
-    rows, memory = {}, 0
+    rows: dict[str, dict[str, Any]] = {}
+    memory = 0
     for name in plan.pools:
         source = Source.of(plan, who, name)
         minutes = _minutes(source, plan, speed)
@@ -359,18 +360,22 @@ def _judged(source: Source, claim: Claim) -> bool:
         return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
     whole = source.samples.get(WHOLE)
     if claim.probe == "length_cliff":
-        past = (
-            whole is not None and int(whole.query[0].sum()) > length_cliff.reach(source.subject, source.batch).queries
-        )
-        return past and bool(exact.outcomes)
+        past = whole is not None and _queries(whole) > length_cliff.reach(source.subject, source.batch).queries
+        return past and exact is not None and bool(exact.outcomes)
     if claim.probe == "qk_alignment":
-        if whole is None or whole.posterior.bearing is None:
+        bearing = None if whole is None else whole.exact.bearing
+        if bearing is None:
             return False
-        alike = bool((whole.posterior.bearing == whole.posterior.bearing[:1]).all())
+        alike = bool((bearing == bearing[:1]).all())
         return claim.name.endswith(qk_alignment.PLACES) == alike and (
             facts["layers"] > 1 or claim.name == qk_alignment.LAST
         )
     return True
+
+
+def _queries(whole: Batch) -> int:
+    """Of a task's sequence."""
+    return whole.exact.predictive.shape[1]
 
 
 def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
@@ -384,7 +389,7 @@ def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
     elif claim.probe == "routing_law":
         most = _routed(batch)
     elif claim.probe == "belief_readout":
-        most = belief_readout.MOST_ROWS // int(source.samples[WHOLE].query[0].sum())
+        most = belief_readout.MOST_ROWS // _queries(source.samples[WHOLE])
     return have if most is None else min(have, most), most
 
 

@@ -185,7 +185,7 @@ def build(
         temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
         try:
             temporary.mkdir(parents=True)
-            model.to(torch.bfloat16).save_pretrained(temporary)
+            model.bfloat16().save_pretrained(temporary)
             (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
             read.tokenizer.save_pretrained(temporary)
             lines = "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in sample)
@@ -243,8 +243,10 @@ def build(
 # ---- training -------------------------------------------------------------------------------------------------------
 
 
-def train(model, read: Lessons, spec: Pocket, progress: Progress | None = None) -> list[dict[str, float]]:
-    """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss (`_losses`), that of an observed label
+def train(
+    model: transformers.PreTrainedModel, read: Lessons, spec: Pocket, progress: Progress | None = None
+) -> list[dict[str, float]]:
+    """AdamW, warm-up over 100 steps, cosine to 5 %; every token's loss, that of an observed label as `expected` and
     `emphasis` times, those of a lead-in not at all: nothing foretells them, and they teach which labels go together.
 
     Returns the curve, means of 100 steps.
@@ -266,12 +268,12 @@ def train(model, read: Lessons, spec: Pocket, progress: Progress | None = None) 
             kept = (ids == 0) | labelled[:, None] | (torch.rand(ids.shape) >= spec.noise)
             noisy = torch.where(kept, ids, torch.randint(1, spec.vocabulary, ids.shape))
             logits = model(noisy, use_cache=False).logits[:, :-1]
-            asked = [each[rows, :-1] for each in (read.asked.labels, read.asked.share)]
-            observed = asked[0][..., 0] > 0
+            labels, share = read.asked.labels[rows, :-1], read.asked.share[rows, :-1]
+            observed = labels[..., 0] > 0
             each = torch.nn.functional.cross_entropy(logits.mT, ids[:, 1:], reduction="none")
             if observed.any():
                 spared = strangers if step <= spec.spared * spec.steps else None
-                of_labels = expected(logits[observed], *(one[observed] for one in asked), spared)
+                of_labels = expected(logits[observed], labels[observed], share[observed], spared)
                 each = each.masked_scatter(observed, of_labels)
             weight = torch.where(observed, spec.emphasis, 1.0) * ~read.asked.named[rows, :-1]
             loss = (weight * each).sum() / weight.sum()

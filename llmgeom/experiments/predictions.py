@@ -101,14 +101,17 @@ class Predictions:
 
 def predictions(records: Mapping[str, Record]) -> Predictions:
     """Each prediction from the records of `trilogy.perform`; claims are judged anew, by Holm over all of them here."""
-    found, asked = [], {}
+    found: list[tuple[Prediction, Headline | None, str]] = []
+    asked: dict[str, Measured] = {}
     for place, prediction in enumerate(PREDICTIONS):
-        h, lacking = (
-            trilogy.find(records, *prediction.where) if prediction.where else (None, f"needs {prediction.needs}")
-        )
+        if prediction.where is None:
+            found.append((prediction, None, f"needs {prediction.needs}"))
+            continue
+        record, probe, name = prediction.where
+        h, lacking = trilogy.find(records, record, probe, name)
         found.append((prediction, h, lacking))
         if h is not None:
-            asked[str(place)] = replace(records[prediction.where[0]].results[prediction.where[1]], headlines=(h,))
+            asked[str(place)] = replace(records[record].results[probe], headlines=(h,))
     judged = claims.judge(asked)
     return Predictions(
         str(records[MIXED].subject["name"]),

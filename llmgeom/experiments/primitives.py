@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,15 +12,19 @@ from typing import Any, ClassVar
 import numpy as np
 from scipy.stats import t as student
 
+from llmgeom import wind_tunnels
 from llmgeom.errors import Refused, bounded
+from llmgeom.experiments.request import keep
 from llmgeom.experiments.sweep import finished, seeded, sweep
+from llmgeom.horizon import spans
+from llmgeom.information import bits
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import took, versions
 from llmgeom.store import digest
-from llmgeom.wind_tunnels.train import Training
+from llmgeom.wind_tunnels.train import Training, corrupted
 
 PRIMITIVES = {
     "accumulation": Training("bijection", steps=1000),
@@ -34,6 +37,11 @@ DOSES = (0.0, 0.25, 0.5, 1.0)
 DOSED = Training("bijection", width=32, layers=1, steps=600, batch=256, lr="1e-2", snapshots=2)
 REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; see claims/grade.toml
 GRADED = 1000  # sequences
+
+
+def at_posterior(numbers: Mapping[str, Any]) -> bool:
+    """Is a grade's model at the posterior, by that standard?"""
+    return numbers["kl"] < REACHED_KL and numbers["skill"] > REACHED_SKILL
 
 
 @dataclass(frozen=True)
@@ -163,7 +171,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Found:
-    """The whole table, and where its page is."""
+    """The whole table."""
 
     rows: tuple[Row, ...]
     refused: Mapping[str, str]
@@ -215,18 +223,20 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     found = seeded(first, asked.seeds, out, GRADED, progress)
     doses = {f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)}
     found |= sweep(doses, out, GRADED, progress, "doses")
+    ended = {name: finished(found, [f"{name}/seed{s}" for s in range(asked.seeds)]) for name in first}
     rows = tuple(
-        _row(primitive, arch, finished(found, [f"{primitive}/{arch}/seed{s}" for s in range(asked.seeds)]))
+        _row(primitive, arch, cells)
         for primitive in PRIMITIVES
         for arch in ARCHITECTURES
-        if "refused" not in found[f"{primitive}/{arch}/seed0"]
+        if len(cells := ended[f"{primitive}/{arch}"]) > 1  # an interval over seeds needs two
     )
     refused = {name: numbers["refused"] for name, numbers in found.items() if "refused" in numbers}
-    dose = _dose(found, asked)
-    made = Found(rows, refused, {k: [float(x) for x in v] for k, v in dose.items() if v.ndim == 1})
+    dose = _dose({p: finished(found, [f"dose/{p:g}/seed{s}" for s in range(asked.dose_seeds)]) for p in DOSES})
+    told = {name: getattr(dose, name).tolist() for name in ("kl_mixture", "kl_clean", "kl_expected")}
+    made = Found(rows, refused, {"dose": list(dose.ticks["dose"]), **told})
     settings = {name: value for name, value in dataclasses.asdict(asked).items() if name != "out"}
     record = Record(
-        results={"primitives": _profile(rows).lowered(), "dose": _dosed(dose).lowered()},
+        results={"primitives": _profile(rows).lowered(), "dose": dose.lowered()},
         unmeasured=refused,
         prompts={},
         subject={"name": f"{len(ARCHITECTURES)} architectures of {PARAMETERS:,} parameters"},
@@ -235,10 +245,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         warnings=("quick: a fifth of the steps",) if asked.quick else (),
         run=took(started),
     )
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    keep(record, out)
     return out, made
 
 
@@ -249,17 +256,9 @@ def _command(asked: Request) -> str:
     return " ".join(words)
 
 
-def interval(values: np.ndarray) -> tuple[float, float]:
-    """Student's 95 % interval of the mean over seeds; the value itself where there is one."""
-    if len(values) < 2:
-        return float(values[0]), float(values[0])
-    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
-
-
 def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
     column = {key: np.array([cell[key] for cell in cells]) for key in ("kl", "mae_abs", "skill", "cpu_seconds")}
-    low, high = interval(column["kl"])
+    ((low, high),) = spans([column["kl"]]).tolist()
     return Row(
         primitive=primitive,
         arch=arch,
@@ -275,7 +274,7 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
         lr=cells[0]["lr"],
         parameters=cells[0]["parameters"],
         cpu_seconds=float(column["cpu_seconds"].sum()),
-        reached=bool((column["kl"] < REACHED_KL).all() and (column["skill"] > REACHED_SKILL).all()),
+        reached=all(map(at_posterior, cells)),
     )
 
 
@@ -317,37 +316,31 @@ def _profile(rows: tuple[Row, ...]) -> Profile:
 
     trivial = np.array([next(row.kl_trivial for row in rows if row.primitive == p) for p in PRIMITIVES])
     return Profile(
-        **{name: table(name) for name in ("kl", "skill", "mae_abs", "lr")},
+        kl=table("kl"),
+        skill=table("skill"),
+        mae_abs=table("mae_abs"),
+        lr=table("lr"),
         kl_trivial=trivial,
         headlines=tuple(map(_headline, rows)),
         ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
     )
 
 
-def _dose(found: Mapping[str, Mapping[str, Any]], asked: Request) -> dict[str, np.ndarray]:
-    """Arrays by dose; intervals are [dose bound]."""
-    from llmgeom import wind_tunnels
-    from llmgeom.wind_tunnels.train import corrupted
-
+def _dose(cells: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
+    """From the grades of each dose's trainings; a dose of fewer than two has no interval, and no place."""
     task = wind_tunnels.named(DOSED.task)
-    exact = task.answers.exact(task.sample(GRADED, 0, "held-out").posterior.predictive)
-    by_dose = [finished(found, [f"dose/{dose:g}/seed{s}" for s in range(asked.dose_seeds)]) for dose in DOSES]
-    mixture = [np.array([cell.get("kl_mixture", cell["kl"]) for cell in cells]) for cells in by_dose]
-    clean = [np.array([cell["kl"] for cell in cells]) for cells in by_dose]
-    expected = [
-        float(task.answers.kl(exact, task.answers.exact(corrupted(exact[..., :-1], dose))).mean()) / math.log(2)
-        for dose in DOSES
-    ]
-    return {
-        "dose": np.array(DOSES),
-        "kl_mixture": np.array([v.mean() for v in mixture]),
-        "kl_clean": np.array([v.mean() for v in clean]),
-        "kl_expected": np.array(expected),
-        "kl_mixture_interval": np.array([interval(v) for v in mixture]),
-        "kl_clean_interval": np.array([interval(v) for v in clean]),
-    }
-
-
-def _dosed(dose: dict[str, np.ndarray]) -> Dose:
-    arrays = {name: values for name, values in dose.items() if name != "dose"}
-    return Dose(**arrays, ticks={"dose": DOSES})
+    predictive = task.sample(GRADED, 0, "held-out").exact.predictive
+    kept = {dose: some for dose, some in cells.items() if len(some) > 1}
+    if not kept:
+        raise Refused(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
+    mixture = [np.array([cell.get("kl_mixture", cell["kl"]) for cell in some]) for some in kept.values()]
+    clean = [np.array([cell["kl"] for cell in some]) for some in kept.values()]
+    exact, *mixed = (task.answers.exact(corrupted(predictive, dose)) for dose in (0.0, *kept))
+    return Dose(
+        kl_mixture=np.array([v.mean() for v in mixture]),
+        kl_mixture_interval=spans(mixture),
+        kl_clean=np.array([v.mean() for v in clean]),
+        kl_clean_interval=spans(clean),
+        kl_expected=np.array([bits(float(task.answers.kl(exact, one).mean())) for one in mixed]),
+        ticks={"dose": tuple(kept)},
+    )

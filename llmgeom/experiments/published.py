@@ -27,7 +27,7 @@ REMAP, SHUFFLED = "error of H label after remap", "error of H label, shuffled, 1
 ABLATED, AXIS = "error of H label, no words, 1 bit expected", "correlation of the axis and H label"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Published(Result):
     """Paper III's SULA numbers and its cut of the entropy axis, measured on itself."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -15,7 +16,8 @@ from llmgeom.edits import Point
 from llmgeom.errors import Unavailable
 from llmgeom.experiments.axis import Move
 from llmgeom.experiments.bench import Copy, Place
-from llmgeom.experiments.halves import Halves, Positions, Sequences
+from llmgeom.experiments.halves import Halves, Sequences
+from llmgeom.subject import Positions
 
 Kind = Literal["heads", "blocks"]
 Way = Literal["zero", "mean", "interchange"]
@@ -46,7 +48,7 @@ class Part:
     columns: slice = field(default_factory=lambda: slice(None))
 
 
-def parts(kind: Kind, layers: int, heads: int = 0, head_dim: int = 0) -> tuple[Part, ...]:
+def parts(kind: Kind, layers: int, heads: int, head_dim: int) -> tuple[Part, ...]:
     """Every query head, layer by layer; or every layer's attention, then every MLP, then every block."""
     if kind == "heads":
         cut = [slice(head * head_dim, (head + 1) * head_dim) for head in range(heads)]
@@ -92,7 +94,16 @@ def exchanged(own: Tensor, donor: np.ndarray) -> Move:
     it has more than one's own: who gives to himself is moved by exactly nothing, in whatever packing x was computed."""
     each = own.unflatten(0, (len(donor), -1))
     given = (each[torch.from_numpy(donor)] - each).flatten(0, 1)
-    return lambda x, row: given[row]
+    return moved_by(given)
+
+
+def moved_by(steps: Tensor) -> Move:
+    """By a step of its own each, [row coordinate]."""
+    return lambda x, row: steps[row]
+
+
+def _given(own: Mapping[Place, Tensor], donor: np.ndarray, place: Place) -> Move:
+    return exchanged(own[place], donor)
 
 
 def _within(move: Move, columns: slice) -> Move:
@@ -129,34 +140,32 @@ class Replaced:
                     prompts differ in length. Of a task, whose sequences are alike: at every query, or at every
                     position, by the mean of each or by what the donor has there.
         """
-        layers, wanted = len(halves.subject.blocks), sites(kind)
-        places: list[Place] = [(point, layer) for point in POINTS[kind] for layer in range(layers)]
-        mean, own = halves.means(wanted, positions), halves.own(wanted, positions)
-        of = ()
-        if kind == "heads":
-            of = (halves.subject.facts["heads"], halves.subject.facts["head_dim"])
-            if unlike := {x.shape[1] for x in mean.values()} - {of[0] * of[1]}:
-                raise Unavailable(
-                    f"{halves.subject.name}: a layer of {of[0]} heads of {of[1]} and one of {unlike.pop()} "
-                    "coordinates; heads are cut alike in every layer"
-                )
-        every = parts(kind, layers, *of)
+        layers, points = len(halves.subject.blocks), POINTS[kind]
+        places: list[Place] = [(point, layer) for point in points for layer in range(layers)]
+        mean, own = halves.means(points, positions), halves.own(points, positions)
+        heads, size = (halves.subject.facts[name] for name in ("heads", "head_dim"))
+        if kind == "heads" and (unlike := {x.shape[1] for x in mean.values()} - {heads * size}):
+            raise Unavailable(
+                f"{halves.subject.name}: a layer of {heads} heads of {size} and one of {unlike.pop()} "
+                "coordinates; heads are cut alike in every layer"
+            )
+        every = parts(kind, layers, heads, size)
         moves: dict[Way, list[Callable[[Place], Move]]] = {
             "zero": [lambda place: zero],
             "mean": [lambda place: towards(mean[place])],
-            "interchange": [
-                lambda place, donor=donor: exchanged(own[place], donor)
-                for donor in donors(halves.held.unit, DONORS, halves.seed)
-            ],
         }
-        ways = [way for way in WAYS[kind] if way != "interchange" or own is not None]
+        if own is not None:
+            moves["interchange"] = [
+                partial(_given, own, donor) for donor in donors(halves.held.unit, DONORS, halves.seed)
+            ]
+        ways = [way for way in WAYS[kind] if way in moves]
         copies: list[Copy] = [
             {place: _within(to(place), part.columns) for place in part.places}
             for way in ways
             for part in every
             for to in moves[way]
         ]
-        found = halves.bench(tuple(places), "query" if positions == "query" else halves.EVERYWHERE).run(copies, tell)
+        found = halves.replacing(tuple(places), positions).run(copies, tell)
         effects: dict[Way, dict[str, np.ndarray]] = {way: {} for way in ways}
         ends = np.cumsum([len(every) * len(moves[way]) for way in ways])[:-1]
         for name, each in found.items():

@@ -15,16 +15,16 @@ from typing import Any
 from llmgeom.errors import Refused
 from llmgeom.experiments import judging
 from llmgeom.experiments.judging import Bench, Judged
-from llmgeom.experiments.papers import PAPERS, Entry, Size, table
-from llmgeom.experiments.request import check_folder
+from llmgeom.experiments.papers import PAPERS, Check, Entry, Size, table
+from llmgeom.experiments.request import check_folder, keep
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Measured
 from llmgeom.scan import took, versions
 from llmgeom.store import digest
 
-Scale = {"small": "small", "paper": "full"}
+SIZES: dict[str, Size] = {"small": "small", "paper": "full"}  # by --scale
 WIDTH = 116
 
 
@@ -45,7 +45,7 @@ class Request:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        if self.paper not in PAPERS or self.scale not in Scale:
+        if self.paper not in PAPERS or self.scale not in SIZES:
             raise Refused(
                 f"reproduce {self.paper} --scale {self.scale}: expected {' or '.join(PAPERS)}, small or paper"
             )
@@ -54,7 +54,7 @@ class Request:
 
     @property
     def size(self) -> Size:
-        return Scale[self.scale]
+        return SIZES[self.scale]
 
     @property
     def spec(self) -> str:
@@ -66,7 +66,7 @@ class Request:
         return Path(self.out or f"runs/{self.paper}-{self.spec[:8]}")
 
     def command(self) -> str:
-        """The command that repeats this, less where the output goes."""
+        """The command that repeats this, less where the output goes and what it runs on."""
         words = ["llmgeom", "reproduce", self.paper, *(["--scale", self.scale] if self.scale != "small" else [])]
         words += ["--quick"] * self.quick + [w for model in self.models for w in ("--model", model)]
         for name, value in self.options.items():
@@ -140,10 +140,13 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     """Run the cells that are not yet there, judge every entry, write the record and the page; (folder, table)."""
     started, entries, out = time.time(), table(asked.paper), asked.folder
     check_folder(out, asked.spec)
-    rows, results, unmeasured, above, warnings = {}, {}, {}, [], []
-    tests = [t for one in entries if (t := one.test(asked.size)) and not _skipped(asked, one)]
-    for bench in _module(asked.paper).benches(asked, tests, out, progress):
-        rows[bench.label] = tuple(judging.judged(list(_posed(asked, entries, bench, progress)), bench.model))
+    rows: dict[str, tuple[Judged, ...]] = {}
+    results: dict[str, Measured] = {}
+    unmeasured: dict[str, str] = {}
+    above: list[str] = []
+    warnings: list[str] = []
+    for bench in _module(asked.paper).benches(asked, _tests(asked), out, progress):
+        rows[bench.label] = tuple(judging.judged(list(_posed(asked, entries, bench, progress)), bench.label))
         above += bench.lines()
         warnings += bench.warnings()
         name = f"{asked.paper} {bench.label}" if bench.label != asked.paper else bench.label
@@ -160,18 +163,14 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         warnings=(*["quick: a fraction of the budget, and fewer entries"] * asked.quick, *dict.fromkeys(warnings)),
         run=took(started),
     )
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    keep(record, out)
     return out, found
 
 
 def planned(asked: Request) -> list[str]:
     """What a run would do, from the tables alone: its cells, and the entries that it would not test."""
-    entries = table(asked.paper)
+    entries, tests = table(asked.paper), _tests(asked)
     skipped = {one.id: why for one in entries if (why := _skipped(asked, one))}
-    tests = [one.test(asked.size) for one in entries if one.id not in skipped]
     return [
         f"{asked.command()}: {len(tests)} of {len(entries)} entries, in {asked.folder}",
         *_module(asked.paper).planned(asked, tests),
@@ -181,6 +180,11 @@ def planned(asked: Request) -> list[str]:
 
 def _module(paper: str) -> Any:
     return importlib.import_module(f"llmgeom.experiments.{paper}")
+
+
+def _tests(asked: Request) -> list[Check]:
+    """What is measured unless it cannot be."""
+    return [t for one in table(asked.paper) if (t := one.test(asked.size)) and not _skipped(asked, one)]
 
 
 def _skipped(asked: Request, entry: Entry) -> str:
@@ -197,19 +201,22 @@ def _posed(
     for place, entry in enumerate(entries):
         if progress:
             progress(f"entries, {bench.label}", place, len(entries), entry.id)
-        test = entry.test(asked.size)
-        why = _skipped(asked, entry)
-        if not why and test.compare == "within" and not test.printed(bench.model):
-            why = f"printed for {', '.join(test.values)} alone: give one of them with --model"
-        found = None
-        if not why:
-            try:
-                found = bench.measured(test)
-                if test.compare == "claim" and not found.claim:
-                    raise Refused("one of the nulls that its claim is held against could not be had")
-            except Refused as refusal:
-                found, why = None, f"it could not be measured: {refusal}"
-        yield Judged(entry, test if found else None, found, why)
+        yield _put(asked, entry, bench)
+
+
+def _put(asked: Request, entry: Entry, bench: Bench) -> Judged:
+    test, why = entry.test(asked.size), _skipped(asked, entry)
+    if test is None or why:
+        return Judged(entry, None, None, why)
+    if test.compare == "within" and not test.printed(bench.label):
+        return Judged(entry, None, None, f"printed for {', '.join(test.values)} alone: give one of them with --model")
+    try:
+        found = bench.measured(test)
+        if test.compare == "claim" and not found.claim:
+            raise Refused("one of the nulls that its claim is held against could not be had")
+    except Refused as refusal:
+        return Judged(entry, None, None, f"it could not be measured: {refusal}")
+    return Judged(entry, test, found, "")
 
 
 def _cells(one: Judged, label: str) -> tuple[str, ...]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from llmgeom import hub
 from llmgeom.errors import Refused, scrubbed
-from llmgeom.record import tidy
+from llmgeom.record import Record, tidy, write_whole
 from llmgeom.store import digest
 
 if TYPE_CHECKING:
-    from llmgeom.subject import Subject
+    from llmgeom.subject import Backend, Subject
+
+Word = TypeVar("Word", bound=str)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Request:
     quantize: str | None = None
     device: str | None = None
     device_map: str | None = None
-    backend: str = "transformers"
+    backend: Backend = "transformers"
     offline: bool = False
     trust_remote_code: bool = False
 
@@ -86,10 +89,37 @@ class Request:
 
 
 def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
-    """Where a run goes by default: runs/MODEL-WHAT-HASH, safe on every file system."""
+    """Where a run goes by default: runs/MODEL-WHAT-HASH."""
     called = Path(located.path).resolve().name if located.kind == "local" else model
-    safe = "".join(c if c.isalnum() or c in "._" else "-" for c in called)
-    return Path("runs") / f"{safe}-{what}-{spec[:8]}"
+    return Path("runs") / f"{safe(called)}-{what}-{spec[:8]}"
+
+
+def safe(name: str) -> str:
+    """A name that every file system takes."""
+    return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
+
+
+def numbers(flag: str, given: str, otherwise: str, example: str) -> tuple[int, ...]:
+    """Whole numbers with commas between. Raises Refused, with what else the flag takes."""
+    if not all(part.strip().isdecimal() for part in given.split(",")):
+        raise Refused(f"{flag} {given}: expected {otherwise}, or numbers with commas between, e.g. {example}")
+    return tuple(int(part) for part in given.split(","))
+
+
+def one_of(flag: str, given: str, known: Sequence[Word]) -> Word:
+    """The one that was given. Raises Refused where it is none of them."""
+    for one in known:
+        if one == given:
+            return one
+    raise Refused(f"{flag} {given}: expected {' or '.join(known)}")
+
+
+def keep(record: Record, out: Path) -> None:
+    """Save the record and its page."""
+    from llmgeom.reports import page
+
+    record.save(out)
+    write_whole(out / "report.html", page([record]).encode())
 
 
 def check_folder(folder: Path, spec: str) -> None:

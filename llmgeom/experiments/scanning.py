@@ -13,7 +13,7 @@ from llmgeom import hub, probes
 from llmgeom.batch import Batch
 from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
-from llmgeom.progress import Progress
+from llmgeom.progress import Progress, named
 from llmgeom.record import Record, write_whole
 from llmgeom.store import captures_folder, digest
 
@@ -129,6 +129,10 @@ def prepare(asked: Request, write: bool = True) -> Plan:
         raise Refused("--domain, --task, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
         raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
+    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
+    own = asked.prompts_file is not None or asked.prompts_from is not None
+    if asked.n is not None and own and not documents_asked:
+        raise Refused(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
     bounded(
         ("--n", asked.n, FEWEST),
         ("--nulls", asked.nulls, 1),
@@ -143,9 +147,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
         raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     pools = _pools(asked)
-    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
-    own = asked.prompts_file is not None or asked.prompts_from is not None or bool(asked.tasks)
-    stratify = documents_asked or not own
+    stratify = documents_asked or not (own or asked.tasks)
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
@@ -158,7 +160,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
 def _pools(asked: Request) -> dict[str, Batch]:
     from llmgeom.prompts import documents, domains, files
 
-    if (asked.prompts_file or "").startswith(DOCUMENTS):
+    if asked.prompts_file is not None and asked.prompts_file.startswith(DOCUMENTS):
         size = min(POOL, asked.limit or POOL)
         pool = documents.read(asked.prompts_file, size, asked.seed, offline=asked.offline)
         least = max(asked.n or FEWEST, FEWEST)
@@ -167,10 +169,11 @@ def _pools(asked: Request) -> dict[str, Batch]:
         return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
     if asked.tasks:
         from llmgeom import wind_tunnels
+        from llmgeom.experiments.grades import graded_on
 
         tasks = [wind_tunnels.named(spec) for spec in asked.tasks]
         n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
-        return {task.title: task.cut(n, asked.seed, "any" if task.memorisable else "held-out") for task in tasks}
+        return {task.title: task.cut(n, asked.seed, graded_on(task)) for task in tasks}
     if asked.prompts_file is not None or asked.prompts_from is not None:
         if asked.prompts_from is not None:
             Record.load(asked.prompts_from)  # refuses what is no whole run
@@ -241,7 +244,7 @@ def scanned(
         notes=notes,
         batch_tokens=batch_tokens or plan.request.batch_tokens,
         store=str(captures_folder()),
-        progress=(lambda stage, done, total: progress(f"{name}: {stage}", done, total)) if progress else None,
+        progress=named(progress, name),
         facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
     )
 
@@ -300,7 +303,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
 
     def ids(of: Batch) -> list[list[int]]:
         tokens = subject.tokens(of)
-        return [row[:length] for row, length in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)]
+        return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
 
     def same_end() -> Batch:
         ending = subject.fitting(Domain(name).sample(len(plan.pools[name]), seed, final=FINAL))

@@ -175,8 +175,8 @@ def compared(name: str, main: Record, again: Mapping[str, Record]) -> Iterator[R
     for probe, headline in dict.fromkeys(key for each in (own, *others.values()) for key in each):
         key, here = (probe, headline), own.get((probe, headline))
         verdicts = {name: each[key].verdict if key in each else MISSING for name, each in others.items()}
-        changes, half = {}, 0.0 if here is None else (here.high - here.low) / 2
-        if half > 0:
+        changes = {}
+        if here is not None and (half := (here.high - here.low) / 2) > 0:
             changes = {name: abs(each[key].value - here.value) / half for name, each in others.items() if key in each}
         claim = any(bool(each[key].claim) for each in (own, *others.values()) if key in each)
         yield Row(name, probe, headline, claim, MISSING if here is None else here.verdict, verdicts, changes)

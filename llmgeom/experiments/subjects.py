@@ -12,7 +12,8 @@ from typing import Any, Literal
 from llmgeom import claims, probes, wind_tunnels
 from llmgeom.errors import Refused
 from llmgeom.experiments import grading, parts, swap
-from llmgeom.experiments.primitives import REACHED_KL, REACHED_SKILL
+from llmgeom.experiments.grades import graded_on
+from llmgeom.experiments.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.experiments.sweep import spread
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -146,9 +147,8 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
     trained_in, began = time.process_time() - began, time.process_time()
     seed = 1000 + 100 * run.training.seed  # far from the seeds of the weights, so that no twin is a subject
     found = reading(folder / "snapshots" / f"step{step}", n, seed)
-    reached = found["kl"] < REACHED_KL and found["skill"] > REACHED_SKILL
     found |= {
-        "kind": kind if kind != "trained" or reached else "stopped",
+        "kind": kind if kind != "trained" or at_posterior(found) else "stopped",
         "cell": run.cell,
         "task": run.training.task,
         "seed": run.training.seed,
@@ -159,15 +159,15 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
     return found
 
 
-def reading(folder: str | Path, n: int, seed: int, nulls: int = NULLS) -> dict[str, Any]:
+def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     """What a model in a tunnel's folder is, and every headline of what can be measured of it on n sequences:
     `llmgeom scan` with all probes, `swap`, `ablate --heads` and `--blocks`, and `grade`."""
     subject = Subject.load(str(folder))
     told = grading.Told.of(str(folder))
     task = told.asked(None, str(folder))
-    split = "any" if task.memorisable else "held-out"
+    split = graded_on(task)
     whole = task.sample(n, seed, split)
-    common: dict[str, Any] = {"seed": seed, "nulls": nulls}
+    common: dict[str, Any] = {"seed": seed, "nulls": NULLS}
     every: dict[str, Callable[[], Record]] = {
         "scan": lambda: scan(
             subject, task.cut(n, seed, split), probes.known(probes.names()), samples={WHOLE: whole}, **common

@@ -6,7 +6,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from llmgeom import claims
 from llmgeom.errors import NO_TOKENIZER, Refused, bounded
@@ -26,9 +26,12 @@ from llmgeom.experiments.published import measure_published
 from llmgeom.progress import Progress
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
 from llmgeom.subject import Subject
+
+Protocol = Literal["sound", "published"]
+PROTOCOLS: tuple[Protocol, ...] = ("sound", "published")
 
 
 def examine(
@@ -38,7 +41,7 @@ def examine(
     n: int = 50,
     seed: int = 0,
     nulls: int = NULLS,
-    protocol: str = "sound",
+    protocol: Protocol = "sound",
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
@@ -123,13 +126,13 @@ class Request(request.Request):
 
 def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom sula`: check, load, examine, save the record and its page; (folder, record)."""
-    given = prior(asked.prior)
+    given, protocol = prior(asked.prior), request.one_of("--protocol", asked.protocol, PROTOCOLS)
     bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
-    template = asked.template or ("colon" if asked.protocol == "sound" else published.TEMPLATE)
+    template = asked.template or ("colon" if protocol == "sound" else published.TEMPLATE)
     Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
     located = asked.locate()
     spec = asked.spec(located)
-    what = f"sula-{asked.prior}-{template}{'-published' * (asked.protocol == 'published')}"
+    what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
     out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what.replace(":", "-"), spec)
     request.check_folder(out, spec)
     subject = subject or asked.load()
@@ -141,12 +144,9 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         n=asked.n,
         seed=asked.seed,
         nulls=asked.nulls,
-        protocol=asked.protocol,
+        protocol=protocol,
         progress=progress,
         facts=told,
     )
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    request.keep(record, out)
     return out, record

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,14 +21,16 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.errors import Refused, bounded
 from llmgeom.experiments import request
 from llmgeom.experiments.axis import rescaled
-from llmgeom.experiments.bench import FEW, Copy, Packed, beside
+from llmgeom.experiments.bench import FEW, Copy, Packed, Place, beside
+from llmgeom.experiments.grades import graded_on
 from llmgeom.experiments.grading import Told
 from llmgeom.experiments.halves import Split
+from llmgeom.experiments.replacing import moved_by
 from llmgeom.information import bits
 from llmgeom.plan import BATCH_TOKENS
 from llmgeom.progress import Progress
 from llmgeom.readout import folds
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats import LEAST_UNITS, jackknife
@@ -68,15 +71,15 @@ class Pairs:
         if not isinstance(task.answers, Categorical):
             raise Refused(f"{task.title} asks for real numbers; a swap is measured on answers among tokens")
         x = task.sample(n, seed, split)
-        inputs = x.inputs.data
+        inputs = x.tokens.data
         swapped = task.swapped(inputs, seeded("swap", seed))
         if swapped is None:
             raise Refused(f"{task.title} does not say which other evidence there might have been: give it `swapped`")
-        exact = Posterior(task.log_predictive(swapped), outcomes=x.posterior.outcomes)
-        other = replace(x, inputs=type(x.inputs)(swapped, x.inputs.lengths), posterior=exact)
+        exact = Posterior(task.log_predictive(swapped), outcomes=x.exact.outcomes)
+        other = replace(x, inputs=type(x.tokens)(swapped, x.tokens.lengths), posterior=exact)
         at = (swapped != inputs).reshape(*inputs.shape[:2], -1).any(-1)
         query = list(task.query)
-        differ = (x.posterior.predictive.exp() - exact.predictive.exp()).abs().amax(-1) > DIFFER
+        differ = (x.exact.predictive.exp() - exact.predictive.exp()).abs().amax(-1) > DIFFER
         counted = differ & (at.cumsum(1)[:, query] > 0) & ~at[:, query]
         counted[:, task.trained :] = False
         return cls(task, x, other, at, counted).take(counted.any(1).nonzero()[:, 0].tolist())
@@ -86,7 +89,7 @@ class Pairs:
 
     def shown(self, batch: Batch) -> Tensor:
         """[row ...] what the model reads at the positions where x and x' differ."""
-        return batch.inputs.data[self.at]
+        return batch.tokens.data[self.at]
 
     def donors(self, seed: int, split: Of) -> tuple[Batch, Tensor]:
         """For every such position of x a sequence with the same input there, [row], and the position, [row].
@@ -103,7 +106,7 @@ class Pairs:
             raise Refused(f"none of {POOL} sequences holds the same evidence at the same position: no placebo")
         lots = torch.rand(same.shape, generator=seeded("swap/which donor", seed))
         chosen = pool[(lots * same).argmax(1)]
-        kind, n = type(self.x.inputs), len(chosen)
+        kind, n = type(self.x.tokens), len(chosen)
         inputs = kind(chosen, torch.full((n,), self.task.length))
         return Batch(inputs, tuple(map(str, range(n))), {}), position
 
@@ -134,7 +137,7 @@ class Exchange(Packed):
     def kl(self, of: Batch, form: Tensor) -> Tensor:
         """[sequence query] nats, of the exact answer to x or to x'."""
         answers = self.pairs.task.answers
-        return answers.kl(answers.exact(of.posterior.predictive).double(), form)
+        return answers.kl(answers.exact(of.exact.predictive).double(), form)
 
     def mean(self, each: Tensor) -> np.ndarray:
         counted = self.pairs.counted
@@ -222,10 +225,8 @@ class Moved:
                 kinds[RANDOM] = [whole @ one.T @ one for one in random]
                 length = inside.norm(dim=1, keepdim=True)
                 kinds[AS_FAR] = [rescaled(one, length) for one in kinds[RANDOM]]
-            place = ("residual", layer)
-            copies: list[Copy] = [
-                {place: lambda x, row, move=move: move[row]} for some in kinds.values() for move in some
-            ]
+            place: Place = ("residual", layer)
+            copies: list[Copy] = [{place: moved_by(each)} for some in kinds.values() for each in some]
             bench = Exchange(subject, held.x, (place,), held, batch_tokens)
             ends = np.cumsum([len(some) for some in kinds.values()])[:-1]
             made = bench.run(copies)
@@ -247,7 +248,7 @@ def _curve(name: str, **more: str) -> Figure:
     return Figure("curve", interval=f"{name}_interval", **more)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Swap(Result):
     """How far the answer follows evidence that is exchanged inside the model."""
 
@@ -334,7 +335,7 @@ def measure(own: Moved, twins: Sequence[Moved], layers: Sequence[int], units: np
             )
         found.append(beside(claim, mine.mean(), jackknife(np.mean, mine, units), null | theirs, units))
         if follows:
-            share = jackknife(lambda kept, mine=mine: mine[kept].mean() / own.way[kept].mean(), rows, units)
+            share = jackknife(partial(_of_the_way, mine, own.way), rows, units)
             claim = declared(SWAP)[f"{name}, of the way"]
             found.append(beside(claim, mine.mean() / way, share, {k: v / way for k, v in null.items()}, units))
     values = {kind: own.moved[kind][:, 0].mean(1) for kind in spans}
@@ -353,6 +354,10 @@ def measure(own: Moved, twins: Sequence[Moved], layers: Sequence[int], units: np
         warnings=tuple(warnings),
         notes=(note,),
     )
+
+
+def _of_the_way(moved: np.ndarray, way: np.ndarray, rows: np.ndarray) -> float:
+    return moved[rows].mean() / way[rows].mean()
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------
@@ -381,7 +386,7 @@ def examine(
     chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
         raise Refused(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was swapped")
-    split: Of = "any" if task.memorisable else "held-out"
+    split = graded_on(task)
     pairs = Pairs.of(task, n, seed, split)
     if len(pairs.x) < 2 * LEAST_UNITS:
         raise Refused(
@@ -390,12 +395,11 @@ def examine(
         )
     half = folds(pairs.x.unit, seed, 2)
     fit, held = (pairs.take(np.flatnonzero(half == one).tolist()) for one in (0, 1))
-    shared = {"seed": seed, "batch_tokens": batch_tokens}
-    donors = held.donors(seed, split)
-    own = Moved.of(subject, fit, held, chosen, controls=controls, donors=donors, tell=progress, **shared)
+    moved = partial(Moved.of, fit=fit, held=held, layers=chosen, seed=seed, batch_tokens=batch_tokens)
+    own = moved(subject, controls=controls, donors=held.donors(seed, split), tell=progress)
     twins = []
     for i in range(nulls):
-        twins.append(Moved.of(subject.twin(seed + 1 + i), fit, held, chosen, **shared))
+        twins.append(moved(subject.twin(seed + 1 + i)))
         if progress:
             progress(TWINS, i + 1, nulls)
     made = measure(own, twins, chosen, np.array(held.x.unit)).lowered()
@@ -437,9 +441,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     )
     layers = None
     if asked.layers != "all":
-        if not all(part.strip().isdigit() for part in asked.layers.split(",")):
-            raise Refused(f"--layers {asked.layers}: expected all, or numbers with commas between, e.g. 0,1")
-        layers = tuple(int(part) for part in asked.layers.split(","))
+        layers = request.numbers("--layers", asked.layers, "all", "0,1")
     located = asked.locate()
     told = Told.of(located.path)
     task = told.asked(asked.task, asked.model)
@@ -460,8 +462,5 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         warnings=tuple(told.doubts(task)),
         facts={"spec": spec, "command": asked.command()},
     )
-    record.save(out)
-    from llmgeom.reports import page
-
-    write_whole(out / "report.html", page([record]).encode())
+    request.keep(record, out)
     return out, record

@@ -73,7 +73,8 @@ def spread(
 
     tell   called with how many are done, and the name of the last.
     """
-    workers, found = min(len(jobs), os.cpu_count() or 1), {}
+    found: dict[str, Any] = {}
+    workers = min(len(jobs), os.cpu_count() or 1)
     if not workers:
         return found
     context = multiprocessing.get_context("spawn")

@@ -47,13 +47,6 @@ class KneserNey:
         """-log P of every token and final separator, in order, in nats."""
         return -np.log(self._probability(self._grams(texts)))
 
-    def next(self, context: Sequence[int]) -> np.ndarray:
-        """The distribution of the token after `context` (at least order-1 tokens): [vocabulary], sums to one."""
-        code = 0
-        for token in context[len(context) - self.order + 1 :]:
-            code = code * self.vocabulary + token
-        return self._probability(code * self.vocabulary + np.arange(self.vocabulary))
-
     def _probability(self, grams: np.ndarray) -> np.ndarray:
         p = np.full(len(grams), 1 / self.vocabulary)
         for k, (known, counts, contexts, total, types, discount) in zip(

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import probes
 from llmgeom.errors import bounded
 from llmgeom.experiments import ablation, request, scanning, sula
-from llmgeom.progress import Progress
+from llmgeom.progress import Progress, named
 from llmgeom.record import Record, write_whole
 from llmgeom.result import Headline, Measured
 
@@ -59,9 +59,6 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
     records: dict[str, Record] = {}
     loaded = cache(asked.load)
 
-    def told(name: str) -> Progress | None:
-        return (lambda stage, done, total: progress(f"{name}: {stage}", done, total)) if progress else None
-
     def once(names: tuple[str, ...], make: Callable[[], Mapping[str, Record]]) -> None:
         marks = [out / name / FINISHED for name in names]
         if all(mark.exists() and mark.read_text() == spec for mark in marks):
@@ -72,12 +69,16 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
             write_whole(mark, spec.encode())
 
     once((MIXED, MATH), lambda: {folder.name: one for folder, one in scanning.perform(plan, progress, loaded())})
-    for name, protocol in ((SULA, "sound"), (SULA_PUBLISHED, "published"))[: 1 + published]:
+
+    def listened(name: str, protocol: str) -> Mapping[str, Record]:
         given = sula.Request(**common, nulls=asked.nulls, protocol=protocol, out=str(out / name))
-        once((name,), lambda name=name, given=given: {name: sula.perform(given, told(name), loaded())[1]})
+        return {name: sula.perform(given, named(progress, name), loaded())[1]}
+
+    for name, protocol in ((SULA, "sound"), (SULA_PUBLISHED, "published"))[: 1 + published]:
+        once((name,), partial(listened, name, protocol))
     # All positions: at the final token of the last layer alone little passes through its values.
     edits = ablation.Request(**common, sula=True, positions="all", controls=asked.controls, out=str(out / ABLATE))
-    once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, told(ABLATE), loaded())[1]})
+    once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, named(progress, ABLATE), loaded())[1]})
     return out, records
 
 
@@ -94,8 +95,6 @@ def find(records: Mapping[str, Record], record: str, probe: str, name: str) -> t
 
 def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, section: Measured) -> None:
     """A record of one section beside the runs it is taken from, and its page."""
-    from llmgeom.reports import page
-
     first = records[MIXED]
     record = Record(
         results={name: section},
@@ -107,5 +106,4 @@ def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, se
         warnings=tuple(dict.fromkeys(warning for one in records.values() for warning in one.warnings)),
         run=first.run,
     )
-    record.save(out)
-    write_whole(out / "report.html", page([record]).encode())
+    request.keep(record, out)
