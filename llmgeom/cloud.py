@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from llmgeom.capture import Capture, Layers, Site
-from llmgeom.claims import Claim, Null, Side, headline, layer_band
+from llmgeom.claims import Claim, Null, headline, layer_band
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.readout import decodability, decodability_interval, folds, permuted_decodability, read
 from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import View
 from llmgeom.stats import (
+    Side,
     Test,
     band,
     correlation_interval,
@@ -247,7 +248,7 @@ def correlation(
     given: np.ndarray | None = None,
 ) -> Headline:
     """The headline of a |rho|: held against what the twins give, and permuted templates."""
-    permuted = Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)
+    permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
     interval = correlation_interval(scores, entropy, units, given)
     nulls = [*untrained(test.value, twins), permuted]
     return headline(claim, test.value, interval, nulls, n=test.n, units=test.units)

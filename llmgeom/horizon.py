@@ -117,7 +117,7 @@ def mean(rows: np.ndarray) -> float:
     return float(rows.mean())
 
 
-def spans(columns: Sequence[np.ndarray]) -> np.ndarray:
+def spans(columns: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
     """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
     from scipy.stats import t
 

@@ -6,10 +6,11 @@ import math
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import Float
     from torch import Tensor
 
-Number = TypeVar("Number")
+Number = TypeVar("Number", float, "np.ndarray", "Tensor")
 
 
 def bits(nats: Number) -> Number:
