@@ -121,7 +121,7 @@ def spans(columns: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
     """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
     from scipy.stats import t
 
-    x = np.stack(columns)
+    x = np.asarray(columns)
     half = t.ppf(0.975, x.shape[1] - 1) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
     return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
 

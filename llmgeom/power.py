@@ -91,7 +91,7 @@ def power(design: Design, units: int) -> float:
     return float(np.minimum(_clears((at - margin) / error, interval, freedom), passed).mean())
 
 
-def _clears(distance: float | np.ndarray, quantile: float, freedom: int) -> np.ndarray:
+def _clears(distance: float | np.ndarray, quantile: float, freedom: int) -> float | np.ndarray:
     """P((x + distance) / r > quantile), r an estimate of the sd of x, a standard normal: noncentral t, nearly."""
     from scipy.stats import norm
 

@@ -176,10 +176,14 @@ def _interval(whole: float, without: np.ndarray, transform: Transform, level: fl
 
     forward, back = _TRANSFORMS[transform]
     centre, replicates, u = forward(whole), forward(without), len(without)
-    error = math.sqrt((u - 1) / u * np.square(replicates - replicates.mean()).sum())
-    half = float(t.ppf((1 + level) / 2, u - 1)) * error
+    half = float(t.ppf((1 + level) / 2, u - 1)) * jackknife_error(replicates)
     scale = "" if transform == "identity" else f", {transform} scale"
     return Interval(float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} units{scale}")
+
+
+def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
+    """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without unit k, of u units."""
+    return math.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
 
 
 @dataclass(frozen=True)
@@ -254,7 +258,8 @@ def max_statistic(
     null, value = np.abs(moved @ ranks.T) / length[:, None], np.abs(ranks @ residual)
     p, corrected = (_plus_one(draws >= value - TIE) for draws in (null, null.max(1)[:, None]))
     high = _ends(null, "upper")[1]
-    return [Test(*map(float, row), n, count) for row in zip(value, p, high, strict=True)], corrected
+    each = zip(value.tolist(), p.tolist(), high.tolist(), strict=True)
+    return [Test(rho, one, end, n, count) for rho, one, end in each], corrected
 
 
 def permute_units(rng: np.random.Generator, units: Units, n_permutations: int) -> Int[np.ndarray, "permutation row"]:
