@@ -198,6 +198,11 @@ class Null:
         margin = high if side == "upper" else low
         return cls(name, low, high, margin, tail_p(value, draws, side), len(draws), tuple(map(float, draws)), side)
 
+    @classmethod
+    def half(cls, value: float, interval: Interval, units: int) -> Null:
+        """One half, which a share that is more than that must clear: Student's p that it is not."""
+        return cls("one half", 0.5, 0.5, 0.5, equivalence_p(value, interval, 0.5, np.inf, units), 0)
+
     @property
     def centre(self) -> float:
         """The middle of the null: the median of its draws, or of its band."""
@@ -232,7 +237,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         method=interval.method,
         null_low=decisive.low,
         null_high=decisive.high,
-        null=f"{decisive.name} ({decisive.draws} draws)",
+        null=f"{decisive.name} ({decisive.draws} draws)" if decisive.draws else decisive.name,
         p=float(max(null.p for null in nulls)),
         n=n,
         units=units,

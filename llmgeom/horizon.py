@@ -110,7 +110,7 @@ def near(
     span = jackknife(statistic, own, np.arange(n), transform)
     at = Null(null, centre, centre, centre, 1.0, 0)
     found = headline(declared(probe)[name], statistic(own), span, [at], n=n, units=n)
-    return replace(found, null=null, p=found.p_claim)
+    return replace(found, p=found.p_claim)
 
 
 def mean(rows: np.ndarray) -> float:

@@ -241,9 +241,9 @@ def max_statistic(
 ) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
     """A Test for each layer, and its p corrected for having looked at all layers (against the null's largest |rho|).
 
-    Permutations move whole units and are the same for every layer. The sign of scores is a convention (a principal
-    component's) and is dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit on
-    the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
+    Permutations move whole units and are the same for every layer. The sign of scores is a convention, as a principal
+    component's is, and dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit
+    on the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
     |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
     confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).

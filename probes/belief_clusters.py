@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -60,9 +61,11 @@ def read_out(subject: Subject, batch: Batch) -> ReadOut:
     labels = None
     if batch.posterior is None:
         labels = subject.capture(batch, {Site.LOG_PROBS}).log_probs.argmax(-1).numpy()
-    elif not batch.posterior.outcomes:
+        tokens = np.unique(labels)
+    elif batch.posterior.outcomes:
+        tokens = np.unique(batch.posterior.outcomes)
+    else:
         raise Refused("what is asked here is a real number: there is no likeliest outcome to group states by")
-    tokens = np.unique(batch.posterior.outcomes if labels is None else labels)
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
     return ReadOut(tokens, rows.double().cpu().numpy(), labels)
 
@@ -70,7 +73,7 @@ def read_out(subject: Subject, batch: Batch) -> ReadOut:
 NEEDS = Needs(sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), read=read_out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Base):
     """Silhouettes of the final states grouped by belief, with and without what the output reads."""
 
@@ -208,9 +211,7 @@ def measure(view: View) -> Result:
         return made[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
 
     every = np.arange(len(groups.label))
-    intervals = {
-        name: jackknife(lambda kept, of=name: number(of, kept), every, groups.unit) for name in (*SPACES, GIVEN)
-    }
+    intervals = {name: jackknife(partial(number, name), every, groups.unit) for name in (*SPACES, GIVEN)}
 
     def of(name: str, labels: np.ndarray) -> np.ndarray:
         return np.array([Grouped(made[name].distance, label).silhouette() for label in labels])

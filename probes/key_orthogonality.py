@@ -105,7 +105,8 @@ def _read(subject: Subject, batch: Batch) -> Reading:
         tuple(map(str, ids)),
         {"kind": "single tokens"},
     )
-    normed = any("norm" in name for name, _ in subject.blocks[0].attention.named_children())
+    attention = subject.blocks[0].attention
+    normed = attention is not None and any("norm" in name for name, _ in attention.named_children())
     capture = subject.capture(alone, {Site.KEY, Site.QUERY} if normed else {Site.KEY})
     keys = _numpy(capture.layers(Site.KEY)[0]).transpose(1, 0, 2)
     if normed:
@@ -130,7 +131,7 @@ def token_ids(subject: Subject, batch: Batch) -> list[int]:
 
     Special tokens of the tokenizer are left out.
     """
-    inputs = batch.inputs
+    inputs = subject.tokens(batch)
     if isinstance(inputs, Rows):
         raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")
     real = torch.arange(inputs.ids.shape[1]) < inputs.lengths[:, None]

@@ -147,7 +147,7 @@ def _rival(one: Mixing) -> float:
 NEEDS = Needs(shuffled=False, read=read)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Base):
     """The law's errors, what is at stake in every head's routing, and how far the next step follows the advantage."""
 

@@ -30,7 +30,8 @@ def read(path: str) -> Batch:
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
     while not lines[-1].strip():
         lines.pop()
-    rows, first = [], {}
+    rows: list[dict[str, str]] = []
+    first: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{name}, line {number}"
         if len(line) > LONGEST:

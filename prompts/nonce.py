@@ -115,7 +115,8 @@ def pairs(part: Part) -> tuple[tuple[str, str], ...]:
     A pair stays trained where one of its labels would else be in fewer than LEAST_PAIRS trained pairs.
     """
     every = list(combinations(LABELS, 2))
-    left, out = dict.fromkeys(LABELS, len(LABELS) - 1), set()
+    left = dict.fromkeys(LABELS, len(LABELS) - 1)
+    out: set[tuple[str, str]] = set()
     for pair in sorted(every, key=lambda pair: sha256("-".join(pair))):
         if len(out) < len(every) // 2 and min(left[label] for label in pair) > LEAST_PAIRS:
             out.add(pair)
@@ -135,7 +136,7 @@ def carriers(part: Part) -> tuple[str, ...]:
 @functools.cache
 def _nouns() -> tuple[str, ...]:
     """Single words of the lexicon that name one thing."""
-    found = set()
+    found: set[str] = set()
     for name in _TABLES.split():
         columns, rows = lexicon()[name]
         at = columns.index("one") if "one" in columns else 0

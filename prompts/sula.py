@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -104,7 +103,7 @@ Prior = TwoPoint | Beta
 def prior(text: str) -> Prior:
     """`two-point`, `two-point:0.8`, `beta`, `beta:2,1`. Raises Refused for anything else."""
     name, _, given = text.partition(":")
-    kinds: dict[str, Callable[..., Prior]] = {"two-point": TwoPoint, "beta": Beta}
+    kinds: dict[str, type[Prior]] = {"two-point": TwoPoint, "beta": Beta}
     try:
         numbers = [float(one) for one in given.split(",")] if given else []
         if name not in kinds or len(numbers) not in (0, len(dataclasses.fields(kinds[name]))):
@@ -210,13 +209,13 @@ class Sula:
         rows = [self._item(k, i, seed) for k in self.ks for i in range(n)]
         columns = {name: tuple(row[name] for row in rows) for name in rows[0] if name != "text"}
         n1, k = (np.array(columns[name], dtype=np.float64) for name in ("n1", "k"))
-        answers = [torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief)]
+        said, belief = (torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief))
         return Batch(
             inputs=Text(tuple(row["text"] for row in rows)),
             unit=columns["pair"],
             source={"kind": "sula", "name": f"SULA, {self.template}", **self.spec, "n": n, "seed": seed},
             columns=columns,
-            posterior=Posterior(*answers),
+            posterior=Posterior(said, belief),
         )
 
     @property
