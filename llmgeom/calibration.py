@@ -94,8 +94,9 @@ class Calibration:
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["version"] != VERSION:
                 raise Refused(f"{path} has version {body['version']}; this llmgeom reads {VERSION}: calibrate again")
+            signatures = tuple(_signature(one) for one in body["signatures"])
             width, depth, n = (tuple(body[key]) for key in ("width", "depth", "n"))
-            return cls(tuple(_signature(one) for one in body["signatures"]), body["bench"], width, depth, n)
+            return cls(signatures, body["bench"], width, depth, n)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Refused(f"{path} is no calibration ({error}); make one with llmgeom calibrate") from None
 

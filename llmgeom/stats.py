@@ -395,16 +395,20 @@ def _folded(rho):
 def equivalence_p(value: float, interval: Interval, near: float, far: float, units: int) -> float:
     """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
 
-    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error, the half width of
-    the interval over Student's quantile, T with units - 1 degrees of freedom.
+    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
+    to the interval's end over Student's quantile, T with units - 1 degrees of freedom. So p and interval agree where
+    the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
     """
     from scipy.stats import t
 
-    error = (interval.high - interval.low) / 2 / t.ppf((1 + interval.level) / 2, units - 1)
-    least = min(value - near, far - value)
-    if error <= 0:
-        return LEAST_P if least > 0 else 1.0
-    return max(float(t.sf(least / error, units - 1)), LEAST_P)
+    quantile = t.ppf((1 + interval.level) / 2, units - 1)
+
+    def past(room: float, reach: float) -> float:
+        if math.isinf(room) or reach <= 0:
+            return float(room <= 0)
+        return float(t.sf(room / reach * quantile, units - 1))
+
+    return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
 
 
 def holm(p_values: Draws) -> Float[np.ndarray, " test"]:

@@ -14,6 +14,7 @@ from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
 from llmgeom.cloud import Portrait, final_tokens
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.manifold import distances
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
@@ -224,8 +225,7 @@ def measure(view: View) -> Result:
             nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
         return headline(CLAIMS[called], value, intervals[name], nulls, n=len(every), units=units)
 
-    plain = {name: {OTHERS: of(name, moved), CELL: of(name, exchanged)} for name in (ALL, BEYOND)}
-    within, beyond = plain[BEYOND][CELL], "silhouette beyond the read-out"
+    within, beyond = np.array([one.silhouette() for one in mixed]), "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=np.array([number(name) for name in SPACES]),
@@ -235,8 +235,8 @@ def measure(view: View) -> Result:
         scores_beyond=Portrait.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
         headlines=(
-            stated("silhouette", ALL, plain[ALL]),
-            stated(beyond, BEYOND, plain[BEYOND]),
+            stated("silhouette", ALL, {OTHERS: of(ALL, moved), CELL: of(ALL, exchanged)}),
+            stated(beyond, BEYOND, {OTHERS: of(BEYOND, moved), CELL: within}),
             stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
         ),
         notes=groups.notes,
@@ -275,14 +275,14 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
 
 def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
     """The silhouette in each space, and given the last observation."""
-    distances = _distances(capture, groups, rows)
-    found = {name: Grouped(d, groups.label).silhouette() for name, d in distances.items()}
-    within = [Grouped(distances[BEYOND], label).silhouette() for label in exchanged]
+    apart = _distances(capture, groups, rows)
+    found = {name: Grouped(d, groups.label).silhouette() for name, d in apart.items()}
+    within = [Grouped(apart[BEYOND], label).silhouette() for label in exchanged]
     return {**found, GIVEN: found[BEYOND] - float(np.mean(within))}
 
 
 def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: _between(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+    return {name: distances(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -294,15 +294,6 @@ def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         raise Refused(f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: nothing lies beyond it")
     alone = x @ read.T
     return {ALL: x, BEYOND: x - alone @ read, ALONE: alone, LOGITS: x @ centred.T}
-
-
-def _between(x: np.ndarray) -> np.ndarray:
-    """[row row] Euclidean distances; of equal rows 0."""
-    x = x - x.mean(0)
-    square = np.square(x).sum(1)
-    gap = square[:, None] + square - 2 * x @ x.T
-    # Rounding leaves equal rows 1e-16 of their size apart, and the root makes 1e-8 of it.
-    return np.sqrt(np.where(gap > 1e-12 * square.max(), gap, 0))
 
 
 def _silhouette(sums: np.ndarray, label: np.ndarray, member: np.ndarray) -> float:

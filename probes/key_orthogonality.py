@@ -255,7 +255,6 @@ def measure(view: View) -> Result:
     theirs = {name: np.array([_value(*twin.sets()[name]) for twin in twins]) for name in sets}
     for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
         value, interval = _tokens(*sets[name])
-        interval = _over(interval, "tokens" if str(own.keys.shape[1]) in interval.method else "groups of tokens")
         headlines.append(_row(name, value, interval, theirs[name], own.keys.shape[1]))
     if own.normed:
         warnings.append(
@@ -333,8 +332,8 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
     """
     every = np.arange(x.shape[1])
     if centre:
-        groups = every % GROUPS if len(every) > 2 * GROUPS else every
-        return _value(x, True), jackknife(lambda rows: _value(x[:, rows], True), every, groups)
+        groups, what = (every % GROUPS, "groups of tokens") if len(every) > 2 * GROUPS else (every, "tokens")
+        return _value(x, True), _over(jackknife(lambda rows: _value(x[:, rows], True), every, groups), what)
     square = cosines(x).mean(0)
     np.fill_diagonal(square, 0)
     sums = square.sum(0)
@@ -345,7 +344,7 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
         total = sums.sum() - 2 * sums[out].sum() + square[np.ix_(out, out)].sum()
         return float(total / (len(rows) * (len(rows) - 1)))
 
-    return pairs(every), jackknife(pairs, every, every)
+    return pairs(every), _over(jackknife(pairs, every, every), "tokens")
 
 
 def _over(interval: Interval, what: str) -> Interval:

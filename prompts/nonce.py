@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import numpy as np
 from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import Refused
-from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.lexicon import lexicon
 
 _WORDS = """
@@ -231,7 +230,3 @@ def _written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str]
     seen = [f"{noun}{form.link} {label}" for noun, label in zip(nouns, labels, strict=False)]
     asked = [f"{noun}{form.link}" for noun in nouns[len(labels) :]]
     return f"{lead.format(*named)} {f'{form.gap} '.join(seen + asked)}"
-
-
-def sha256(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -20,7 +21,7 @@ from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.prompts import nonce
-from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.nonce import FORMATS, Part
 
 CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
@@ -67,8 +68,8 @@ class Beta:
     b: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.a > 0 and self.b > 0):
-            raise Refused(f"Beta({self.a:g}, {self.b:g}): both must be above 0")
+        if not (self.a > 0 and self.b > 0 and math.isfinite(self.a + self.b)):
+            raise Refused(f"Beta({self.a:g}, {self.b:g}): both must be above 0, and finite")
 
     def share(self, u: float) -> float:
         from scipy.stats import beta
@@ -126,7 +127,7 @@ def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
         return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
 
     sweep = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
-    found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=nonce.sha256))) if single(word)]
+    found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=sha256))) if single(word)]
     if len(found) < 4:
         raise Refused(f"{len(found)} syllables are single tokens of this tokenizer; name at least 4 with --labels")
     return tuple(found[:most])

@@ -80,6 +80,15 @@ def test_a_null_made_for_the_other_side_is_refused():
         headline(claim(side="lower"), 0.1, Interval(0.0, 0.2, 0.95, ""), [null], n=80, units=40)
 
 
+def test_one_half_is_a_number_that_nobody_drew():
+    interval = Interval(0.6, 0.8, 0.95, "by hand")
+    h = headline(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY), Null.half(0.7, interval, 40)], n=80, units=40)
+    assert (h.null, h.null_low, h.null_high, h.margin) == ("one half", 0.5, 0.5, 0.5) and h.verdict == "above null"
+    t = (0.7 - 0.5) / (0.1 / scipy_stats.t.ppf(0.975, 39))
+    assert h.p_claim == pytest.approx(scipy_stats.t.sf(t, 39))
+    assert headline(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY)], n=80, units=40).null == "easy (20 draws)"
+
+
 WORDS = [
     (0.31, 0.60, 0.01, 40, "above null", "the interval of 0.45 [0.31, 0.6] clears 0.3, p = 0.01"),
     (0.31, 0.38, 0.01, 40, "above null", "clears 0.3"),

@@ -4,6 +4,7 @@ import itertools
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -540,6 +541,21 @@ def test_equivalence_p_is_the_larger_of_two_one_sided_t_tests():
     point = Interval(0.1, 0.1, 0.95, "")
     assert stats.equivalence_p(0.1, point, -0.4, 0.6, 30) == 1e-6
     assert stats.equivalence_p(0.7, point, -0.4, 0.6, 30) == 1.0
+    assert stats.equivalence_p(0.1, interval, -math.inf, math.inf, 30) == 1e-6
+
+
+@pytest.mark.parametrize("end", [1e-9, -1e-9])
+def test_equivalence_p_and_the_interval_agree_where_its_two_sides_differ(end):
+    x = np.exp(draws(34).normal(0.3, 0.5, size=12))
+    found = stats.jackknife(lambda rows: float(rows.mean()), x, np.arange(12), "log")
+    value = float(x.mean())
+    assert found.high - value > 1.2 * (value - found.low)
+    # With far just beyond the interval's end p is just under 2.5 %; so it is on the other side.
+    assert (stats.equivalence_p(value, found, 0.0, found.high + end, 12) < 0.025) == (end > 0)
+    assert (stats.equivalence_p(value, found, found.low - end, 1e9, 12) < 0.025) == (end > 0)
+    # An end that is cut says nothing of the other one.
+    cut = replace(found, high=value)
+    assert stats.equivalence_p(value, cut, 0.9, math.inf, 12) == stats.equivalence_p(value, found, 0.9, math.inf, 12)
 
 
 def test_holm_by_hand():
