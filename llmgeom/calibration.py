@@ -94,13 +94,15 @@ class Calibration:
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["version"] != VERSION:
                 raise Refused(f"{path} has version {body['version']}; this llmgeom reads {VERSION}: calibrate again")
-            signatures = tuple(
-                Signature(**{key: tuple(value) if isinstance(value, list) else value for key, value in one.items()})
-                for one in body["signatures"]
-            )
-            return cls(signatures, body["bench"], *(tuple(body[key]) for key in ("width", "depth", "n")))
+            signatures = tuple(_signature(one) for one in body["signatures"])
+            width, depth, n = (tuple(body[key]) for key in ("width", "depth", "n"))
+            return cls(signatures, body["bench"], width, depth, n)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise Refused(f"{path} is no calibration ({error}); make one with llmgeom calibrate") from None
+
+
+def _signature(one: dict[str, Any]) -> Signature:
+    return Signature(**one | {key: tuple(one[key]) for key in ("trained", "idle") if one.get(key)})
 
 
 @cache

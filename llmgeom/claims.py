@@ -16,25 +16,23 @@ from typing import Literal, get_args, get_type_hints
 
 import numpy as np
 
-from llmgeom.result import Headline, Measured
+from llmgeom.result import Headline, Measured, Verdict
 from llmgeom.stats import (
     Interval,
     Scale,
+    Side,
     band,
     equivalence_p,
     holm,
-    larger_band,
     needed_n_correlation,
     needed_n_mean,
     prediction_p,
     tail_p,
-    verdict,
 )
 
 FOLDER = Path(__file__).parent / "claims"
 ALPHA = 0.05
 NO_END = -1e9  # of a range that has no lower end: a Headline holds finite numbers
-Side = Literal["upper", "lower"]
 Margin = Literal["end", "centre", "fixed"]
 
 
@@ -96,8 +94,7 @@ class Claim:
             way, sign = ("above", "+") if self.side == "upper" else ("below", "-")
             rule = f"PASS {way} every null; FAIL where null {sign} {self.effect:g} {self.unit} is excluded"
         parts = (self.claim, rule, f"null: {self.null}", f"source: {self.source}", f"published: {self.published}")
-        indent = dict(initial_indent="    ", subsequent_indent="    ")
-        wrapped = [line for part in parts for line in textwrap.wrap(part, 96, **indent)]
+        wrapped = [f"    {line}" for part in parts for line in textwrap.wrap(part, 92)]
         return [f"{self.probe}: {self.name}", *wrapped]
 
 
@@ -175,9 +172,12 @@ def _entry(entry: Mapping, where: str) -> Claim:
 
 @dataclass(frozen=True)
 class Null:
-    """What a value is held against: a name, the 95 % band, the margin its interval must clear (see `verdict`), the
-    one-sided p-value with the +1 rule, and the number of draws.
+    """What a value is held against: a name, the 95 % band, the margin its interval must clear, the one-sided p-value
+    with the +1 rule, and the number of draws.
 
+    margin  the far end of a null that holds everything but the training (twins on the same prompts), or the value that
+            a null centres on where p itself carries the sampling noise (0 for a permuted correlation): to ask both of
+            one interval would count that noise twice.
     sample  the draws themselves where they are of the same statistic through the same pipeline, with the side they were
             compared on; empty for a permutation null, whose p is fine enough as it is.
     """
@@ -198,6 +198,11 @@ class Null:
         margin = high if side == "upper" else low
         return cls(name, low, high, margin, tail_p(value, draws, side), len(draws), tuple(map(float, draws)), side)
 
+    @classmethod
+    def half(cls, value: float, interval: Interval, units: int) -> Null:
+        """One half, which a share that is more than that must clear: Student's p that it is not."""
+        return cls("one half", 0.5, 0.5, 0.5, equivalence_p(value, interval, 0.5, np.inf, units), 0)
+
     @property
     def centre(self) -> float:
         """The middle of the null: the median of its draws, or of its band."""
@@ -207,7 +212,13 @@ class Null:
 def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Null], *, n: int, units: int) -> Headline:
     """A Headline whose verdict comes from the null hardest to beat: each must be, so p is the largest of theirs.
 
-    The words are those of a measurement ("above null" ...); `judge` turns a claim's into PASS, FAIL or INCONCLUSIVE.
+    The words are those of a measurement; `judge` turns a claim's into PASS, FAIL or INCONCLUSIVE. Of one whose value is
+    asked to lie above its nulls (of the other side everything is turned):
+
+    above null       the interval's lower end clears the margin, and p < .05.
+    not above null   the interval's upper end is below margin + effect: an effect of interest is excluded.
+    undecided        anything else; `needed` units, from the declared effect and never the observed one, would decide.
+
     p_claim is the p that Holm's correction can use: for a null made of draws `stats.prediction_p` on the claim's scale,
     since m draws cannot give a rank p below 1 / (m + 1); for a permutation null its own p; the largest over the nulls.
     Raises ValueError where a null's draws were compared on the other side.
@@ -226,7 +237,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         method=interval.method,
         null_low=decisive.low,
         null_high=decisive.high,
-        null=f"{decisive.name} ({decisive.draws} draws)",
+        null=f"{decisive.name} ({decisive.draws} draws)" if decisive.draws else decisive.name,
         p=float(max(null.p for null in nulls)),
         n=n,
         units=units,
@@ -262,18 +273,27 @@ def _needed(claim: Claim, interval: Interval, units: int) -> int:
     return needed_n_mean(claim.smallest, sd, power)
 
 
-def _measured(h: Headline) -> tuple:
+def _measured(h: Headline) -> tuple[Verdict, str]:
     """Word and reason for a measurement that is no claim."""
-    interval = Interval(h.low, h.high, 0.95, h.method)
+    clears, excluded = _against(h)
+    upper = h.side == "upper"
+    if clears and h.p < ALPHA:
+        way = "clears" if upper else "stays under"
+        return (
+            "above null" if upper else "below null",
+            f"the interval of {_found(h)} {way} {h.margin:.3g}, p = {h.p:.2g}",
+        )
+    if excluded:
+        why = f"the interval of {_found(h)} excludes {_mark(h)}, the effect of interest"
+        return "not above null" if upper else "not below null", why
+    return "undecided", _wanted(h)
+
+
+def _against(h: Headline) -> tuple[bool, bool]:
+    """Whether the interval clears the margin, and whether it excludes the effect of interest."""
     if h.side == "upper":
-        return verdict(h.value, interval, h.margin, h.p, h.units, effect=h.effect, needed=h.needed)
-    turned = Interval(-h.high, -h.low, 0.95, h.method)
-    word, why = verdict(-h.value, turned, -h.margin, h.p, h.units, effect=h.effect, needed=h.needed)
-    if word == "above null":
-        return "below null", f"the interval of {_found(h)} stays under {h.margin:.3g}, p = {h.p:.2g}"
-    if word == "not above null":
-        return "not below null", f"the interval of {_found(h)} excludes {_mark(h)}, the effect of interest"
-    return word, why
+        return h.low > h.margin, h.high < h.margin + h.effect
+    return h.high < h.margin, h.low > h.margin - h.effect
 
 
 def _equivalent(h: Headline, interval: Interval, centres: list[float], one_sided: bool) -> Headline:
@@ -283,7 +303,7 @@ def _equivalent(h: Headline, interval: Interval, centres: list[float], one_sided
     if near < h.low and h.high < far:
         return replace(h, verdict="not above null", why=f"the interval of {_found(h)} stays within {_mark(h)}")
     if h.low > far or h.high < near:
-        word = "above null" if h.low > far else "below null"
+        word: Verdict = "above null" if h.low > far else "below null"
         return replace(h, verdict=word, why=f"the interval of {_found(h)} lies outside {_mark(h)}")
     return replace(h, why=f"the interval of {_found(h)} reaches over the edge of {_mark(h)}; {_wanted(h)}")
 
@@ -321,8 +341,7 @@ def _judged(h: Headline, claims: int) -> Headline:
         clears, excluded = h.margin_low < h.low and h.high < h.margin, h.low > h.margin or h.high < h.margin_low
         yes, no = f"stays within {_mark(h)}", f"lies outside {_mark(h)}"
     else:
-        clears = h.low > h.margin if h.side == "upper" else h.high < h.margin
-        excluded = h.high < h.margin + h.effect if h.side == "upper" else h.low > h.margin - h.effect
+        clears, excluded = _against(h)
         yes, no = f"clears {h.margin:.3g}", f"excludes {_mark(h)}, the effect of interest"
     ranked = h.equivalence or h.p < ALPHA
     if clears and ranked and h.adjusted < ALPHA:
@@ -354,8 +373,7 @@ def _wanted(h: Headline) -> str:
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray:
-    """The deciding null's band at every layer, [layer bound], from name -> [draw layer]."""
-    layers = next(iter(draws.values())).shape[1]
-    return np.array(
-        [larger_band({name: values[:, layer] for name, values in draws.items()}, side)[1:] for layer in range(layers)]
-    )
+    """The band at every layer, [layer bound], of the null that decides there, from name -> [draw layer]: of that whose
+    end on the claimed side lies farthest out."""
+    bands = zip(*([band(layer) for layer in each.T] for each in draws.values()), strict=True)
+    return np.array([max(found, key=lambda ends: ends[1] if side == "upper" else -ends[0]) for found in bands])

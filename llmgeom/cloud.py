@@ -5,19 +5,22 @@ Probes of different sites differ in the site and in the words around it; the mea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import Tensor
 
-from llmgeom.capture import Capture, Layers, Site
-from llmgeom.claims import Claim, Null, Side, headline, layer_band
+from llmgeom.batch import Text
+from llmgeom.capture import Capture, Site
+from llmgeom.claims import Claim, Null, headline, layer_band
 from llmgeom.errors import Refused
 from llmgeom.information import bits
 from llmgeom.readout import decodability, decodability_interval, folds, permuted_decodability, read
 from llmgeom.result import Figure, Headline, Result, quantity
 from llmgeom.scan import View
 from llmgeom.stats import (
+    Side,
     Test,
     band,
     correlation_interval,
@@ -115,10 +118,14 @@ def signed(scores: Sequence[np.ndarray]) -> np.ndarray:
     return np.stack(turned[::-1])
 
 
-def vectors(capture: Capture, site: Site) -> Layers:
-    """[row coordinate] float64 for each layer, heads concatenated where the site has them; one layer at a time."""
-    layers = capture.layers(site)
-    return Layers(lambda key: layers.read(key).flatten(1).double().numpy(), layers.keys)
+def flat(x: Tensor) -> np.ndarray:
+    """[row coordinate] float64, heads concatenated where the site has them."""
+    return x.flatten(1).double().numpy()
+
+
+def vectors(capture: Capture, site: Site) -> Iterator[np.ndarray]:
+    """`flat`, one layer at a time."""
+    return map(flat, capture.layers(site))
 
 
 def varies(x: np.ndarray) -> bool:
@@ -132,13 +139,12 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
     claims   by headline name; every name of this module with `called` before it.
     Raises Refused where the vectors of the last layer are the same for every prompt, and for too few units.
     """
-    found = vectors(view.capture, site)
-    last = found[-1]
+    last = flat(view.capture.layers(site)[-1])
     if not varies(last):
         raise Refused(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
     entropy, fold = view.entropy, folds(view.units, view.seed)
     main, readouts = [], []
-    for x in found:
+    for x in vectors(view.capture, site):
         main.append(Portrait.of(x))
         readouts.append(read(x, entropy[:, None], fold))
     twins: list[list[Portrait]] = []
@@ -158,8 +164,8 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
         "shuffled prompts": np.array([[Portrait.of(x).numbers for x in vectors(c, site)] for c in view.shuffled]),
     }
     bands = {
-        name: layer_band({key: null[:, :, column] for key, null in nulls.items()}, side)
-        for column, (name, side) in enumerate((("pc1", "upper"), ("pc12", "upper"), ("participation", "lower")))
+        name: layer_band({key: null[:, :, column] for key, null in nulls.items()}, claims[called + SHARES[column]].side)
+        for column, name in enumerate(("pc1", "pc12", "participation"))
     }
     numbers = np.array([p.numbers for p in main])
     rho, rho_p, plain = _over_layers(main, view)
@@ -212,7 +218,14 @@ def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarr
     return rho, p, tests[-1]
 
 
-def _shares(claims, called: str, view: View, last: np.ndarray, portrait: Portrait, nulls: Mapping) -> list[Headline]:
+def _shares(
+    claims: Mapping[str, Claim],
+    called: str,
+    view: View,
+    last: np.ndarray,
+    portrait: Portrait,
+    nulls: Mapping[str, np.ndarray],
+) -> list[Headline]:
     intervals = share_intervals(last, view.units)
     n, units = len(last), len(set(view.units))
     made = []
@@ -247,7 +260,7 @@ def correlation(
     given: np.ndarray | None = None,
 ) -> Headline:
     """The headline of a |rho|: held against what the twins give, and permuted templates."""
-    permuted = Null("permuted templates", test.null_low, test.null_high, 0.0, test.p, PERMUTATIONS)
+    permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
     interval = correlation_interval(scores, entropy, units, given)
     nulls = [*untrained(test.value, twins), permuted]
     return headline(claim, test.value, interval, nulls, n=test.n, units=test.units)
@@ -285,9 +298,16 @@ def covariates(capture: Capture) -> np.ndarray:
     return np.array([c for c in columns if len(np.unique(c)) > 1], dtype=float).reshape(-1, len(token)).T
 
 
+def read_at(capture: Capture) -> Tensor:
+    """[row] the id of the token each row stands at; of rows of real numbers these, [row feature]."""
+    inputs = capture.batch.inputs
+    assert not isinstance(inputs, Text), "a scan tokenizes its batches before it captures them"
+    return inputs.data[capture.prompt, capture.position]
+
+
 def final_tokens(capture: Capture) -> np.ndarray:
     """[row] the id of the token each row stands at; of rows of real numbers, equal ones have the same number."""
-    found = capture.batch.inputs.data.numpy()[capture.prompt.numpy(), capture.position.numpy()]
+    found = read_at(capture).numpy()
     return found if found.ndim == 1 else np.unique(found, axis=0, return_inverse=True)[1].reshape(-1)
 
 

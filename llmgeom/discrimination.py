@@ -16,7 +16,7 @@ from scipy.stats import beta, norm, rankdata
 from scipy.stats import t as student
 
 from llmgeom.claims import ALPHA
-from llmgeom.stats import holm
+from llmgeom.stats import holm, jackknife_error
 
 LEVEL = 0.95
 Scores = Float[np.ndarray, " subject"]
@@ -74,21 +74,21 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
 
     None where fewer than two clusters have a pair.
     """
-    wins, sizes, of, variance = [], [], [], 0.0
+    won, sizes, clusters, variance = [], [], [], 0.0
     for name in np.unique(stratum):
         here = stratum == name
-        high, low = score[here & positive], score[here & ~positive]
-        if len(high) and len(low):
-            wins.append((np.sign(high[:, None] - low) + 1).sum() / 2)
-            sizes.append((len(high), len(low)))
-            _, ties = np.unique([*high, *low], return_counts=True)
-            n = len(high) + len(low)
-            variance += len(high) * len(low) * (n**3 - n - (ties**3 - ties).sum()) / (12 * n * (n - 1))
-            of.append(cluster[here][0])
-    groups = np.unique(of) if of else np.empty(0)
+        ours, theirs = score[here & positive], score[here & ~positive]
+        if len(ours) and len(theirs):
+            won.append((np.sign(ours[:, None] - theirs) + 1).sum() / 2)
+            sizes.append((len(ours), len(theirs)))
+            _, ties = np.unique([*ours, *theirs], return_counts=True)
+            n = len(ours) + len(theirs)
+            variance += len(ours) * len(theirs) * (n**3 - n - (ties**3 - ties).sum()) / (12 * n * (n - 1))
+            clusters.append(cluster[here][0])
+    groups, of = np.unique(clusters), np.array(clusters)
     if len(groups) < 2:
         return None
-    wins, (n_high, n_low), of = np.array(wins), np.array(sizes).T, np.array(of)
+    wins, (n_high, n_low) = np.array(won), np.array(sizes).T
     pairs, fewer = n_high * n_low, min(n_high.sum(), n_low.sum())
 
     def shrunk(kept: np.ndarray) -> float:
@@ -98,12 +98,10 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
         return math.log(a / (1 - a))
 
     a = shrunk(np.ones(len(of), bool))
-    left_out = np.array([logit(shrunk(of != group)) for group in groups])
-    between = (len(groups) - 1) / len(groups) * np.square(left_out - left_out.mean()).sum()
+    between = jackknife_error(np.array([logit(shrunk(of != group)) for group in groups]))
     q1, q2 = a / (2 - a) - a * a, 2 * a * a / (1 + a) - a * a
     within = (pairs * (a * (1 - a) + (n_high - 1) * q1 + (n_low - 1) * q2)).sum() / pairs.sum() ** 2
-    sd = math.sqrt(max(between, within / (a * (1 - a)) ** 2))
-    reach = student.ppf((1 + LEVEL) / 2, len(groups) - 1) * sd
+    reach = student.ppf((1 + LEVEL) / 2, len(groups) - 1) * max(between, math.sqrt(within) / (a * (1 - a)))
     low, high = (1 / (1 + math.exp(-x)) for x in (logit(a) - reach, logit(a) + reach))
     z = (wins.sum() - pairs.sum() / 2) / math.sqrt(variance) if variance else 0.0
     return Area(
@@ -172,28 +170,25 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
     -1 and 1. Strata of fewer than three subjects, or in which either number is constant, are left out. None where fewer
     than two clusters are left.
     """
-    rho, weight, of, count = [], [], [], 0
+    found, clusters, count = [], [], 0
     for name in np.unique(stratum):
         here = stratum == name
         x, y = (rankdata(values[here]) for values in (score, target))
         if here.sum() < 3 or not np.ptp(x) or not np.ptp(y):
             continue
-        rho.append(np.corrcoef(x, y)[0, 1])
-        weight.append(here.sum() - 1)
-        of.append(cluster[here][0])
+        found.append((np.corrcoef(x, y)[0, 1], here.sum() - 1))
+        clusters.append(cluster[here][0])
         count += int(here.sum())
-    groups = np.unique(of) if of else np.empty(0)
+    groups, of = np.unique(clusters), np.array(clusters)
     if len(groups) < 2:
         return None
-    rho, weight, of = np.array(rho), np.array(weight), np.array(of)
+    rho, weight = np.array(found).T
 
     def mean(kept: np.ndarray) -> float:
         return float((rho * weight)[kept].sum() / weight[kept].sum())
 
     value = mean(np.ones(len(of), bool))
-    left_out = np.array([mean(of != group) for group in groups])
-    variance = (len(groups) - 1) / len(groups) * np.square(left_out - left_out.mean()).sum()
-    reach = student.ppf((1 + LEVEL) / 2, len(groups) - 1) * math.sqrt(variance)
+    reach = student.ppf((1 + LEVEL) / 2, len(groups) - 1) * jackknife_error(np.array([mean(of != g) for g in groups]))
     return Correlation(value, max(-1.0, value - reach), min(1.0, value + reach), count, len(groups))
 
 

@@ -43,9 +43,7 @@ def beta_bernoulli(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np
     The share of first labels has a Beta(a, b) prior, and labels are drawn with it independently; Beta(1, 1) is uniform
     and gives Laplace's rule of succession. Raises ValueError for an a or b that is not positive.
     """
-    if a <= 0 or b <= 0:
-        raise ValueError(f"Beta({a}, {b}): both must be positive")
-    weight = np.stack([a + np.asarray(n1, dtype=np.float64), b + np.asarray(n2, dtype=np.float64)], axis=-1)
+    weight = np.stack(_updated(n1, n2, a, b), axis=-1)
     return np.log(weight) - np.log(weight.sum(-1, keepdims=True))
 
 
@@ -57,10 +55,15 @@ def beta_majority(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.
     """
     from scipy.stats import beta
 
+    posterior = beta(*_updated(n1, n2, a, b))
+    return np.stack([posterior.logsf(0.5), posterior.logcdf(0.5)], axis=-1)
+
+
+def _updated(n1: Counts, n2: Counts, a: float, b: float) -> tuple[np.ndarray, np.ndarray]:
+    """a and b of the posterior."""
     if a <= 0 or b <= 0:
         raise ValueError(f"Beta({a}, {b}): both must be positive")
-    posterior = beta(a + np.asarray(n1, dtype=np.float64), b + np.asarray(n2, dtype=np.float64))
-    return np.stack([posterior.logsf(0.5), posterior.logcdf(0.5)], axis=-1)
+    return np.asarray(a + np.asarray(n1, dtype=np.float64)), np.asarray(b + np.asarray(n2, dtype=np.float64))
 
 
 def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:

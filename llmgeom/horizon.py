@@ -110,7 +110,7 @@ def near(
     span = jackknife(statistic, own, np.arange(n), transform)
     at = Null(null, centre, centre, centre, 1.0, 0)
     found = headline(declared(probe)[name], statistic(own), span, [at], n=n, units=n)
-    return replace(found, null=null, p=found.p_claim)
+    return replace(found, p=found.p_claim)
 
 
 def mean(rows: np.ndarray) -> float:
@@ -121,7 +121,7 @@ def spans(columns: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
     """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
     from scipy.stats import t
 
-    x = np.stack(columns)
+    x = np.asarray(columns)
     half = t.ppf(0.975, x.shape[1] - 1) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
     return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
+    import numpy as np
     from jaxtyping import Float
     from torch import Tensor
 
-Number = TypeVar("Number")
 
-
-def bits(nats: Number) -> Number:
+@overload
+def bits(nats: float) -> float: ...
+@overload
+def bits(nats: np.ndarray) -> np.ndarray: ...
+@overload
+def bits(nats: Tensor) -> Tensor: ...
+def bits(nats):
     """Nats to bits, for a number or an array: divide by ln 2."""
     return nats / math.log(2)
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from jaxtyping import Float, Int, Real
+from jaxtyping import Float, Int
 
 from llmgeom.errors import Refused
-from llmgeom.stats import Interval, Units, spearman, standardised
+from llmgeom.stats import Interval, Units, standardised
 
 LEAST_POINTS = 10
 DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its authors discard them
@@ -28,10 +28,9 @@ def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray,
     x = x - x.mean(-2, keepdims=True)
     inner = x @ np.swapaxes(x, -1, -2)
     square = np.diagonal(inner, axis1=-2, axis2=-1)
-    found = square[..., :, None] + square[..., None, :] - 2 * inner
-    diagonal = np.arange(x.shape[-2])
-    found[..., diagonal, diagonal] = 0
-    return np.sqrt(found.clip(0))
+    gap = square[..., :, None] + square[..., None, :] - 2 * inner
+    # Rounding leaves equal rows 1e-16 of their size apart, and the root makes 1e-8 of it.
+    return np.sqrt(np.where(gap > 1e-12 * square.max(-1)[..., None, None], gap, 0))
 
 
 def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " kept"], Int[np.ndarray, " row"]]:
@@ -81,9 +80,7 @@ def _uncensored(n: int) -> int:
     return int(np.ceil((1 - DISCARDED) * n))
 
 
-def levina_bickel(
-    distance: Float[np.ndarray, "*draw row row"], neighbours: int = NEIGHBOURS_MLE
-) -> Float[np.ndarray, "*draw"]:
+def levina_bickel(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*draw"]:
     """Intrinsic dimension from the ten nearest neighbours of each point (dimensions).
 
     1 / d = mean over points i of m_i, m_i = 1 / (k - 1) sum_{j < k} log(T_k / T_j), T_j the distance of i to its j-th
@@ -91,7 +88,7 @@ def levina_bickel(
     (2005) showed a likelihood of all points to ask for. It looks farther than TwoNN: steadier, and lower.
     Raises Refused as `twonn`.
     """
-    near = _nearest(distance, neighbours)
+    near = _nearest(distance, NEIGHBOURS_MLE)
     return np.asarray(1 / np.log(near[..., -1:] / near[..., :-1]).mean((-2, -1)))
 
 
@@ -182,7 +179,7 @@ def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], units: Units, dr
     )
 
 
-def unroll(x: Float[np.ndarray, "row coordinate"], neighbours: int = NEIGHBOURS_GRAPH) -> Float[np.ndarray, "row 2"]:
+def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]:
     """Isomap: two coordinates whose distances are closest to distances along the manifold (unit of x).
 
     Rows are joined to their five nearest neighbours, and where that leaves pieces by the minimum spanning tree;
@@ -199,7 +196,7 @@ def unroll(x: Float[np.ndarray, "row coordinate"], neighbours: int = NEIGHBOURS_
     kept, place = distinct(distance)
     if len(kept) < 3:
         raise Refused(f"{len(kept)} distinct rows among {len(x)} lie on no curve; at least 3 are needed")
-    square = np.square(_geodesic(distance[np.ix_(kept, kept)], neighbours))
+    square = np.square(_geodesic(distance[np.ix_(kept, kept)]))
     middle = np.eye(len(kept)) - 1 / len(kept)
     sizes, vectors = np.linalg.eigh(-middle @ square @ middle / 2)
     found = vectors[:, :-3:-1] * np.sqrt(sizes[:-3:-1].clip(0))
@@ -209,20 +206,13 @@ def unroll(x: Float[np.ndarray, "row coordinate"], neighbours: int = NEIGHBOURS_
     return found[place]
 
 
-def _geodesic(distance: np.ndarray, neighbours: int) -> Float[np.ndarray, "kept kept"]:
+def _geodesic(distance: np.ndarray) -> Float[np.ndarray, "kept kept"]:
     """Shortest paths between distinct points along the graph of neighbours, in one piece."""
     from scipy.sparse.csgraph import minimum_spanning_tree, shortest_path
 
     n = len(distance)
-    near = np.argpartition(distance, min(neighbours, n - 1), axis=1)[:, : neighbours + 1]  # the point itself is one
+    near = np.argpartition(distance, min(NEIGHBOURS_GRAPH, n - 1), axis=1)[:, : NEIGHBOURS_GRAPH + 1]  # itself is one
     graph = minimum_spanning_tree(distance).toarray()
     rows = np.arange(n)[:, None]
     graph[rows, near] = distance[rows, near]
     return shortest_path(graph, directed=False)
-
-
-def curve_order(
-    x: Float[np.ndarray, "row coordinate"], target: Real[np.ndarray, " row"], neighbours: int = NEIGHBOURS_GRAPH
-) -> float:
-    """|Spearman| of the place along the curve (first coordinate of `unroll`) with a number (|rho|, 0 to 1)."""
-    return abs(spearman(unroll(x, neighbours)[:, 0], target))

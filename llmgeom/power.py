@@ -53,8 +53,8 @@ class Design:
 
     def of(self, effect: float) -> Design:
         """The same for another effect (of an equivalence claim, another margin)."""
-        name = "margin" if self.claim.equivalence else "effect"
-        return replace(self, claim=replace(self.claim, **{name: effect}))
+        other = replace(self.claim, margin=effect) if self.claim.equivalence else replace(self.claim, effect=effect)
+        return replace(self, claim=other)
 
 
 def power(design: Design, units: int) -> float:
@@ -91,7 +91,7 @@ def power(design: Design, units: int) -> float:
     return float(np.minimum(_clears((at - margin) / error, interval, freedom), passed).mean())
 
 
-def _clears(distance, quantile: float, freedom: int):
+def _clears(distance: float | np.ndarray, quantile: float, freedom: int) -> float | np.ndarray:
     """P((x + distance) / r > quantile), r an estimate of the sd of x, a standard normal: noncentral t, nearly."""
     from scipy.stats import norm
 

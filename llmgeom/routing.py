@@ -234,7 +234,7 @@ def signals(subject: Subject, batch: Batch) -> Signals:
     inputs = subject.tokens(batch)
     where, target = asked(batch, inputs)
     rows = where.sum(1).cumsum(0).tolist()
-    total, loss = None, 0.0
+    sums, loss = [], 0.0
     for part in _parts(inputs, subject.facts["heads"] or CHANNELS):
         answers = target[slice(rows[part[0] - 1] if part[0] else 0, rows[part[-1]])]
         width = int(inputs.lengths[part].max())
@@ -242,8 +242,8 @@ def signals(subject: Subject, batch: Batch) -> Signals:
         mixed, mean = _forward(subject, taken, where[part, :width], answers)
         summed = mean * len(answers)
         loss += float(summed.detach())
-        sums = np.stack([_sums(each, taken.lengths) for each in _backward(mixed, summed, taken.lengths)[0]])
-        total = sums if total is None else total + sums
+        sums.append([_sums(each, taken.lengths) for each in _backward(mixed, summed, taken.lengths)[0]])
+    total = np.sum(sums, 0)
     score, value, spread = (total[:, i] / total[:, i + 1].clip(1) for i in (0, 2, 4))
     return Signals(np.sqrt(score), np.sqrt(value), spread, loss / len(target))
 
@@ -398,7 +398,7 @@ def _attached(subject: Subject):
 @contextmanager
 def _written_out(subject: Subject, found: list[Mixed]):
     """Each scan of the copy replaced by its weights, while the block runs."""
-    mixers = [block.layer.mixer for block in subject.blocks] if scans(subject) else []
+    mixers = [block.layer.get_submodule("mixer") for block in subject.blocks] if scans(subject) else []
     for mixer in mixers:
         mixer.forward = scan_of(mixer, found.append)
     try:

@@ -1,4 +1,4 @@
-"""The numbers beside a number: spectra, intervals, rank correlations, nulls by unit, and the verdict they allow.
+"""The numbers beside a number: spectra, intervals, rank correlations, and nulls by unit.
 
 A unit is what was drawn independently: a template, a document, a sequence. Rows of one unit are not separate evidence:
 tests move whole units, intervals delete whole units, and the n of a verdict counts units.
@@ -7,7 +7,7 @@ tests move whole units, intervals delete whole units, and the n of a verdict cou
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -15,12 +15,11 @@ import numpy as np
 from jaxtyping import Float, Int, Real
 
 from llmgeom.errors import Refused
-from llmgeom.result import Verdict
 
 Units = Sequence[Hashable] | np.ndarray
 Draws = Sequence[float] | np.ndarray
 Transform = Literal["identity", "log", "fisher"]
-Side = Literal["upper", "lower", "both"]
+Side = Literal["upper", "lower"]
 Scale = Literal["identity", "log", "fisher", "folded"]
 
 LEAST_UNITS = 5  # 5! = 120 arrangements: with 4 alike units (24) no permutation test has room below p = .05
@@ -64,8 +63,9 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
     """PCA of x after standardising each coordinate over prompts: z_ij = (x_ij - mean_j) / sd_j, sd with ddof = 0.
 
     Shares are the eigenvalues of z z' or z' z, the smaller, over their sum; ddof cancels in them. In float64 whatever
-    the input. The estimand is the expected share at this n and d: noise alone has `gaussian_pc1(n, d)`, so shares at
-    unequal n or d do not compare. Constant means largest and smallest value are equal.
+    the input. The estimand is the expected share at this n and d: noise alone has a PC1 of about
+    (1 + sqrt((n - 1) / d))^2 / (n - 1), the Marchenko-Pastur edge over its mean, so shares at unequal n or d do not
+    compare. Constant means largest and smallest value are equal.
     Raises Refused for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
     """
     z = standardised(x)
@@ -116,23 +116,6 @@ def _share_summary(x: np.ndarray) -> np.ndarray:
     return _summary(_fractions(np.linalg.eigvalsh(z @ z.T if n <= d else z.T @ z), n))
 
 
-def gaussian_pc1(n: int, d: int) -> float:
-    """PC1 share of n prompts of d independent Gaussian coordinates, (1 + sqrt((n - 1) / d))^2 / (n - 1) (fraction).
-
-    The Marchenko-Pastur edge over its mean. A floor to print, never the null that decides: the
-    coordinates of an untrained network are not independent.
-    """
-    return (1 + math.sqrt((n - 1) / d)) ** 2 / (n - 1)
-
-
-def column_permutation_pc1(
-    x: Float[np.ndarray, "prompt coordinate"], draws: int, seed: int
-) -> Float[np.ndarray, " draw"]:
-    """PC1 shares when each coordinate is permuted over prompts on its own (fraction); a floor, as `gaussian_pc1`."""
-    rng = np.random.default_rng(seed)
-    return np.array([_share_summary(rng.permuted(x, axis=0))[0] for _ in range(draws)])
-
-
 @dataclass(frozen=True)
 class Interval:
     """A confidence interval: ends in the unit of the statistic, level as a fraction, and how it was made."""
@@ -168,9 +151,7 @@ def jackknife(
     return _interval(whole[0], without[:, 0], transform, level)
 
 
-def share_intervals(
-    x: Float[np.ndarray, "prompt coordinate"], units: Units, level: float = 0.95
-) -> tuple[Interval, Interval, Interval]:
+def share_intervals(x: Float[np.ndarray, "prompt coordinate"], units: Units) -> tuple[Interval, Interval, Interval]:
     """Jackknife intervals, by unit and on the log scale, of PC1, PC1+PC2 (fractions) and the participation ratio.
 
     Coordinates are standardised anew after every deletion. Estimand: the expected value at this n and d. Measured at 40
@@ -178,7 +159,7 @@ def share_intervals(
     or log-normal row scale, 99 % for noise alone; the log scale was never worse than none by more than 1 %.
     """
     whole, without = _deletions(_share_summary, x, units)
-    pc1, pc12, ratio = (_interval(whole[i], without[:, i], "log", level) for i in range(3))
+    pc1, pc12, ratio = (_interval(whole[i], without[:, i], "log", 0.95) for i in range(3))
     pc1, pc12 = (replace(found, high=min(found.high, 1.0)) for found in (pc1, pc12))
     return pc1, pc12, replace(ratio, low=max(ratio.low, 1.0))
 
@@ -195,28 +176,30 @@ def _interval(whole: float, without: np.ndarray, transform: Transform, level: fl
 
     forward, back = _TRANSFORMS[transform]
     centre, replicates, u = forward(whole), forward(without), len(without)
-    error = math.sqrt((u - 1) / u * np.square(replicates - replicates.mean()).sum())
-    half = float(t.ppf((1 + level) / 2, u - 1)) * error
+    half = float(t.ppf((1 + level) / 2, u - 1)) * jackknife_error(replicates)
     scale = "" if transform == "identity" else f", {transform} scale"
     return Interval(float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} units{scale}")
 
 
+def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
+    """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without unit k, of u units."""
+    return math.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
+
+
 @dataclass(frozen=True)
 class Test:
-    """A rank correlation and its permutation null.
+    """A rank correlation without sign and its permutation null.
 
-    value     Spearman's rho of a signed score, |rho| of an unsigned one (unitless).
-    p         (1 + #{|null| >= |value|}) / (1 + permutations).
-    null_low, null_high  the band that holds 95 % of the null: two-sided for a signed score; from 0 for an unsigned one,
-              so that leaving it and p < .05 are one event.
-    n, units  prompts; independent units.
+    value      |rho|, Spearman's (unitless).
+    p          (1 + #{null >= value}) / (1 + permutations).
+    null_high  the end of the band from 0 that holds 95 % of the null, so that leaving it and p < .05 are one event.
+    n, units   prompts; independent units.
     """
 
     __test__: ClassVar[bool] = False  # pytest collects classes called Test
 
     value: float
     p: float
-    null_low: float
     null_high: float
     n: int
     units: int
@@ -243,10 +226,9 @@ def correlation_test(
     n_permutations: int = 10_000,
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
-    signed: bool = False,
 ) -> Test:
-    """Spearman's rho of scores and target against permutations of whole units: `max_statistic` of a single layer."""
-    return max_statistic(np.asarray(scores)[None], target, units, n_permutations, seed, covariates, signed)[0][0]
+    """|Spearman's rho| of scores and target, against permutations of whole units: `max_statistic` of one layer."""
+    return max_statistic(np.asarray(scores)[None], target, units, n_permutations, seed, covariates)[0][0]
 
 
 def max_statistic(
@@ -256,13 +238,12 @@ def max_statistic(
     n_permutations: int = 10_000,
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
-    signed: bool = False,
 ) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
     """A Test for each layer, and its p corrected for having looked at all layers (against the null's largest |rho|).
 
-    Permutations move whole units and are the same for every layer. Scores whose sign is a convention (a principal
-    component) are unsigned. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit on
-    the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
+    Permutations move whole units and are the same for every layer. The sign of scores is a convention, as a principal
+    component's is, and dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit
+    on the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
     |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
     confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).
@@ -274,15 +255,11 @@ def max_statistic(
     residual = _rank_residual(target, basis, "the target")
     moved = residual[permute_units(np.random.default_rng(seed), units, n_permutations)]
     length = np.sqrt((1 - np.square(moved @ basis).sum(1)).clip(TIE))
-    null, value = moved @ ranks.T / length[:, None], ranks @ residual
-    size = np.abs(null)
-    value, low, high = (
-        (value, *_ends(null, 0.95, "both")) if signed else (np.abs(value), 0 * value, _ends(size, 0.95, "upper")[1])
-    )
-    p = _plus_one(size >= np.abs(value) - TIE)
-    corrected = _plus_one(size.max(1)[:, None] >= np.abs(value) - TIE)
-    columns = np.stack([value, p, low, high], axis=1).tolist()
-    return [Test(*row, n=n, units=count) for row in columns], corrected
+    null, value = np.abs(moved @ ranks.T) / length[:, None], np.abs(ranks @ residual)
+    p, corrected = (_plus_one(draws >= value - TIE) for draws in (null, null.max(1)[:, None]))
+    high = _ends(null, "upper")[1]
+    each = zip(value.tolist(), p.tolist(), high.tolist(), strict=True)
+    return [Test(rho, one, end, n, count) for rho, one, end in each], corrected
 
 
 def permute_units(rng: np.random.Generator, units: Units, n_permutations: int) -> Int[np.ndarray, "permutation row"]:
@@ -316,7 +293,6 @@ def correlation_interval(
     units: Units,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
     signed: bool = False,
-    level: float = 0.95,
 ) -> Interval:
     """Jackknife interval by unit of Spearman's rho on Fisher's scale, atanh(rho).
 
@@ -328,7 +304,7 @@ def correlation_interval(
     def rho(rows: np.ndarray) -> float:
         return sign * spearman(a[rows], b[rows], None if covariates is None else covariates[rows])
 
-    found = jackknife(rho, np.arange(len(a)), units, "fisher", level)
+    found = jackknife(rho, np.arange(len(a)), units, "fisher")
     return found if signed else replace(found, low=max(found.low, 0.0), high=max(found.high, 0.0))
 
 
@@ -364,41 +340,28 @@ def _rank_residual(values: np.ndarray, basis: np.ndarray, what: str) -> Float[np
     return ranks / length
 
 
-def band(null_values: Draws, level: float = 0.95, side: Side = "both") -> tuple[float, float]:
-    """The band a new draw of the null falls in with probability `level`, from m draws of it (unit of the draws).
+def band(null_values: Draws, ends: Literal["both", "upper"] = "both") -> tuple[float, float]:
+    """The band a new draw of the null falls in with probability .95, from m draws of it (unit of the draws).
 
     Order statistics: a new draw is as likely to fall in each of the m + 1 gaps between draws (derived here), so
-    (m + 1)(1 - level) / 2 gaps, rounded down, are left out at each end; for "upper" or "lower" twice that at this end.
+    (m + 1) .025 gaps, rounded down, are left out at each end; for "upper" twice that at this end.
     Fewer than 39 draws cannot carry a two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
     Raises Refused for no draws or a draw that is not finite.
     """
-    low, high = _ends(_draws(null_values)[:, None], level, side)
+    low, high = _ends(_draws(null_values)[:, None], ends)
     return float(low[0]), float(high[0])
 
 
-def larger_band(
-    nulls: Mapping[str, Draws], side: Literal["upper", "lower"] = "upper", level: float = 0.95
-) -> tuple[str, float, float]:
-    """Name, low and high of the null that decides: the one whose end on the claimed side lies farthest out."""
-    if not nulls:
-        raise Refused("no null was given; a value without one has no verdict")
-    bands = [(name, *band(values, level)) for name, values in nulls.items()]
-    return max(bands, key=lambda found: found[2] if side == "upper" else -found[1])
-
-
 def tail_p(observed: float, null_values: Draws, side: Side = "upper") -> float:
-    """(1 + #{null at least as extreme as observed}) / (1 + draws); "both" is twice the smaller tail, at most 1.
+    """(1 + #{null at least as extreme as observed}) / (1 + draws).
 
-    The observed value counts as a draw of the null, so p is never 0; 20 draws reach 1/21 < .05 on one side.
+    The observed value counts as a draw of the null, so p is never 0; 20 draws reach 1/21 < .05.
     """
     null, slack = _draws(null_values), TIE * max(1.0, abs(observed))
-    above, below = float(_plus_one(null >= observed - slack)), float(_plus_one(null <= observed + slack))
-    return {"upper": above, "lower": below, "both": min(1.0, 2 * min(above, below))}[side]
+    return float(_plus_one(null >= observed - slack if side == "upper" else null <= observed + slack))
 
 
-def prediction_p(
-    observed: float, null_values: Draws, side: Literal["upper", "lower"] = "upper", scale: Scale = "identity"
-) -> float:
+def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scale: Scale = "identity") -> float:
     """p of the observed value as one more draw of a null of which m draws are known, one-sided and never below 1e-6.
 
     t = (g(v) - mean) / (sd sqrt(1 + 1/m)) has Student's distribution with m - 1 degrees of freedom where g(v) and the
@@ -432,16 +395,20 @@ def _folded(rho):
 def equivalence_p(value: float, interval: Interval, near: float, far: float, units: int) -> float:
     """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
 
-    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error, the half width of
-    the interval over Student's quantile, T with units - 1 degrees of freedom.
+    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
+    to the interval's end over Student's quantile, T with units - 1 degrees of freedom. So p and interval agree where
+    the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
     """
     from scipy.stats import t
 
-    error = (interval.high - interval.low) / 2 / t.ppf((1 + interval.level) / 2, units - 1)
-    least = min(value - near, far - value)
-    if error <= 0:
-        return LEAST_P if least > 0 else 1.0
-    return max(float(t.sf(least / error, units - 1)), LEAST_P)
+    quantile = t.ppf((1 + interval.level) / 2, units - 1)
+
+    def past(room: float, reach: float) -> float:
+        if math.isinf(room) or reach <= 0:
+            return float(room <= 0)
+        return float(t.sf(room / reach * quantile, units - 1))
+
+    return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
 
 
 def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
@@ -453,7 +420,7 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
 
 
 def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Units at which `verdict` calls a rank correlation of the declared size "above null" with this power.
+    """Units at which `claims.headline` calls a rank correlation of the declared size "above null" with this power.
 
     n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
     power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last
@@ -481,49 +448,15 @@ def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0
     return math.ceil(((a + norm.ppf(power)) * sd / effect) ** 2 + a**2 / 2)
 
 
-def verdict(
-    value: float,
-    interval: Interval,
-    margin: float,
-    p: float,
-    units: int,
-    *,
-    effect: float,
-    needed: int,
-    alpha: float = 0.05,
-) -> tuple[Verdict, str]:
-    """What a value, its interval and its null allow to be said, and why.
-
-    margin           what the interval must clear: the upper end of a null that holds everything but the training (twins
-                     on the same prompts), or the value a null centres on where p itself carries the sampling noise (0
-                     for a permuted correlation): to ask both of one interval would count that noise twice.
-    effect           the smallest difference from the margin that is of interest, declared beforehand.
-
-    above null       the interval's lower end clears the margin, and p < alpha.
-    not above null   the interval's upper end is below margin + effect: an effect of interest is excluded.
-    undecided        anything else; `needed` units, from the declared effect and never the observed one, would decide.
-    For a claim that a value lies below its null hand in value, interval and margin with the sign turned.
-    """
-    found = f"{value:.3g} [{interval.low:.3g}, {interval.high:.3g}]"
-    if interval.low > margin and p < alpha:
-        return "above null", f"the interval of {found} clears {margin:.3g}, p = {p:.2g}"
-    if interval.high < margin + effect:
-        return "not above null", f"the interval of {found} excludes {margin:.3g} + {effect:.3g}, the effect of interest"
-    if units < needed:
-        return "undecided", f"needs n >= {needed} units for the declared effect of {effect:.3g}, has {units}"
-    return "undecided", f"{units} units suffice for the declared effect (n >= {needed}); a smaller one is not excluded"
-
-
-def _ends(null: np.ndarray, level: float, side: Side) -> tuple[np.ndarray, np.ndarray]:
+def _ends(null: np.ndarray, ends: Literal["both", "upper"]) -> tuple[np.ndarray, np.ndarray]:
     """The order statistics of `band`, over the first axis."""
     ordered, m = np.sort(null, axis=0), len(null)
-    gaps = (m + 1) * (1 - level) / (2 if side == "both" else 1)
-    out = max(math.floor(gaps + 1e-9) - 1, 0)  # 1e-9: 40 * (1 - .95) / 2 is 1.0000000000000009 or 0.9999999999999991
-    return ordered[0 if side == "upper" else out], ordered[-1 if side == "lower" else m - 1 - out]
+    out = max((m + 1) // (40 if ends == "both" else 20) - 1, 0)
+    return ordered[0 if ends == "upper" else out], ordered[m - 1 - out]
 
 
-def _plus_one(as_extreme: np.ndarray) -> np.ndarray | np.float64:
-    return (1 + as_extreme.sum(0)) / (1 + len(as_extreme))
+def _plus_one(as_extreme: np.ndarray) -> np.ndarray:
+    return np.asarray((1 + as_extreme.sum(0)) / (1 + len(as_extreme)))
 
 
 def _draws(null_values: Draws) -> Float[np.ndarray, " draw"]:

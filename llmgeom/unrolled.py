@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -105,15 +106,39 @@ class Unrolled:
         )
 
 
+class Mixer(Protocol):
+    """What both kinds hold, as transformers names it; `state` and `heads` are sizes."""
+
+    in_proj: nn.Linear
+    conv1d: nn.Conv1d
+    A_log: Tensor
+    D: Tensor
+    out_proj: nn.Linear
+    state: int
+
+
+class Mamba2(Mixer, Protocol):
+    heads: int
+    dt_bias: Tensor
+    norm: nn.Module
+
+
+class Mamba(Mixer, Protocol):
+    x_proj: nn.Linear
+    dt_proj: nn.Linear
+
+
 def scan_of(mixer: nn.Module, keep: Callable[[Unrolled], None]) -> Callable[[Tensor], Tensor]:
     """The forward of a mixer with its scan written out, handed to `keep`; the mixer's own otherwise.
 
     mixer   Mamba-2 or Mamba-1, told apart by Mamba-1's `dt_proj`; parameters as transformers names them.
     """
-    return (lambda u: _mamba(mixer, u, keep)) if hasattr(mixer, "dt_proj") else (lambda u: _mamba2(mixer, u, keep))
+    if hasattr(mixer, "dt_proj"):
+        return lambda u: _mamba(cast(Mamba, mixer), u, keep)
+    return lambda u: _mamba2(cast(Mamba2, mixer), u, keep)
 
 
-def _mamba2(mixer: nn.Module, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
+def _mamba2(mixer: Mamba2, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
     wide, state, heads = mixer.out_proj.in_features, mixer.state, mixer.heads
     gate, mixed, dt = mixer.in_proj(u).split([wide, wide + 2 * state, heads], -1)
     x, b, c = _causal(mixer.conv1d, mixed).split([wide, state, state], -1)
@@ -126,7 +151,7 @@ def _mamba2(mixer: nn.Module, u: Tensor, keep: Callable[[Unrolled], None]) -> Te
     return mixer.out_proj(mixer.norm(y.transpose(1, 2).flatten(2) * F.silu(gate)))
 
 
-def _mamba(mixer: nn.Module, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
+def _mamba(mixer: Mamba, u: Tensor, keep: Callable[[Unrolled], None]) -> Tensor:
     x, gate = mixer.in_proj(u).chunk(2, -1)
     x = _causal(mixer.conv1d, x)
     rank, state = mixer.dt_proj.in_features, mixer.state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.stats import rankdata
@@ -51,7 +52,7 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Base):
     """Entropy of the final query's attention by layer and head, how much it falls with depth, and the sink's share."""
 
@@ -124,8 +125,8 @@ def measure(view: View) -> Result:
     statistics = {"weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean())}
     if layers > 1:
         statistics = {
-            "focusing": lambda c, rows: _focusing(c["all"], rows),
-            "focusing without the first token": lambda c, rows: _focusing(c["rest"], rows),
+            "focusing": lambda c, rows: focusing(c["all"], rows),
+            "focusing without the first token": lambda c, rows: focusing(c["rest"], rows),
             **statistics,
         }
     if layers >= LEAST_LAYERS:
@@ -139,7 +140,7 @@ def measure(view: View) -> Result:
             headline(
                 CLAIMS[name],
                 value,
-                jackknife(lambda rows, f=statistic: f(main, rows), every, units),
+                jackknife(partial(statistic, main), every, units),
                 [Null.of(key, value, null, CLAIMS[name].side) for key, null in draws.items()],
                 n=len(every),
                 units=len(set(units)),
@@ -221,8 +222,8 @@ def _warnings(found: Reach | None, long: np.ndarray, seen: np.ndarray, layers: i
         )
 
 
-def _focusing(curve: np.ndarray, rows: np.ndarray) -> float:
-    """1 - H(last layer) / H(first layer), means over `rows`; fraction."""
+def focusing(curve: np.ndarray, rows: np.ndarray | slice) -> float:
+    """1 - H(last layer) / H(first layer), means over `rows` of [layer row]; fraction."""
     first, last = curve[0, rows].mean(), curve[-1, rows].mean()
     if first <= 0:
         raise Refused("the first layer's attention has no entropy: there is nothing to narrow")

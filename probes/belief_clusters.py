@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,6 +14,7 @@ from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
 from llmgeom.cloud import Portrait, final_tokens
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.manifold import distances
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
@@ -60,9 +62,11 @@ def read_out(subject: Subject, batch: Batch) -> ReadOut:
     labels = None
     if batch.posterior is None:
         labels = subject.capture(batch, {Site.LOG_PROBS}).log_probs.argmax(-1).numpy()
-    elif not batch.posterior.outcomes:
+        tokens = np.unique(labels)
+    elif batch.posterior.outcomes:
+        tokens = np.unique(batch.posterior.outcomes)
+    else:
         raise Refused("what is asked here is a real number: there is no likeliest outcome to group states by")
-    tokens = np.unique(batch.posterior.outcomes if labels is None else labels)
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
     return ReadOut(tokens, rows.double().cpu().numpy(), labels)
 
@@ -70,7 +74,7 @@ def read_out(subject: Subject, batch: Batch) -> ReadOut:
 NEEDS = Needs(sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), read=read_out)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Base):
     """Silhouettes of the final states grouped by belief, with and without what the output reads."""
 
@@ -208,9 +212,7 @@ def measure(view: View) -> Result:
         return made[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
 
     every = np.arange(len(groups.label))
-    intervals = {
-        name: jackknife(lambda kept, of=name: number(of, kept), every, groups.unit) for name in (*SPACES, GIVEN)
-    }
+    intervals = {name: jackknife(partial(number, name), every, groups.unit) for name in (*SPACES, GIVEN)}
 
     def of(name: str, labels: np.ndarray) -> np.ndarray:
         return np.array([Grouped(made[name].distance, label).silhouette() for label in labels])
@@ -223,8 +225,7 @@ def measure(view: View) -> Result:
             nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
         return headline(CLAIMS[called], value, intervals[name], nulls, n=len(every), units=units)
 
-    plain = {name: {OTHERS: of(name, moved), CELL: of(name, exchanged)} for name in (ALL, BEYOND)}
-    within, beyond = plain[BEYOND][CELL], "silhouette beyond the read-out"
+    within, beyond = np.array([one.silhouette() for one in mixed]), "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=np.array([number(name) for name in SPACES]),
@@ -234,8 +235,8 @@ def measure(view: View) -> Result:
         scores_beyond=Portrait.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
         headlines=(
-            stated("silhouette", ALL, plain[ALL]),
-            stated(beyond, BEYOND, plain[BEYOND]),
+            stated("silhouette", ALL, {OTHERS: of(ALL, moved), CELL: of(ALL, exchanged)}),
+            stated(beyond, BEYOND, {OTHERS: of(BEYOND, moved), CELL: within}),
             stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
         ),
         notes=groups.notes,
@@ -274,14 +275,14 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
 
 def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
     """The silhouette in each space, and given the last observation."""
-    distances = _distances(capture, groups, rows)
-    found = {name: Grouped(d, groups.label).silhouette() for name, d in distances.items()}
-    within = [Grouped(distances[BEYOND], label).silhouette() for label in exchanged]
+    apart = _distances(capture, groups, rows)
+    found = {name: Grouped(d, groups.label).silhouette() for name, d in apart.items()}
+    within = [Grouped(apart[BEYOND], label).silhouette() for label in exchanged]
     return {**found, GIVEN: found[BEYOND] - float(np.mean(within))}
 
 
 def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: _between(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+    return {name: distances(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
@@ -293,15 +294,6 @@ def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
         raise Refused(f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: nothing lies beyond it")
     alone = x @ read.T
     return {ALL: x, BEYOND: x - alone @ read, ALONE: alone, LOGITS: x @ centred.T}
-
-
-def _between(x: np.ndarray) -> np.ndarray:
-    """[row row] Euclidean distances; of equal rows 0."""
-    x = x - x.mean(0)
-    square = np.square(x).sum(1)
-    gap = square[:, None] + square - 2 * x @ x.T
-    # Rounding leaves equal rows 1e-16 of their size apart, and the root makes 1e-8 of it.
-    return np.sqrt(np.where(gap > 1e-12 * square.max(), gap, 0))
 
 
 def _silhouette(sums: np.ndarray, label: np.ndarray, member: np.ndarray) -> float:

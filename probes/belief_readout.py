@@ -2,26 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.alignment import cka
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.cloud import varies
+from llmgeom.cloud import read_at, varies
 from llmgeom.errors import Refused
 from llmgeom.information import bits, kl
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
 from llmgeom.softmax_readout import FREE, PENALTIES, read
-from llmgeom.stats import Interval, equivalence_p, jackknife
+from llmgeom.stats import Interval, jackknife
 from llmgeom.subject import Subject
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
@@ -32,6 +33,8 @@ FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "
 GRADUAL = "fall outside the largest step"
 HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
 CLAIMS = declared("belief_readout")
+
+Statistic = Callable[[Any, np.ndarray], float]  # of what is measured site by site, and the rows that are kept
 
 
 def lens(subject: Subject, batch: Batch) -> np.ndarray | None:
@@ -173,9 +176,9 @@ def measure(view: View) -> Result | Lens:
 
     every, both, made, warnings = np.arange(len(rows)), _writes(whole.capture), [], []
 
-    def add(name: str, statistic: Callable, null: dict[str, np.ndarray], at: float | None = None) -> Interval:
-        span = jackknife(lambda kept: statistic(own, kept), every, units)
-        made.append(_headline(name, statistic(own, every), span, null, units, at))
+    def add(name: str, statistic: Statistic, null: dict[str, np.ndarray], half: bool = False) -> Interval:
+        span = jackknife(partial(statistic, own), every, units)
+        made.append(_headline(name, statistic(own, every), span, null, units, half))
         return span
 
     def skill(of: np.ndarray, kept: np.ndarray) -> float:
@@ -184,13 +187,13 @@ def measure(view: View) -> Result | Lens:
     def fall(of: np.ndarray, kept: np.ndarray) -> float:
         return float((of[0, kept] - of[-1, kept]).mean())
 
-    def of_twins(statistic: Callable) -> dict[str, np.ndarray]:
+    def of_twins(statistic: Statistic) -> dict[str, np.ndarray]:
         return {TWINS: np.array([statistic(twin, every) for twin in twins])}
 
-    def over_own(statistic: Callable) -> dict[str, np.ndarray]:
+    def over_own(statistic: Statistic) -> dict[str, np.ndarray]:
         return {TWINS: of_twins(statistic)[TWINS] / fall(own, every)}
 
-    def divided(statistic: Callable) -> Callable:
+    def divided(statistic: Statistic) -> Statistic:
         return lambda of, kept: statistic(of, kept) / fall(of, kept)
 
     add(SKILL, skill, of_twins(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
@@ -202,9 +205,9 @@ def measure(view: View) -> Result | Lens:
         )
     else:
         if both:
-            add(SHARE, divided(_over_mlps), over_own(_over_mlps), at=0.5)
+            add(SHARE, divided(_over_mlps), over_own(_over_mlps), half=True)
         if len(own) > LEAST_STEPS:
-            add(GRADUAL, divided(_outside), over_own(_outside), at=0.5)
+            add(GRADUAL, divided(_outside), over_own(_outside), half=True)
     if not both:
         warnings.append("what attention writes cannot be told here: there is no share of the MLPs")
     if len(own) <= LEAST_STEPS:
@@ -215,7 +218,7 @@ def measure(view: View) -> Result | Lens:
     return Result(
         missed=own.mean(1),
         missed_interval=_spans(own, units),
-        missed_null=_band([twin.mean(1) for twin in twins], own.mean(1)),
+        missed_null=_band([twin.mean(1) for twin in twins]),
         position=float(base[0].mean()),
         input=float(base[1].mean()),
         shuffled=float(shuffled.mean()),
@@ -242,21 +245,22 @@ def _lens(view: View) -> Lens:
         return _alike(of[middle][kept], of[-1][kept])
 
     made = []
-    for name, statistic, mine, theirs in (
+    measures: tuple[tuple[str, Statistic, Any, Sequence[Any]], ...] = (
         (HALF_LENS, way, own, view.twin_readings),
         (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.twin_readings),
         (HALF_CKA, alike, residuals[0], residuals[1:]),
-    ):
-        span = jackknife(lambda kept, f=statistic, mine=mine: f(mine, kept), every, units)
+    )
+    for name, statistic, mine, theirs in measures:
+        span = jackknife(partial(statistic, mine), every, units)
         null = {TWINS: np.array([statistic(twin, every) for twin in theirs])}
         made.append(_headline(name, statistic(mine, every), span, null, units))
     alignment = np.array([[_alike(one, of[-1]) for one in of] for of in residuals])
     return Lens(
         missed=own.mean(1),
         missed_interval=_spans(own, units),
-        missed_null=_band([twin.mean(1) for twin in view.twin_readings], own.mean(1)),
+        missed_null=_band([twin.mean(1) for twin in view.twin_readings]),
         alike=alignment[0],
-        alike_null=_band(alignment[1:], alignment[0]),
+        alike_null=_band([*alignment[1:]]),
         headlines=tuple(made),
     )
 
@@ -291,9 +295,8 @@ def _writes(capture: Capture) -> bool:
 
 def _input(capture: Capture) -> Tensor:
     """[row coordinate] what is put in where it is asked: a token's indicator, or the real-valued row."""
-    inputs = capture.batch.inputs
-    there = inputs.data[capture.prompt, capture.position]
-    return (there[:, None] == there.unique()).double() if isinstance(inputs, Tokens) else there.double()
+    there = read_at(capture)
+    return (there[:, None] == there.unique()).double() if there.dim() == 1 else there.double()
 
 
 def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
@@ -330,17 +333,16 @@ def _spans(missed: np.ndarray, units: np.ndarray) -> np.ndarray:
     return np.array([[span.low, span.high] for span in found])
 
 
-def _band(draws: Sequence[np.ndarray], own: np.ndarray) -> np.ndarray:
-    return layer_band({TWINS: np.stack([*draws])}, "lower")
+def _band(draws: Sequence[np.ndarray]) -> np.ndarray:
+    return layer_band({TWINS: np.stack(draws)})
 
 
 def _headline(
-    name: str, value: float, span: Interval, null: dict[str, np.ndarray], units: np.ndarray, at: float | None = None
+    name: str, value: float, span: Interval, null: dict[str, np.ndarray], units: np.ndarray, half: bool = False
 ) -> Headline:
-    """Held against each null, and where `at` is given against that value too."""
+    """Held against each null, and where `half` against one half too."""
     claim, count = CLAIMS[name], len(set(units))
     nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
-    if at is not None:
-        nulls.append(Null("one half", at, at, at, equivalence_p(value, span, at, math.inf, count), 0, side=claim.side))
-    found = headline(claim, value, span, nulls, n=len(units), units=count)
-    return replace(found, null="one half") if found.null.startswith("one half") else found
+    if half:
+        nulls.append(Null.half(value, span, count))
+    return headline(claim, value, span, nulls, n=len(units), units=count)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,17 +12,17 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.edits import Edit
+from llmgeom.edits import Edit, Point
 from llmgeom.errors import Refused
 from llmgeom.information import bits, kl
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import LEAST_UNITS, equivalence_p, jackknife
+from llmgeom.stats import LEAST_UNITS, jackknife
 from llmgeom.subject import Subject
 
 MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every twin
-BRANCHES = (Site.ATTENTION_WRITE, Site.MLP_WRITE)
+BRANCHES: dict[Site, Point] = {Site.ATTENTION_WRITE: "attention_write", Site.MLP_WRITE: "mlp_write"}
 BY_NORM, BY_EFFECT = "MLPs over attentions, by norm", "MLPs' share of the effects"
 BY_EVIDENCE = "MLPs' share of the lost evidence"
 TWINS = "re-initialised"
@@ -51,7 +50,8 @@ def replaced(subject: Subject, batch: Batch) -> Replaced:
 
     Raises Refused below 5 units, and where what is asked is a real number.
     """
-    exact, first = batch.posterior, {}
+    exact = batch.posterior
+    first: dict[str, int] = {}
     if exact is not None and not exact.outcomes:
         raise Refused("what is asked is a real number: KL of next-token distributions does not compare such answers")
     for row, unit in enumerate(batch.unit):
@@ -63,13 +63,13 @@ def replaced(subject: Subject, batch: Batch) -> Replaced:
     asked, units = _said(clean), np.array(few.unit)[clean.prompt.numpy()]
 
     def missed(said: Tensor) -> np.ndarray:
-        return bits(kl(clean.exact.predictive.double(), said[:, list(exact.outcomes)]).numpy())
+        return bits(kl(clean.exact.predictive.double(), said[:, list(clean.exact.outcomes)]).numpy())
 
     shape = len(BRANCHES), len(subject.blocks), len(asked)
     effect, evidence = np.empty(shape), np.empty(shape)
-    for branch, site in enumerate(BRANCHES):
+    for branch, (site, point) in enumerate(BRANCHES.items()):
         for layer, write in enumerate(clean.layers(site)):
-            said = _said(subject.capture(few, {Site.LOG_PROBS}, [_mean(site, layer, write)]))
+            said = _said(subject.capture(few, {Site.LOG_PROBS}, [_mean(point, layer, write)]))
             effect[branch, layer] = bits(kl(asked, said).clamp_min(0).numpy())
             if exact is not None:
                 evidence[branch, layer] = missed(said) - missed(asked)
@@ -77,10 +77,10 @@ def replaced(subject: Subject, batch: Batch) -> Replaced:
     return Replaced(effect, None if exact is None else evidence, norm, units)
 
 
-def _mean(site: Site, layer: int, write: Tensor) -> Edit:
+def _mean(point: Point, layer: int, write: Tensor) -> Edit:
     mean = write.double().mean(0)
-    spec = {"do": "mean", "point": site.value}
-    return Edit(site.value, lambda x, where: mean.to(x).expand_as(x), (layer,), "query", spec)
+    spec = {"do": "mean", "point": point}
+    return Edit(point, lambda x, where: mean.to(x).expand_as(x), (layer,), "query", spec)
 
 
 def _said(capture: Capture) -> Tensor:
@@ -212,6 +212,4 @@ def _share(name: str, own: np.ndarray, twins: Sequence[np.ndarray], units: np.nd
     claim, count, value = CLAIMS[name], len(set(units)), _part(own)
     span = jackknife(lambda kept: _part(own[..., kept]), np.arange(len(units)), units)
     null = Null.of(TWINS, value, np.array([_part(twin, own.mean(-1).sum()) for twin in twins]), claim.side)
-    half = Null("one half", 0.5, 0.5, 0.5, equivalence_p(value, span, 0.5, math.inf, count), 0)
-    found = headline(claim, value, span, [null, half], n=len(units), units=count)
-    return replace(found, null="one half") if found.null.startswith("one half") else found
+    return headline(claim, value, span, [null, Null.half(value, span, count)], n=len(units), units=count)

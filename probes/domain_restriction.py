@@ -10,6 +10,7 @@ import numpy as np
 
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.cloud import flat, vectors
 from llmgeom.errors import Refused, Unavailable
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
@@ -22,7 +23,7 @@ AS_DIVERSE = ", as diverse"
 STATISTICS = ("gain in PC1 share", "gain in PC1+PC2 share", "change in participation ratio")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Base):
     """By how much shares of variance and participation ratio differ between a domain and mixed prompts, by layer."""
 
@@ -171,14 +172,18 @@ def gain(ours: tuple[float, Interval], theirs: tuple[float, Interval]) -> Interv
 
 def _intervals(sample: Sample) -> list[tuple[float, Interval]]:
     """Value and interval of each statistic, last layer."""
-    last = sample.capture.layers(Site.VALUE)[-1].flatten(1).double().numpy()
-    return list(zip(_numbers(sample.capture)[-1].tolist(), share_intervals(last, sample.units), strict=True))
+    last = flat(sample.capture.layers(Site.VALUE)[-1])
+    return list(zip(_three(last), share_intervals(last, sample.units), strict=True))
 
 
 def _numbers(capture: Capture) -> np.ndarray:
     """[layer statistic]: PC1 share, PC1+PC2 share, participation ratio."""
-    found = [shares(layer.flatten(1).double().numpy()) for layer in capture.layers(Site.VALUE)]
-    return np.array([(s.pc1, s.pc12, s.participation_ratio) for s in found])
+    return np.array([_three(x) for x in vectors(capture, Site.VALUE)])
+
+
+def _three(x: np.ndarray) -> tuple[float, float, float]:
+    found = shares(x)
+    return found.pc1, found.pc12, found.participation_ratio
 
 
 def _diversity(name: str, made: Mapping[str, Sequence[int]]) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from llmgeom import parity
-from llmgeom.batch import Batch, Rows
+from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.capture import Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused, Unavailable
@@ -59,9 +59,9 @@ class Frames:
 
     def of(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """By name, [layer head]: overlap of the frames of these tokens, and how well v_i and u_i match."""
-        at = np.ix_(rows, rows)
         value, key, out, value_out, key_value = (
-            centred(x[..., *at]) for x in (self.value, self.key, self.out, self.value_out, self.key_value)
+            centred(x[..., rows[:, None], rows])
+            for x in (self.value, self.key, self.out, self.value_out, self.key_value)
         )
         # Of a centred Gram, rounding may leave a square just under 0.
         size = np.sqrt(_diagonal(value).clip(0) * _diagonal(out).clip(0))
@@ -128,10 +128,11 @@ def read(subject: Subject, batch: Batch) -> Reading:
     would be chosen by the output embedding that they are held against, while its embeddings of any other tokens
     are exchangeable. Raises Unavailable or Refused.
     """
-    if isinstance(batch.inputs, Rows):
+    tokens = subject.tokens(batch)
+    if isinstance(tokens, Rows):
         raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
     if batch.posterior is not None:
-        likely = others = _outcomes(batch)
+        likely = others = _outcomes(batch.posterior, tokens)
     else:
         common = token_ids(subject, batch)[:MOST_TOKENS]
         special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
@@ -143,9 +144,9 @@ def read(subject: Subject, batch: Batch) -> Reading:
     return Reading(frames, frames if others == likely else _frames(subject, others), tuple(names))
 
 
-def _outcomes(batch: Batch) -> list[int]:
-    outcomes, inputs = list(batch.posterior.outcomes), batch.inputs
-    shown = set(inputs.ids[torch.arange(inputs.ids.shape[1]) < inputs.lengths[:, None]].tolist())
+def _outcomes(posterior: Posterior, tokens: Tokens) -> list[int]:
+    outcomes = list(posterior.outcomes)
+    shown = set(tokens.ids[torch.arange(tokens.ids.shape[1]) < tokens.lengths[:, None]].tolist())
     unseen = [token for token in outcomes if token not in shown]
     if unseen:
         raise Refused(
@@ -166,19 +167,19 @@ def _frames(subject: Subject, ids: list[int]) -> Frames:
     facts = subject.facts
     embedding = subject.model.get_input_embeddings().weight
     e = embedding[torch.tensor(ids, device=embedding.device)]
-    final, head = subject.unembedding.norm, subject.unembedding.head
-    u = head.weight[torch.tensor(ids, device=head.weight.device)].double().cpu() * _gain(final, e)
+    final, rows = subject.unembedding.norm, subject.model.get_output_embeddings().weight
+    u = rows[torch.tensor(ids, device=rows.device)].double().cpu() * _gain(final, e)
     group, found = facts["heads"] // facts["kv_heads"], []
     for layer, norm in enumerate(input_norms(subject)):
         x, gain = norm(e[:, None])[:, 0].double().cpu(), _gain(norm, e)
-        for head_ in range(facts["heads"]):
+        for head in range(facts["heads"]):
             w_q, w_k, w_v, w_o = (
                 weight(subject, layer, one).double().cpu()
                 for weight, one in (
-                    (query_weight, head_),
-                    (key_weight, head_ // group),
-                    (value_weight, head_ // group),
-                    (output_weight, head_),
+                    (query_weight, head),
+                    (key_weight, head // group),
+                    (value_weight, head // group),
+                    (output_weight, head),
                 )
             )
             v, k = x @ w_v @ w_o, x @ w_k @ w_q.T * gain

@@ -105,7 +105,8 @@ def _read(subject: Subject, batch: Batch) -> Reading:
         tuple(map(str, ids)),
         {"kind": "single tokens"},
     )
-    normed = any("norm" in name for name, _ in subject.blocks[0].attention.named_children())
+    attention = subject.blocks[0].attention
+    normed = attention is not None and any("norm" in name for name, _ in attention.named_children())
     capture = subject.capture(alone, {Site.KEY, Site.QUERY} if normed else {Site.KEY})
     keys = _numpy(capture.layers(Site.KEY)[0]).transpose(1, 0, 2)
     if normed:
@@ -130,7 +131,7 @@ def token_ids(subject: Subject, batch: Batch) -> list[int]:
 
     Special tokens of the tokenizer are left out.
     """
-    inputs = batch.inputs
+    inputs = subject.tokens(batch)
     if isinstance(inputs, Rows):
         raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")
     real = torch.arange(inputs.ids.shape[1]) < inputs.lengths[:, None]
@@ -254,7 +255,6 @@ def measure(view: View) -> Result:
     theirs = {name: np.array([_value(*twin.sets()[name]) for twin in twins]) for name in sets}
     for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
         value, interval = _tokens(*sets[name])
-        interval = _over(interval, "tokens" if str(own.keys.shape[1]) in interval.method else "groups of tokens")
         headlines.append(_row(name, value, interval, theirs[name], own.keys.shape[1]))
     if own.normed:
         warnings.append(
@@ -332,8 +332,8 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
     """
     every = np.arange(x.shape[1])
     if centre:
-        groups = every % GROUPS if len(every) > 2 * GROUPS else every
-        return _value(x, True), jackknife(lambda rows: _value(x[:, rows], True), every, groups)
+        groups, what = (every % GROUPS, "groups of tokens") if len(every) > 2 * GROUPS else (every, "tokens")
+        return _value(x, True), _over(jackknife(lambda rows: _value(x[:, rows], True), every, groups), what)
     square = cosines(x).mean(0)
     np.fill_diagonal(square, 0)
     sums = square.sum(0)
@@ -344,7 +344,7 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
         total = sums.sum() - 2 * sums[out].sum() + square[np.ix_(out, out)].sum()
         return float(total / (len(rows) * (len(rows) - 1)))
 
-    return pairs(every), jackknife(pairs, every, every)
+    return pairs(every), _over(jackknife(pairs, every, every), "tokens")
 
 
 def _over(interval: Interval, what: str) -> Interval:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +79,7 @@ def cosines(subject: Subject, batch: Batch) -> Cosines:
         some = (bears.sum(-1) > 0) & (bears.sum(-1) < between.sum(-1))
         kept = some[:, 0]
         contrast = mean(c[:, kept], bears[kept]) - mean(c[:, kept], (between - bears)[kept])
-    return Cosines(*(None if x is None else x.transpose(1, 2).numpy() for x in (spread, contrast)))
+    return Cosines(spread.transpose(1, 2).numpy(), None if contrast is None else contrast.transpose(1, 2).numpy())
 
 
 def long_enough(lengths: np.ndarray) -> np.ndarray:
@@ -177,9 +178,9 @@ def measure(view: View) -> Result:
     notes = [f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"] * (not long.all())
     notes += ["one layer: there is no change from the first to the last"] * (len(curves) == 1)
     whole = view.samples.get(WHOLE)
-    if whole is None or whole.capture.exact.bearing is None:
+    if whole is None or (bearing := whole.capture.exact.bearing) is None:
         return Result(**fields, headlines=tuple(headlines), notes=tuple(notes))
-    rows, more, said = _attention(whole, view.seed)
+    rows, more, said = _attention(whole, bearing.numpy(), view.seed)
     notes.append(said)
     if not rows:
         return Result(**fields, headlines=tuple(headlines), notes=tuple(notes))
@@ -215,33 +216,31 @@ def reach(captures: tuple[Capture, ...]) -> list[int]:
     return np.max(each, axis=0).tolist()
 
 
-def against_even(capture: Capture, back: int) -> np.ndarray:
-    """b_j - b of each row, [row position]; 0 at positions that do not count and in rows without contrast.
+def against_even(place: np.ndarray, bearing: np.ndarray, back: int) -> np.ndarray:
+    """b_j - b, [row position], of rows at `place` on b [row position]; 0 where positions do not count, or in rows
+    without contrast.
 
     Summed with attention weights it is attention on bearing positions less what even attention would give them.
     """
-    position, bearing = capture.position.numpy()[:, None], capture.exact.bearing.numpy()
-    at = np.arange(bearing.shape[1])
-    counts = (at > 0) & (at < position) & (at >= position - back)
+    at, own = np.arange(bearing.shape[1]), place[:, None]
+    counts = (at > 0) & (at < own) & (at >= own - back)
     bears = bearing & counts
     share = bears.sum(1, keepdims=True) / np.maximum(counts.sum(1, keepdims=True), 1)
     return np.where(counts, bears - share, 0.0)
 
 
-def _attention(whole: Sample, seed: int) -> tuple[list[Headline], dict, str]:
+def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Headline], dict, str]:
     """Headlines, fields and a note; without headlines where no query has contrast."""
     capture, units = whole.capture, np.asarray(whole.capture.batch.unit)
     n = len(units)
     # [layer sequence query position], a row a query: all sequences of a task have the same queries.
-    even = np.stack([against_even(capture, back) for back in reach((capture, *whole.twins))])
+    place = capture.position.numpy()
+    even = np.stack([against_even(place, bearing, back) for back in reach((capture, *whole.twins))])
     even = even.reshape(len(even), n, -1, even.shape[-1])
     has = (even[-1] != 0).any(-1)
     if not has.any():
-        return (
-            [],
-            {},
-            "at no query do some of the earlier positions bear and others not: attention has nothing to choose",
-        )
+        said = "at no query do some of the earlier positions bear and others not: attention has nothing to choose"
+        return [], {}, said
     flat = even.reshape(len(even), n, -1)
 
     def weights(one: Capture) -> np.ndarray:
@@ -262,7 +261,7 @@ def _attention(whole: Sample, seed: int) -> tuple[list[Headline], dict, str]:
         found = excess(a, of)
         return found, found - excess(a, np.broadcast_to(usual, of.shape))
 
-    forms = {LAST: lambda e, _: e[-1].mean(0)}
+    forms: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {LAST: lambda e, _: e[-1].mean(0)}
     if len(flat) > 1:
         forms[CHANGE] = lambda e, _: (e[-1] - e[0]).mean(0)
     if not alike:
@@ -281,7 +280,6 @@ def _attention(whole: Sample, seed: int) -> tuple[list[Headline], dict, str]:
         rows.append(_row(name + PLACES * alike, form(*own), many, units, nulls))
     every = has.reshape(-1)
     weight = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
-    position = capture.position.numpy()[every]
     said = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
     if alike:
         said += "the same positions bear in every sequence, so that a rule about positions does as well as content"
@@ -295,7 +293,7 @@ def _attention(whole: Sample, seed: int) -> tuple[list[Headline], dict, str]:
         "mean_excess_null": layer_band({TWINS: np.array([one.sum(2).mean(1) / many.sum() for one, _ in theirs])}),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
         "first": np.stack([w[..., 0].mean(0) for w in weight]),
-        "own": np.stack([w[np.arange(len(w)), :, position].mean(0) for w in weight]),
+        "own": np.stack([w[np.arange(len(w)), :, place[every]].mean(0) for w in weight]),
     }
     return rows, fields, said
 

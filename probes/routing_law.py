@@ -147,7 +147,7 @@ def _rival(one: Mixing) -> float:
 NEEDS = Needs(shuffled=False, read=read)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Result(Base):
     """The law's errors, what is at stake in every head's routing, and how far the next step follows the advantage."""
 
@@ -221,7 +221,7 @@ def measure(view: View) -> Result:
         raise Refused(
             f"{units} templates or sequences with {ours.mass.sum():.0f} rows of two keys; at least 5 are needed"
         )
-    shuffled = ours.shuffled.sum((1, 3)) / np.array([ours.mass.sum(), ours.pull.sum()])
+    shuffled = _ratio(ours.shuffled.sum((1, 3)), np.array([ours.mass.sum(), ours.pull.sum()]))
 
     def said(name: str, over: str, under: str, null: np.ndarray | None = None) -> Headline:
         """Against these draws, or without any against the twins."""

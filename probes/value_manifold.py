@@ -19,9 +19,9 @@ from llmgeom.cloud import (
     describe,
     entropy_of,
     final_tokens,
+    flat,
     rhos,
     untrained,
-    vectors,
 )
 from llmgeom.errors import Refused
 from llmgeom.manifold import Dimension, intrinsic_dimension, unroll
@@ -117,7 +117,7 @@ def measure(view: View) -> Result:
 
 
 def _last(capture: Capture) -> np.ndarray:
-    return vectors(capture, Site.VALUE)[-1]
+    return flat(capture.layers(Site.VALUE)[-1])
 
 
 def _second(view: View) -> tuple[list[Headline], list[str]]:
@@ -167,10 +167,10 @@ def _shape(view: View, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict
     if own.coinciding:
         notes.append(f"{own.coinciding} prompts have the values of another and were left out of the dimension")
     numbers = (own.twonn, np.median(own.gaussian), own.mle, np.median(own.gaussian_mle))
-    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(view, own, twins)], notes
+    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(own, twins)], notes
 
 
-def _dimension(view: View, own: Dimension, twins: np.ndarray) -> Headline:
+def _dimension(own: Dimension, twins: np.ndarray) -> Headline:
     drawn = own.gaussian / np.median(own.gaussian)
     # Gaussian clouds and twins carry the sampling noise of neighbours as we do: p is against all of them, and the
     # interval must clear their median.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator
 from random import Random
 
-from llmgeom.prompts.chance import shuffled
+from llmgeom.prompts.chance import sha256, shuffled
 from llmgeom.prompts.domains import Domain, members
 from llmgeom.prompts.grammar import fill, templates
 
@@ -18,7 +17,7 @@ def held_out(domain: str) -> frozenset[str]:
     older ones are held out. Raises Refused for a domain that is not known.
     """
     ids = [t.id for member in members(Domain(domain).name) for t in templates(member)]
-    return frozenset(name for name in ids if name == min(_decade(name), key=_sha256))
+    return frozenset(name for name in ids if name == min(_decade(name), key=sha256))
 
 
 def texts(domains: Collection[str], seed: int, exclude: Collection[str] = frozenset()) -> Iterator[str]:
@@ -45,7 +44,3 @@ def _decade(name: str) -> list[str]:
     domain, number = name.rsplit("-", 1)
     first = (int(number) - 1) // 10 * 10 + 1
     return [f"{domain}-{i:03d}" for i in range(first, first + 10)]
-
-
-def _sha256(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()

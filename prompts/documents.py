@@ -34,26 +34,21 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     rows, facts = _open(spec, name, config, seed, offline)
     rng, distinct = Random(f"llmgeom/documents/{seed}"), Distinct()
     texts, units = [], []
-    try:
-        for number, row in enumerate(islice(rows, 50 * n)):
-            column = column or _column(spec, row)
-            if column in row and row[column] is None:
-                continue
-            if not isinstance(row.get(column), str):
-                raise Refused(
-                    f"{spec}: column {column!r} holds no text; its columns: {', '.join(map(repr, row))}; "
-                    f"give {PREFIX}NAME:CONFIG:COLUMN (CONFIG may be empty)"
-                )
-            prompt = _opening(row[column], rng)
-            if prompt and distinct.add(prompt):
-                texts.append(prompt)
-                units.append(f"document-{number + 1}")
-            if len(texts) == n:
-                break
-    except Refused:
-        raise
-    except Exception as error:
-        raise _explained(spec, error) from error
+    for number, row in enumerate(_told(spec, islice(rows, 50 * n))):
+        column = column or _column(spec, row)
+        if column in row and row[column] is None:
+            continue
+        if not isinstance(row.get(column), str):
+            raise Refused(
+                f"{spec}: column {column!r} holds no text; its columns: {', '.join(map(repr, row))}; "
+                f"give {PREFIX}NAME:CONFIG:COLUMN (CONFIG may be empty)"
+            )
+        prompt = _opening(row[column], rng)
+        if prompt and distinct.add(prompt):
+            texts.append(prompt)
+            units.append(f"document-{number + 1}")
+        if len(texts) == n:
+            break
     if not texts:
         raise Refused(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
     blank = ("",) * len(texts)
@@ -95,8 +90,16 @@ def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) ->
     return iter(rows.shuffle(seed=seed, buffer_size=BUFFER) if streaming else rows.shuffle(seed=seed)), facts
 
 
+def _told(spec: str, rows: Iterator[dict]) -> Iterator[dict]:
+    """The rows; what the library says where one cannot be had is explained."""
+    try:
+        yield from rows
+    except Exception as error:
+        raise _explained(spec, error) from error
+
+
 @contextmanager
-def _offline(settings, silent: bool) -> Iterator[None]:
+def _offline(settings: Any, silent: bool) -> Iterator[None]:
     before, settings.HF_HUB_OFFLINE = settings.HF_HUB_OFFLINE, settings.HF_HUB_OFFLINE or silent
     try:
         yield

@@ -1,4 +1,4 @@
-"""Prompts of your own, read from a file and written back; they are hostile data and never interpreted."""
+"""Prompts of your own, read from a file; they are hostile data and never interpreted."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def read(path: str) -> Batch:
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
     while not lines[-1].strip():
         lines.pop()
-    rows, first = [], {}
+    rows: list[dict[str, str]] = []
+    first: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
         where = f"{name}, line {number}"
         if len(line) > LONGEST:
@@ -51,14 +52,6 @@ def read(path: str) -> Batch:
         source={"kind": "file", "name": "stdin" if path == "-" else os.path.basename(name), "n": len(rows)},
         columns={key: tuple(row[key] for row in rows) for key in ("domain", "template", "tags")},
     )
-
-
-def write_lines(batch: Batch) -> str:
-    """The prompts of a batch as JSONL that `read` turns back into the same prompts: text, template, domain, tags."""
-    blank = ("",) * len(batch)
-    columns = [batch.text, batch.unit, batch.columns.get("domain", blank), batch.columns.get("tags", blank)]
-    rows = (dict(zip(("text", *_OPTIONAL), row, strict=True)) for row in zip(*columns, strict=True))
-    return "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows)
 
 
 def _bytes(path: str, name: str) -> bytes:

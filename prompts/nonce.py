@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ import numpy as np
 from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import Refused
-from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.lexicon import lexicon
 
 _WORDS = """
@@ -115,7 +114,8 @@ def pairs(part: Part) -> tuple[tuple[str, str], ...]:
     A pair stays trained where one of its labels would else be in fewer than LEAST_PAIRS trained pairs.
     """
     every = list(combinations(LABELS, 2))
-    left, out = dict.fromkeys(LABELS, len(LABELS) - 1), set()
+    left = dict.fromkeys(LABELS, len(LABELS) - 1)
+    out: set[tuple[str, str]] = set()
     for pair in sorted(every, key=lambda pair: sha256("-".join(pair))):
         if len(out) < len(every) // 2 and min(left[label] for label in pair) > LEAST_PAIRS:
             out.add(pair)
@@ -135,7 +135,7 @@ def carriers(part: Part) -> tuple[str, ...]:
 @functools.cache
 def _nouns() -> tuple[str, ...]:
     """Single words of the lexicon that name one thing."""
-    found = set()
+    found: set[str] = set()
     for name in _TABLES.split():
         columns, rows = lexicon()[name]
         at = columns.index("one") if "one" in columns else 0
@@ -230,7 +230,3 @@ def _written(form: Format, lead: str, named: Sequence[str], nouns: Sequence[str]
     seen = [f"{noun}{form.link} {label}" for noun, label in zip(nouns, labels, strict=False)]
     asked = [f"{noun}{form.link}" for noun in nouns[len(labels) :]]
     return f"{lead.format(*named)} {f'{form.gap} '.join(seen + asked)}"
-
-
-def sha256(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()

@@ -42,20 +42,20 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
             )
     batch = pool.take(sorted(chosen))
     source = {**pool.source, "stratified": {"n": n, "bins": bins, "per_template": PER_UNIT, "seed": seed}}
-    return _with_source(batch, source)
+    return replace(batch, source=source)
 
 
 def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
     """`n` prompts of the pool at random, at most two of one template, without regard to entropy."""
     used: Counter[str] = Counter()
-    chosen = []
+    chosen: list[int] = []
     for i in np.random.default_rng([seed, 1]).permutation(len(pool)).tolist():
         if len(chosen) < n and used[pool.unit[i]] < PER_UNIT:
             used[pool.unit[i]] += 1
             chosen.append(i)
     if len(chosen) < n:
         raise Refused(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_UNIT} of a template")
-    return _with_source(pool.take(sorted(chosen)), {**pool.source, "plain": {"n": n, "seed": seed}})
+    return replace(pool.take(sorted(chosen)), source={**pool.source, "plain": {"n": n, "seed": seed}})
 
 
 def length_matched(
@@ -98,7 +98,7 @@ def length_matched(
             f"{len(pool)}; ask for fewer, or a larger pool"
         )
     source = {**pool.source, "length_matched": {"n": len(chosen), "bins": bins, "per_template": PER_UNIT, "seed": seed}}
-    return _with_source(pool.take(sorted(chosen)), source)
+    return replace(pool.take(sorted(chosen)), source=source)
 
 
 def diversity(ids: Sequence[Sequence[int]], units: Sequence[str]) -> tuple[int, int, int]:
@@ -129,17 +129,22 @@ def as_diverse(
     members = _fifths(entropy, rng, 5)
     for b, rows in enumerate(members):
         fifth[rows] = b
-    types = Counter(token for i in chosen for token in set(ids[i]))
-    finals, units = Counter(ids[i][-1] for i in chosen), Counter(pool.unit[i] for i in chosen)
+    types: Counter[int] = Counter()
+    finals: Counter[int] = Counter()
+    units: Counter[str] = Counter()
 
     def distance() -> float:
         found = (sum(1 for c in counted.values() if c) for counted in (types, finals, units))
         return sum(abs(have - want) / max(want, 1) for have, want in zip(found, wanted, strict=True))
 
     def count(i: int, step: int) -> None:
-        for counted, keys in ((types, set(ids[i])), (finals, [ids[i][-1]]), (units, [pool.unit[i]])):
-            for key in keys:
-                counted[key] += step
+        for token in set(ids[i]):
+            types[token] += step
+        finals[ids[i][-1]] += step
+        units[pool.unit[i]] += step
+
+    for i in chosen:
+        count(i, 1)
 
     now = distance()
     for at, draw in zip(rng.integers(n, size=5000).tolist(), rng.random(5000).tolist(), strict=True):
@@ -158,14 +163,10 @@ def as_diverse(
     chosen = sorted(chosen)
     reached = diversity([ids[i] for i in chosen], [pool.unit[i] for i in chosen])
     counts = {"wanted": list(wanted), "start": list(before), "reached": list(reached)}
-    return _with_source(pool.take(chosen), {**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
+    return replace(pool.take(chosen), source={**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
 
 
 def _fifths(entropy: np.ndarray, rng: np.random.Generator, bins: int) -> list[np.ndarray]:
     """Rows of each quantile bin of entropy, lowest first; ties go in random order."""
     order = rng.permutation(len(entropy))
     return np.array_split(order[np.argsort(np.asarray(entropy)[order], kind="stable")], bins)
-
-
-def _with_source(batch: Batch, source: dict) -> Batch:
-    return replace(batch, source=source)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations, product
@@ -21,7 +21,7 @@ from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.prompts import nonce
-from llmgeom.prompts.chance import pick, shuffled
+from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.nonce import FORMATS, Part
 
 CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
@@ -68,8 +68,8 @@ class Beta:
     b: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (self.a > 0 and self.b > 0):
-            raise Refused(f"Beta({self.a:g}, {self.b:g}): both must be above 0")
+        if not (self.a > 0 and self.b > 0 and math.isfinite(self.a + self.b)):
+            raise Refused(f"Beta({self.a:g}, {self.b:g}): both must be above 0, and finite")
 
     def share(self, u: float) -> float:
         from scipy.stats import beta
@@ -104,7 +104,7 @@ Prior = TwoPoint | Beta
 def prior(text: str) -> Prior:
     """`two-point`, `two-point:0.8`, `beta`, `beta:2,1`. Raises Refused for anything else."""
     name, _, given = text.partition(":")
-    kinds: dict[str, Callable[..., Prior]] = {"two-point": TwoPoint, "beta": Beta}
+    kinds: dict[str, type[Prior]] = {"two-point": TwoPoint, "beta": Beta}
     try:
         numbers = [float(one) for one in given.split(",")] if given else []
         if name not in kinds or len(numbers) not in (0, len(dataclasses.fields(kinds[name]))):
@@ -127,7 +127,7 @@ def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
         return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
 
     sweep = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
-    found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=nonce.sha256))) if single(word)]
+    found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=sha256))) if single(word)]
     if len(found) < 4:
         raise Refused(f"{len(found)} syllables are single tokens of this tokenizer; name at least 4 with --labels")
     return tuple(found[:most])
@@ -210,13 +210,13 @@ class Sula:
         rows = [self._item(k, i, seed) for k in self.ks for i in range(n)]
         columns = {name: tuple(row[name] for row in rows) for name in rows[0] if name != "text"}
         n1, k = (np.array(columns[name], dtype=np.float64) for name in ("n1", "k"))
-        answers = [torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief)]
+        said, belief = (torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief))
         return Batch(
             inputs=Text(tuple(row["text"] for row in rows)),
             unit=columns["pair"],
             source={"kind": "sula", "name": f"SULA, {self.template}", **self.spec, "n": n, "seed": seed},
             columns=columns,
-            posterior=Posterior(*answers),
+            posterior=Posterior(said, belief),
         )
 
     @property

@@ -15,8 +15,9 @@ from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import judge
 from llmgeom.errors import Refused
+from llmgeom.manifold import distances
 from llmgeom.probes import belief_clusters
-from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _between, _spaces, read_out
+from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _spaces, read_out
 from llmgeom.scan import WHOLE, Sample, View, scan
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.models.architectures import ARCHITECTURES, build
@@ -155,7 +156,7 @@ def test_a_silhouette_of_some_of_the_rows_is_theirs_alone():
     rng = np.random.default_rng(0)
     x, label = rng.normal(size=(50, 4)), rng.integers(4, size=50)
     label[7] = 9  # alone in its group
-    made = Grouped(_between(x), label)
+    made = Grouped(distances(x), label)
     assert made.silhouette() == pytest.approx(silhouette_score(x, label))
     for kept in (np.arange(0, 50, 2), np.flatnonzero(label != 1), np.arange(3, 20)):
         assert made.silhouette(kept) == pytest.approx(silhouette_score(x[kept], label[kept]))
@@ -165,8 +166,8 @@ def test_a_silhouette_of_some_of_the_rows_is_theirs_alone():
 def test_points_have_a_silhouette_of_one_and_a_single_place_of_none():
     x = np.array([[0.1, 2e5]] * 5 + [[3.0, 2e5]] * 5)
     label = np.repeat([0, 1], 5)
-    assert Grouped(_between(x), label).silhouette() == pytest.approx(1)
-    assert Grouped(_between(np.full((10, 2), 0.1)), label).silhouette() == 0
+    assert Grouped(distances(x), label).silhouette() == pytest.approx(1)
+    assert Grouped(distances(np.full((10, 2), 0.1)), label).silhouette() == 0
 
 
 def test_what_is_removed_is_what_tells_outcomes_apart_and_nothing_else():
@@ -177,7 +178,7 @@ def test_what_is_removed_is_what_tells_outcomes_apart_and_nothing_else():
     assert np.linalg.matrix_rank(x - found[BEYOND]) == 3 == found[ALONE].shape[1]
     # Softmax sees no common shift: neither does this.
     np.testing.assert_allclose(_spaces(x, rows + rng.normal(size=9))[BEYOND], found[BEYOND], atol=1e-12)
-    np.testing.assert_allclose(_between(found[ALONE]), _between(x - found[BEYOND]), atol=1e-9)
+    np.testing.assert_allclose(distances(found[ALONE]), distances(x - found[BEYOND]), atol=1e-9)
     np.testing.assert_allclose(_spaces(x, np.ones((2, 9)))[BEYOND], x)
     with pytest.raises(Refused, match="the read-out of 10 outcomes takes all 9 directions: nothing lies beyond it"):
         _spaces(x, rng.normal(size=(10, 9)))

@@ -80,6 +80,43 @@ def test_a_null_made_for_the_other_side_is_refused():
         headline(claim(side="lower"), 0.1, Interval(0.0, 0.2, 0.95, ""), [null], n=80, units=40)
 
 
+def test_one_half_is_a_number_that_nobody_drew():
+    interval = Interval(0.6, 0.8, 0.95, "by hand")
+    h = headline(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY), Null.half(0.7, interval, 40)], n=80, units=40)
+    assert (h.null, h.null_low, h.null_high, h.margin) == ("one half", 0.5, 0.5, 0.5) and h.verdict == "above null"
+    t = (0.7 - 0.5) / (0.1 / scipy_stats.t.ppf(0.975, 39))
+    assert h.p_claim == pytest.approx(scipy_stats.t.sf(t, 39))
+    assert headline(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY)], n=80, units=40).null == "easy (20 draws)"
+
+
+WORDS = [
+    (0.31, 0.60, 0.01, 40, "above null", "the interval of 0.45 [0.31, 0.6] clears 0.3, p = 0.01"),
+    (0.31, 0.38, 0.01, 40, "above null", "clears 0.3"),
+    (0.31, 0.60, 0.06, 40, "undecided", "needs n >= 1054 units for the declared effect of 0.1, has 40"),
+    (0.29, 0.60, 0.01, 40, "undecided", "needs n >= 1054"),
+    (0.30, 0.60, 0.01, 40, "undecided", "needs n >= 1054"),
+    (0.05, 0.39, 0.01, 40, "not above null", "excludes 0.3 + 0.1, the effect of interest"),
+    (-0.9, -0.5, 0.01, 40, "not above null", "excludes 0.3"),
+    (0.05, 0.40, 0.60, 40, "undecided", "needs n >= 1054"),
+    (0.05, 0.60, 0.60, 1054, "undecided", "1054 units suffice for the declared effect (n >= 1054)"),
+]
+
+
+@pytest.mark.parametrize(("low", "high", "p", "units", "word", "why"), WORDS)
+def test_verdict_words(low, high, p, units, word, why):
+    null, asked = Null("chance", 0.2, 0.3, 0.3, p, 1000), claim(needed="correlation")
+    h = headline(asked, 0.45, Interval(low, high, 0.95, ""), [null], n=80, units=units)
+    assert h.verdict == word and why in h.why
+    # Everything turned is the same verdict on the other side.
+    null = Null("chance", -0.3, -0.2, -0.3, p, 1000, side="lower")
+    turned = headline(replace(asked, side="lower"), -0.45, Interval(-high, -low, 0.95, ""), [null], n=80, units=units)
+    assert turned.verdict == word.replace("above", "below")
+    if "clears" in why:
+        assert "stays under -0.3, p = " in turned.why
+    if "excludes" in why:
+        assert "excludes -0.3 - 0.1, the effect of interest" in turned.why
+
+
 # A claim's p, and Holm over the file
 
 

@@ -416,6 +416,13 @@ def test_the_law_passes_at_rounding_and_fails_where_it_is_wrong():
     assert said(replace(made(0.5), error=np.full((4, 2), 1e-3)))[0][LAW].verdict != "PASS"
 
 
+def test_where_no_score_has_a_gradient_the_step_is_still_told():
+    ours = made(0.8)
+    nothing = {"pull": 0 * ours.pull, "pulled": 0 * ours.pull, "shuffled": ours.shuffled * np.array([[1], [0]])}
+    found, _ = said(replace(ours, **nothing))
+    assert found[NEXT].verdict == "above null" and found[PULLED].value == 0
+
+
 def test_a_scan_says_which_part_is_the_advantage_s_and_a_large_step_is_warned_of():
     found, result = said(replace(made(0.5, scan=True), found=3e-5), *[made(0.5, s, scan=True) for s in range(1, 21)])
     assert found[PART].value == pytest.approx(0.6, abs=0.02)

@@ -130,6 +130,8 @@ def test_pairs_that_pockets_were_trained_on_are_not_used_and_a_pair_keeps_its_le
         (lambda: prior("beta:2"), "--prior beta:2: expected"),
         (lambda: prior("normal"), "--prior normal: expected"),
         (lambda: prior("beta:0,1"), r"Beta\(0, 1\): both must be above 0"),
+        (lambda: prior("beta:inf,1"), r"Beta\(inf, 1\): both must be above 0, and finite"),
+        (lambda: prior("beta:1e308,1e308"), "and finite"),
         (lambda: Sula(LABELS, template="colons"), "did you mean 'colon'"),
         (lambda: Sula(LABELS, ks=(1, 1)), "--k 1,1: expected different numbers"),
         (lambda: Sula(LABELS, ks=(99,)), "--k 99: expected"),

@@ -11,12 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmgeom import wind_tunnels
+from llmgeom import parity, wind_tunnels
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.capture import ATTENDING, Site
 from llmgeom.cli import main
 from llmgeom.cloud import final_tokens
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Refused, Unavailable, UnsupportedModel
 from llmgeom.experiments.grades import grade
 from llmgeom.probes import known
 from llmgeom.record import Record
@@ -81,6 +81,14 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
         with pytest.raises(Unavailable, match=f"{arch} model has no attention"):
             subject.capture(batch, {site})
     assert subject.facts["attention"].startswith("none: ") and subject.facts["heads"] is None
+
+
+def test_a_model_without_attention_is_held_against_itself_too(trained, monkeypatch):
+    subject, right = Subject.load(str(trained("hmm:steps=4", "lstm"))), parity._plain_log_probs
+    assert subject.check()["logits"] < 1e-5
+    monkeypatch.setattr(parity, "_plain_log_probs", lambda *given: right(*given) + 1)
+    with pytest.raises(UnsupportedModel, match=r"fails the parity check {'logits': "):
+        subject.check()
 
 
 def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):

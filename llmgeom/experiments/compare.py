@@ -361,7 +361,7 @@ def _similarity(
     a, b = form(x), form(y)
     value, null = alignment(a, b), permuted(a, b, units, PERMUTATIONS, seed)
     over = stats.jackknife(lambda rows: alignment(form(x[rows]), form(y[rows])), np.arange(len(x)), units, "fisher")
-    found = (value, over.low, over.high, *stats.band(null, side="upper"), stats.tail_p(value, null))
+    found = (value, over.low, over.high, *stats.band(null, "upper"), stats.tail_p(value, null))
     few = (x.shape[1], y.shape[1])
     of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
     return [Similarity(probe, name, measure, few, *found, len(x), len(set(units)), of)]

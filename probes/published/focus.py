@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -11,8 +12,8 @@ import numpy as np
 from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
 from llmgeom.information import bits
+from llmgeom.probes.attention_focus import focusing
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
@@ -77,13 +78,13 @@ def measure(view: View) -> Result:
     }
     made, rows = [], np.arange(len(view.units))
     for name, (own, nulls) in forms.items():
-        value = _focusing(own, rows)
+        value = focusing(own, rows)
         made.append(
             headline(
                 CLAIMS[name],
                 value,
-                jackknife(lambda kept, own=own: _focusing(own, kept), rows, view.units),
-                [Null.of(key, value, np.array([_focusing(one, rows) for one in null])) for key, null in nulls.items()],
+                jackknife(partial(focusing, own), rows, view.units),
+                [Null.of(key, value, np.array([focusing(one, rows) for one in null])) for key, null in nulls.items()],
                 n=len(rows),
                 units=len(set(view.units)),
             )
@@ -106,10 +107,3 @@ def measure(view: View) -> Result:
 def _final(capture: Capture) -> np.ndarray:
     """[layer row] bits, mean over heads."""
     return bits(np.stack([layer.double().numpy().mean(1) for layer in capture.layers(Site.ATTENTION_ENTROPY)]))
-
-
-def _focusing(entropy: np.ndarray, rows: np.ndarray) -> float:
-    first, last = entropy[0, rows].mean(), entropy[-1, rows].mean()
-    if first <= 0:
-        raise Refused("the first layer's attention has no entropy: there is nothing to narrow")
-    return float(1 - last / first)

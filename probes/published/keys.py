@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -12,7 +13,7 @@ from llmgeom.batch import Batch
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.orthogonality import cosines, late, mean_abs_cosine, random_cosine
+from llmgeom.orthogonality import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
@@ -122,8 +123,8 @@ def measure(view: View) -> Result:
     tokens = len(own.embeddings)
     for name, square in ((SIGNED, _signed), (EMBEDDINGS, lambda one: cosines(one.embeddings))):
         mine, rows = square(own), np.arange(tokens)
-        interval = jackknife(lambda kept, mine=mine: _pairs(mine[np.ix_(kept, kept)]), rows, rows)
-        made.append(_row(name, _pairs(mine), interval, [_pairs(square(twin)) for twin in twins], tokens, tokens))
+        null = [_pairs(square(twin), rows) for twin in twins]
+        made.append(_row(name, _pairs(mine, rows), jackknife(partial(_pairs, mine), rows, rows), null, tokens, tokens))
     if own.heads > 1:  # one head has no other
         each = _between(view.capture, own.heads)
         null = [_between(twin, own.heads).mean() for twin in view.twins]
@@ -150,9 +151,8 @@ def _signed(one: Reading) -> np.ndarray:
     return (unit @ unit.swapaxes(-1, -2)).mean(0)
 
 
-def _pairs(square: np.ndarray) -> float:
-    m = len(square)
-    return float((square.sum() - np.trace(square)) / (m * (m - 1)))
+def _pairs(square: np.ndarray, kept: np.ndarray) -> float:
+    return float(pair_mean(square[np.ix_(kept, kept)]))
 
 
 def _between(capture: Capture, heads: int) -> np.ndarray:

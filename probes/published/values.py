@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
+from llmgeom.batch import Batch, Rows
 from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
+from llmgeom.cloud import flat
 from llmgeom.errors import Refused
 from llmgeom.plan import plan
 from llmgeom.result import Figure, Headline, quantity
@@ -49,9 +51,11 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     values, so that its "values" are the last third.
     """
     fused = getattr(subject.blocks[-1].attention, FUSED, None)
-    if not isinstance(fused, torch.nn.Linear) or subject.facts["features"]:
+    tokens = subject.tokens(batch)
+    if not isinstance(fused, torch.nn.Linear) or isinstance(tokens, Rows):
         return None
-    tokens, seen, rows = subject.tokens(batch), [], {}
+    seen: list[torch.Tensor] = []
+    rows: dict[int, np.ndarray] = {}
     hook = fused.register_forward_hook(lambda module, given, out: seen.append(out))
     try:
         for members in map(list, plan(tokens.lengths.tolist())):
@@ -119,10 +123,9 @@ def measure(view: View) -> Result:
     made = []
     for name, (of, x, twins, shuffled) in found.items():
         for place, share in enumerate(("PC1 share", "PC1+PC2 share")):
-            made.append(_row(view, f"{share}, {name}", lambda y, of=of, i=place: of(y)[i], x, twins, shuffled))
-    twins, shuffled = [*map(_last, view.twins)], [*map(_last, view.shuffled)]
-    made.append(_row(view, PR, _ratio, values, twins, shuffled))
-    made.append(_correlation(view, values, twins))
+            made.append(_row(view, f"{share}, {name}", partial(_part, of, place), x, twins, shuffled))
+    _, _, twins, shuffled = found[RAW]
+    made += [_row(view, PR, _ratio, values, twins, shuffled), _correlation(view, values, twins)]
     rng = np.random.default_rng(view.seed)
     again = np.array([_standard(values[rng.integers(len(values), size=len(values))])[0] for _ in range(BOOTSTRAPS)])
     point = _standard(values)[0]
@@ -137,7 +140,7 @@ def measure(view: View) -> Result:
 
 
 def _last(capture: Capture) -> np.ndarray:
-    return capture.layers(Site.VALUE)[-1].flatten(1).double().numpy()
+    return flat(capture.layers(Site.VALUE)[-1])
 
 
 def _eigenvalues(x: np.ndarray) -> np.ndarray:
@@ -157,6 +160,10 @@ def _raw(x: np.ndarray) -> tuple[float, float]:
 def _standard(x: np.ndarray) -> tuple[float, float]:
     spectrum = shares(x)
     return spectrum.pc1, spectrum.pc12
+
+
+def _part(shares_of: Callable[[np.ndarray], tuple[float, float]], place: int, x: np.ndarray) -> float:
+    return shares_of(x)[place]
 
 
 def _ratio(x: np.ndarray) -> float:
