@@ -197,6 +197,8 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         drawn = view.evaluate("document.querySelector('figure.whole .plot').data[0].x")
         every = snapshots()[64].results["manifold"].arrays["every"]
         assert drawn == pytest.approx(every[2][:, 0], rel=1e-5)
+        cells = view.locator("figure.whole details tbody tr").nth(3).locator("td").all_text_contents()
+        assert [float(c) for c in cells] == pytest.approx([3, *every[2][3, :2]], rel=1e-3)
 
 
 @pytest.mark.browser
