@@ -244,8 +244,9 @@ def test_the_layer_slider_moves_points_lines_rows_and_numbers(view):
 
 
 def test_a_domain_can_be_hidden_from_figures_tables_and_keys(view):
+    visited = view.evaluate("history.length")
     view.locator("input[data-domain=fact]").uncheck()
-    assert hash_of(view) == "hide=fact"
+    assert hash_of(view) == "hide=fact" and view.evaluate("history.length") == visited
     assert view.locator("figure:has(select)").first.locator("path.point").count() == 50
     assert view.locator("#record-0 output[id$=count]").inner_text() == "50 of 75 prompts"
     kept = [i for i in range(75) if i % 3]

@@ -56,7 +56,7 @@ class RowsForCausalLM(PreTrainedModel):
         """Of a model inside without attention; in others they are found by their attention."""
         return self.inner.layers
 
-    def _can_set_attn_implementation(self) -> bool:
+    def _can_set_attn_implementation(self) -> bool:  # type: ignore[override]  # theirs is of the class
         """transformers asks the class; here it depends on the model inside."""
         return self.inner._can_set_attn_implementation()
 

@@ -117,7 +117,7 @@ class TunnelForCausalLM(PreTrainedModel):
     def __init__(self, config: TunnelConfig) -> None:
         super().__init__(config)
         # Named as in transformers' Mamba models.
-        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm_f = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -132,7 +132,7 @@ class TunnelForCausalLM(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if hasattr(module, "initialise"):
+        if isinstance(module, Mamba2 | Mamba | Slots):
             module.initialise()
 
     def get_input_embeddings(self) -> nn.Module:
