@@ -212,6 +212,19 @@ def test_paper_has_the_last_step_and_the_screen_its_own_again(chromium, tmp_path
 
 
 @pytest.mark.browser
+def test_what_prints_before_the_snapshots_are_read_is_whole(chromium, tmp_path):  # noqa: F811
+    made, path = snapshots(steps=(0, 4)), tmp_path / "page.html"
+    html = steps_page(whole(made), made)
+    path.write_text(html.replace(Tree(html).scripts["steps"], ""), encoding="utf-8")  # nor ever will be
+    view = chromium.new_page()
+    view.goto(path.as_uri())
+    view.wait_for_selector("html[data-ready=yes]", state="attached")
+    view.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert view.locator("details:not([open])").count() == 0 and view.evaluate("stale.size") == 0
+    view.close()
+
+
+@pytest.mark.browser
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_is_never_wider_than_the_window(chromium, tmp_path, width):  # noqa: F811
     with opened(chromium, tmp_path / "page.html", snapshots(), width=width) as view:

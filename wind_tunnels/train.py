@@ -68,7 +68,7 @@ class Training:
     weight_decay  of AdamW, betas .9 and .98, on matrices alone; clip: largest norm of the gradient.
     targets       "hard": the outcome drawn, so that Bayes' rule has to be found; "soft": the exact predictive, which
                   is quicker and teaches the answer itself.
-    corrupt       the fraction of hard targets that are drawn again, evenly over the outcomes; see `corrupted`.
+    corrupt       the fraction of targets that are drawn again, evenly over the outcomes; see `corrupted`.
     evidence      "kept", or one of the ways to learn something else on the same sequences, see `EVIDENCE`.
     precision     of the forward pass, "float32" or "bf16" (autocast; weights stay float32).
     compile       through torch.compile; graph: on a GPU, one CUDA graph a step.
@@ -484,7 +484,8 @@ def corrupted(log_predictive: Tensor, p: float) -> Tensor:
 
 
 def floor(task: Task, corrupt: float, seed: int) -> float:
-    """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean."""
+    """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean, but on a sheet's targets,
+    whose entropies are its own."""
     drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
     exact = task.log_predictive(drawn.inputs)[:, : task.trained]
     exact = corrupted(exact, corrupt) if corrupt else exact

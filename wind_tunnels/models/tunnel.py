@@ -113,11 +113,12 @@ class TunnelForCausalLM(PreTrainedModel):
     all: `attention_mask` and `position_ids` would say nothing and are ignored, as is `use_cache`: there is no cache."""
 
     config_class = TunnelConfig
+    _input_embed_layer = "embeddings"
 
     def __init__(self, config: TunnelConfig) -> None:
         super().__init__(config)
         # Named as in transformers' Mamba models.
-        self.embeddings: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_hidden_layers))
         self.norm_f = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -134,18 +135,6 @@ class TunnelForCausalLM(PreTrainedModel):
         super()._init_weights(module)
         if isinstance(module, Mamba2 | Mamba | Slots):
             module.initialise()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
 
     def forward(
         self,
