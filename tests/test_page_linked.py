@@ -86,6 +86,7 @@ def point(view, prompt):
 
 
 def test_pointing_at_a_prompt_marks_it_in_every_figure_of_both_models(view):
+    view.evaluate("[...stale].forEach(refresh)")  # all are drawn, as after scrolling through the page
     point(view, 3).hover(force=True)
     until(view, "state.prompt >= 0")
     prompt = view.evaluate("state.prompt")  # points lie over each other

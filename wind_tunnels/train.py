@@ -188,10 +188,9 @@ def train(
     """
     out = Path(out)
     task = wind_tunnels.named(asked.task)
-    if asked.corrupt and not isinstance(task.answers, Categorical):
-        raise Refused(f"--corrupt {asked.corrupt}: {task.title} asks for real numbers, not outcomes")
-    if asked.evidence == "sheet" and not isinstance(task.answers, Categorical):
-        raise Refused(f"--evidence sheet: {task.title} asks for real numbers, not outcomes")
+    counted = [f"--corrupt {asked.corrupt}"] * bool(asked.corrupt) + ["--evidence sheet"] * (asked.evidence == "sheet")
+    if counted and not isinstance(task.answers, Categorical):
+        raise Refused(f"{counted[0]}: {task.title} asks for real numbers, not outcomes")
     device = usable(device)
     if asked.graph and not device.startswith("cuda"):
         raise Refused(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
