@@ -282,6 +282,11 @@ def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa:
         # A link inside the page adds where one is and forgets nothing.
         view.locator("a[href='#probe-1-0']").first.evaluate("a => a.click()")
         assert hash_of(view) == "s=probe-1-0&layer=2&hide=fact,story&colour=domain&prompt=0.7&step=3"
+        there = "Math.abs(byId('probe-1-0').getBoundingClientRect().top) < 200"
+        assert view.evaluate(there)
+        view.evaluate("scrollTo(0, 0)")
+        again(view, "s=probe-1-0")
+        assert view.evaluate(there)
         for wrong in (
             "layer=99&prompt=0.999&hide=nothing&colour=__proto__",
             "prompt=7.1&%E0%A4%A",
