@@ -195,9 +195,12 @@ def test_the_keyboard_reaches_a_figure_and_goes_through_its_prompts(view):
     for key in ("ArrowLeft", "ArrowRight", "ArrowRight"):  # from nowhere to the last, and no further
         view.keyboard.press(key)
         assert view.evaluate("state.prompt") == rank[-1]
+    above = view.evaluate("scrollY")
     for key, pinned in (("Enter", True), ("Enter", False), (" ", True)):
         view.keyboard.press(key)
         assert view.evaluate("[state.prompt, state.pinned]") == [rank[-1], pinned]
+    view.wait_for_timeout(300)
+    assert view.evaluate("scrollY") == above  # these keys are not the window's here
     view.keyboard.press("Escape")
     # The table of prompts is one more stop.
     view.locator("#record-1-prompts tbody tr").first.focus()
