@@ -137,12 +137,12 @@ def clock() -> float:
 def timing(shape: str, n: int, length: int, reps: int) -> dict[str, float]:
     """Median seconds of each arm, interleaved in shuffled order."""
     batch = prompts(n, length, (SHAPES | LARGE)[shape]().vocab_size)
-    order, seconds = random.Random(0), {}
+    order = random.Random(0)
     with tempfile.TemporaryDirectory() as folder:
         calls = arms(shape, batch, Path(folder))
         for _, call in calls.values():
             call()
-        seconds = {name: [] for name in calls}
+        seconds: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(reps):
             for name in order.sample(sorted(calls), len(calls)):
                 before, call = calls[name]

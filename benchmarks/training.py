@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ import torch
 from llmgeom import wind_tunnels
 from llmgeom.experiments.grades import Outcomes, grade
 from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, _Run, replace
+from llmgeom.wind_tunnels.train import Training, _Run
 
 RECIPES = {
     "bijection V=8: mae_abs <= 0.02 in 15 s": Training(
@@ -63,7 +64,7 @@ def recipes(only: list[str], seeds: int) -> None:
         print(f"{name}: {seconds:.1f} CPU s, mae_abs {mae:.4f}, KL {kl:.4f}, accuracy {right:.4f}, {seeds} seeds")
 
 
-def plain(training: Training) -> tuple[Callable[[int], float], Callable[[list], None]]:
+def plain(training: Training) -> Callable[..., float]:
     """A loop as it is usually written: sequences made one by one in Python lists, AdamW, float32."""
     task = wind_tunnels.named(training.task)
     run = _Run(training, task, float(training.lr), "cpu")

@@ -12,10 +12,10 @@ from llmgeom.record import Record
 from llmgeom.reports.prompts import COLOURS, marks, ordered, prompt_columns
 from llmgeom.reports.text import compact, numbers, plotly_text, titled, visible
 from llmgeom.reports.verdicts import counted
-from llmgeom.result import Measured, Quantity
+from llmgeom.result import Figure, Measured, Quantity
 
 if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+    from plotly.graph_objects import Figure as Plotly
 
 LINE, NULL, INK = COLOURS[0], "#6b6b6b", "#1a1a1a"
 ORDER = ("scatter", "curve", "heatmap")
@@ -61,21 +61,21 @@ class Drawn:
     chosen: str = ""
 
 
-def figures(record: Record) -> dict[str, dict[str, Figure]]:
+def figures(record: Record) -> dict[str, dict[str, Plotly]]:
     """Every figure of the record's page as a Plotly figure, by probe and quantity, in the order of the page.
 
     A scatter has the colours that the page shows first. Raises ValueError as `draw` does.
     """
-    from plotly.graph_objects import Figure
+    from plotly.graph_objects import Figure as Plotly
 
     shared = prompt_columns(record.prompts)
-    found: dict[str, dict[str, Figure]] = {}
+    found: dict[str, dict[str, Plotly]] = {}
     for probe, measured in sorted(record.results.items()):
         found[probe] = {}
         for name in pictured(measured):
             spec = draw(measured, name, "", 0, record.prompts).spec
             layout = {"template": TEMPLATE, **spec["layout"]}
-            found[probe][name] = Figure(spec["data"] if "data" in spec else coloured(spec, **shared), layout)
+            found[probe][name] = Plotly(spec["data"] if "data" in spec else coloured(spec, **shared), layout)
     return found
 
 
@@ -89,26 +89,26 @@ def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequenc
     ]
 
 
-def pictured(measured: Measured) -> list[str]:
+def pictured(measured: Measured) -> dict[str, Figure]:
     """The quantities that have a figure, in the order in which they are shown."""
     declared = {name: quantity.figure for name, quantity in measured.quantities.items() if quantity.figure}
-    return sorted(declared, key=lambda name: (ORDER.index(declared[name].kind), name))
+    return dict(sorted(declared.items(), key=lambda item: (ORDER.index(item[1].kind), item[0])))
 
 
 def draw(measured: Measured, name: str, place: str, record: int, prompts: Mapping[str, tuple]) -> Drawn:
     """The figure of one quantity. Raises ValueError where its axes do not fit the kind of figure it declares."""
     declared, array = measured.quantities[name], np.asarray(measured.arrays[name], dtype=np.float64)
-    kind = declared.figure.kind
+    figure = pictured(measured)[name]
+    kind = figure.kind
     if array.ndim != (1 if kind == "curve" else 2) or not array.size:
         raise ValueError(f"{name} has axes {declared.axes} and shape {array.shape}: that is no {kind}")
     if kind == "curve":
-        drawn = _curve(measured, name, declared, array, place)
+        drawn = _curve(measured, name, declared, figure, array, place)
     elif kind == "heatmap":
         drawn = _heatmap(measured, declared, array, place)
     else:
-        layers = declared.figure.layers
-        every = np.asarray(measured.arrays[layers], dtype=np.float64) if layers else None
-        drawn = _scatter(measured, declared, array, place, record, prompts, every)
+        every = np.asarray(measured.arrays[figure.layers], dtype=np.float64) if figure.layers else None
+        drawn = _scatter(measured, declared, figure.colour, array, place, record, prompts, every)
     # The axis on which the page's layer is marked: a heat map has layers downwards.
     where = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
@@ -132,8 +132,8 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
     return " ".join(said) or (f"n = {'; '.join(counts)}." if counts else "")
 
 
-def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, place: str) -> Drawn:
-    axis, band, figure = declared.axes[0], declared.figure.band, declared.figure
+def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
+    axis, band = declared.axes[0], figure.band
     ticks = measured.ticks.get(axis, tuple(range(len(y))))
     words = bool(worded(ticks))
     x = np.arange(len(y)) if words else np.array(ticks)
@@ -150,11 +150,11 @@ def _curve(measured: Measured, name: str, declared: Quantity, y: np.ndarray, pla
         columns, table = [*columns, "null low", "null high"], [y, bounds[:, 0], bounds[:, 1]]
         caption, label = f"{caption} Hatched: {means}.", f"{label}; the null band from {span(bounds)}"
     if figure.beside:
-        other, means = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
+        other, beside = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
         dashed = {"mode": "lines", "line": {"color": NULL, "width": 2, "dash": "dash"}, "hoverinfo": "skip"}
-        traces.append(dashed | {"x": compact(x), "y": compact(other), "name": means.meaning})
-        columns, table = [*columns, titled(figure.beside, means.unit)], [*table, other]
-        caption = f"{caption} Dashed: {means.meaning}."
+        traces.append(dashed | {"x": compact(x), "y": compact(other), "name": beside.meaning})
+        columns, table = [*columns, titled(figure.beside, beside.unit)], [*table, other]
+        caption = f"{caption} Dashed: {beside.meaning}."
     hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}
     # Steps of training have names so that those that grow geometrically stand evenly; they are in order all the same.
@@ -185,7 +185,7 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
     rows_of, columns_of = (
         measured.ticks.get(axis, tuple(range(n))) for axis, n in zip((down, across), cells.shape, strict=True)
     )
-    trace = {
+    trace: dict[str, Any] = {
         "type": "heatmap",
         "z": [compact(row) for row in cells],
         "colorbar": {"title": {"text": plotly_text(unit), "side": "top", "font": {"size": 14}}},
@@ -217,6 +217,7 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
 def _scatter(
     measured: Measured,
     declared: Quantity,
+    colour: str,
     points: np.ndarray,
     place: str,
     record: int,
@@ -230,7 +231,7 @@ def _scatter(
     up = titled(names[1], unit) if points.shape[1] > 1 else "there is no second component"
     # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
     choices = tuple(c for c in ordered(prompts) if c != "text") if len(prompts.get("text", ())) == len(points) else ()
-    chosen = declared.figure.colour if declared.figure.colour in choices else choices[0] if choices else ""
+    chosen = colour if colour in choices else choices[0] if choices else ""
     # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
     layout = {
         "xaxis": {"title": {"text": plotly_text(across)}, "automargin": False},

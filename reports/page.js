@@ -221,6 +221,10 @@ function sift() {
     const input = document.querySelector(`input[data-table="record-${r}-prompts"]`), wanted = input?.value.toLowerCase();
     rows.forEach((row, i) => (row.hidden = hidden(content.records[r], i) || !row.textContent.toLowerCase().includes(wanted)));
     if (input) byId(`record-${r}-prompts-count`).textContent = `${rows.filter((row) => !row.hidden).length} of ${rows.length} prompts`;
+    const stop = rows.find((row) => row.tabIndex === 0);
+    if (!stop?.hidden) return;
+    stop.tabIndex = -1;
+    (rows.find((row) => !row.hidden) ?? stop).tabIndex = 0;
   });
 }
 
@@ -294,7 +298,7 @@ for (const button of all(".prompts th button"))
 rowsOf.forEach((rows, r) => {
   const body = rows[0]?.parentNode;
   if (!body) return;
-  rows[0].tabIndex = 0;
+  rows[0].tabIndex = 0; // where it is hidden, `sift` finds another
   body.addEventListener("click", ({ target }) => choose(r, rows.indexOf(target.closest("tr")), true));
   body.addEventListener("keydown", (event) => {
     const shown = [...body.rows].filter((row) => !row.hidden), here = event.target.closest("tr");

@@ -111,7 +111,7 @@ def prompts_of(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 
 def _depths(record: Record) -> list[int]:
-    """How many layers each quantity that is drawn over layers has."""
+    """How many layers each quantity with such an axis has."""
     return [
         m.arrays[name].shape[q.axes.index("layer")]
         for m in record.results.values()

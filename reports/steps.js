@@ -43,18 +43,17 @@ slider.addEventListener("input", () => {
   });
 });
 
-// Paper shows the last step, whole.
-let before = shown;
-toPaper = () => {
-  before = shown;
-  go(steps.length - 1);
-};
-toScreen = () => go(before);
-
 started.then(async () => {
   snapshots = JSON.parse(await unpacked("steps"));
   slider.disabled = false;
   go(told());
+  // Paper shows the last step, whole.
+  let before = shown;
+  toPaper = () => {
+    before = shown;
+    go(steps.length - 1);
+  };
+  toScreen = () => go(before);
   addEventListener("hashchange", () => {
     if (told() !== shown) go(told());
     if (shown < steps.length - 1) state.step = String(steps[shown]);

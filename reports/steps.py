@@ -84,7 +84,7 @@ def _small(curve: Drawn, quantity: Quantity) -> Drawn:
     up = {"title": {"text": plotly_text(quantity.unit)}}
     margin = {"l": 64, "r": 12, "t": 48, "b": 48}
     return replace(
-        curve, spec=curve.spec | {"layout": layout | over | {"xaxis": across, "yaxis": up, "margin": margin}}
+        curve, spec=dict(curve.spec) | {"layout": layout | over | {"xaxis": across, "yaxis": up, "margin": margin}}
     )
 
 

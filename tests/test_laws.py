@@ -11,7 +11,7 @@ import torch
 from llmgeom.wind_tunnels import named, names
 from llmgeom.wind_tunnels.bijection import Bijection
 from llmgeom.wind_tunnels.coin import Coin
-from llmgeom.wind_tunnels.laws import ALARM, _by_simulation, _excess, check
+from llmgeom.wind_tunnels.laws import ALARM, _by_simulation, _entropy, _excess, check
 from llmgeom.wind_tunnels.recall import Recall
 from llmgeom.wind_tunnels.recurrence import Recurrence
 from llmgeom.wind_tunnels.regression import Regression
@@ -330,6 +330,9 @@ def test_numbers_are_said_in_one_sentence():
     )
     (missing,) = [law for law in check(Halved(), 100) if not law.holds]
     assert missing.detail == "'halved' is not normalised: off by 5.0e-01"
+    drawn = Coin().drawn(2, seeded("here", 0))
+    below = _entropy(Coin(), drawn, torch.full((2, 24, 2), math.log(1.5)), 0)  # "probabilities" over 1
+    assert not below.holds and below.detail == "-1.755 to -1.755 of 1.000 bits"
     (never,) = [law for law in check(Certain(), 100) if law.name.startswith("the mean loss")]
     assert "targets have probability 0" in never.detail
 

@@ -86,6 +86,7 @@ def point(view, prompt):
 
 
 def test_pointing_at_a_prompt_marks_it_in_every_figure_of_both_models(view):
+    view.evaluate("[...stale].forEach(refresh)")  # all are drawn, as after scrolling through the page
     point(view, 3).hover(force=True)
     until(view, "state.prompt >= 0")
     prompt = view.evaluate("state.prompt")  # points lie over each other
@@ -124,6 +125,23 @@ def test_the_panel_tells_pieces_entropy_next_tokens_and_neighbours(view):
     assert panel.locator(".where").inner_text().endswith("but at layer 1")
     panel.locator("ol.nearest button").nth(1).click()
     assert hash_of(view) == f"layer=1&prompt=0.{near[1]}"
+    again(view, "hide=fact&prompt=0.8")  # what is hidden is nobody's neighbour
+    near = np.argsort(np.linalg.norm(SCORES[:, :2] - SCORES[8, :2], axis=1), kind="stable")[1:]
+    shown = [str(i) for i in near if FIRST.prompts["domain"][i] != "fact"]
+    assert panel.locator("ol.nearest button").all_text_contents() == shown[:5]
+    facts = dict(zip(*(panel.locator(f"dl {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True))
+    assert facts["tags"] == "long, rare" and facts["template"] == "template 8" and len(facts) == 5
+
+
+def test_neighbours_are_those_of_the_figure_that_was_pointed_at(view):
+    unrolled = SECOND.results["manifold"].arrays["unrolled"]
+    view.locator(f"#{ids(view)[2]}").focus()
+    view.keyboard.press("ArrowUp")
+    first = int(np.argsort(unrolled[:, 1], kind="stable")[0])
+    assert view.evaluate("[state.record, state.prompt]") == [1, first]
+    assert view.locator("#panel .where").inner_text().endswith("order along a curve”")
+    near = np.argsort(np.linalg.norm(unrolled - unrolled[first], axis=1), kind="stable")[1:6]
+    assert view.locator("#panel ol.nearest button").all_text_contents() == [str(i) for i in near]
 
 
 def test_hostile_pieces_are_text(view):
@@ -142,6 +160,10 @@ def test_a_click_pins_and_another_or_escape_lets_go(view):
     point(view, far).hover(force=True)
     view.wait_for_timeout(300)
     assert view.evaluate("state.prompt") == pinned  # a pinned one stays
+    point(view, pinned).click(force=True)
+    until(view, "!state.pinned")
+    point(view, pinned).click(force=True)
+    until(view, "state.pinned")
     view.locator("#panel button", has_text="unpin").click()
     assert hash_of(view) == "" and not view.evaluate("state.pinned")
     view.keyboard.press("Escape")
@@ -170,6 +192,16 @@ def test_the_keyboard_reaches_a_figure_and_goes_through_its_prompts(view):
     assert hash_of(view) == f"prompt=0.{up[up.index(rank[2]) + 1]}"
     view.keyboard.press("Escape")
     assert hash_of(view) == "" and view.evaluate("state.prompt") == -1
+    for key in ("ArrowLeft", "ArrowRight", "ArrowRight"):  # from nowhere to the last, and no further
+        view.keyboard.press(key)
+        assert view.evaluate("state.prompt") == rank[-1]
+    above = view.evaluate("scrollY")
+    for key, pinned in (("Enter", True), ("Enter", False), (" ", True)):
+        view.keyboard.press(key)
+        assert view.evaluate("[state.prompt, state.pinned]") == [rank[-1], pinned]
+    view.wait_for_timeout(300)
+    assert view.evaluate("scrollY") == above  # these keys are not the window's here
+    view.keyboard.press("Escape")
     # The table of prompts is one more stop.
     view.locator("#record-1-prompts tbody tr").first.focus()
     view.keyboard.press("ArrowDown")
@@ -205,16 +237,20 @@ def test_the_layer_slider_moves_points_lines_rows_and_numbers(view):
     assert rows == [[2.5]] * 4
     view.keyboard.press("End")
     until(view, "!location.hash.includes('layer')")
+    assert view.locator("#layer").get_attribute("aria-valuetext") == "last layer"
+    assert view.locator("#layer-said").inner_text() == "last"
     view.evaluate("[...stale].forEach(refresh)")
     assert view.evaluate(f"byId('{scatter}').data[0].x") == pytest.approx(SCORES[:, 0], rel=1e-5)
     assert view.evaluate("content.figures.filter(f => f.layer).every(f => !byId(f.id).layout.shapes.length)")
     cells = figure.locator("details tbody tr").nth(8).locator("td").all_text_contents()
     assert [float(c) for c in cells] == pytest.approx([8, *SCORES[8, :2]], rel=1e-3)
+    assert figure.locator(".shown").text_content() == "Shown: layer 5, the last."
 
 
 def test_a_domain_can_be_hidden_from_figures_tables_and_keys(view):
+    visited = view.evaluate("history.length")
     view.locator("input[data-domain=fact]").uncheck()
-    assert hash_of(view) == "hide=fact"
+    assert hash_of(view) == "hide=fact" and view.evaluate("history.length") == visited
     assert view.locator("figure:has(select)").first.locator("path.point").count() == 50
     assert view.locator("#record-0 output[id$=count]").inner_text() == "50 of 75 prompts"
     kept = [i for i in range(75) if i % 3]
@@ -229,6 +265,8 @@ def test_a_domain_can_be_hidden_from_figures_tables_and_keys(view):
     assert [ring(view, figure) for figure in ids(view)] == [None] * 3
     view.locator("input[data-domain=fact]").check()
     assert hash_of(view) == "prompt=0.3" and ring(view, ids(view)[0]) is not None
+    view.evaluate("state.hide.add('a,b&c'); write()")
+    assert hash_of(view) == "hide=a%2Cb%26c&prompt=0.3"
 
 
 def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa: F811
@@ -247,9 +285,15 @@ def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa:
         # A link inside the page adds where one is and forgets nothing.
         view.locator("a[href='#probe-1-0']").first.evaluate("a => a.click()")
         assert hash_of(view) == "s=probe-1-0&layer=2&hide=fact,story&colour=domain&prompt=0.7&step=3"
+        there = "Math.abs(byId('probe-1-0').getBoundingClientRect().top) < 200"
+        assert view.evaluate(there)
+        view.evaluate("scrollTo(0, 0)")
+        again(view, "s=probe-1-0")
+        assert view.evaluate(there)
         for wrong in (
             "layer=99&prompt=0.999&hide=nothing&colour=__proto__",
             "prompt=7.1&%E0%A4%A",
+            "layer=5",  # the last, which is what stands without it
             "s=data",
             "prompt=x",
         ):
@@ -349,6 +393,7 @@ def test_it_prints_to_pdf_and_says_what_was_shown(view):
         "Shown in the figures: layer 2; without story; prompt 8 of pocket:pythia marked. #layer=2&hide=story&prompt=0.8"
     )
     assert view.locator("details[open]").count() == 0
+    width = view.locator(f"#{ids(view)[0]} .main-svg").first.bounding_box()["width"]
     view.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert view.evaluate("stale.size") == 0 and view.locator("details:not([open])").count() == 0
     view.emulate_media(media="print")
@@ -358,3 +403,31 @@ def test_it_prints_to_pdf_and_says_what_was_shown(view):
     )
     view.emulate_media(media="screen")
     view.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert view.locator(f"#{ids(view)[0]} .main-svg").first.bounding_box()["width"] == width > 680
+
+
+def test_the_rows_of_the_table_of_prompts_can_be_reached_in_any_order(view):
+    table = view.locator("#record-0-prompts")
+    row, stop = table.locator("tbody tr"), table.locator("tbody tr[tabindex='0']")
+    again(view, "hide=fact")  # the first row among them: another takes its place as the stop of the Tab key
+    assert stop.count() == 1 and stop.is_visible()
+    stop.focus()
+    seen = []
+    for key in ("ArrowDown", "ArrowDown", "ArrowUp"):
+        view.keyboard.press(key)
+        seen.append(view.evaluate("state.prompt"))
+    assert seen == [2, 4, 2] and stop.count() == 1 and not view.evaluate("state.pinned")
+    again(view, "")
+    heads = {name: table.locator("th", has_text=name) for name in ("template", "#")}
+    index = heads["template"].evaluate("th => th.cellIndex")
+    words = f"[...document.querySelectorAll('#record-0-prompts tbody tr')].map(r => r.cells[{index}].textContent)"
+    for down in (False, True):
+        heads["template"].locator("button").click()
+        assert view.evaluate(words) == sorted(FIRST.prompts["template"], reverse=down)
+    row.first.click()
+    prompt = int(row.first.locator("td").first.inner_text())
+    assert FIRST.prompts["template"][prompt] == "template 9" and hash_of(view) == f"prompt=0.{prompt}"
+    assert row.first.get_attribute("aria-current") == "true"
+    heads["#"].locator("button").click()
+    assert table.locator("th[aria-sort]").all_text_contents() == ["#"]
+    assert row.evaluate_all("rows => rows.map(r => +r.cells[0].textContent)") == list(range(75))

@@ -197,6 +197,8 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         drawn = view.evaluate("document.querySelector('figure.whole .plot').data[0].x")
         every = snapshots()[64].results["manifold"].arrays["every"]
         assert drawn == pytest.approx(every[2][:, 0], rel=1e-5)
+        cells = view.locator("figure.whole details tbody tr").nth(3).locator("td").all_text_contents()
+        assert [float(c) for c in cells] == pytest.approx([3, *every[2][3, :2]], rel=1e-3)
 
 
 @pytest.mark.browser
@@ -207,6 +209,19 @@ def test_paper_has_the_last_step_and_the_screen_its_own_again(chromium, tmp_path
         assert view.evaluate("stale.size") == 0
         view.evaluate("dispatchEvent(new Event('afterprint'))")
         assert view.locator("output.step").first.inner_text() == "step 4"
+
+
+@pytest.mark.browser
+def test_what_prints_before_the_snapshots_are_read_is_whole(chromium, tmp_path):  # noqa: F811
+    made, path = snapshots(steps=(0, 4)), tmp_path / "page.html"
+    html = steps_page(whole(made), made)
+    path.write_text(html.replace(Tree(html).scripts["steps"], ""), encoding="utf-8")  # nor ever will be
+    view = chromium.new_page()
+    view.goto(path.as_uri())
+    view.wait_for_selector("html[data-ready=yes]", state="attached")
+    view.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert view.locator("details:not([open])").count() == 0 and view.evaluate("stale.size") == 0
+    view.close()
 
 
 @pytest.mark.browser

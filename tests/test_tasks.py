@@ -221,7 +221,7 @@ def test_a_prior_that_holds_nothing_out_is_refused_for_a_split():
 
 def test_a_task_without_hypotheses_holds_none_out(own):
     task = named(f"{own}:Die:sides=6")
-    assert task.memorisable == "it gives no `hypothesis`" and not Bijection.memorisable and Coin.memorisable
+    assert task.memorisable == "it gives no `hypothesis`" and not Bijection().memorisable and Coin().memorisable
     assert task.log2_hypotheses == math.inf
     with pytest.raises(Refused, match="holds no hypotheses out: it gives no `hypothesis`"):
         task.drawn(3, seeded("here", 0), "seen")

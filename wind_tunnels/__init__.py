@@ -8,7 +8,7 @@ import importlib.util
 import pkgutil
 import re
 import sys
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -48,7 +48,7 @@ def described(name: str) -> list[str]:
     """A task in words: its first line, and its fields with their defaults."""
     kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.{name}"))
     given = ", ".join(f"{f.name}={f.default}" for f in fields(kind))
-    return [f"{name:12} {kind.__doc__.strip().splitlines()[0]}", f"{'':12} {given}"]
+    return [f"{name:12} {str(kind.__doc__).strip().splitlines()[0]}", f"{'':12} {given}"]
 
 
 def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
@@ -95,9 +95,9 @@ def _of_file(path: str, name: str) -> type[Task]:
     from llmgeom.wind_tunnels.task import Task
 
     place = Path(path)
-    if not place.is_file():
-        raise Refused(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
     module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)
+    if module_spec is None or module_spec.loader is None or not place.is_file():
+        raise Refused(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # where dataclasses look their module up
     try:
@@ -108,7 +108,7 @@ def _of_file(path: str, name: str) -> type[Task]:
     if name not in own:
         raise Refused(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")
     kind = own[name]
-    if not (is_dataclass(kind) and kind.__dataclass_params__.frozen):
+    if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         raise Refused(f"{path}: {name} is no frozen dataclass; write @dataclass(frozen=True) above it")
     if kind.__abstractmethods__:
         raise Refused(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")

@@ -17,9 +17,11 @@ from llmgeom import information
 class Answers(Protocol):
     """A model's logits are read into a `form`, in which it, the exact answer and every trivial predictor are compared.
 
-    All divergences are in nats.
+    All divergences are in nats. tokens: of each outcome; empty where the answer is a real number.
     """
 
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
     def read(self, logits: Tensor) -> Tensor: ...
     def exact(self, log_predictive: Tensor) -> Tensor: ...
     def loss(self, form: Tensor, target: Tensor) -> Tensor: ...
@@ -77,6 +79,8 @@ class Gaussian:
     """The answer is a real number. Logits and form are [... 2]: mean and log variance. Entropies are differential: they
     may be negative."""
 
+    tokens = ()
+
     def read(self, logits: Float[Tensor, "*at 2"]) -> Float[Tensor, "*at 2"]:
         return logits.float()
 
@@ -132,4 +136,5 @@ def _columns(tokens: tuple[int, ...], vocabulary: int, device: torch.device) -> 
     made outside inference mode, since training comes back for them."""
     others = sorted(set(range(vocabulary)) - set(tokens))
     with torch.inference_mode(False):
-        return tuple(torch.tensor(columns, dtype=torch.int64, device=device) for columns in (tokens, others))
+        own, other = (torch.tensor(columns, dtype=torch.int64, device=device) for columns in (tokens, others))
+    return own, other

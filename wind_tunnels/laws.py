@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -68,7 +68,7 @@ def _entropy(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
         return Law(name, True, "not asked: the entropy of a real number may be negative")
     entropy, most = information.bits(information.entropy(exact)), math.log2(exact.shape[-1])
     low, high = entropy.min().item(), entropy.max().item()
-    return Law(name, low >= -ROUNDING and high <= most + ROUNDING, f"{abs(low):.3f} to {high:.3f} of {most:.3f} bits")
+    return Law(name, low >= -ROUNDING and high <= most + ROUNDING, f"{low:z.3f} to {high:.3f} of {most:.3f} bits")
 
 
 # ---- of what was drawn ----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def _past(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
     return _by_simulation(name, torch.stack(excess), f"{len(excess)} functions of what was seen")
 
 
-def _tokens_seen(task: Task, inputs: Tensor):
+def _tokens_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
     """For each query and outcome: how often it came before, whether it is the last token or the one before that, and
     how often it came one or two places after an earlier token like that at the query; [sequence query outcome]."""
     query = list(task.query)
@@ -143,7 +143,7 @@ def _tokens_seen(task: Task, inputs: Tensor):
         yield same.float() @ shown
 
 
-def _rows_seen(task: Task, inputs: Tensor):
+def _rows_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
     """Products of a number at the query and a sum over earlier rows of two numbers, of one row or of neighbours;
     [sequence query 1], or where outcomes are counted these times the number of the outcome."""
     rows, query, width = inputs.double(), list(task.query), task.features

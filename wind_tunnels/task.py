@@ -7,8 +7,8 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import ClassVar, Literal
+from dataclasses import Field, asdict, dataclass, fields, replace
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -44,19 +44,18 @@ class Task(ABC):
 
     A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that hypotheses can be held
     out of training by their hash. What a model is asked stands at the same positions in every sequence.
-
-    memorisable   why nothing is held out of training, empty where hypotheses are: a table could stand in for
-                  inference, or the task gives no `hypothesis`.
     """
 
-    memorisable: ClassVar[str] = ""
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if cls.hypothesis is Task.hypothesis and not cls.memorisable:
-            cls.memorisable = "it gives no `hypothesis`"
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
+    SPELT: ClassVar[str] = ""  # FILE:CLASS of a task of yours
 
     # ---- what a task says of itself ---------------------------------------------------------------------------------
+
+    @property
+    def memorisable(self) -> str:
+        """Why nothing is held out of training, empty where hypotheses are: a table could stand in for inference, or the
+        task gives no `hypothesis`."""
+        return "it gives no `hypothesis`" if type(self).hypothesis is Task.hypothesis else ""
 
     @property
     @abstractmethod
@@ -175,13 +174,13 @@ class Task(ABC):
     @property
     def own(self) -> bool:
         """Is it a task of yours, from a file?"""
-        return hasattr(type(self), "SPELT")
+        return bool(self.SPELT)
 
     @property
     def title(self) -> str:
         """NAME:field=value,... with the fields that differ from their defaults; `--task` reads it back. A task of your
         own is named by its file."""
-        name = getattr(type(self), "SPELT", type(self).__module__.rsplit(".", 1)[-1])
+        name = self.SPELT or type(self).__module__.rsplit(".", 1)[-1]
         given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{name}:{','.join(given)}" if given else name
 
@@ -190,24 +189,29 @@ class Task(ABC):
 
         target and posterior are given query by query: [sequence query ...].
         """
-        generator = seeded(f"sample/{split}", seed, device)
-        drawn = self.drawn(n, generator, split)
-        lengths = torch.full((n,), self.length)
+        return self._sampled(n, seed, split, device)[0]
+
+    def _sampled(self, n: int, seed: int, split: Split, device: str = "cpu") -> tuple[Batch, Drawn, Posterior]:
+        drawn = self.drawn(n, seeded(f"sample/{split}", seed, device), split)
         exact = Posterior(
             self.log_predictive(drawn.inputs),
             self.log_belief(drawn.inputs),
-            getattr(self.answers, "tokens", ()),
+            self.answers.tokens,
             self.bearing(drawn.inputs),
         )
         source = {"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)}
-        return Batch(
-            inputs=Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths),
+        batch = Batch(
+            inputs=self._padded(drawn, torch.full((n,), self.length)),
             unit=tuple(f"sequence {i}" for i in range(n)),
             source={**source, "trained": self.trained},
             query=self.mask().expand(n, -1),
             target=drawn.target,
             posterior=exact,
         )
+        return batch, drawn, exact
+
+    def _padded(self, drawn: Drawn, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
+        return Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths)
 
     def cut(self, n: int, seed: int, split: Split = "any") -> Batch:
         """n sequences, each cut at one of its queries, so that what is asked stands at the end as in a prompt.
@@ -216,19 +220,19 @@ class Task(ABC):
         columns: asked_at, its position, exact_entropy in bits, and where outcomes are tokens likeliest, the number of
         the state, or else the outcome, with the highest exact probability (ties: the first).
         """
-        whole = self.sample(n, seed, split)
+        whole, drawn, exact = self._sampled(n, seed, split)
         places = self.query[1:] or self.query
         chosen = torch.randint(len(places), (n,), generator=seeded("cut", seed)) + len(self.query) - len(places)
         rows, lengths = torch.arange(n), torch.tensor(self.query)[chosen] + 1
-        exact = whole.posterior.at(chosen)
+        exact = exact.at(chosen)
         entropy = bits(self.answers.entropy(self.answers.exact(exact.predictive)))[:, 0]
         about = exact.predictive if exact.belief is None else exact.belief
         likeliest = {"likeliest": tuple(about[:, 0].argmax(-1).tolist())} if exact.outcomes else {}
-        return Batch(
-            inputs=type(whole.inputs)(whole.inputs.data, lengths),
-            unit=whole.unit,
-            source=whole.source,
-            target=whole.target[rows, chosen][:, None],
+        return replace(
+            whole,
+            inputs=self._padded(drawn, lengths),
+            query=None,
+            target=drawn.target[rows, chosen][:, None],
             columns={
                 "asked_at": tuple((lengths - 1).tolist()),
                 "exact_entropy": tuple(round(float(h), 6) for h in entropy),

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +37,15 @@ from llmgeom.wind_tunnels.checkpoint import (
 )
 from llmgeom.wind_tunnels.task import Split, Task, seeded
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
 LONG = 10**9  # steps, or parameters, of a training
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
-JUDGED = 1024  # held-out sequences that choose a learning rate
+JUDGED = 1024  # held-out sequences that choose a learning rate, and others that judge a finished model
 EVIDENCE = {
     "kept": "as it is",
     "exchanged": "targets are those of another sequence: every position keeps its outcomes, nothing can be inferred",
@@ -65,8 +68,8 @@ class Training:
     weight_decay  of AdamW, betas .9 and .98, on matrices alone; clip: largest norm of the gradient.
     targets       "hard": the outcome drawn, so that Bayes' rule has to be found; "soft": the exact predictive, which
                   is quicker and teaches the answer itself.
-    corrupt       the fraction of hard targets that are drawn again, evenly over the outcomes; see `corrupted`.
-    evidence      "kept", or one of the ways to learn something else on the same sequences, see `Evidence`.
+    corrupt       the fraction of targets that are drawn again, evenly over the outcomes; see `corrupted`.
+    evidence      "kept", or one of the ways to learn something else on the same sequences, see `EVIDENCE`.
     precision     of the forward pass, "float32" or "bf16" (autocast; weights stay float32).
     compile       through torch.compile; graph: on a GPU, one CUDA graph a step.
     snapshots     how many are kept, at steps that grow geometrically; step 0 and the last step are among them.
@@ -185,10 +188,9 @@ def train(
     """
     out = Path(out)
     task = wind_tunnels.named(asked.task)
-    if asked.corrupt and not isinstance(task.answers, Categorical):
-        raise Refused(f"--corrupt {asked.corrupt}: {task.title} asks for real numbers, not outcomes")
-    if asked.evidence == "sheet" and not isinstance(task.answers, Categorical):
-        raise Refused(f"--evidence sheet: {task.title} asks for real numbers, not outcomes")
+    counted = [f"--corrupt {asked.corrupt}"] * bool(asked.corrupt) + ["--evidence sheet"] * (asked.evidence == "sheet")
+    if counted and not isinstance(task.answers, Categorical):
+        raise Refused(f"{counted[0]}: {task.title} asks for real numbers, not outcomes")
     device = usable(device)
     if asked.graph and not device.startswith("cuda"):
         raise Refused(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
@@ -232,7 +234,7 @@ def train(
                     save(step + 1, [])
                     saved = time.monotonic()
             if main and interrupt.asked():
-                save(step + 1, _check(recent, step + 1, out, run.world))
+                save(step + 1, _check(recent, step + 1, out, 1))
     with interrupt.whole():
         if main:
             facts = run.facts(spec, asked.steps)
@@ -295,14 +297,14 @@ class _Run:
 
     def __init__(self, asked: Training, task: Task, lr: float, device: str) -> None:
         self.asked, self.task, self.lr, self.device = asked, task, lr, device
-        self.plain = fresh(asked, task).to(device).train()
+        self.plain = fresh(asked, task).to(device).train()  # type: ignore[arg-type]  # theirs is wrapped without its self
         if asked.precision == "bf16" and device == "cpu":
             # Fused attention on a CPU is slow backwards in bf16: 1.1 s of a step of 2.1 s (d = 192, 6 layers, T = 37).
             self.plain.config.get_text_config()._attn_implementation = "eager"
         self.split: Split = "any" if task.memorisable else "seen"
         self.generator = seeded("train", asked.seed, device)
         self.query = torch.tensor(task.query, device=device)[: task.trained]
-        self.tokens = torch.tensor(getattr(task.answers, "tokens", ()), device=device)
+        self.tokens = torch.tensor(task.answers.tokens, device=device)
         self.floor = floor(task, asked.corrupt, asked.seed)
         self.sheet = sheet(task, asked.seed, device) if asked.evidence == "sheet" else None
         matrices = [p for p in self.plain.parameters() if p.dim() > 1]
@@ -316,7 +318,7 @@ class _Run:
             **({"capturable": True} if asked.graph else {}),
         )
         self.world, self.rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        self.model: nn.Module = self.plain
+        self.model: Callable[..., Any] = self.plain
         if self.world > 1:
             self.model = self._divided()
         if asked.compile:
@@ -412,13 +414,13 @@ class _Run:
         }
 
 
-def outputs(model: nn.Module, inputs: Tensor, query: Tensor) -> Tensor:
+def outputs(model: Callable[..., Any], inputs: Tensor, query: Tensor) -> Tensor:
     """A model's logits at the queries, [sequence query output]; inputs are tokens or rows."""
     read = {"rows": inputs} if inputs.is_floating_point() else {"input_ids": inputs}
     return model(**read, use_cache=False, logits_to_keep=query).logits
 
 
-def fresh(asked: Training, task: Task) -> nn.Module:
+def fresh(asked: Training, task: Task) -> PreTrainedModel:
     """The model before its first step, float32: the same bits whatever ran before."""
     from llmgeom.wind_tunnels import models
 
@@ -430,7 +432,7 @@ def fresh(asked: Training, task: Task) -> nn.Module:
     return models.build(asked.arch, **given, **size, seed=asked.seed)
 
 
-def _loaded(start: str, task: Task) -> nn.Module:
+def _loaded(start: str, task: Task) -> PreTrainedModel:
     import transformers
 
     from llmgeom.wind_tunnels.models import architectures  # noqa: F401  (makes ours known to transformers)
@@ -481,7 +483,8 @@ def corrupted(log_predictive: Tensor, p: float) -> Tensor:
 
 
 def floor(task: Task, corrupt: float, seed: int) -> float:
-    """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean."""
+    """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean, but on a sheet's targets,
+    whose entropies are its own."""
     drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
     exact = task.log_predictive(drawn.inputs)[:, : task.trained]
     exact = corrupted(exact, corrupt) if corrupt else exact

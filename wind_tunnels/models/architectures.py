@@ -43,8 +43,8 @@ def build(
                 None for the usual one.
     Raises Refused for an unknown architecture and for a shape that it cannot have.
     """
-    shape = {"width": width, "layers": layers, "heads": heads, "inner": inner}
-    config = configured(arch, vocabulary=vocabulary, length=length, features=features, **shape)
+    sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
+    config = configured(arch, features=features, inner=inner, **sizes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -128,8 +128,8 @@ def _inside(
     # after 1,000 steps; with .125 it had after 150 (neox, 2 heads, lr 2e-3). State spaces do better with .02.
     shared["initializer_range"] = width**-0.5
     if arch == "gpt2":
-        dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-        return transformers.GPT2Config(n_inner=inner, **dropout, **shared)
+        shared |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        return transformers.GPT2Config(n_inner=inner, **shared)
     rotary = {"rope_type": "default", "rope_theta": 10000.0}
     shared["intermediate_size"] = inner
     if arch == "neox":

@@ -37,6 +37,7 @@ class RowsForCausalLM(PreTrainedModel):
 
     config_class = RowsConfig
     main_input_name = "rows"
+    _input_embed_layer = "read"
     _supports_sdpa = True
 
     def __init__(self, config: RowsConfig) -> None:
@@ -56,12 +57,9 @@ class RowsForCausalLM(PreTrainedModel):
         """Of a model inside without attention; in others they are found by their attention."""
         return self.inner.layers
 
-    def _can_set_attn_implementation(self) -> bool:
+    def _can_set_attn_implementation(self) -> bool:  # type: ignore[override]  # theirs is of the class
         """transformers asks the class; here it depends on the model inside."""
         return self.inner._can_set_attn_implementation()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.read
 
     def get_output_embeddings(self) -> nn.Module:
         return self.inner.get_output_embeddings()

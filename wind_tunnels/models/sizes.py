@@ -29,6 +29,10 @@ def matched(
     def count(**shape: int) -> int:
         return counted(configured(arch, **fixed, **shape))
 
+    def last(width: int, low: int, high: int) -> int:
+        """The largest inner width of low .. high with no more parameters; low - 1 where none is so small."""
+        return low - 1 + _last(lambda n: count(width=width, inner=low - 1 + n) <= parameters, high - low + 1)
+
     by = step(arch, heads)
     below = by * _last(lambda n: count(width=by * n) <= parameters)
     shapes = []
@@ -38,8 +42,8 @@ def matched(
         # Half to twice the usual. An LSTM's count jumps at the usual one, where it needs no output map: two stretches.
         for low, high in ((plain // 2, plain - 1), (plain + 1, 2 * plain)):
             low = max(1, low)
-            more = _last(lambda n, w=width, at=low - 1: count(width=w, inner=at + n) <= parameters, high - low + 1)
-            shapes += [{"width": width, "inner": i} for i in (low - 1 + more, low + more) if low <= i <= high]
+            most = last(width, low, high)
+            shapes += [{"width": width, "inner": i} for i in (most, most + 1) if low <= i <= high]
 
     def off(shape: dict[str, int]) -> float:
         return abs(count(**shape) / parameters - 1)

@@ -93,12 +93,12 @@ class Mamba(nn.Module):
         dt, b, c = self.x_proj(x).split([self.dt_proj.in_features, self.state, self.state], -1)
         dt = F.softplus(self.dt_proj(dt))
         rate = -self.A_log.exp()
-        h, y = 0, []
+        h, found = 0, []
         # A position at a time stays in the cache: all at once takes longer.
         for dt_t, dtx_t, b_t, c_t in zip(dt.unbind(1), (dt * x).unbind(1), b.unbind(1), c.unbind(1), strict=True):
             h = (dt_t[..., None] * rate).exp() * h + dtx_t[..., None] * b_t[:, None]
-            y.append((h @ c_t[..., None])[..., 0])
-        y = torch.stack(y, 1) + self.D * x
+            found.append((h @ c_t[..., None])[..., 0])
+        y = torch.stack(found, 1) + self.D * x
         return self.out_proj(y * F.silu(gate))
 
 
@@ -122,5 +122,6 @@ def _inverse_softplus(x: Tensor) -> Tensor:
 def _as_linear(conv: nn.Conv1d, out: nn.Linear) -> None:
     """Both as torch initialises them, as transformers does; the convolution's bias at zero."""
     init.kaiming_uniform_(conv.weight, a=math.sqrt(5))
-    init.zeros_(conv.bias)
+    if conv.bias is not None:
+        init.zeros_(conv.bias)
     init.kaiming_uniform_(out.weight, a=math.sqrt(5))

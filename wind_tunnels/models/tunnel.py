@@ -113,6 +113,7 @@ class TunnelForCausalLM(PreTrainedModel):
     all: `attention_mask` and `position_ids` would say nothing and are ignored, as is `use_cache`: there is no cache."""
 
     config_class = TunnelConfig
+    _input_embed_layer = "embeddings"
 
     def __init__(self, config: TunnelConfig) -> None:
         super().__init__(config)
@@ -132,20 +133,8 @@ class TunnelForCausalLM(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
-        if hasattr(module, "initialise"):
+        if isinstance(module, Mamba2 | Mamba | Slots):
             module.initialise()
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.embeddings = value
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.lm_head
-
-    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
-        self.lm_head = new_embeddings
 
     def forward(
         self,
