@@ -686,7 +686,7 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     click.echo(json.dumps(found.to_dict(), sort_keys=True, ensure_ascii=False) if as_json else "\n".join(found.lines()))
 
 
-_FORMATS = ("parquet", "latex", "safetensors", "card", "png", "svg", "pdf", "gguf", "steered")
+_FORMATS = ("parquet", "latex", "safetensors", "card", "live", "png", "svg", "pdf", "gguf", "steered")
 
 
 @main.command(
@@ -702,7 +702,8 @@ _FORMATS = ("parquet", "latex", "safetensors", "card", "png", "svg", "pdf", "ggu
 def export(run: str, form: str, out: str | None, **options: Any) -> None:
     """Write a run for elsewhere: tables, a model card, arrays, images, or an axis's shift for llama.cpp and PEFT.
 
-    FORMAT: parquet, latex, safetensors, card, png, svg, pdf, gguf (a control vector), steered (an adapter).
+    FORMAT: parquet, latex, safetensors, card, live (the page with a wind tunnel's model in it, to play with), png, svg,
+    pdf, gguf (a control vector), steered (an adapter).
     """
     from llmgeom.exports import export
 
