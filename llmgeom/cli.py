@@ -698,7 +698,8 @@ def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
 def export_(run: str, form: str, out: str | None, **options: Any) -> None:
     """Write a run for elsewhere: tables, a model card, arrays, images, or an axis's shift for llama.cpp and PEFT.
 
-    FORMAT: parquet, latex, safetensors, card, png, svg, pdf, gguf (a control vector), steered (an adapter).
+    FORMAT: parquet, latex, safetensors, card, live (the page with a wind tunnel's model in it, to play with), png, svg,
+    pdf, gguf (a control vector), steered (an adapter).
     """
     click.echo("\n".join(export(run, form, out, **options)))
 

@@ -51,6 +51,16 @@ def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "hea
     return _weight(subject, layer, projection)[head * dim : (head + 1) * dim].clone()
 
 
+def query_bias(subject: Subject, layer: int, head: int) -> Float[Tensor, " head_dim"]:
+    """The bias added after W_Q; zeros where the family has none."""
+    return _input(subject, layer, "query", head)[1]
+
+
+def key_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
+    """The bias added after W_K; zeros where the family has none."""
+    return _input(subject, layer, "key", kv_head)[1]
+
+
 def value_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
     """The bias added after W_V; zeros where the family has none."""
     return _input(subject, layer, "value", kv_head)[1]

@@ -45,7 +45,7 @@ function read() {
   const [word] = asked.s || [raw], slider = byId("layer"), layer = Number.parseInt(asked.layer?.[0]);
   const [, record, prompt] = /^(\d+)\.(\d+)$/.exec(asked.prompt?.[0]) || [];
   Object.assign(state, {
-    s: /^(probe|record|compared|verdicts)[-\d]*$/.test(word) && byId(word) ? word : "",
+    s: /^(probe|record|compared|verdicts|live)[-\d]*$/.test(word) && byId(word) ? word : "",
     layer: slider && layer >= 0 && layer < slider.max ? layer : null,
     hide: new Set(domains.filter((domain) => asked.hide?.includes(domain))),
     colour: content.records.some(({ columns }) => Object.hasOwn(columns, asked.colour?.[0] ?? "")) ? asked.colour[0] : "",

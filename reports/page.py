@@ -17,6 +17,7 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import pairs
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
+from llmgeom.reports.live import live as section_of
 from llmgeom.reports.prompts import UNITS, cards, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
@@ -26,10 +27,13 @@ HEAVY = 10_000_000  # bytes
 RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "parity")
 
 
-def page(records: Sequence[Record], comparison: Mapping[str, Any] | None = None) -> str:
+def page(
+    records: Sequence[Record], comparison: Mapping[str, Any] | None = None, live: Mapping[str, Any] | None = None
+) -> str:
     """The records as one HTML page that opens from disk without the network, several side by side.
 
     comparison   what `llmgeom compare` found of them, as plain data (`Comparison.to_dict()`): differences are shown.
+    live         a model that runs in the page beside the exact answer (`exports.live`).
     Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
     Raises ValueError where there is no record, or a quantity's axes do not fit its figure.
     """
@@ -39,13 +43,18 @@ def page(records: Sequence[Record], comparison: Mapping[str, Any] | None = None)
     parts = [_part(place, label, record) for place, (label, record) in enumerate(zip(named, records, strict=True))]
     compared = pairs(comparison) if comparison else []
     drawn = [d for part in parts for section in part["sections"] for d in section["drawn"]]
+    run = section_of(live) if live else None
     return written_out(
         "page.html",
         records,
-        [*drawn, *(pair["drawn"] for pair in compared if pair["drawn"])],
+        [*([run.drawn] if run else []), *drawn, *(pair["drawn"] for pair in compared if pair["drawn"])],
+        ("page.js", "live.js") if run else ("page.js",),
+        ("page.css", "live.css") if run else ("page.css",),
         title=_title(records),
         parts=parts,
         pairs=compared,
+        live=run,
+        run=Markup(_packed(_json(run.data).encode())) if run else "",
         warnings=_warnings(named, records),
         rows=lines(records),
         sections={(part["label"], s["probe"]): s["id"] for part in parts for s in part["sections"]},

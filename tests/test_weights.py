@@ -60,7 +60,7 @@ def test_x_times_w_k_is_the_captured_key_where_the_rotary_angle_is_zero(case):
     positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
     for layer, x in enumerate(case.given):
         keys = torch.stack([x @ weights.key_weight(case.subject, layer, h) for h in range(case.kv_heads)], dim=1)
-        keys = keys + torch.stack([weights._input(case.subject, layer, "key", h)[1] for h in range(case.kv_heads)])
+        keys = keys + torch.stack([weights.key_bias(case.subject, layer, h) for h in range(case.kv_heads)])
         difference = apart(keys[positions], case.capture.key[layer][positions])
         assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
 
@@ -69,7 +69,7 @@ def test_x_times_w_q_is_the_captured_query_where_the_rotary_angle_is_zero(case):
     positions = slice(None) if case.family.name in ("gpt2", "opt") else slice(1)
     for layer, x in enumerate(case.given):
         queries = torch.stack([x @ weights.query_weight(case.subject, layer, h) for h in range(case.heads)], dim=1)
-        queries = queries + torch.stack([weights._input(case.subject, layer, "query", h)[1] for h in range(case.heads)])
+        queries = queries + torch.stack([weights.query_bias(case.subject, layer, h) for h in range(case.heads)])
         queries = queries * case.family.query_scale  # OPT's own
         difference = apart(queries[positions], case.capture.query[layer][positions])
         assert difference > 0.1 if case.family.key_norm else difference < TOLERANCE
@@ -93,6 +93,8 @@ def test_a_matrix_is_small_and_the_model_s_own_is_out_of_reach(case):
         (weights.key_weight, (d_model, dim)),
         (weights.value_weight, (d_model, dim)),
         (weights.output_weight, (dim, d_model)),
+        (weights.query_bias, (dim,)),
+        (weights.key_bias, (dim,)),
         (weights.value_bias, (dim,)),
     ):
         w = read(case.subject, 1, 0)

@@ -15,6 +15,7 @@ FORMATS = {
     "latex": ("latex", "verdicts.tex"),
     "safetensors": ("arrays", "record.safetensors"),
     "card": ("card", "card.md"),
+    "live": ("live", "live.html"),
     "png": ("images", "figures"),
     "svg": ("images", "figures"),
     "pdf": ("images", "figures"),

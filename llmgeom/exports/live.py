@@ -1,0 +1,165 @@
+"""The page of a wind tunnel's transformer with the model in it: choose tokens, and see its answer beside the exact one.
+
+The forward pass of `reports/live.js` is in double precision on the same weights; the page compares it with what PyTorch
+gave here on one sequence, and says how far apart they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from llmgeom import weights
+from llmgeom.errors import Refused
+from llmgeom.exports.shift import measured
+from llmgeom.record import Record, write_whole
+from llmgeom.reports import page
+from llmgeom.subject import Subject
+from llmgeom.wind_tunnels import named
+
+LARGEST = 200_000  # parameters: a megabyte of page
+TASKS = frozenset({"bijection", "coin", "markov"})  # whose exact answer live.js has
+
+
+@dataclass(frozen=True)
+class Family:
+    """Where an architecture keeps what is not attention; `gate` is empty where the MLP has none."""
+
+    first: str
+    second: str
+    final: str
+    up: str
+    down: str
+    act: str
+    gate: str = ""
+
+
+_LLAMA = Family(
+    "input_layernorm", "post_attention_layernorm", "model.norm", "mlp.up_proj", "mlp.down_proj", "silu", "mlp.gate_proj"
+)
+FAMILIES = {
+    "gpt2": Family("ln_1", "ln_2", "transformer.ln_f", "mlp.c_fc", "mlp.c_proj", "gelu_new"),
+    "gpt_neox": Family(
+        "input_layernorm",
+        "post_attention_layernorm",
+        "gpt_neox.final_layer_norm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+        "gelu",
+    ),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+}
+
+
+def write(record: Record, form: str, out: Path) -> list[str]:
+    """The record's page with its model in it. Raises Refused for a model that was trained in no wind tunnel, is not the
+    one that was measured, is too large or no transformer, and for a task whose exact answer the page cannot say."""
+    spelt = record.subject.get("trained_on")
+    if not isinstance(spelt, str):
+        raise Refused(f"export {form}: {record.subject['name']} was trained in no wind tunnel; scan one that was")
+    if (name := spelt.partition(":")[0]) not in TASKS:
+        raise Refused(f"export {form}: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
+    subject = measured(record)
+    model = contents(subject)
+    task = named(spelt)
+    batch = task.sample(1, seed=0)
+    assert batch.posterior is not None
+    with torch.inference_mode():
+        logits = subject.model(input_ids=batch.inputs.data.to(subject.model.device)).logits[0]
+    fields = {
+        "task": {
+            "name": name,
+            "title": task.title,
+            "length": task.length,
+            "outcomes": list(batch.posterior.outcomes),
+            "query": list(task.query),
+            **asdict(task),
+        },
+        "example": {
+            "ids": batch.inputs.data[0].tolist(),
+            "logits": _array(logits),
+            "exact": np.exp(batch.posterior.predictive[0].numpy()),
+        },
+    }
+    html = page([record], live={"name": subject.name, **fields, **model})
+    write_whole(out, html.encode())
+    return [f"{model['parameters']:,} parameters, {len(html.encode()) / 1e6:.1f} MB"]
+
+
+def contents(subject: Subject) -> dict[str, Any]:
+    """The shape and weights of a transformer, every matrix as [out in] float32. Raises Refused for what is none of
+    FAMILIES, and for more than LARGEST parameters."""
+    model, config = subject.model, subject.model.config
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise Refused(
+            f"export live: {subject.name} is a {config.model_type} model; the page can run {', '.join(FAMILIES)}"
+        )
+    parameters = sum(p.numel() for p in model.parameters())
+    if parameters > LARGEST:
+        raise Refused(
+            f"export live: {subject.name} has {parameters:,} parameters; a page holds up to {LARGEST:,}: train a "
+            f"smaller one (--match-params {LARGEST // 2})"
+        )
+    rotary = getattr(config, "rope_parameters", None)
+    final = model.get_submodule(family.final)
+    shape = {
+        "heads": subject.facts["heads"],
+        "kv": subject.facts["kv_heads"],
+        "act": family.act,
+        "eps": final.eps if isinstance(final, nn.LayerNorm) else final.variance_epsilon,
+        "centred": isinstance(final, nn.LayerNorm),
+        "parallel": bool(getattr(config, "use_parallel_residual", False)),
+        "theta": rotary["rope_theta"] if rotary else None,
+        "window": getattr(config, "sliding_window", None),
+    }
+    place = getattr(getattr(model, "transformer", None), "wpe", None)
+    return {
+        "parameters": parameters,
+        "shape": shape,
+        "embed": _array(model.get_input_embeddings().weight),
+        "place": None if place is None else _array(place.weight),
+        "layers": [_layer(subject, i, family) for i in range(len(subject.blocks))],
+        "final": _affine(final),
+        "head": _affine(model.get_output_embeddings()),
+    }
+
+
+def _layer(subject: Subject, i: int, family: Family) -> dict[str, Any]:
+    layer, heads, kv_heads = subject.blocks[i].layer, range(subject.facts["heads"]), range(subject.facts["kv_heads"])
+    roles = {
+        "query": (weights.query_weight, weights.query_bias, heads),
+        "key": (weights.key_weight, weights.key_bias, kv_heads),
+        "value": (weights.value_weight, weights.value_bias, kv_heads),
+    }
+    attention = {
+        role: {
+            "w": _array(torch.cat([weight(subject, i, h) for h in each], 1).T),
+            "b": _array(torch.cat([bias(subject, i, h) for h in each])),
+        }
+        for role, (weight, bias, each) in roles.items()
+    }
+    named = {"first": family.first, "second": family.second, "up": family.up, "down": family.down, "gate": family.gate}
+    rest = {role: _affine(layer.get_submodule(path)) for role, path in named.items() if path}
+    return attention | rest | {"output": _affine(weights.output_projection(subject, i))}
+
+
+def _affine(module: nn.Module) -> dict[str, Any]:
+    """Weight [out in] and bias of a linear map; of a norm, weight [width]. `b` is None where there is none."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    assert isinstance(weight, Tensor)
+    return {
+        "w": _array(weight.T if isinstance(module, Conv1D) else weight),
+        "b": _array(bias) if isinstance(bias, Tensor) else None,
+    }
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().float().cpu().contiguous().numpy()

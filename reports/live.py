@@ -1,0 +1,88 @@
+"""The part of a page that runs a small model: a figure of one sequence, and everything its script needs, packed."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from llmgeom.reports.figures import LINE, NULL, Drawn
+from llmgeom.reports.text import compact
+
+CAPTION = (
+    "At each query of the sequence: the entropy of the exact answer, of the model's, and how far the model's answer is "
+    "from the exact one (KL divergence)."
+)
+COLUMNS = ("query", "exact entropy [bits]", "the model's entropy [bits]", "KL [bits]")
+
+
+@dataclass(frozen=True)
+class Live:
+    """What the page says of the model, its figure, and the data of the script."""
+
+    name: str
+    parameters: str
+    task: str
+    drawn: Drawn
+    data: Mapping[str, Any]
+
+
+def live(found: Mapping[str, Any]) -> Live:
+    """found   name, parameters, shape, weights, task and an example, as `exports.live` gathers them."""
+    example, task = found["example"], found["task"]
+    logits = example["logits"][task["query"]].astype(np.float64)
+    model = logits - logits.max(-1, keepdims=True)
+    model -= np.log(np.exp(model).sum(-1, keepdims=True))
+    exact = example["exact"]
+    rows = [
+        [float(i), bits(p), bits(np.exp(q)), divergence(p, q[task["outcomes"]])]
+        for i, (p, q) in enumerate(zip(exact, model, strict=True))
+    ]
+    x, entropy, own, kl = (compact(column) for column in zip(*rows, strict=True))
+    line = {"mode": "lines+markers", "x": x, "hoverinfo": "x+y"}
+    drawn = Drawn(
+        id="live-figure",
+        caption=CAPTION,
+        label=f"Three curves over {len(rows)} queries",
+        spec={
+            "name": "the live sequence",
+            "data": [
+                line | {"y": entropy, "name": "exact entropy", "line": {"color": NULL, "width": 5}},
+                line | {"y": own, "name": "the model's entropy", "line": {"color": LINE, "width": 2, "dash": "dash"}},
+                line | {"y": kl, "name": "KL", "line": {"color": "#D55E00", "width": 2}, "marker": {"symbol": "x"}},
+            ],
+            "layout": {
+                "xaxis": {"title": {"text": "query"}, "range": [-0.5, len(task["query"]) - 0.5], "tick0": 0},
+                "yaxis": {"title": {"text": "bits"}, "rangemode": "tozero"},
+                "margin": {"t": 48},
+                "height": 320,
+            },
+        },
+        columns=COLUMNS,
+        rows=tuple((f"{i:.0f}", *(f"{v:.4g}" for v in values)) for i, *values in rows),
+    )
+    return Live(str(found["name"]), f"{found['parameters']:,}", task["title"], drawn, plain(found))
+
+
+def bits(p: np.ndarray) -> float:
+    """-sum p log2 p."""
+    kept = p[p > 0]
+    return float(-(kept * np.log2(kept)).sum())
+
+
+def divergence(p: np.ndarray, log_q: np.ndarray) -> float:
+    """sum p log2(p / q) from p and log q in nats."""
+    kept = p > 0
+    return float((p[kept] * (np.log2(p[kept]) - log_q[kept] / np.log(2))).sum())
+
+
+def plain(value: Any) -> Any:
+    """Arrays as their shape and the base64 of little-endian float32."""
+    if isinstance(value, np.ndarray):
+        return {"size": list(value.shape), "f32": base64.b64encode(value.astype("<f4").tobytes()).decode()}
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    return [plain(one) for one in value] if isinstance(value, list | tuple) else value
