@@ -70,22 +70,21 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     model = contents(subject)
     task = named(spelt)
     batch = task.sample(1, seed=0)
-    assert batch.posterior is not None
     with torch.inference_mode():
-        logits = subject.model(input_ids=batch.inputs.data.to(subject.model.device)).logits[0]
+        logits = subject.model(input_ids=batch.tokens.data.to(subject.model.device)).logits[0]
     fields = {
         "task": {
             "name": name,
             "title": task.title,
             "length": task.length,
-            "outcomes": list(batch.posterior.outcomes),
+            "outcomes": list(batch.exact.outcomes),
             "query": list(task.query),
             **asdict(task),
         },
         "example": {
-            "ids": batch.inputs.data[0].tolist(),
+            "ids": batch.tokens.data[0].tolist(),
             "logits": _array(logits),
-            "exact": np.exp(batch.posterior.predictive[0].numpy()),
+            "exact": np.exp(batch.exact.predictive[0].numpy()),
         },
     }
     html = page([record], live={"name": subject.name, **fields, **model})
