@@ -104,8 +104,9 @@ def _noted(path: Path, known: dict) -> str:
     is_now = path.stat()
     stamp = [is_now.st_size, is_now.st_mtime_ns, is_now.st_ctime_ns, is_now.st_ino]
     where = str(path.resolve())
-    if known.get(where, [None])[0] == stamp:
-        return str(known[where][1])
+    match known.get(where):
+        case [noted, str(found)] if noted == stamp:
+            return found
     with open(path, "rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if time.time() - is_now.st_ctime > FRESH:

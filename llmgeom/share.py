@@ -46,7 +46,11 @@ class Share:
             if world > 1:
                 raise Refused(f"--shard {text}: a launcher has already divided this run in {world}; leave one out")
             return cls(int(known[1]), int(known[2]))
-        return cls(int(os.environ["RANK"]), world, launched=True) if world > 1 else None
+        if world < 2:
+            return None
+        if not (rank := os.environ.get("RANK", "")).isdecimal() or not int(rank) < world:
+            raise Refused(f"WORLD_SIZE is {world} and RANK {rank!r}: expected 0 to {world - 1}, as a launcher sets it")
+        return cls(int(rank), world, launched=True)
 
     def take(self, shards: int, whole: bool = False) -> list[int]:
         """Which of the next `shards` are ours; all of them or none where they are to stay `whole`."""

@@ -213,7 +213,7 @@ def _warnings(named: Sequence[str], records: Sequence[Record]) -> dict[str, list
     """Each warning once, with the places it came from."""
     found: dict[str, list[str]] = {}
     for label, record in zip(named, records, strict=True):
-        for text in (*record.warnings, *record.facts.get("warnings", ())):
+        for text in record.warnings:
             found.setdefault(text, []).append(label if len(named) > 1 else "the run")
         for probe in sorted(record.results):
             for text in record.results[probe].warnings:

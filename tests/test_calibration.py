@@ -302,6 +302,9 @@ def test_the_command_goes_on_and_prints(small, tmp_path):
     found = json.loads(runner.invoke(main, ["calibrate", "--quick", "--json", "--out", str(tmp_path)]).output)
     assert found["bench"]["subjects"]["trained"] == 4
     assert json.loads((tmp_path / "calibration.json").read_text())["bench"] == found["bench"]
+    (tmp_path / "record.json").write_text('{"facts": {"spec": "of another run"}}')
+    refused = runner.invoke(main, ["calibrate", "--quick", "-q", "--out", str(tmp_path)])
+    assert refused.exit_code and "of another run" in (tmp_path / "record.json").read_text()
 
 
 # ---- beside a value --------------------------------------------------------------------------------------------------

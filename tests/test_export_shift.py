@@ -234,6 +234,9 @@ def test_other_weights_and_doses_and_layers_are_refused(subjects, tmp_path):
     other = replace(record, subject={**record.subject, "weights": "0" * 64})
     with pytest.raises(Refused, match="has other weights than when it was measured"):
         shift.write(other, "steered", tmp_path, direction="pc1")
+    eight = replace(record, subject={**record.subject, "quantised": "bitsandbytes, 8bit"})
+    with pytest.raises(Refused, match=r"was measured quantised \(bitsandbytes, 8bit\), .* measure it whole"):
+        shift.write(eight, "steered", tmp_path, direction="pc1")
     for dose in (0.0, float("nan")):
         with pytest.raises(Refused, match="--dose"):
             shift.write(record, "steered", tmp_path, direction="pc1", dose=dose)

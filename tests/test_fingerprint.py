@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -181,8 +182,14 @@ def test_a_model_is_known_by_its_files_which_are_read_once(folder, monkeypatch):
     assert fingerprint.of_files(folder.with_name("copy")) == after, "another place is no other model"
     (folder / "README.md").write_text("a note")
     assert fingerprint.of_files(folder) == after
-    (folder.parent / "cache" / "hashes.json").write_text("{cut")
-    assert fingerprint.of_files(folder) == after
+    note = folder.parent / "cache" / "hashes.json"
+    for bad in (
+        "{cut",
+        "[]",
+        *(json.dumps({str(folder / "model.safetensors"): one}) for one in (3, [], ["x"], [1, 2])),
+    ):
+        note.write_text(bad)
+        assert fingerprint.of_files(folder) == after, bad
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
     assert fingerprint.of_files(folder) != after
 

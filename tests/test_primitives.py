@@ -206,6 +206,12 @@ def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
     out, _ = here
     lost = {"binding/lstm/seed1", "dose/0.5/seed1"}
     monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names if n not in lost])
+    kept = (out / "record.json").read_text()
+    (out / "record.json").write_text('{"facts": {"spec": "of another run"}}')
+    with pytest.raises(Refused, match="holds another run; choose another --out"):
+        perform(Request(seeds=2, dose_seeds=2, out=str(out)))
+    assert "of another run" in (out / "record.json").read_text()
+    (out / "record.json").write_text(kept)
     _, found = perform(Request(seeds=2, dose_seeds=2, out=str(out)))
     assert [(r.primitive, r.arch) for r in found.rows if r.arch == "lstm"] == [
         ("accumulation", "lstm"), ("transport", "lstm"),

@@ -222,6 +222,13 @@ def test_who_we_are(monkeypatch):
     assert Share.given(None) == Share(2, 3, launched=True)
     with pytest.raises(Refused, match="a launcher has already divided this run in 3; leave one out"):
         Share.given("0/2")
+    for rank in ("3", "-1", "x"):
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(Refused, match=f"WORLD_SIZE is 3 and RANK '{rank}': expected 0 to 2"):
+            Share.given(None)
+    monkeypatch.delenv("RANK")
+    with pytest.raises(Refused, match="RANK '': expected 0 to 2"):
+        Share.given(None)
 
 
 def test_each_process_has_a_card_of_its_own(monkeypatch):

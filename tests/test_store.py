@@ -215,6 +215,22 @@ def test_another_spec_is_another_folder(tmp_path):
     assert Store(tmp_path, {"a": 1}, {"b": 2}).read(0) is None
 
 
+def test_what_a_killed_process_left_of_run_and_spec_goes_and_nobody_else_s(tmp_path):
+    folder = Store(tmp_path, {"a": 1}, {"b": 1}).folder
+    (folder.parent / "run.json").unlink()  # killed before the first had its name
+    left = [folder.parent / ".run.json.99.tmp", folder / ".spec.json.99.tmp"]
+    shard = folder / ".00000-abc.safetensors.99.tmp"
+    for path in (*left, shard):
+        path.write_text("{")
+    store = Store(tmp_path, {"a": 1}, {"b": 1})
+    assert not any(path.exists() for path in left) and (folder.parent / "run.json").exists()
+    assert shard.exists(), "it may be one that another process is writing: the capture's own lock says so"
+    with store.writing(shared=True):
+        assert shard.exists()
+    with store.writing():
+        assert not shard.exists()
+
+
 def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(Refused, match=r"cannot be made .* set LLMGEOM_CACHE"):

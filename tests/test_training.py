@@ -239,7 +239,7 @@ def test_tuning_takes_the_rate_that_learns():
     asked = Training("coin:flips=6", arch="lstm", width=8, layers=1, heads=1, steps=160, batch=32, lr="auto", warmup=5)
     lr, seen = tune(asked, rates=(1e-6, 1e-5, 1e-2, 1e6))
     assert lr == 1e-2
-    assert list(seen) == ["steps 20", "steps 40"] and len(seen["steps 40"]) == 2
+    assert list(seen) == ["round 1, steps 20", "round 2, steps 40"] and len(seen["round 2, steps 40"]) == 2
 
 
 def test_fine_tuning_starts_from_the_weights_given(tmp_path):

@@ -519,7 +519,9 @@ def tune(
             if progress:
                 progress(f"learning rate, round {part + 1}", i + 1, len(left))
         finite = [lr for lr in left if math.isfinite(found[lr])]
-        seen[f"steps {short.steps}"] = {f"{lr:g}": value for lr, value in found.items() if math.isfinite(value)}
+        seen[f"round {part + 1}, steps {short.steps}"] = {
+            f"{lr:g}": value for lr, value in found.items() if math.isfinite(value)
+        }
         if not finite:
             raise Refused(f"no learning rate of {', '.join(map(str, rates))} gives a finite loss; lower --clip or --lr")
         left = sorted(finite, key=found.__getitem__)[: (len(left) + 1) // 2]

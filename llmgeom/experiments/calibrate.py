@@ -17,7 +17,7 @@ from llmgeom import __version__, claims, probes
 from llmgeom.calibration import Calibration, Signature, null_units
 from llmgeom.discrimination import Area, area, rank_correlation, rate, threshold, told_apart
 from llmgeom.errors import Refused
-from llmgeom.experiments.request import keep
+from llmgeom.experiments.request import check_folder, keep
 from llmgeom.experiments.subjects import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
@@ -344,6 +344,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     started = time.time()
     spec = digest({name: asdict(run) for name, run in bench(asked.quick).items()})
     out = Path(asked.out) if asked.out else Path("runs") / f"calibrate-{spec[:8]}"
+    check_folder(out, spec)
     found = Found(calibration(readings(out, asked.quick, progress)))
     text = json.dumps(found.to_dict(), indent=1, sort_keys=True, allow_nan=False) + "\n"
     write_whole(out / "calibration.json", text.encode())

@@ -14,7 +14,7 @@ from scipy.stats import t as student
 
 from llmgeom import wind_tunnels
 from llmgeom.errors import Refused, bounded
-from llmgeom.experiments.request import keep
+from llmgeom.experiments.request import check_folder, keep
 from llmgeom.experiments.sweep import finished, seeded, sweep
 from llmgeom.horizon import spans
 from llmgeom.information import bits
@@ -219,6 +219,8 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     """Train what is not yet trained, grade it, and write the record and the page."""
     started = time.time()
     out = Path(asked.out or f"runs/primitives-{digest(dataclasses.asdict(asked))[:8]}")
+    spec = digest({"primitives": asked.quick})  # more seeds go on with what is there
+    check_folder(out, spec)
     first = {f"{p}/{arch}": asked.training(p, arch) for p in PRIMITIVES for arch in ARCHITECTURES}
     found = seeded(first, asked.seeds, out, GRADED, progress)
     doses = {f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)}
@@ -241,7 +243,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         prompts={},
         subject={"name": f"{len(ARCHITECTURES)} architectures of {PARAMETERS:,} parameters"},
         source={"name": f"{len(PRIMITIVES)} primitives", "kind": "tasks", "graded on": GRADED},
-        facts={"command": _command(asked), "versions": versions(), **settings},
+        facts={"spec": spec, "command": _command(asked), "versions": versions(), **settings},
         warnings=("quick: a fifth of the steps",) if asked.quick else (),
         run=took(started),
     )

@@ -128,11 +128,15 @@ def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, n
 def measured(record: Record) -> Subject:
     """The model of a record. Raises Refused where it is not there any more, or its weights are others."""
     facts = record.subject
+    if how := facts.get("quantised"):
+        raise Refused(
+            f"{facts['name']} was measured quantised ({how}), and its weights are not kept so: measure it whole"
+        )
     subject = Subject.load(facts["name"], facts.get("revision"), dtype=facts["dtype"])
     if subject.facts["weights"] != facts["weights"]:
         raise Refused(
             f"{facts['name']} has other weights than when it was measured ({str(subject.facts['weights'])[:12]}, the "
-            f"record says {str(facts['weights'])[:12]}): run {REMEDY} again"
+            f"record says {str(facts['weights'])[:12]}): measure it again"
         )
     return subject
 
