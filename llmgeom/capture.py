@@ -163,7 +163,7 @@ class Capture:
         """
         return self.batch.exact.flat
 
-    def layers(self, site: Site) -> Layers[Tensor]:
+    def layers(self, site: Site) -> Layers[Any]:  # of tensors: a checker of types would read one
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
         found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
         if not found:

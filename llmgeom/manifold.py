@@ -28,9 +28,10 @@ def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray,
     x = x - x.mean(-2, keepdims=True)
     inner = x @ np.swapaxes(x, -1, -2)
     square = np.diagonal(inner, axis1=-2, axis2=-1)
-    gap = square[..., :, None] + square[..., None, :] - 2 * inner
-    # Rounding leaves equal rows 1e-16 of their size apart, and the root makes 1e-8 of it.
-    return np.sqrt(np.where(gap > 1e-12 * square.max(-1)[..., None, None], gap, 0))
+    found = square[..., :, None] + square[..., None, :] - 2 * inner
+    diagonal = np.arange(x.shape[-2])
+    found[..., diagonal, diagonal] = 0
+    return np.sqrt(found.clip(0))
 
 
 def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " kept"], Int[np.ndarray, " row"]]:

@@ -7,7 +7,7 @@ function returns a copy, in the model's dtype and on its device: nobody writes i
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from llmgeom.blocks import without_attention
 from llmgeom.errors import Refused, Unavailable
 from llmgeom.subject import Subject
 
-Projection = nn.Linear | Conv1D
+Projection: TypeAlias = nn.Linear | Conv1D
 Role = Literal["query", "key", "value"]
 ROLES: tuple[Role, ...] = ("query", "key", "value")
 

@@ -282,7 +282,10 @@ def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.n
 
 
 def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
-    return {name: distances(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+    """Of equal rows 0: rounding leaves them 1e-16 of their squared size apart, and the root makes 1e-8 of it."""
+    spaces = _spaces(capture.final.double().numpy()[groups.rows], rows)
+    found = {name: distances(x) for name, x in spaces.items()}
+    return {name: np.where(apart > 1e-6 * apart.max(), apart, 0) for name, apart in found.items()}
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:

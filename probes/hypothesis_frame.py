@@ -128,11 +128,10 @@ def read(subject: Subject, batch: Batch) -> Reading:
     would be chosen by the output embedding that they are held against, while its embeddings of any other tokens
     are exchangeable. Raises Unavailable or Refused.
     """
-    tokens = subject.tokens(batch)
-    if isinstance(tokens, Rows):
+    if isinstance(batch.inputs, Rows):
         raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
     if batch.posterior is not None:
-        likely = others = _outcomes(batch.posterior, tokens)
+        likely = others = _outcomes(batch.posterior, batch.tokens)
     else:
         common = token_ids(subject, batch)[:MOST_TOKENS]
         special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
@@ -144,9 +143,9 @@ def read(subject: Subject, batch: Batch) -> Reading:
     return Reading(frames, frames if others == likely else _frames(subject, others), tuple(names))
 
 
-def _outcomes(posterior: Posterior, tokens: Tokens) -> list[int]:
+def _outcomes(posterior: Posterior, tokens: Tokens | Rows) -> list[int]:
     outcomes = list(posterior.outcomes)
-    shown = set(tokens.ids[torch.arange(tokens.ids.shape[1]) < tokens.lengths[:, None]].tolist())
+    shown = set(tokens.data[torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]].tolist())
     unseen = [token for token in outcomes if token not in shown]
     if unseen:
         raise Refused(

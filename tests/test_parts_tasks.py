@@ -250,7 +250,7 @@ def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
     measured = Measured("", "", "", "", "", found, {}, {})
     h = next(h for h in claims.judge({"x": measured})["x"].headlines if h.name == TENFOLD)
     assert h.value == pytest.approx(made["mae"][7].mean() / 0.1) and h.verdict == word
-    natural = (h.high - h.low) / 2 / scipy_stats.t.ppf(0.975, 39)
+    natural = (h.value - h.low) / scipy_stats.t.ppf(0.975, 39)  # of the side that is asked: the interval is a log's
     p = scipy_stats.t.sf((h.value - 10) / natural, 39)
     assert h.p == pytest.approx(max(p, 1 / 21))
     of_twins = [of_blocks(times(20, seed=i + 1)[0], half) for i in range(20)]

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from llmgeom import hub
 from llmgeom.cli import main
-from llmgeom.errors import Refused, scrubbed
+from llmgeom.errors import Refused, first_line, scrubbed
 from llmgeom.experiments import scanning
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.train import Training, train
@@ -175,7 +175,7 @@ def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp
 
 def test_what_a_record_says_of_its_model_and_command_holds_no_secret(monkeypatch):
     error = ConnectionError(f"no way to https://me:{TOKEN}@h/x?token={OTHER}")
-    assert hub._first_line(error) == "no way to https://…@h/x?token=…"
+    assert first_line(error) == "no way to https://…@h/x?token=…"
     assert TOKEN not in scanning.Request(model=f"https://me:{TOKEN}@h/x").command()
 
 
