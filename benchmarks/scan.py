@@ -66,6 +66,7 @@ def _neox(layers, width, heads):
         hidden_size=width,
         num_attention_heads=heads,
         intermediate_size=4 * width,
+        max_position_embeddings=8192,  # Pythia's own are 2,048; rotary embedding costs the same
         vocab_size=50304,
     )
 
