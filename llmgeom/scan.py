@@ -300,6 +300,7 @@ def scan(
             f"nulls, and what is held against them, are of {len(shown)} of the {len(batch)} prompts, drawn at random"
             + (f"; measured on all: {', '.join(all_of)}" if all_of else "")
         ]
+    events = [event for one in (*main, *(c for found, _ in twins for c in found), *shuffled) for event in one.events]
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
@@ -312,7 +313,7 @@ def scan(
             "bos_added": asked.special > 0,
             **(facts or {}),
         },
-        warnings=(*notes, *said, *_warnings(subject, shown, bare.tokens, view, nulls), *view.capture.events),
+        warnings=(*notes, *said, *_warnings(subject, shown, bare.tokens, view, nulls), *dict.fromkeys(events)),
         run=took(started),
     )
 

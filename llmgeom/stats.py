@@ -367,9 +367,9 @@ def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scal
     t = (g(v) - mean) / (sd sqrt(1 + 1/m)) has Student's distribution with m - 1 degrees of freedom where g(v) and the
     draws g(v_i) are normal and exchangeable: v the observed value, mean and sd (m - 1) of the draws. Unlike the rank p
     (`tail_p`) it has room below 1 / (m + 1), which a correction for several claims needs, and pays with normality.
-    g by scale: "identity", also for participation ratios, whose logarithm is skewed (over 4,000 untrained models what is
-    called .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and
-    ratios (shares: .051 and .008, simulated alike); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a
+    g by scale: "identity", also for participation ratios, whose logarithm is skewed (of 4,000 of untrained models what
+    is called .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and
+    ratios (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a
     correlation without sign: the root of a half-normal variable has the upper tail of a normal one, conservatively
     (derived here: what is called p = .05 and .00625 happens with .051 and .0041), and its power changes little where
     the draws keep clear of 0.
