@@ -176,7 +176,7 @@ class Section:
         nulls = [claims.Null("1, both at once; training seeds", 1.0, 1.0, 1.0, less_p(own), len(own))]
         if len(null):
             centre, least, most = mean_log(null)
-            nulls.append(claims.Null("random-target models", least, most, centre, less_p(own, null), len(null)))
+            nulls.append(claims.Null("mean of random-target models", least, most, centre, less_p(own, null), len(null)))
         span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
         if len(own) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")

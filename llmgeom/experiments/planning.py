@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import math
 import resource
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -271,7 +272,7 @@ def estimate(plan: Plan) -> dict[str, Any]:
         }
     scans = 1 + sum(not one.why for one in conditions(plan.request, who)) * plan.request.stability
     weights = facts["parameters"] * item
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
