@@ -209,7 +209,7 @@ def test_what_may_come_next_is_what_the_task_may_draw(view, spec):
         live = before;
         return found;
     }"""
-    ids = task.sample(60, seed=4).inputs.data
+    ids = task.sample(600 if task.length < 6 else 40, seed=4).inputs.data
     begin = 1 if held["name"] == "coin" else 0
     offered = view.evaluate(code, [held, ids.tolist()])
     drawn = {}
@@ -218,8 +218,8 @@ def test_what_may_come_next_is_what_the_task_may_draw(view, spec):
             options = dict(map(tuple, steps[t]))
             assert options[sequence[t]] > 0 and sum(options.values()) == pytest.approx(1)
             drawn.setdefault(tuple(sequence[:t]), (set(options), set()))[1].add(sequence[t])
-    if task.length < 6:  # few enough that 60 draws show every beginning's continuations
-        assert all(found <= may for may, found in drawn.values()) and drawn[()][0] == drawn[()][1]
+    if task.length < 6:  # few enough sequences that so many draws show all there are
+        assert all(found == may for may, found in drawn.values())
 
 
 @pytest.mark.browser
@@ -240,10 +240,12 @@ def test_choosing_drawing_and_taking_back(view):
     assert [row[:2] for row in cells] == [["heads", "60.0 %"], ["tails", "40.0 %"]]
     exact = -(0.6 * np.log2(0.6) + 0.4 * np.log2(0.4))
     assert view.text_content("#live-said").startswith(f"Query 4 of 9: {exact:.3f} bits of uncertainty, by the model ")
-    # The model's answers, from PyTorch.
+    # The model's answers, and how far they are, from PyTorch.
     with torch.no_grad():
         said = model("neox", "coin:flips=9")(torch.tensor([[2, 0, 0, 1]])).logits[0, -1].softmax(-1)
     assert [row[2] for row in cells] == [f"{100 * p:.1f} %" for p in said[:2]]
+    kl = sum(p * float(torch.log2(p / q)) for p, q in zip((0.6, 0.4), said[:2], strict=True))
+    assert float(view.text_content("#live-said").split("KL ")[1].split()[0]) == pytest.approx(kl, rel=6e-3)
     assert view.evaluate("figures['live-figure'].data.map((one) => one.y.length)") == [4, 4, 4]
     view.evaluate("byId('live-figure').scrollIntoView()")
     until(view, "byId('live-figure').data[0].y.length === 4")
