@@ -624,7 +624,7 @@ def list_(what: str) -> None:
         for protocol in PROTOCOLS:
             for name, module in known(names(protocol)).items():
                 asked = " (of prompts: --probes)" if name in ON_REQUEST else ""
-                click.echo(f"{name:18} {(module.__doc__ or '').splitlines()[0]}{asked}")
+                click.echo(f"{name:18} {(module.__doc__ or '').strip().partition(chr(10))[0]}{asked}")
     elif what == "claims":
         from llmgeom.claims import entries
 

@@ -28,10 +28,7 @@ def distances(x: Float[np.ndarray, "*draw row coordinate"]) -> Float[np.ndarray,
     x = x - x.mean(-2, keepdims=True)
     inner = x @ np.swapaxes(x, -1, -2)
     square = np.diagonal(inner, axis1=-2, axis2=-1)
-    found = square[..., :, None] + square[..., None, :] - 2 * inner
-    diagonal = np.arange(x.shape[-2])
-    found[..., diagonal, diagonal] = 0
-    return np.sqrt(found.clip(0))
+    return np.sqrt((square[..., :, None] + square[..., None, :] - 2 * inner).clip(0))
 
 
 def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " kept"], Int[np.ndarray, " row"]]:

@@ -282,10 +282,14 @@ def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.n
 
 
 def _distances(capture: Capture, groups: Groups, rows: np.ndarray) -> dict[str, np.ndarray]:
-    """Of equal rows 0: rounding leaves them 1e-16 of their squared size apart, and the root makes 1e-8 of it."""
-    spaces = _spaces(capture.final.double().numpy()[groups.rows], rows)
-    found = {name: distances(x) for name, x in spaces.items()}
-    return {name: np.where(apart > 1e-6 * apart.max(), apart, 0) for name, apart in found.items()}
+    return {name: _apart(x) for name, x in _spaces(capture.final.double().numpy()[groups.rows], rows).items()}
+
+
+def _apart(x: np.ndarray) -> np.ndarray:
+    """[row row] distances; of equal rows 0: rounding leaves them 1e-16 of their squared size apart, and the root makes
+    1e-8 of it."""
+    found = distances(x)
+    return np.where(found > 1e-6 * found.max(), found, 0)
 
 
 def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:

@@ -146,12 +146,14 @@ const restored = (text) => JSON.parse(text, (key, value) => {
   return value;
 });
 
-// At each query of a sequence: the exact answer, the model's probability of each outcome, entropies and KL in bits.
+// At each query of a sequence: the exact answer, the model's probability of each outcome, entropies and KL in bits. As in
+// `grade`, all that is no outcome counts as one.
 function answered(ids) {
   const { task } = live, said = ids.length ? forward(live, ids) : [];
   return task.query.filter((t) => t < ids.length).map((t) => {
     const exact = TASKS[task.name].exact(task, ids.slice(0, t + 1)), own = task.outcomes.map((token) => said[t][token]);
-    return { at: t, exact, model: own.map(Math.exp), entropy: bits(exact), own: bits(said[t].map(Math.exp)), kl: divergence(exact, own) };
+    const model = own.map(Math.exp), rest = Math.max(0, 1 - sum(model));
+    return { at: t, exact, model, entropy: bits(exact), own: bits([...model, rest]), kl: divergence(exact, own) };
   });
 }
 

@@ -31,17 +31,11 @@ class Live:
 
 
 def live(found: Mapping[str, Any]) -> Live:
-    """found   name, parameters, shape, weights, task and an example, as `exports.live` gathers them."""
-    example, task = found["example"], found["task"]
-    logits = example["logits"][task["query"]].astype(np.float64)
-    model = logits - logits.max(-1, keepdims=True)
-    model -= np.log(np.exp(model).sum(-1, keepdims=True))
-    exact = example["exact"]
-    rows = [
-        [float(i), bits(p), bits(np.exp(q)), divergence(p, q[task["outcomes"]])]
-        for i, (p, q) in enumerate(zip(exact, model, strict=True))
-    ]
-    x, entropy, own, kl = (compact(column) for column in zip(*rows, strict=True))
+    """found   name, parameters, shape, weights, task and an example, as `exports.live` gathers them; of the example
+    "bits" [query 3]: entropy of the exact answer, of the model's, and KL.
+    """
+    task, rows = found["task"], found["example"]["bits"]
+    x, (entropy, own, kl) = list(range(len(rows))), map(compact, rows.T)
     line = {"mode": "lines+markers", "x": x, "hoverinfo": "x+y"}
     drawn = Drawn(
         id="live-figure",
@@ -62,21 +56,9 @@ def live(found: Mapping[str, Any]) -> Live:
             },
         },
         columns=COLUMNS,
-        rows=tuple((f"{i:.0f}", *(f"{v:.4g}" for v in values)) for i, *values in rows),
+        rows=tuple((str(i), *(f"{v:.4g}" for v in values)) for i, values in enumerate(rows)),
     )
     return Live(str(found["name"]), f"{found['parameters']:,}", task["title"], drawn, plain(found))
-
-
-def bits(p: np.ndarray) -> float:
-    """-sum p log2 p."""
-    kept = p[p > 0]
-    return float(-(kept * np.log2(kept)).sum())
-
-
-def divergence(p: np.ndarray, log_q: np.ndarray) -> float:
-    """sum p log2(p / q) from p and log q in nats."""
-    kept = p > 0
-    return float((p[kept] * (np.log2(p[kept]) - log_q[kept] / np.log(2))).sum())
 
 
 def plain(value: Any) -> Any:

@@ -17,7 +17,7 @@ from llmgeom.claims import judge
 from llmgeom.errors import Refused
 from llmgeom.manifold import distances
 from llmgeom.probes import belief_clusters
-from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _spaces, read_out
+from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _apart, _spaces, read_out
 from llmgeom.scan import WHOLE, Sample, View, scan
 from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.models.architectures import ARCHITECTURES, build
@@ -161,6 +161,18 @@ def test_a_silhouette_of_some_of_the_rows_is_theirs_alone():
     for kept in (np.arange(0, 50, 2), np.flatnonzero(label != 1), np.arange(3, 20)):
         assert made.silhouette(kept) == pytest.approx(silhouette_score(x[kept], label[kept]))
     assert made.silhouette(np.flatnonzero(label == 2)) == 0
+
+
+def test_equal_rows_are_no_distance_apart_and_near_ones_are():
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((60, 24))
+    x[30:] = x[:30] @ np.linalg.qr(rng.standard_normal((24, 24)))[0]
+    x[30:] = x[30:] @ np.linalg.lstsq(x[30:], x[:30], rcond=None)[0]  # equal to the first 30 up to rounding
+    assert 0 < abs(x[30:] - x[:30]).max() < 1e-12
+    assert (np.diagonal(_apart(x), 30) == 0).all()
+    x[30:] += 1e-5 * rng.standard_normal((30, 24))
+    near = np.linalg.norm(x[30:] - x[:30], axis=1)
+    np.testing.assert_allclose(np.diagonal(_apart(x), 30), near, rtol=1e-3)
 
 
 def test_points_have_a_silhouette_of_one_and_a_single_place_of_none():

@@ -35,6 +35,7 @@ SPECS = (
     "markov:symbols=2,steps=6,stay=0.7",
     "markov:symbols=4,steps=20,fixed=false",
 )
+OTHER = "bijection:vocab=5,pairs=4"
 SHAPES = {
     "neox": {"heads": 2},
     "llama": {"heads": 2},
@@ -78,11 +79,19 @@ def run(tmp_path_factory):
     return graded(tmp_path_factory.mktemp("live"))
 
 
-def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(run, tmp_path):
+@pytest.fixture(scope="module")
+def other(tmp_path_factory):
+    """Of a task with many tokens that are no outcome, by a model that likes them."""
+    return graded(tmp_path_factory.mktemp("other"), OTHER)
+
+
+@pytest.mark.parametrize(("given", "spec"), [("run", "coin:flips=9"), ("other", OTHER)])
+def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(given, spec, tmp_path, request):
+    run = request.getfixturevalue(given)
     said = export(run, "live", str(tmp_path / "live.html"))
     html = (tmp_path / "live.html").read_text(encoding="utf-8")
-    held, tree, task = data(html), Tree(html), named("coin:flips=9")
-    net = model("neox", "coin:flips=9")
+    held, tree, task = data(html), Tree(html), named(spec)
+    net = model("neox", spec)
     count = sum(p.numel() for p in net.parameters())
     assert said[0] == str(tmp_path / "live.html") and said[1].startswith(f"{count:,} parameters, ")
 
@@ -93,7 +102,6 @@ def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(run, tmp_pat
     exact = task.answers.exact(batch.posterior.predictive)
     columns = torch.stack([task.answers.entropy(exact), task.answers.entropy(form), task.answers.kl(exact, form)], -1)
     figure = next(f for f in json.loads(tree.scripts["data"])["figures"] if f["id"] == "live-figure")
-    # The model's own entropy is over its whole vocabulary: here one token more than the outcomes, as in the form.
     np.testing.assert_allclose(np.transpose([t["y"] for t in figure["data"]]), columns[0] / np.log(2), rtol=1e-4)
     assert f"the model {Record.load(run).subject['name']}" in tree.text and "needs a script to run" in tree.text
 
@@ -179,6 +187,28 @@ def test_the_forward_pass_is_pytorch_s(view, arch):
     # Both in double precision on the same float32 weights, but for rotary angles and norms, which transformers rounds.
     np.testing.assert_allclose(found, theirs, atol=1e-4)
     assert float(theirs.exp().max()) > 0.5 and float(theirs.std()) > 0.5  # an answer that depends on everything
+
+
+@pytest.mark.browser
+def test_the_numbers_of_a_query_are_those_of_grade(view, other, tmp_path):
+    """Where much of the model's answer is no outcome, too."""
+    export(other, "live", str(tmp_path / "other.html"))
+    held = data((tmp_path / "other.html").read_text(encoding="utf-8"))
+    code = """(text) => {
+        const before = live;
+        live = restored(text);
+        const found = answered(live.example.ids).map((one) => [one.entropy, one.own, one.kl]);
+        live = before;
+        return found;
+    }"""
+    found, task = view.evaluate(code, json.dumps(held)), named(OTHER)
+    batch = task.sample(1, seed=0)
+    with torch.no_grad():
+        form = task.answers.read(model("neox", OTHER)(batch.inputs.data).logits[:, list(task.query)])
+    exact = task.answers.exact(batch.posterior.predictive)
+    columns = torch.stack([task.answers.entropy(exact), task.answers.entropy(form), task.answers.kl(exact, form)], -1)
+    assert float(form[..., -1].exp().max()) > 0.1, "some of it is no outcome"
+    np.testing.assert_allclose(found, columns[0] / np.log(2), atol=1e-4)
 
 
 @pytest.mark.browser

@@ -65,6 +65,11 @@ def test_dimensions_that_are_known_are_found(name, n, dimension, within):
     assert np.mean([levina_bickel(d) for d in found]) == pytest.approx(dimension, abs=0.12 * dimension)
 
 
+def test_a_row_is_no_distance_from_itself():
+    x = np.random.default_rng(0).standard_normal((3, 50, 7)) + 1e3
+    assert (np.diagonal(distances(x), axis1=1, axis2=2) == 0).all()
+
+
 def test_both_estimators_are_their_formulas_written_out():
     x = np.random.default_rng(3).standard_normal((50, 6))
     near = NearestNeighbors(n_neighbors=11).fit(x).kneighbors(x)[0][:, 1:]

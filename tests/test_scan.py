@@ -258,18 +258,20 @@ def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
     assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings[2:]
 
 
-def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatch):
+@pytest.mark.parametrize("where", ["twins", "shuffled"])
+def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatch, where):
     whole, passed = Subject._pass, []
 
     def scarce(self, work, members):
-        passed.append((self.facts.get("twin"), len(members)))
-        if self.facts.get("twin") is not None and len(members) == N:
+        twin, shuffled = self.facts.get("twin") is not None, not torch.equal(work.tokens.data, batch.tokens.data)
+        passed.append((twin, shuffled, len(members)))
+        if {"twins": twin, "shuffled": shuffled}[where] and len(members) == N:
             raise torch.OutOfMemoryError("no memory")
         return whole(self, work, members)
 
     monkeypatch.setattr(Subject, "_pass", scarce)
     record = scan(subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, nulls=3, batch_tokens=10**6)
-    assert sum(twin is not None and n == N for twin, n in passed) == 3
+    assert passed.count((where == "twins", where == "shuffled", N)) == 3
     assert [w for w in record.warnings if "memory" in w] == [f"out of memory: a batch of {N} prompts was run in halves"]
 
 

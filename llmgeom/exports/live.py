@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from llmgeom import weights
 from llmgeom.errors import Refused
 from llmgeom.exports.shift import measured
+from llmgeom.information import bits
 from llmgeom.record import Record, write_whole
 from llmgeom.reports import page
 from llmgeom.subject import Subject
@@ -63,15 +64,16 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     one that was measured, is too large or no transformer, and for a task whose exact answer the page cannot say."""
     spelt = record.subject.get("trained_on")
     if not isinstance(spelt, str):
-        raise Refused(f"export {form}: {record.subject['name']} was trained in no wind tunnel; scan one that was")
+        raise Refused(f"export live: {record.subject['name']} was trained in no wind tunnel; scan one that was")
     if (name := spelt.partition(":")[0]) not in TASKS:
-        raise Refused(f"export {form}: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
+        raise Refused(f"export live: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
     subject = measured(record)
     model = contents(subject)
     task = named(spelt)
-    batch = task.sample(1, seed=0)
+    batch, answers = task.sample(1, seed=0), task.answers
     with torch.inference_mode():
-        logits = subject.model(input_ids=batch.tokens.data.to(subject.model.device)).logits[0]
+        logits = subject.model(input_ids=batch.tokens.data.to(subject.model.device)).logits[0].cpu()
+    exact, own = answers.exact(batch.exact.predictive[0]), answers.read(logits[list(task.query)])
     fields = {
         "task": {
             "name": name,
@@ -84,7 +86,10 @@ def write(record: Record, form: str, out: Path) -> list[str]:
         "example": {
             "ids": batch.tokens.data[0].tolist(),
             "logits": _array(logits),
-            "exact": np.exp(batch.exact.predictive[0].numpy()),
+            "exact": _array(batch.exact.predictive[0].exp()),
+            "bits": _array(
+                bits(torch.stack([answers.entropy(exact), answers.entropy(own), answers.kl(exact, own)], 1))
+            ),
         },
     }
     html = page([record], live={"name": subject.name, **fields, **model})
