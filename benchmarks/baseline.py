@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 PYTHIA = ["--model", "pocket:pythia"]
+WITH = [sys.executable, "-m", "llmgeom"]
 SMALL = ["--nulls", "4", "--limit", "400"]
 RUNS: dict[str, list[str]] = {
     "train": ["train", "bijection", "--width", "32", "--layers", "1", "--lr", "1e-2", "--seed", "0"],
@@ -52,7 +53,7 @@ def run(name: str, folder: Path) -> None:
         words += ["--out", str(out)]
     env = os.environ | {"LLMGEOM_CACHE": str(folder / "cache")}
     for verb in (words[0], *NEW_WORDS.get(words[0], [])):
-        got = subprocess.run([sys.executable, "-m", "llmgeom", verb, *words[1:]], capture_output=True, text=True, env=env)
+        got = subprocess.run([*WITH, verb, *words[1:]], capture_output=True, text=True, env=env)
         (out / "stdout").write_text(got.stdout)
         if got.returncode == 0:
             break
@@ -105,8 +106,10 @@ def compare(old: Path, new: Path, rel: float) -> None:
     for key in come:
         values.setdefault(key.split("/")[0], []).append(b[key])
     lost = [k for k in gone if not any(same(a[k], v) for v in values.get(k.split("/")[0], []))]
-    print(f"{len(equal)} equal, {len(changed)} changed, {len(gone)} under another name or gone, of these "
-          f"{len(lost)} without an equal value; {len(come)} new")
+    print(
+        f"{len(equal)} equal, {len(changed)} changed, {len(gone)} under another name or gone, of these "
+        f"{len(lost)} without an equal value; {len(come)} new"
+    )
     for key in changed[:60]:
         print(f"changed  {key}: {a[key]!r} -> {b[key]!r}")
     for key in lost[:60]:

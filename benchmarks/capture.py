@@ -26,8 +26,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
-from llmgeom.subject import Subject
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 
 DEPTHS = (6, 24)
 SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION})
@@ -133,7 +133,7 @@ def _bridge(shape: str, batch: Batch):
     """TransformerBridge.run_with_cache of values, queries, keys and pattern. Its own output embedding is cut to the
     same rows. Where rotated keys have no hook (GPT-NeoX) it keeps the unrotated ones."""
     warnings.simplefilter("ignore")
-    from llmgeom.tl import BridgeSubject
+    from llmgeom.model.transformer_lens import BridgeSubject
 
     bridge = BridgeSubject.of(model(shape)).bridge
     keep = ("hook_v", "hook_pattern", "hook_rot_q", "hook_rot_k")

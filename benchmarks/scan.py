@@ -27,10 +27,10 @@ import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, PhiConfig
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
-from llmgeom.plan import BATCH_TOKENS, plan
-from llmgeom.store import Store
-from llmgeom.subject import Subject
+from llmgeom.cache.shards import Store
+from llmgeom.model.batching import BATCH_TOKENS, plan
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 
 # What the default probes of a scan of prompts read.
 SITES = frozenset(

@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from scipy.stats import spearmanr
 
-from llmgeom.stats import max_statistic, permute_units
+from llmgeom.stats.core import max_statistic, permute_units
 
 LAYERS, PROMPTS, TEMPLATES, LOOPED = 24, 75, 71, 20
 

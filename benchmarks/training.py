@@ -21,9 +21,9 @@ import numpy as np
 import torch
 
 from llmgeom import wind_tunnels
-from llmgeom.experiments.grades import Outcomes, grade
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, _Run
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior.scores import Outcomes, grade
+from llmgeom.wind_tunnels.training import Training, _Run
 
 RECIPES = {
     "bijection V=8: mae_abs <= 0.02 in 15 s": Training(

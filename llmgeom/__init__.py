@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # what a type checker reads; the interpreter asks __getattr__
     from llmgeom.batch import Batch
-    from llmgeom.capture import Site
-    from llmgeom.edits import Edit
+    from llmgeom.model.capture import Site
+    from llmgeom.model.edits import Edit
+    from llmgeom.model.subject import Subject
     from llmgeom.record import Record
-    from llmgeom.subject import Subject
 
 __version__ = "0.1.0"
 
 _WHERE = {
     "Batch": "llmgeom.batch",
-    "Edit": "llmgeom.edits",
+    "Edit": "llmgeom.model.edits",
     "Record": "llmgeom.record",
-    "Site": "llmgeom.capture",
-    "Subject": "llmgeom.subject",
+    "Site": "llmgeom.model.capture",
+    "Subject": "llmgeom.model.subject",
 }
 __all__ = ["Batch", "Edit", "Record", "Site", "Subject", "__version__"]
 

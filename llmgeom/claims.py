@@ -17,7 +17,7 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 
 from llmgeom.result import Headline, Measured, Verdict
-from llmgeom.stats import (
+from llmgeom.stats.core import (
     Interval,
     Scale,
     Side,
@@ -52,7 +52,7 @@ class Claim:
     equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre; where it is
                  also `one_sided`, at most that far above it: less than the null is no effect of this kind either.
 
-    What a plan assumes (llmgeom/power.py, docs/planning.md) and no verdict reads:
+    What a plan assumes (llmgeom/stats/power.py, docs/planning.md) and no verdict reads:
     spread       sd between units, of prompts; 0 where it was not measured. task_spread: of a task's sequences.
     null_spread  sd between draws of the null that is hardest to beat, task_null_spread alike; of a correlation, on
                  Fisher's scale.

@@ -18,9 +18,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from llmgeom import __version__, hub, interrupt
+from llmgeom import __version__, interrupt
 from llmgeom.errors import Refused, first_line, scrubbed
 from llmgeom.exports import FORMATS, export
+from llmgeom.model import hub
 from llmgeom.progress import bar
 
 
@@ -244,7 +245,7 @@ class Listed(click.ParamType):
 @_say_options
 def scan(**options: Any) -> int:
     """Scan a model: how the geometry of its last tokens relates to its uncertainty, and a page to look at."""
-    from llmgeom.experiments.scanning import Request, perform, prepare
+    from llmgeom.commands.scan import Request, perform, prepare
 
     say = {name: options.pop(name) for name in ("fail_on", "fail_on_flip", "dry_run", "as_json", "quiet", "verbose")}
     if say["fail_on_flip"] and not options["stability"]:
@@ -253,7 +254,7 @@ def scan(**options: Any) -> int:
         raise Refused("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     plan = prepare(Request(**options), write=not say["dry_run"])
     if say["dry_run"]:
-        from llmgeom.experiments.planning import estimate, lines
+        from llmgeom.commands.dry_run import estimate, lines
 
         cost = estimate(plan)
         click.echo(json.dumps(cost, sort_keys=True) if say["as_json"] else "\n".join(lines(cost)))
@@ -261,7 +262,7 @@ def scan(**options: Any) -> int:
     found = None
     with bar(say["quiet"] or say["as_json"]) as progress:
         if options["stability"]:
-            from llmgeom.experiments import stability
+            from llmgeom.commands import stability
 
             records, found = stability.perform(plan, progress)
         else:
@@ -298,7 +299,7 @@ def scan(**options: Any) -> int:
 @_say_options
 def sula(**options: Any) -> int:
     """In-context evidence: are k labelled words weighed as Bayes' rule does? With controls and rival readers."""
-    from llmgeom.experiments import sula
+    from llmgeom.commands import evidence as sula
 
     return _show_record(sula, options)
 
@@ -352,7 +353,7 @@ def ablate(**options: Any) -> int:
 
     With --heads all or --blocks all: which heads, or blocks, does the output need? Replace each, one at a time.
     """
-    from llmgeom.experiments import ablation
+    from llmgeom.commands import ablate as ablation
 
     return _show_record(ablation, options)
 
@@ -370,7 +371,7 @@ def ablate(**options: Any) -> int:
 @_say_options
 def swap(**options: Any) -> int:
     """Where is evidence held? Exchange it inside the model, and hold the answer against the exact counterfactual."""
-    from llmgeom.experiments import swap
+    from llmgeom.commands import patch as swap
 
     return _show_record(swap, options)
 
@@ -423,7 +424,7 @@ def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **opt
 
     TASK: see `llmgeom list tasks`; its fields follow a colon, as in hmm:states=5,steps=20.
     """
-    from llmgeom.wind_tunnels.train import Training, default_folder, train
+    from llmgeom.wind_tunnels.training import Training, default_folder, train
 
     asked = Training(**options)
     with bar(quiet or as_json) as progress:
@@ -446,7 +447,7 @@ def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **opt
 @_say_options
 def grade(**options: Any) -> int:
     """How near are a model's answers in a wind tunnel to the exact posterior? Beside predictors that do not infer."""
-    from llmgeom.experiments import grading
+    from llmgeom.commands import grade as grading
 
     return _show_record(grading, options, grading.table)
 
@@ -481,7 +482,7 @@ def dynamics(**options: Any) -> int:
 
     RUNS: folders of `llmgeom train --schedule constant`, one a training seed, and of `--corrupt 1` as their null.
     """
-    from llmgeom.experiments import dynamics
+    from llmgeom.commands import dynamics
 
     return _show_record(dynamics, options, dynamics.table)
 
@@ -498,7 +499,7 @@ def primitives(**options: Any) -> None:
 
     And the dose curve: what a model says whose labels were partly drawn again.
     """
-    from llmgeom.experiments import primitives
+    from llmgeom.papers import primitives
 
     _show_rows(primitives, options)
 
@@ -514,7 +515,7 @@ def calibrate(**options: Any) -> None:
     Every probe reads small models trained to the posterior, untrained, trained where nothing can be inferred, right for
     the wrong reason, and stopped on the way; about two hours of CPU. The table that it makes ships with the code.
     """
-    from llmgeom.experiments import calibrate
+    from llmgeom.commands import calibrate
 
     _show_rows(calibrate, options)
 
@@ -536,7 +537,7 @@ _trilogy_options = _all(
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-audit-HASH]")
 def audit(**options: Any) -> None:
     """Paper III's tables by the published definitions and by sound ones, side by side, and why they differ."""
-    from llmgeom.experiments import audit
+    from llmgeom.papers import audit
 
     _show_rows(audit, options)
 
@@ -577,7 +578,8 @@ _TAKES = {
 def reproduce(ctx: click.Context, what: str, **options: Any) -> None:
     """Every published number of a paper beside ours, with PASS, FAIL, INCONCLUSIVE or NOT TESTED, and why; or the
     trilogy's testable predictions, put to one model."""
-    from llmgeom.experiments import predictions, reproduce
+    from llmgeom.commands import reproduce
+    from llmgeom.papers import predictions
 
     source = {name: ctx.get_parameter_source(name) for name in options}
     typed = [name for name, origin in source.items() if origin is ParameterSource.COMMANDLINE]
@@ -672,7 +674,7 @@ def report(runs: tuple[str, ...], out: str | None) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of the tables.")
 def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     """Compare runs on the same prompts (scan the others with --prompts-from RUN); no model is loaded."""
-    from llmgeom.experiments.compare import compare
+    from llmgeom.commands.comparison import compare
     from llmgeom.record import Record, write_whole
 
     records = [Record.load(run) for run in runs]
@@ -727,7 +729,7 @@ _runs_argument = click.argument("runs", nargs=-1)
 @_runs_argument
 def cache_ls(runs: tuple[str, ...]) -> None:
     """The runs that are kept (key, size, age, model); of RUNS, given by their keys, every capture."""
-    from llmgeom import cache
+    from llmgeom.cache import manage as cache
 
     click.echo("\n".join(cache.table(cache.chosen(runs) if runs else cache.runs(), captures=bool(runs))))
 
@@ -736,7 +738,7 @@ def cache_ls(runs: tuple[str, ...]) -> None:
 @_runs_argument
 def cache_verify(runs: tuple[str, ...]) -> int:
     """Read every shard, of all runs or of RUNS, and hold it against its hash; exit 1 where one is damaged."""
-    from llmgeom import cache
+    from llmgeom.cache import manage as cache
 
     found = list(cache.verify(cache.chosen(runs) if runs else cache.runs()))
     bad = [f"{path}: {why}" for path, why in found if why]
@@ -750,8 +752,8 @@ def cache_verify(runs: tuple[str, ...]) -> int:
 @click.option("--all", "every", is_flag=True, help="All runs.")
 def cache_rm(runs: tuple[str, ...], every: bool) -> None:
     """Delete RUNS, given by the beginnings of their keys, and say what that freed."""
-    from llmgeom import cache
-    from llmgeom.store import said
+    from llmgeom.cache import manage as cache
+    from llmgeom.cache.shards import said
 
     if bool(runs) == every:
         raise Refused("say which: the keys of runs (`llmgeom cache ls` shows them), or --all")
@@ -764,8 +766,8 @@ def cache_rm(runs: tuple[str, ...], every: bool) -> None:
 @click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, file_okay=False))
 def cache_merge(folders: tuple[str, ...]) -> None:
     """Copy what is kept in other cache FOLDERS into this one, each shard checked, e.g. after a job array."""
-    from llmgeom import cache
-    from llmgeom.store import said
+    from llmgeom.cache import manage as cache
+    from llmgeom.cache.shards import said
 
     done = cache.merge(folders)
     there = f"; {done.there} were there" if done.there else ""
@@ -775,7 +777,7 @@ def cache_merge(folders: tuple[str, ...]) -> None:
 @main.command(epilog="Example:  llmgeom doctor")
 def doctor() -> int:
     """Is this machine ready? Versions, devices, cache, hub, pocket models, and what each feature lacks."""
-    from llmgeom.experiments.doctor import findings
+    from llmgeom.commands.doctor import findings
 
     worst = 0
     for mark, sentence in findings():

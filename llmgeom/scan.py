@@ -15,16 +15,17 @@ import torch
 import transformers
 from torch import Tensor
 
-from llmgeom import __version__, claims, fingerprint
+from llmgeom import __version__, claims
 from llmgeom.batch import NO_EXACT, Batch, Rows, Text, Tokens
-from llmgeom.capture import Capture, Site
+from llmgeom.cache import keys as fingerprint
+from llmgeom.cache.shards import room, run_key, taken
 from llmgeom.errors import Refused
-from llmgeom.information import bits
-from llmgeom.plan import BATCH_TOKENS
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.store import room, run_key, taken
-from llmgeom.subject import Subject
+from llmgeom.stats.information import bits
 
 NULLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 MOST = 1000  # prompts that are held against nulls: statistics of distances and permutations grow with their square

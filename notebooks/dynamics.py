@@ -11,15 +11,15 @@ from pathlib import Path
 from shutil import rmtree
 
 from llmgeom import Subject
-from llmgeom.experiments.drifts import settled
-from llmgeom.experiments.dynamics import Request, perform
+from llmgeom.commands.dynamics import Request, perform
+from llmgeom.dynamics.drift import settled
 from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.record import Record
 from llmgeom.reports import figures
 from llmgeom.scan import scan
 from llmgeom.wind_tunnels import named
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.training import Training, train
 
 # %% [markdown]
 # ## Two trainings

@@ -26,14 +26,14 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmgeom import Edit, Site, Subject
-from llmgeom.experiments.ablation import examine
-from llmgeom.information import bits, kl
+from llmgeom.commands.ablate import examine
 from llmgeom.progress import bar
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
-from llmgeom.readout import folds
 from llmgeom.reports import figures, page
-from llmgeom.stats import jackknife
+from llmgeom.stats.core import jackknife
+from llmgeom.stats.information import bits, kl
+from llmgeom.stats.ridge_probe import folds
 
 subject = Subject.load(MODEL)
 pool = subject.fitting(Domain("mixed").sample(300, seed=0))

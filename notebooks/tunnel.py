@@ -10,13 +10,13 @@ from pathlib import Path
 from shutil import rmtree
 
 from llmgeom import Subject
-from llmgeom.experiments.grading import Request, grade, perform
+from llmgeom.commands.grade import Request, grade, perform
 from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
 from llmgeom.scan import scan
 from llmgeom.wind_tunnels import named
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.training import Training, train
 
 # %% [markdown]
 # ## The task

@@ -17,17 +17,17 @@ import torch
 
 from llmgeom import Site, Subject
 from llmgeom.claims import Claim, Null, headline, layer_band
-from llmgeom.experiments.grading import grade
+from llmgeom.commands.grade import grade
 from llmgeom.probes import known
 from llmgeom.progress import bar
-from llmgeom.readout import decodability, decodability_interval, folds, read
 from llmgeom.reports import figures, page
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View, scan
-from llmgeom.stats import Interval
+from llmgeom.stats.core import Interval
+from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 from llmgeom.wind_tunnels import named
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.training import Training, train
 
 # %% [markdown]
 # ## The task
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task
+from llmgeom.task import Categorical, Drawn, Task
 
 
 @dataclass(frozen=True)

@@ -10,15 +10,15 @@ import numpy as np
 from scipy.stats import rankdata
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused
-from llmgeom.information import bits
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import jackknife
-from llmgeom.subject import Subject
+from llmgeom.stats.core import jackknife
+from llmgeom.stats.information import bits
 
 LEAST_TOKENS = 3  # below, the row without its first token has nothing to spread over
 LEAST_LAYERS = 3  # between two layers a curve can only rise or fall

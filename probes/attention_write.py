@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llmgeom.capture import Site
 from llmgeom.claims import declared
-from llmgeom.cloud import CloudResult, describe
+from llmgeom.model.capture import Site
+from llmgeom.probes.shared.representation_geometry import CloudResult, describe
 from llmgeom.scan import Needs, View
 
 NEEDS = Needs(frozenset({Site.ATTENTION_WRITE}))

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
-from llmgeom.cloud import Portrait, final_tokens
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.manifold import distances
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.shared.representation_geometry import Portrait, final_tokens
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
-from llmgeom.stats import band, jackknife, permute_units
-from llmgeom.subject import Subject
+from llmgeom.stats.core import band, jackknife, permute_units
+from llmgeom.stats.manifold import distances
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts

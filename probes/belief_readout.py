@@ -11,19 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.alignment import cka
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.cloud import read_at, varies
 from llmgeom.errors import Refused
-from llmgeom.information import bits, kl
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.shared.representation_geometry import read_at, varies
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
-from llmgeom.softmax_readout import FREE, PENALTIES, read
-from llmgeom.stats import Interval, jackknife
-from llmgeom.subject import Subject
+from llmgeom.stats.core import Interval, jackknife
+from llmgeom.stats.information import bits, kl
+from llmgeom.stats.similarity import cka
+from llmgeom.stats.softmax_probe import FREE, PENALTIES, read
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
 LEAST_LAYERS = 2

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.edits import Edit, Point
 from llmgeom.errors import Refused
-from llmgeom.information import bits, kl
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.edits import Edit, Point
+from llmgeom.model.subject import Subject
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import LEAST_UNITS, jackknife
-from llmgeom.subject import Subject
+from llmgeom.stats.core import LEAST_UNITS, jackknife
+from llmgeom.stats.information import bits, kl
 
 MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every twin
 BRANCHES: dict[Site, Point] = {Site.ATTENTION_WRITE: "attention_write", Site.MLP_WRITE: "mlp_write"}

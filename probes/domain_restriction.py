@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.cloud import flat, vectors
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.model.capture import Capture, Site
+from llmgeom.probes.shared.representation_geometry import flat, vectors
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import MATCHED, MIXED, Needs, Sample, View
-from llmgeom.stats import Interval, share_intervals, shares
+from llmgeom.stats.core import Interval, share_intervals, shares
 
 NEEDS = Needs(frozenset({Site.VALUE}), shuffled=False, samples=frozenset({MIXED, MATCHED}))
 CLAIMS = declared("domain_restriction")

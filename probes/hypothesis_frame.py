@@ -8,18 +8,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from llmgeom import parity
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.capture import Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.model import self_check as parity
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import LEAST_UNITS, band, jackknife
-from llmgeom.subject import Subject
-from llmgeom.weights import key_weight, output_weight, query_weight, value_bias, value_weight
+from llmgeom.stats.core import LEAST_UNITS, band, jackknife
 
 MOST_TOKENS = 32
 NOTHING = 1e-10  # of the largest eigenvalue: a direction shorter than its root is rounding

@@ -10,10 +10,16 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.orthogonality import (
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.model.weights import key_weight, query_weight
+from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import Needs, View
+from llmgeom.stats.core import LEAST_UNITS, Interval, band, jackknife, tail_p
+from llmgeom.stats.cosines import (
     class_cosine,
     cosines,
     gaussian_like,
@@ -24,12 +30,6 @@ from llmgeom.orthogonality import (
     seen_through,
     simplex_cosine,
 )
-from llmgeom.result import Figure, Headline, quantity
-from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
-from llmgeom.stats import LEAST_UNITS, Interval, band, jackknife, tail_p
-from llmgeom.subject import Subject
-from llmgeom.weights import key_weight, query_weight
 
 MOST_TOKENS = 256
 LEAST_CLASSES = 3

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
-from llmgeom.horizon import Horizon, past
-from llmgeom.information import bits, kl
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.shared.length_curves import Horizon, past
 from llmgeom.scan import WHOLE, Needs, View
-from llmgeom.subject import Subject
+from llmgeom.stats.information import bits, kl
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused
-from llmgeom.readout import folds
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, Sample, View
-from llmgeom.stats import band, jackknife, tail_p
-from llmgeom.subject import Subject
+from llmgeom.stats.core import band, jackknife, tail_p
+from llmgeom.stats.ridge_probe import folds
 
 LEAST_TOKENS = 5  # three keys between the first token and the last
 PLACEBOS = 999

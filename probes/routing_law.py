@@ -12,12 +12,12 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, headline, layer_band
 from llmgeom.errors import Refused
+from llmgeom.model.attention_gradients import DECREASE, Mixing, step
+from llmgeom.model.subject import Subject
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
-from llmgeom.routing import DECREASE, Mixing, step
 from llmgeom.scan import NULLS, Needs, View
-from llmgeom.stats import Interval, jackknife
-from llmgeom.subject import Subject
+from llmgeom.stats.core import Interval, jackknife
 
 PROMPTS, SEQUENCES = 8, 32  # a text asks for a prediction at every token, a sequence of a tunnel for one
 SHUFFLES = NULLS

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
-from llmgeom.cloud import (
+from llmgeom.errors import Refused
+from llmgeom.model.capture import Capture, Site
+from llmgeom.probes.shared.representation_geometry import (
     OWN,
     PERMUTATIONS,
     RHO,
@@ -23,11 +24,10 @@ from llmgeom.cloud import (
     rhos,
     untrained,
 )
-from llmgeom.errors import Refused
-from llmgeom.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.scan import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, Sample, View
-from llmgeom.stats import correlation_test, spearman, standardised
+from llmgeom.stats.core import correlation_test, spearman, standardised
+from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 
 SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
 NEEDS = Needs(frozenset({Site.VALUE}), samples=frozenset(SECOND))

@@ -71,7 +71,7 @@ def _parse(spec: str) -> tuple[str, str | None, str | None]:
 def _open(spec: str, name: str, config: str | None, seed: int, offline: bool) -> tuple[Iterator[dict], dict[str, Any]]:
     import datasets
 
-    from llmgeom import hub
+    from llmgeom.model import hub
 
     local = os.path.isdir(name)
     silent = offline or local or not hub.answers(name)

@@ -24,11 +24,11 @@ from random import Random
 
 import numpy as np
 
-from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import Refused
 from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.lexicon import lexicon
+from llmgeom.stats import conjugate as exact
 
 _WORDS = """
 bap bav bom boz buv dax fik fim fof gek gep gox gug jaz jed jep jik jip jiv jod juk kad kap kek kem kez kog koz kub

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom import exact
 from llmgeom.batch import Batch, Posterior, Text
 from llmgeom.errors import NO_TOKENIZER, Refused
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.nonce import FORMATS, Part
+from llmgeom.stats import conjugate as exact
 
 CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
 MASK = "[MASK]"

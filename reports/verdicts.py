@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from llmgeom.calibration import placed
 from llmgeom.record import Record
 from llmgeom.reports.text import numbers, visible
 from llmgeom.result import Headline
+from llmgeom.validity import placed
 
 # A verdict is told by its word and its shape; colour only repeats it.
 ICONS = {

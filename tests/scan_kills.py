@@ -16,11 +16,11 @@ import signal
 import sys
 from pathlib import Path
 
-from llmgeom.experiments import scanning
+from llmgeom.cache.shards import Store
+from llmgeom.commands import scan as scanning
+from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
-from llmgeom.store import Store
-from llmgeom.subject import Subject
 
 # Where a scan can be killed: before the call, so that of two neighbours the work between them is lost or kept.
 PLACES = {

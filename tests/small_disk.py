@@ -16,11 +16,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from llmgeom import hub
 from llmgeom.cli import main
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels import train as trainer
+from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.models import architectures  # noqa: F401  (imported once, before the forks)
 from tests.train_kills import files
 

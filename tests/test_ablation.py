@@ -11,11 +11,7 @@ import torch
 
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
-from llmgeom.edits import Edit
-from llmgeom.errors import Refused, Unavailable
-from llmgeom.experiments import axis, bench
-from llmgeom.experiments.ablation import (
+from llmgeom.commands.ablate import (
     CONTROL,
     EQUAL,
     KL,
@@ -26,12 +22,17 @@ from llmgeom.experiments.ablation import (
     measure_found,
     perform,
 )
-from llmgeom.experiments.axis import SIZE, VARIANCE, Axis, gain, readout_direction, ridge, subsets
-from llmgeom.experiments.bench import DOSES, Bench
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import axis
+from llmgeom.probes.interventions import patching as bench
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, gain, readout_direction, ridge, subsets
+from llmgeom.probes.interventions.patching import DOSES, Bench
 from llmgeom.prompts.sula import Sula, available
-from llmgeom.readout import folds, read
 from llmgeom.record import Record
-from llmgeom.subject import Subject
+from llmgeom.stats.ridge_probe import folds, read
 from tests.families import FAMILIES, VOCAB
 
 torch.set_num_threads(1)

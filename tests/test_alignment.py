@@ -8,9 +8,9 @@ from itertools import permutations
 import numpy as np
 import pytest
 
-from llmgeom.alignment import cka
+from llmgeom.commands.comparison import alignment, gram
 from llmgeom.errors import Refused
-from llmgeom.experiments.compare import alignment, gram
+from llmgeom.stats.similarity import cka
 
 
 def test_cka_is_the_ratio_of_means_over_quadruples_of_rows():

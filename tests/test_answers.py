@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from scipy.integrate import quad
 
-from llmgeom.wind_tunnels.answers import Categorical, Gaussian
+from llmgeom.answers import Categorical, Gaussian
 
 # (mean, variance) of two normal variables: alike, apart, one inside the other, far apart, nearly equal.
 PAIRS = [

@@ -12,10 +12,10 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llmgeom.attention import Recorder, attached, interface_kind, recording
-from llmgeom.blocks import blocks
-from llmgeom.capture import Site
 from llmgeom.errors import Refused
+from llmgeom.model.attention import Recorder, attached, interface_kind, recording
+from llmgeom.model.capture import Site
+from llmgeom.model.layers import blocks
 from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
 from llmgeom.wind_tunnels.models.rows import RowsForCausalLM
 from llmgeom.wind_tunnels.models.tunnel import LSTM, MIXERS, Mean, Slots, TunnelConfig, TunnelForCausalLM

@@ -11,12 +11,12 @@ import torch
 from scipy.stats import spearmanr
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
 from llmgeom.probes.attention_focus import Reach, reach
 from llmgeom.scan import View
-from llmgeom.subject import Subject
 from tests.families import FAMILIES, LENGTHS, ragged
 
 N = 60

@@ -13,11 +13,11 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
-from llmgeom.cloud import GIVEN, R2, RHO
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_write, value_manifold
+from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
 from llmgeom.scan import View
-from llmgeom.subject import Subject
 from tests.families import FAMILIES, VOCAB
 
 N = 40

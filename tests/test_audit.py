@@ -11,21 +11,23 @@ import torch
 from click.testing import CliRunner
 from sklearn.decomposition import PCA
 
-from llmgeom.capture import Capture, Site
 from llmgeom.cli import main
+from llmgeom.commands.scan import Request, prepare
 from llmgeom.errors import Refused
-from llmgeom.experiments import audit, paper3, predictions, published, trilogy
-from llmgeom.experiments.evidence import Reading, Truth, label_entropy
-from llmgeom.experiments.papers import table
-from llmgeom.experiments.scanning import Request, prepare
-from llmgeom.experiments.trilogy import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.papers import audit, paper3, predictions
+from llmgeom.papers import runs as trilogy
+from llmgeom.papers.published_numbers import table
+from llmgeom.papers.runs import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
 from llmgeom.probes import known, names
+from llmgeom.probes.evidence import published
+from llmgeom.probes.evidence.answers import Reading, Truth, label_entropy
 from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
 from llmgeom.scan import View, scan
-from llmgeom.stats import shares
-from llmgeom.subject import Subject
+from llmgeom.stats.core import shares
 from tests.families import FAMILIES, ragged
 
 LENGTHS = tuple(range(4, 24))

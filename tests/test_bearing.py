@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmgeom.subject import Subject
+from llmgeom.model.subject import Subject
+from llmgeom.task import Task
 from llmgeom.wind_tunnels import named
-from llmgeom.wind_tunnels.keyed_hmm import KeyedHMM
-from llmgeom.wind_tunnels.recall import Recall
-from llmgeom.wind_tunnels.task import Task
+from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
+from llmgeom.wind_tunnels.tasks.recall import Recall
 from tests.families import FAMILIES
 
 Change = Callable[[Task, list, int, int], Iterator[list]]  # task, sequence, position, query -> sequences changed there

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import judge
 from llmgeom.errors import Refused
-from llmgeom.manifold import distances
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import belief_clusters
 from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _apart, _spaces, read_out
 from llmgeom.scan import WHOLE, Sample, View, scan
-from llmgeom.subject import Subject
+from llmgeom.stats.manifold import distances
+from llmgeom.task import Gaussian
 from llmgeom.wind_tunnels.models.architectures import ARCHITECTURES, build
-from llmgeom.wind_tunnels.task import Gaussian
 
 N, STEPS, K, D = 60, 5, 3, 12
 NAME = "silhouette beyond the read-out"

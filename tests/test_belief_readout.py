@@ -9,18 +9,19 @@ import pytest
 import torch
 from sklearn.linear_model import LogisticRegression
 
-from llmgeom import claims, softmax_readout, wind_tunnels
-from llmgeom.alignment import cka
+from llmgeom import claims, wind_tunnels
 from llmgeom.batch import Batch, Posterior, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
-from llmgeom.readout import folds
 from llmgeom.scan import WHOLE, Sample, View, scan
-from llmgeom.softmax_readout import FREE, PENALTIES, fit, read
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.stats import softmax_probe as softmax_readout
+from llmgeom.stats.ridge_probe import folds
+from llmgeom.stats.similarity import cka
+from llmgeom.stats.softmax_probe import FREE, PENALTIES, fit, read
+from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES, hooked
 from tests.test_replacing import alone, last_log_probs, random_prompts
 

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmgeom import cache, store
+from llmgeom.cache import manage as cache
+from llmgeom.cache import shards as store
 from llmgeom.cli import main
 from llmgeom.errors import Refused
-from llmgeom.subject import Subject
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES
 from tests.test_store import capture, contents, cut, shards
 

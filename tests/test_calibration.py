@@ -12,20 +12,22 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmgeom import calibration as placing
+from llmgeom import validity as placing
 from llmgeom import wind_tunnels
-from llmgeom.calibration import Calibration, Signature, null_units, placed
+from llmgeom.bench import known_truth as subjects
+from llmgeom.bench import sweep
+from llmgeom.bench.known_truth import CELLS, KINDS, bench
 from llmgeom.claims import Null, declared, headline
 from llmgeom.cli import main
+from llmgeom.commands import calibrate
 from llmgeom.errors import Refused
-from llmgeom.experiments import calibrate, subjects, sweep
-from llmgeom.experiments.grades import grade
-from llmgeom.experiments.subjects import CELLS, KINDS, bench
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.reports import page, table
-from llmgeom.stats import Interval
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import EVIDENCE, Training, _Run, sheet, train
+from llmgeom.stats.core import Interval
+from llmgeom.validity import Calibration, Signature, null_units, placed
+from llmgeom.wind_tunnels.training import EVIDENCE, Training, _Run, sheet, train
 from tests.test_primitives import TINY, InProcess
 
 PAIRS = wind_tunnels.named("bijection:vocab=5,pairs=4")

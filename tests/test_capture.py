@@ -10,13 +10,13 @@ import pytest
 import torch
 import transformers
 
-from llmgeom import attention as attention_module
-from llmgeom.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import OUTPUTS, ROWS, Site
-from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable, UnsupportedModel
-from llmgeom.subject import Subject
+from llmgeom.model import attention as attention_module
+from llmgeom.model.attention import FUSED, PLAIN, Recorder, attached, recording
+from llmgeom.model.capture import OUTPUTS, ROWS, Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, VOCAB, apart, prompts, ragged
 
 torch.set_num_threads(1)

@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 from huggingface_hub import constants
 
-from llmgeom import hub
 from llmgeom.cli import main
+from llmgeom.model import hub
 from llmgeom.probes import ON_REQUEST, names
 from llmgeom.record import Record
 
@@ -212,7 +212,7 @@ def test_a_model_whose_logits_are_not_finite_is_refused_by_prompt_and_layer(tmp_
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from llmgeom import hub
+    from llmgeom.model import hub
 
     source = hub.locate("pocket:pythia").path
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -228,7 +228,7 @@ def test_a_model_whose_logits_are_not_finite_is_refused_by_prompt_and_layer(tmp_
 def test_a_model_without_readable_attention_is_refused_by_name(tmp_path):
     from transformers import AutoTokenizer, MambaConfig, MambaForCausalLM
 
-    from llmgeom import hub
+    from llmgeom.model import hub
 
     MambaForCausalLM(MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=64)).save_pretrained(tmp_path / "m")
     AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(tmp_path / "m")

@@ -13,12 +13,13 @@ import pytest
 from scipy.spatial.distance import pdist
 from scipy.stats import kstest, spearmanr, t
 
-from llmgeom import claims, stats
+from llmgeom import claims
+from llmgeom.commands import comparison as compare
+from llmgeom.commands.comparison import PLACES, RHO, SIGNATURES, alignment, gram, permuted, ranked
 from llmgeom.errors import Refused
-from llmgeom.experiments import compare
-from llmgeom.experiments.compare import PLACES, RHO, SIGNATURES, alignment, gram, permuted, ranked
 from llmgeom.record import Record
 from llmgeom.result import Headline, Measured, Quantity
+from llmgeom.stats import core as stats
 
 PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
 
@@ -423,9 +424,9 @@ def test_each_record_has_a_row_with_its_kind_its_window_and_its_signatures():
 
 
 def test_titles_and_headlines_are_those_of_the_claims_and_of_the_experiment_on_kinds_of_attention():
-    from llmgeom import cloud
-    from llmgeom.experiments import kinds
     from llmgeom.probes import attention_write, value_manifold
+    from llmgeom.probes.shared import representation_geometry as cloud
+    from studies import attention_variants as kinds
 
     ours = {place: nature for nature, titles in SIGNATURES.items() for place in titles.values()}
     theirs = {(s.probe, s.headline): s.nature for s in kinds.SIGNATURES if s.probe != "kinds"}
@@ -455,7 +456,7 @@ def test_a_comparison_is_plain_data_and_safe_lines():
 
 
 def test_it_loads_no_model_library():
-    code = "import llmgeom.experiments.compare, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import llmgeom.commands.comparison, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
@@ -464,8 +465,8 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
-    from llmgeom import hub
-    from llmgeom.experiments import scanning
+    from llmgeom.commands import scan as scanning
+    from llmgeom.model import hub
 
     tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path)
     for name, kv_heads, hidden, layers in (("mha", 4, 32, 3), ("mqa", 1, 16, 4)):

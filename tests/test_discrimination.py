@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr
 from sklearn.metrics import roc_auc_score
 
-from llmgeom.discrimination import Area, area, rank_correlation, rate, threshold, told_apart
+from llmgeom.stats.auc import Area, area, rank_correlation, rate, threshold, told_apart
 
 
 def bench(rng, tasks=6, positives=6, negatives=9, apart=0.0, spread=0.0):

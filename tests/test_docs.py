@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from llmgeom import claims, hub, wind_tunnels
+from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
 from llmgeom.probes import known, names
 from llmgeom.prompts import domains
-from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from tests.families import FAMILIES
 from tests.notebooks import FOLDER as NOTEBOOKS

@@ -11,12 +11,12 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.model.capture import Capture, Site
 from llmgeom.probes import domain_restriction
 from llmgeom.probes.domain_restriction import gain
 from llmgeom.scan import MATCHED, MIXED, Sample, View
-from llmgeom.stats import Interval, share_intervals, shares
+from llmgeom.stats.core import Interval, share_intervals, shares
 
 N, D, LAYERS = 60, 32, 2
 CLAIM = "gain in PC1+PC2 share, as diverse"

@@ -15,21 +15,22 @@ import torch
 from click.testing import CliRunner
 from scipy import stats
 
-from llmgeom.capture import Site
+from llmgeom.bench import sweep
 from llmgeom.cli import main
+from llmgeom.commands import dynamics
+from llmgeom.commands.comparison import alignment, gram
+from llmgeom.commands.dynamics import Request, over_training, perform, table
+from llmgeom.dynamics.drift import Drifts, drifts, fallen, less_p, mean_log, settled, state
+from llmgeom.dynamics.trajectories import Course, Run, sections
 from llmgeom.errors import Refused
-from llmgeom.experiments import dynamics, sweep
-from llmgeom.experiments.compare import alignment, gram
-from llmgeom.experiments.courses import Course, Run, sections
-from llmgeom.experiments.drifts import Drifts, drifts, fallen, less_p, mean_log, settled, state
-from llmgeom.experiments.dynamics import Request, over_training, perform, table
-from llmgeom.experiments.grades import grade
+from llmgeom.model.attention_gradients import signals
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.result import Headline
-from llmgeom.routing import signals
-from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import named
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.training import Training, train
 from tests.test_primitives import InProcess
 
 TASK = "bijection:vocab=4,pairs=3"

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmgeom.attention import Recorder
-from llmgeom.capture import Site
-from llmgeom.edits import POINTS, Edit, Where
 from llmgeom.errors import Refused
-from llmgeom.subject import Subject
+from llmgeom.model.attention import Recorder
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import POINTS, Edit, Where
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, LENGTHS, first, hooked, prompts, ragged
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.integrate import quad
 
-from llmgeom.exact import beta_bernoulli, beta_majority, two_point, two_point_belief
+from llmgeom.stats.conjugate import beta_bernoulli, beta_majority, two_point, two_point_belief
 
 COUNTS = [(0, 0), (1, 0), (0, 1), (3, 2), (2, 7), (12, 0), (40, 38)]
 

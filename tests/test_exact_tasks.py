@@ -14,14 +14,14 @@ from scipy import stats
 from scipy.integrate import quad
 
 from llmgeom.errors import Refused
-from llmgeom.exact import gaussian_regression
-from llmgeom.information import bits, entropy
-from llmgeom.wind_tunnels.bijection import Bijection
-from llmgeom.wind_tunnels.coin import Coin
-from llmgeom.wind_tunnels.recall import Recall
-from llmgeom.wind_tunnels.recurrence import Recurrence
-from llmgeom.wind_tunnels.regression import Regression
-from llmgeom.wind_tunnels.task import seeded
+from llmgeom.stats.conjugate import gaussian_regression
+from llmgeom.stats.information import bits, entropy
+from llmgeom.task import seeded
+from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.tasks.coin import Coin
+from llmgeom.wind_tunnels.tasks.recall import Recall
+from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
+from llmgeom.wind_tunnels.tasks.regression import Regression
 from tests import brute_force_more as brute
 
 
@@ -137,7 +137,7 @@ def test_regression_in_three_dimensions_by_conditioning_one_joint_normal():
 
 
 def test_exact_answers_about_prompts_need_no_torch():
-    code = "import llmgeom.exact, sys; print('torch' in sys.modules)"
+    code = "import llmgeom.stats.conjugate, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 

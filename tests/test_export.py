@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 from safetensors import safe_open
 
-from llmgeom import extras
+from llmgeom import optional as extras
 from llmgeom.cli import main
+from llmgeom.commands import doctor
 from llmgeom.errors import Refused
-from llmgeom.experiments import doctor
 from llmgeom.exports import card, export, latex
 from llmgeom.exports.tables import tables
 from llmgeom.record import Record
@@ -287,7 +287,7 @@ def test_out_is_a_place_that_is_made(run, tmp_path):
 
 
 def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
-    from llmgeom import hub
+    from llmgeom.model import hub
 
     cached = hub.Located("o/x", "o/x", "1" * 40, "cached", note="offline, as asked: the cached copy of main was used")
     monkeypatch.setattr(hub, "locate", lambda name: cached)

@@ -11,15 +11,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmgeom.batch import Batch, Text
-from llmgeom.capture import Site
-from llmgeom.edits import Edit
+from llmgeom.commands.ablate import Ablation, examine
 from llmgeom.errors import Refused
-from llmgeom.experiments.ablation import Ablation, examine
 from llmgeom.exports import shift
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Measured
-from llmgeom.subject import Subject
 from tests.families import FAMILIES, VOCAB, first, ragged
 
 torch.set_num_threads(1)
@@ -75,7 +75,7 @@ def plainly(model, subject: Subject, text=TEXT) -> torch.Tensor:
 
 
 def fresh(name: str):
-    from llmgeom import hub
+    from llmgeom.model import hub
 
     return AutoModelForCausalLM.from_pretrained(hub.locate(f"pocket:{name}").path, dtype=torch.float32).eval()
 

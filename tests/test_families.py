@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmgeom import attention as attention_module
 from llmgeom.batch import Batch
-from llmgeom.capture import ROWS, Capture, Site
 from llmgeom.errors import UnsupportedModel
-from llmgeom.plan import plan
-from llmgeom.subject import Subject
+from llmgeom.model import attention as attention_module
+from llmgeom.model.batching import plan
+from llmgeom.model.capture import ROWS, Capture, Site
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, LENGTHS, Family, apart, hooked, interleaved, outputs, prompts, ragged
 
 torch.set_num_threads(1)

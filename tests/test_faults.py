@@ -10,8 +10,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from llmgeom.errors import Refused
-from llmgeom.wind_tunnels import train as trainer
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels import training as trainer
+from llmgeom.wind_tunnels.training import Training, train
 
 HERE = Path(__file__).parent
 SMALL = Training(

@@ -13,13 +13,16 @@ import pytest
 import torch
 import transformers
 
-from llmgeom import fingerprint, hub, plan, store
 from llmgeom.batch import Batch, Text
-from llmgeom.capture import Site
-from llmgeom.edits import Edit
+from llmgeom.cache import keys as fingerprint
+from llmgeom.cache import shards as store
+from llmgeom.cache.shards import digest
 from llmgeom.errors import Refused
-from llmgeom.store import digest
-from llmgeom.subject import Subject
+from llmgeom.model import batching as plan
+from llmgeom.model import hub
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 
 TEXTS = Batch(Text(("the river is", "a stone in the garden")), ("a", "b"), {"name": "two"})
@@ -58,7 +61,7 @@ def own() -> Subject:
 
 
 def bridged() -> Subject:
-    from llmgeom.tl import BridgeSubject
+    from llmgeom.model.transformer_lens import BridgeSubject
 
     return BridgeSubject.of(FAMILIES["llama"].model(), name="tiny")
 
@@ -111,7 +114,7 @@ def test_other_prompts_sites_plans_and_edits_are_other_captures():
         ("torch", "__version__", "9"),
         ("transformers", "__version__", "9"),
         ("torch", "get_num_threads", lambda: 7),
-        ("llmgeom.store", "SCHEMA", 9),
+        ("llmgeom.cache.shards", "SCHEMA", 9),
     ],
 )
 def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch, where, what, value):

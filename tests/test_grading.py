@@ -16,17 +16,17 @@ from scipy import integrate, stats
 
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
-from llmgeom.edits import Edit
+from llmgeom.commands.grade import Request, Told, examine, grade, perform, table
 from llmgeom.errors import Refused
-from llmgeom.experiments import grades
-from llmgeom.experiments.grading import Request, Told, examine, grade, perform, table
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior import scores as grades
 from llmgeom.record import Record
 from llmgeom.reports import page
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.bijection import Bijection
-from llmgeom.wind_tunnels.coin import Coin
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Gaussian, Task, held_out
-from llmgeom.wind_tunnels.train import Training, save_model, train
+from llmgeom.task import Categorical, Drawn, Gaussian, Task, held_out
+from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.tasks.coin import Coin
+from llmgeom.wind_tunnels.training import Training, save_model, train
 
 NEVER = -1e9  # a logit of probability 0
 

@@ -13,13 +13,13 @@ import torch
 from scipy.integrate import dblquad
 
 from llmgeom.errors import Refused
-from llmgeom.exact import beta_bernoulli, dirichlet_multinomial, forward_filter
-from llmgeom.information import bits, entropy, kl
+from llmgeom.stats.conjugate import beta_bernoulli, dirichlet_multinomial, forward_filter
+from llmgeom.stats.information import bits, entropy, kl
+from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import named
-from llmgeom.wind_tunnels.hmm import HMM, _fixed, hundredths
-from llmgeom.wind_tunnels.keyed_hmm import KeyedHMM
-from llmgeom.wind_tunnels.markov import Markov
-from llmgeom.wind_tunnels.task import held_out, seeded
+from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed, hundredths
+from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
+from llmgeom.wind_tunnels.tasks.markov import Markov
 from tests import brute_force
 
 # Numbers of states and of symbols differ, so that one cannot stand in for the other.
@@ -533,5 +533,5 @@ def test_two_symbols_are_a_coin_and_a_prior_without_mass_is_named():
 
 
 def test_exact_answers_load_no_torch_until_they_are_asked_for():
-    code = "import llmgeom.exact, sys; print('torch' in sys.modules)"
+    code = "import llmgeom.stats.conjugate, sys; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

@@ -15,14 +15,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmgeom import hub
+from llmgeom.commands import grade as grading
+from llmgeom.commands import scan as scanning
 from llmgeom.errors import Refused
-from llmgeom.experiments import grading, scanning
+from llmgeom.model import hub
 from llmgeom.prompts import files
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.text import visible
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.training import Training, train
 from tests.hostile import ended
 from tests.test_page import Tree, shape, synthetic
 from tests.test_record import record

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmgeom.bench import sweep
 from llmgeom.errors import Refused
-from llmgeom.experiments import paper2, sweep
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels import train as trainer
+from llmgeom.model.subject import Subject
+from llmgeom.papers import paper2
+from llmgeom.wind_tunnels import training as trainer
 from tests.hostile import commands, ended
 
 LOADS = "this is where a model would be loaded or made"

@@ -15,8 +15,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from llmgeom import hub
 from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.model import hub
 
 COMMIT, OLDER = "a" * 40, "b" * 40
 ERRORS = {  # as the hub sends them: status, X-Error-Code
@@ -367,7 +367,7 @@ def test_a_pocket_name_without_its_prefix_is_recognised(tmp_path, asked, monkeyp
 SCRIPT = """
 import sys, time
 {before}
-from llmgeom import hub
+from llmgeom.model import hub
 from llmgeom.errors import Refused
 try:
     hub.locate("EleutherAI/pythia-410m")

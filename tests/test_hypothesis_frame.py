@@ -12,8 +12,10 @@ from scipy.linalg import subspace_angles
 from torch import nn
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probes import hypothesis_frame
 from llmgeom.probes.hypothesis_frame import (
     KEY_VALUE,
@@ -27,8 +29,6 @@ from llmgeom.probes.hypothesis_frame import (
     read,
 )
 from llmgeom.scan import View, scan
-from llmgeom.subject import Subject
-from llmgeom.weights import key_weight, query_weight
 from llmgeom.wind_tunnels import named
 from tests.families import FAMILIES, ragged
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from scipy import stats
 
-from llmgeom.information import bits, entropy, kl, tv
+from llmgeom.stats.information import bits, entropy, kl, tv
 
 P = np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]])
 Q = np.array([[0.25, 0.25, 0.25, 0.25], [0.7, 0.1, 0.1, 0.1], [0.1, 0.2, 0.3, 0.4]])

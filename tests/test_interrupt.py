@@ -14,9 +14,9 @@ from click.testing import CliRunner
 
 from llmgeom import interrupt
 from llmgeom.cli import main
+from llmgeom.model.subject import Subject
 from llmgeom.record import tidy, write_whole
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels import train as trainer
+from llmgeom.wind_tunnels import training as trainer
 from tests.train_kills import files
 
 
@@ -173,7 +173,7 @@ def test_a_sweep_tells_its_processes_to_end_with_their_step(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"""
 from dataclasses import replace
-from llmgeom.experiments import primitives
+from llmgeom.papers import primitives
 from llmgeom.cli import main
 if __name__ == "__main__":
     cell = replace(primitives.DOSED, steps=10**7, batch=4, width=8, layers=1, snapshots=2)

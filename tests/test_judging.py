@@ -10,9 +10,9 @@ from scipy import stats
 
 from llmgeom.claims import Claim, Null, headline
 from llmgeom.errors import Refused
-from llmgeom.experiments.judging import NONE, Judged, combined, judged, over_seeds, pose
-from llmgeom.experiments.papers import Check, Entry
-from llmgeom.stats import Interval, needed_n_mean
+from llmgeom.papers.published_numbers import Check, Entry
+from llmgeom.papers.verdicts import NONE, Judged, combined, judged, over_seeds, pose
+from llmgeom.stats.core import Interval, needed_n_mean
 
 
 def asks(compare: str, **given) -> Check:

@@ -11,14 +11,14 @@ import transformers
 from scipy.stats import ortho_group, t
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.orthogonality import mean_abs_cosine, random_cosine
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, CLASSES, COLUMNS, SEEN, SEEN_CENTRED, WHOLE, Reading
 from llmgeom.result import Result
 from llmgeom.scan import View
-from llmgeom.subject import Subject
+from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 
 SMALL = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}

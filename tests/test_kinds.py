@@ -13,13 +13,13 @@ import torch
 import transformers
 from scipy import stats as scipy_stats
 
-from llmgeom.capture import Site
 from llmgeom.claims import declared
 from llmgeom.errors import Refused
-from llmgeom.experiments import kinds
-from llmgeom.experiments.kinds import KINDS, SIGNATURES, SPEC, Material, contrasts, effect, effects, matched
-from llmgeom.experiments.lessons import asked
-from llmgeom.subject import Subject
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from studies import attention_variants as kinds
+from studies.attention_variants import KINDS, SIGNATURES, SPEC, Material, contrasts, effect, effects, matched
+from studies.training_data import asked
 
 TINY = replace(SPEC, hidden=16, layers=3, ffn=24, vocabulary=400, batch=4, steps=4, tokenizer_texts=200)
 TINY = replace(TINY, pool=120, prompts=24, nulls=1, fillings=1)

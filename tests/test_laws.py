@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from llmgeom.task import Drawn, seeded, uniform
 from llmgeom.wind_tunnels import named, names
-from llmgeom.wind_tunnels.bijection import Bijection
-from llmgeom.wind_tunnels.coin import Coin
-from llmgeom.wind_tunnels.laws import ALARM, _by_simulation, _entropy, _excess, check
-from llmgeom.wind_tunnels.recall import Recall
-from llmgeom.wind_tunnels.recurrence import Recurrence
-from llmgeom.wind_tunnels.regression import Regression
-from llmgeom.wind_tunnels.task import Drawn, seeded, uniform
+from llmgeom.wind_tunnels.checks import ALARM, _by_simulation, _entropy, _excess, check
+from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.tasks.coin import Coin
+from llmgeom.wind_tunnels.tasks.recall import Recall
+from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
+from llmgeom.wind_tunnels.tasks.regression import Regression
 
 VARIANTS = [
     "bijection:vocab=6,pairs=9,replacement=true",

@@ -11,22 +11,23 @@ import torch
 from click.testing import CliRunner
 from scipy.stats import entropy, t
 
-from llmgeom import hub, wind_tunnels
+from llmgeom import wind_tunnels
 from llmgeom.batch import NO_EXACT
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import judge
 from llmgeom.cli import main
+from llmgeom.commands.grade import Told, examine
 from llmgeom.errors import Refused
-from llmgeom.experiments.grading import Told, examine
-from llmgeom.horizon import RATIO
+from llmgeom.model import hub
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import length_cliff
 from llmgeom.probes.length_cliff import Reach, reach
+from llmgeom.probes.shared.length_curves import RATIO
 from llmgeom.record import Record
 from llmgeom.scan import WHOLE, Sample, View, scan
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.bijection import Bijection
 from llmgeom.wind_tunnels.models.architectures import build
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.training import Training, train
 from tests.test_grading import of as graded_subject
 from tests.test_grading import saying
 

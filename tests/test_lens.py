@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from llmgeom.batch import Posterior
-from llmgeom.capture import Site
 from llmgeom.errors import Unavailable
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.bijection import Bijection
-from llmgeom.wind_tunnels.hmm import HMM
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.models import build
+from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.tasks.hmm import HMM
 from tests.families import FAMILIES, prompts, ragged
 
 torch.set_num_threads(1)

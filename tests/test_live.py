@@ -16,9 +16,9 @@ from llmgeom.cli import main
 from llmgeom.errors import Refused
 from llmgeom.exports import export
 from llmgeom.exports.live import LARGEST, TASKS, contents
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports.live import plain
-from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import named
 from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.models import build

@@ -10,9 +10,9 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from llmgeom import hub
 from llmgeom.errors import Refused
-from llmgeom.subject import Subject
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
 
 
 def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):

@@ -10,7 +10,7 @@ from sklearn.manifold import Isomap
 from sklearn.neighbors import NearestNeighbors
 
 from llmgeom.errors import Refused
-from llmgeom.manifold import (
+from llmgeom.stats.manifold import (
     distances,
     distinct,
     independent,

@@ -10,16 +10,16 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom import plan
 from llmgeom import scan as scanning
-from llmgeom import subject as subjects
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Capture, Site
+from llmgeom.cache.lazy import Shelf
+from llmgeom.model import batching as plan
+from llmgeom.model import subject as subjects
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus, value_manifold
 from llmgeom.record import Record
 from llmgeom.scan import scan
-from llmgeom.shelf import Shelf
-from llmgeom.subject import Subject
 from tests.families import FAMILIES, VOCAB
 
 N, FEW = 70, 40

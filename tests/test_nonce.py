@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from llmgeom.errors import Refused
-from llmgeom.experiments.lessons import domains
 from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.lexicon import lexicon
 from llmgeom.prompts.nonce import FORMATS, LABELS, LONGEST, Evidence, Part, carriers, leads, pairs, sequences
+from studies.training_data import domains
 
 READ = {
     "colon": re.compile(r"(.*?)\. ((?:\w+: \w+, )*\w+: \w+)\."),

@@ -12,15 +12,15 @@ from click.testing import CliRunner
 
 from llmgeom import probes
 from llmgeom.batch import Batch, Text
-from llmgeom.capture import Site
 from llmgeom.cli import main
-from llmgeom.edits import Edit
 from llmgeom.errors import Refused
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.scan import scan
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels import train as trainer
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels import training as trainer
+from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES
 
 SMALL = Training(

@@ -11,9 +11,9 @@ import pytest
 import torch
 import transformers
 
-from llmgeom import hub
-from llmgeom.capture import Site
-from llmgeom.subject import OFFLOADED, Subject
+from llmgeom.model import hub
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import OFFLOADED, Subject
 from tests.families import FAMILIES, ragged
 from tests.test_store import same
 

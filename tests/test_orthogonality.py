@@ -10,7 +10,7 @@ import pytest
 from scipy.stats import kstest, ortho_group
 
 from llmgeom.errors import Refused
-from llmgeom.orthogonality import (
+from llmgeom.stats.cosines import (
     class_cosine,
     gaussian_like,
     mean_abs_cosine,

@@ -480,7 +480,7 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     for record, value in ((first, 0.4), (second, 0.55)):
         measured = replace(record.results["manifold"], headlines=(headline(NAMED, value=value, effect=0.1),))
         made.append(replace(record, results={"manifold": measured}))
-    from llmgeom.experiments.compare import compare
+    from llmgeom.commands.comparison import compare
 
     found = compare(made).to_dict()
     html = page(made, found)
@@ -500,7 +500,7 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
 
 
 def test_dose_curves_carry_bits_a_control_band_and_an_interval():
-    from llmgeom.experiments.ablation import Ablation
+    from llmgeom.commands.ablate import Ablation
 
     kl = Ablation.quantities()["kl"]
     assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
@@ -521,7 +521,7 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
 
 
 def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
-    from llmgeom.experiments.evidence import Evidence
+    from llmgeom.probes.evidence.answers import Evidence
 
     answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
     assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")

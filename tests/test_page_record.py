@@ -13,13 +13,13 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import RANKS, Site, nbytes
-from llmgeom.cloud import signed
-from llmgeom.hub import pockets
+from llmgeom.model.capture import RANKS, Site, nbytes
+from llmgeom.model.hub import pockets
+from llmgeom.model.subject import Subject
 from llmgeom.probes import known
+from llmgeom.probes.shared.representation_geometry import signed
 from llmgeom.prompts.domains import Domain
 from llmgeom.scan import _likely, _piece, _pieces, prompt_table, scan
-from llmgeom.subject import Subject
 from tests.families import FAMILIES
 
 

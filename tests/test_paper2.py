@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.experiments import paper2, reproduce
-from llmgeom.experiments.judging import Judged, judged
-from llmgeom.experiments.paper2 import (
+from llmgeom.commands import reproduce
+from llmgeom.papers import paper2
+from llmgeom.papers.paper2 import (
     ALTERNATING,
     EQUAL,
     FAST,
@@ -37,9 +37,10 @@ from llmgeom.experiments.paper2 import (
     speed,
     trained,
 )
-from llmgeom.experiments.papers import table
+from llmgeom.papers.published_numbers import table
+from llmgeom.papers.verdicts import Judged, judged
 from llmgeom.record import Record
-from llmgeom.wind_tunnels.train import Training
+from llmgeom.wind_tunnels.training import Training
 
 CLAIM = next(entry for entry in table("paper2") if entry.id == "em-equal-sum")
 
@@ -268,7 +269,7 @@ def test_the_way_to_the_least_loss_is_the_share_of_what_there_is():
 @pytest.fixture
 def tiny(monkeypatch):
     """A short chain, two tunnels of a few steps, and no training of ten others."""
-    from llmgeom.experiments import paper1
+    from llmgeom.papers import paper1
 
     monkeypatch.setattr(paper2, "SHAPES", {True: {"length": 60, "steps": 60}})
     few = Training("bijection:vocab=4,pairs=3", width=8, layers=1, heads=1, steps=5, batch=16, snapshots=2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmgeom.claims import declared
-from llmgeom.experiments.papers import PAPERS, Check, table
+from llmgeom.papers.published_numbers import PAPERS, Check, table
 
 # What was printed, in the order in which the notes on the papers number it: headline results; the numbers of Paper III;
 # predictions restated as tests.
@@ -119,7 +119,7 @@ def test_every_row_is_measured_or_says_why_not():
 def test_what_an_entry_asks_for_is_there(paper, test):
     """The measure takes what it is given; a headline is declared, for the side that is asked, as a claim where its
     verdict is taken over."""
-    module = importlib.import_module(f"llmgeom.experiments.{paper}")
+    module = importlib.import_module(f"llmgeom.papers.{paper}")
     bench = {"paper1": "Tunnels", "paper2": "Chain", "paper3": "Model"}[paper]
     inspect.signature(getattr(module, bench).MEASURES[test.measure]).bind(None, test, **test.of)
     places = test.of.get("at", [])

@@ -10,13 +10,14 @@ import torch
 from click.testing import CliRunner
 from scipy import stats as scipy_stats
 
-from llmgeom.capture import Site
+from llmgeom.cache.shards import digest
 from llmgeom.cli import main
+from llmgeom.commands.ablate import Request, perform
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.experiments import parts
-from llmgeom.experiments.ablation import Request, perform
-from llmgeom.experiments.halves import Halves
-from llmgeom.experiments.parts import (
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import components as parts
+from llmgeom.probes.interventions.components import (
     BRANCH,
     EVIDENCE,
     HALVED,
@@ -32,12 +33,11 @@ from llmgeom.experiments.parts import (
     of_blocks,
     of_heads,
 )
-from llmgeom.experiments.replacing import WAYS, Replaced
+from llmgeom.probes.interventions.replacement import WAYS, Replaced
+from llmgeom.probes.interventions.splits import Halves
 from llmgeom.prompts.sula import Sula, available
-from llmgeom.readout import folds
 from llmgeom.record import Record
-from llmgeom.store import digest
-from llmgeom.subject import Subject
+from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, Family, first, hooked
 from tests.test_replacing import BATCH, HEADS, KINDS, last_log_probs, random_prompts, replaced
 
@@ -225,7 +225,7 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
     torch.manual_seed(5)
     np.random.seed(5)
     again = replaced(llama, "heads").effects
-    monkeypatch.setattr("llmgeom.experiments.bench.AT_ONCE", 60)
+    monkeypatch.setattr("llmgeom.probes.interventions.patching.AT_ONCE", 60)
     other = Replaced.of(Halves.of(llama, BATCH, {Site.Z}, 0, 90), "heads", "query").effects
     for way, effects in first_run.items():
         assert (again[way]["kl"] == effects["kl"]).all()
@@ -330,7 +330,7 @@ def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypat
     def stop(folder, spec):
         raise Refused(spec)
 
-    monkeypatch.setattr("llmgeom.experiments.request.check_folder", stop)
+    monkeypatch.setattr("llmgeom.commands.config.check_folder", stop)
 
     def spec(**asked) -> str:
         with pytest.raises(Refused) as told:

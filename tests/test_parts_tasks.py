@@ -14,10 +14,9 @@ from scipy import stats as scipy_stats
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.experiments import parts
-from llmgeom.experiments.bench import Packed
-from llmgeom.experiments.halves import Sequences
-from llmgeom.experiments.parts import (
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import components as parts
+from llmgeom.probes.interventions.components import (
     BOUNDS,
     CLAIMED,
     FIRST,
@@ -30,12 +29,13 @@ from llmgeom.experiments.parts import (
     of_blocks,
     of_heads,
 )
-from llmgeom.experiments.replacing import DONORS, WAYS, Replaced, donors
-from llmgeom.readout import folds
+from llmgeom.probes.interventions.patching import Packed
+from llmgeom.probes.interventions.replacement import DONORS, WAYS, Replaced, donors
+from llmgeom.probes.interventions.splits import Sequences
 from llmgeom.record import Record
 from llmgeom.result import Measured
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.stats.ridge_probe import folds
+from llmgeom.wind_tunnels.training import Training, train
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.families import hooked
 

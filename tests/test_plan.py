@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgeom.errors import Refused
-from llmgeom.plan import plan
+from llmgeom.model.batching import plan
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
 

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from llmgeom import claims, power, probes
+from llmgeom import claims, probes
 from llmgeom.cli import main
-from llmgeom.experiments import planning, scanning
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.commands import dry_run as planning
+from llmgeom.commands import scan as scanning
+from llmgeom.model.subject import Subject
+from llmgeom.stats import power
+from llmgeom.wind_tunnels.training import Training, train
 
 ROUTED = "read by routing_law"  # its passes, written out layer by layer, are no captures
 

@@ -16,18 +16,19 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmgeom import hub
 from llmgeom.errors import Refused
-from llmgeom.experiments import exam, pocket
-from llmgeom.experiments.exam import DEMANDS, INDIFFERENT, Demands, missed
-from llmgeom.experiments.lessons import domains, examination, lessons, pieces, sha256
-from llmgeom.experiments.pocket import POCKETS, build
-from llmgeom.experiments.trigram import KneserNey
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.grammar import templates
 from llmgeom.prompts.nonce import Evidence
-from llmgeom.subject import Subject
+from studies import evaluate as exam
+from studies import pocket
+from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed
+from studies.ngram import KneserNey
+from studies.pocket import POCKETS, build
+from studies.training_data import domains, examination, lessons, pieces, sha256
 
 TINY = {
     "hidden": 32,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from llmgeom import stats
 from llmgeom.claims import Claim, Null, headline, judge
-from llmgeom.cloud import correlation
-from llmgeom.power import SETS, Design, _hurdles, detectable, needed, needed_in_any_layer, power
+from llmgeom.probes.shared.representation_geometry import correlation
 from llmgeom.result import Measured
+from llmgeom.stats import core as stats
+from llmgeom.stats.power import SETS, Design, _hurdles, detectable, needed, needed_in_any_layer, power
 
 MEAN = Claim(
     probe="toy", name="x", unit="fraction", side="upper", needed="mean", effect=0.1, claim="It holds.", scale="identity"

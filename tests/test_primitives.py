@@ -15,13 +15,14 @@ import pytest
 from scipy import stats
 
 from llmgeom import wind_tunnels
+from llmgeom.bench import sweep
 from llmgeom.errors import Refused
-from llmgeom.experiments import primitives, sweep
-from llmgeom.experiments.grades import grade
-from llmgeom.experiments.primitives import Request, perform
+from llmgeom.model.subject import Subject
+from llmgeom.papers import primitives
+from llmgeom.papers.primitives import Request, perform
+from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training
+from llmgeom.wind_tunnels.training import Training
 
 TINY = {"width": 8, "layers": 1, "heads": 1, "steps": 4, "batch": 4, "snapshots": 2, "warmup": 1}
 
@@ -87,8 +88,8 @@ def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
 def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
     code = f"""
 from pathlib import Path
-from llmgeom.experiments.sweep import sweep
-from llmgeom.wind_tunnels.train import Training
+from llmgeom.bench.sweep import sweep
+from llmgeom.wind_tunnels.training import Training
 if __name__ == "__main__":
     sweep({{"long": Training("coin", steps=10**6)}}, Path({str(tmp_path)!r}), 20)
 """

@@ -10,12 +10,12 @@ import torch
 import transformers
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing, cosines
 from llmgeom.scan import WHOLE, Sample, View, scan
-from llmgeom.subject import Subject
 from llmgeom.wind_tunnels import named
 from tests.families import FAMILIES
 

@@ -7,12 +7,12 @@ import json
 import pytest
 import torch
 
-from llmgeom import weights
-from llmgeom.capture import Site
 from llmgeom.cli import main
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.model import weights
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
-from llmgeom.subject import Subject
 
 BANNER = "quantised (bitsandbytes, 8bit): every number and verdict is of the quantised model"
 

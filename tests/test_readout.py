@@ -10,7 +10,8 @@ from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import Refused
-from llmgeom.readout import (
+from llmgeom.stats.core import permute_units
+from llmgeom.stats.ridge_probe import (
     PENALTIES,
     decodability,
     decodability_interval,
@@ -18,7 +19,6 @@ from llmgeom.readout import (
     permuted_decodability,
     read,
 )
-from llmgeom.stats import permute_units
 
 
 def rows(n: int, d: int, seed: int, noise: float = 0.7) -> tuple[np.ndarray, np.ndarray]:

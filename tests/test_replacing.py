@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
-from llmgeom.edits import Edit
-from llmgeom.experiments import replacing
-from llmgeom.experiments.bench import Bench
-from llmgeom.experiments.halves import Halves
-from llmgeom.experiments.replacing import DONORS, Replaced, donors, sites
-from llmgeom.readout import folds
-from llmgeom.subject import Subject
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import replacement as replacing
+from llmgeom.probes.interventions.patching import Bench
+from llmgeom.probes.interventions.replacement import DONORS, Replaced, donors, sites
+from llmgeom.probes.interventions.splits import Halves
+from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 
 torch.set_num_threads(1)

@@ -14,18 +14,22 @@ from click.testing import CliRunner
 from sklearn.decomposition import PCA
 
 from llmgeom import wind_tunnels
-from llmgeom.capture import Site
+from llmgeom.bench import sweep
 from llmgeom.cli import main
+from llmgeom.commands import reproduce
+from llmgeom.commands.reproduce import Request
 from llmgeom.errors import Refused
-from llmgeom.experiments import paper1, paper3, parts, reproduce, sweep, trilogy
-from llmgeom.experiments.grades import grade
-from llmgeom.experiments.judging import Bench, over_seeds
-from llmgeom.experiments.papers import Check, Entry, table
-from llmgeom.experiments.reproduce import Request
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.papers import paper1, paper3
+from llmgeom.papers import runs as trilogy
+from llmgeom.papers.published_numbers import Check, Entry, table
+from llmgeom.papers.verdicts import Bench, over_seeds
+from llmgeom.probes.interventions import components as parts
+from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.result import Measured
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training
+from llmgeom.wind_tunnels.training import Training
 from tests.test_primitives import InProcess
 
 SMALL = {"width": 8, "layers": 1, "heads": 2, "steps": 30, "batch": 16, "snapshots": 2, "warmup": 2, "lr": "1e-2"}
@@ -302,14 +306,14 @@ def test_a_plan_says_what_would_be_trained_and_trains_nothing(monkeypatch):
     for name in ("bijection", "hmm"):
         made = paper1.training("full", name, "gpt2")
         built = wind_tunnels.named(made.task)
-        from llmgeom.wind_tunnels.train import fresh
+        from llmgeom.wind_tunnels.training import fresh
 
         count = sum(p.numel() for p in fresh(made, built).parameters())
         assert count == pytest.approx({"bijection": 2.69e6, "hmm": 7.40e6}[name], rel=0.02)
 
 
 def test_small_cells_are_those_of_primitives():
-    from llmgeom.experiments import primitives
+    from llmgeom.papers import primitives
 
     for task, primitive in paper1.TOLD.items():
         ours, theirs = paper1.training("small", task, "lstm"), primitives.Request().training(primitive, "lstm")

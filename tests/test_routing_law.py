@@ -15,17 +15,19 @@ import torch.nn.functional as F
 from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
-from llmgeom import routing, unrolled, wind_tunnels
+from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.capture import Site
 from llmgeom.claims import judge
-from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable
+from llmgeom.model import attention_gradients as routing
+from llmgeom.model import unrolled
+from llmgeom.model.attention_gradients import asked, losses, signals, step
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
 from llmgeom.probes import routing_law
 from llmgeom.probes.routing_law import BEYOND, LAW, NEXT, PART, PULLED, Reading
-from llmgeom.routing import asked, losses, signals, step
 from llmgeom.scan import View
-from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, ragged
 
@@ -214,7 +216,7 @@ def test_what_gives_no_gradients_is_refused_with_the_reason(monkeypatch):
 
 
 def test_a_model_read_through_transformerlens_is_refused():
-    from llmgeom.tl import BridgeSubject
+    from llmgeom.model.transformer_lens import BridgeSubject
 
     with pytest.raises(Unavailable, match="leave out --backend"):
         routing.routing(BridgeSubject.of(FAMILIES["gpt2"].model(), name="gpt2"), ragged())

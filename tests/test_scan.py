@@ -11,16 +11,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from llmgeom import hub
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Site
+from llmgeom.commands import scan as scanning
 from llmgeom.errors import Unavailable
-from llmgeom.experiments import scanning
-from llmgeom.information import bits
+from llmgeom.model import hub
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, scan, shuffle
-from llmgeom.subject import Subject
+from llmgeom.stats.information import bits
 
 N = 30
 

@@ -14,14 +14,14 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmgeom import share
-from llmgeom.capture import Site
+from llmgeom.cache import distributed as share
+from llmgeom.cache.distributed import Share
+from llmgeom.cache.shards import Store
 from llmgeom.cli import main
 from llmgeom.errors import Refused
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from llmgeom.scan import Passes
-from llmgeom.share import Share
-from llmgeom.store import Store
-from llmgeom.subject import Subject
 from tests.families import FAMILIES, ragged
 from tests.test_scan import probe
 from tests.test_store import contents, same, shards
@@ -74,7 +74,7 @@ LOST = textwrap.dedent(
     """
     import os, pathlib, signal, time
     from llmgeom.cli import main
-    from llmgeom.subject import Subject
+    from llmgeom.model.subject import Subject
     fill, begun = Subject.fill, pathlib.Path(os.environ["BEGUN"])
     def dying(self, work, shards):
         if os.environ["RANK"] != os.environ["LOSE"]:
@@ -232,7 +232,7 @@ def test_who_we_are(monkeypatch):
 
 
 def test_each_process_has_a_card_of_its_own(monkeypatch):
-    from llmgeom.loading import usable
+    from llmgeom.model.loading import usable
 
     here = torch.empty
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

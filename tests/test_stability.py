@@ -12,16 +12,18 @@ from click.testing import CliRunner
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmgeom import hub
 from llmgeom.cli import main
+from llmgeom.commands import dry_run as planning
+from llmgeom.commands import scan as scanning
+from llmgeom.commands import stability
+from llmgeom.commands.stability import Row, Stability, Toggled, compared, conditions
 from llmgeom.errors import Refused
-from llmgeom.experiments import planning, scanning, stability
-from llmgeom.experiments.stability import Row, Stability, Toggled, compared, conditions
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Headline, Measured
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.wind_tunnels.training import Training, train
 
 NULLS, PROBE = "5", "attention_write"
 NAMES = ("bfloat16", "quarter batches", "with BOS")

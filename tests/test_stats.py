@@ -12,10 +12,10 @@ from scipy import stats as scipy_stats
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
-from llmgeom import stats
 from llmgeom.claims import Claim, Null, headline, layer_band
 from llmgeom.errors import Refused
-from llmgeom.stats import Interval
+from llmgeom.stats import core as stats
+from llmgeom.stats.core import Interval
 
 
 def draws(seed):

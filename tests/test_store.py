@@ -14,14 +14,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from llmgeom import plan, store, subject
-from llmgeom.capture import Capture, Site, nbytes
-from llmgeom.edits import Edit
+from llmgeom.cache import shards as store
+from llmgeom.cache.shards import ASIDE, Store
 from llmgeom.errors import Refused
-from llmgeom.plan import together
+from llmgeom.model import batching as plan
+from llmgeom.model import subject
+from llmgeom.model.batching import together
+from llmgeom.model.capture import Capture, Site, nbytes
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
 from llmgeom.scan import scan
-from llmgeom.store import ASIDE, Store
-from llmgeom.subject import Subject
 from tests.families import FAMILIES, apart, ragged
 from tests.test_scan import Seen, probe
 

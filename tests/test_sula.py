@@ -15,9 +15,10 @@ from scipy import stats as scipy_stats
 
 from llmgeom import claims
 from llmgeom.cli import main
+from llmgeom.commands import evidence as experiment
 from llmgeom.errors import Refused
-from llmgeom.experiments import sula as experiment
-from llmgeom.experiments.evidence import (
+from llmgeom.model.subject import Subject
+from llmgeom.probes.evidence.answers import (
     Reading,
     Truth,
     label_entropy,
@@ -26,11 +27,10 @@ from llmgeom.experiments.evidence import (
     measure_controls,
     measure_evidence,
 )
-from llmgeom.experiments.readers import advantage, losses, readers, seen
+from llmgeom.probes.evidence.observers import advantage, losses, readers, seen
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
-from llmgeom.subject import Subject
 
 LABELS = nonce.LABELS[:12]
 SOURCE = Sula(LABELS)

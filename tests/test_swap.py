@@ -14,17 +14,17 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
-from llmgeom.capture import Capture, Site
 from llmgeom.cli import main
-from llmgeom.edits import Where
+from llmgeom.commands import patch as swap
+from llmgeom.commands.patch import AS_FAR, PLACES, RANDOM, SWAP, WAY, Moved, Pairs, examine, frame, subspaces
 from llmgeom.errors import Refused
-from llmgeom.experiments import swap
-from llmgeom.experiments.swap import AS_FAR, PLACES, RANDOM, SWAP, WAY, Moved, Pairs, examine, frame, subspaces
-from llmgeom.readout import folds
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.edits import Where
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.task import seeded
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.stats.ridge_probe import folds
+from llmgeom.task import seeded
+from llmgeom.wind_tunnels.training import Training, train
 from tests.brute_force import filtered, hmm_of_rows, hot
 
 torch.set_num_threads(1)

@@ -12,18 +12,18 @@ import torch
 
 from llmgeom.batch import Rows, Tokens
 from llmgeom.errors import Refused
+from llmgeom.task import Categorical, Task, held_out, on_device, seeded, uniform
 from llmgeom.wind_tunnels import named, names
-from llmgeom.wind_tunnels.bijection import Bijection
-from llmgeom.wind_tunnels.coin import Coin
-from llmgeom.wind_tunnels.recall import Recall
-from llmgeom.wind_tunnels.regression import Regression
-from llmgeom.wind_tunnels.task import Categorical, Task, held_out, on_device, seeded, uniform
+from llmgeom.wind_tunnels.tasks.bijection import Bijection
+from llmgeom.wind_tunnels.tasks.coin import Coin
+from llmgeom.wind_tunnels.tasks.recall import Recall
+from llmgeom.wind_tunnels.tasks.regression import Regression
 
 OWN = '''
 from __future__ import annotations
 from dataclasses import dataclass
 import torch
-from llmgeom.wind_tunnels.task import Categorical, Drawn, Task, uniform
+from llmgeom.task import Categorical, Drawn, Task, uniform
 
 @dataclass(frozen=True)
 class Die(Task):

@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmgeom import tl
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
-from llmgeom.edits import Edit
 from llmgeom.errors import Refused, Unavailable, UnsupportedModel
-from llmgeom.subject import Subject
-from llmgeom.tl import BridgeSubject
+from llmgeom.model import transformer_lens as tl
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
+from llmgeom.model.transformer_lens import BridgeSubject
 from tests.families import FAMILIES, VOCAB, WIDE, Family, apart, first, hooked, outputs, prompts, ragged
 
 torch.set_num_threads(1)

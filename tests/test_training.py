@@ -17,10 +17,10 @@ from click.testing import CliRunner
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
 from llmgeom.errors import Refused
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels import train as trainer
-from llmgeom.wind_tunnels.task import held_out, seeded
-from llmgeom.wind_tunnels.train import Training, corrupted, gap, redrawn, snapshot_steps, train, tune
+from llmgeom.model.subject import Subject
+from llmgeom.task import held_out, seeded
+from llmgeom.wind_tunnels import training as trainer
+from llmgeom.wind_tunnels.training import Training, corrupted, gap, redrawn, snapshot_steps, train, tune
 
 SMALL = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=60, batch=16, lr="1e-2", warmup=5)
 
@@ -50,7 +50,7 @@ def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch
     whole = train(SMALL, tmp_path / "whole")
     code = f"""
 import torch; torch.set_num_threads({torch.get_num_threads()})
-from llmgeom.wind_tunnels import train as t
+from llmgeom.wind_tunnels import training as t
 t.LOOK, t.EVERY = 10, 0.0
 whole = t._Run.step
 def step(run, i):

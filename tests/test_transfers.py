@@ -13,9 +13,9 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmgeom.capture import Site
 from llmgeom.errors import Refused
-from llmgeom.subject import Subject
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, apart, ragged
 
 ELSEWHERE = torch.device("lazy")  # a device type that every build of torch knows and none has

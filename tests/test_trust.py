@@ -15,12 +15,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from llmgeom import hub
 from llmgeom.cli import main
+from llmgeom.commands import scan as scanning
 from llmgeom.errors import Refused, first_line, scrubbed
-from llmgeom.experiments import scanning
-from llmgeom.subject import Subject
-from llmgeom.wind_tunnels.train import Training, train
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels.training import Training, train
 
 PRODUCT = sorted(
     path

@@ -11,19 +11,20 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmgeom import parity, wind_tunnels
+from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.capture import ATTENDING, Site
 from llmgeom.cli import main
-from llmgeom.cloud import final_tokens
 from llmgeom.errors import Refused, Unavailable, UnsupportedModel
-from llmgeom.experiments.grades import grade
+from llmgeom.model import self_check as parity
+from llmgeom.model.capture import ATTENDING, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import known
+from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.shared.representation_geometry import final_tokens
 from llmgeom.record import Record
 from llmgeom.scan import scan, shuffle
-from llmgeom.subject import Subject
 from llmgeom.wind_tunnels.models import ARCHITECTURES
-from llmgeom.wind_tunnels.train import Training, outputs, train
+from llmgeom.wind_tunnels.training import Training, outputs, train
 
 ROOT = Path(__file__).parent.parent
 WITHOUT = ("mamba2", "mamba", "lstm", "mlp", "meanpool", "flat")

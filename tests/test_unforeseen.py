@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from llmgeom.cli import main
 from llmgeom.errors import Refused
-from llmgeom.subject import Subject
+from llmgeom.model.subject import Subject
 from tests.hostile import commands, ended
 
 SCAN = ("scan", "--domain", "math", "--limit", "20", "-q")

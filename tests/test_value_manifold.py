@@ -13,13 +13,13 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.capture import Capture, Site
-from llmgeom.cloud import GIVEN, R2, RHO
 from llmgeom.errors import Refused
+from llmgeom.model.capture import Capture, Site
 from llmgeom.probes import value_manifold
+from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
 from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
-from llmgeom.readout import decodability, folds
 from llmgeom.scan import ONE_TOKEN, UNSTRATIFIED, Sample, View
+from llmgeom.stats.ridge_probe import decodability, folds
 
 N, LAYERS, KV, WIDTH, TWINS = 80, 2, 2, 16, 20
 

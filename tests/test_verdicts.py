@@ -19,18 +19,19 @@ import torch
 from scipy import stats as scipy_stats
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-from llmgeom import claims, cloud, scan
+from llmgeom import claims, scan
 from llmgeom.batch import Batch, Text, Tokens
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused
-from llmgeom.information import bits
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes import known
+from llmgeom.probes.shared import representation_geometry as cloud
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Headline
 from llmgeom.scan import NULLS, Sample, View, shuffle
-from llmgeom.stats import prediction_p
-from llmgeom.subject import Subject
+from llmgeom.stats.core import prediction_p
+from llmgeom.stats.information import bits
 from tests.test_stats import coverage
 
 # Probes of the mechanism simulate nulls of their own, in their own files: untrained models obey the routing law, too.

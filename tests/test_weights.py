@@ -8,10 +8,10 @@ import pytest
 import torch
 import transformers
 
-from llmgeom import weights
-from llmgeom.capture import Capture, Site
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.subject import Subject
+from llmgeom.model import weights
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, apart, first, hooked, prompts, ragged
 

@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from llmgeom.errors import Refused
 
 if TYPE_CHECKING:
-    from llmgeom.wind_tunnels.task import Task
+    from llmgeom.task import Task
 
 LARGEST = 2**31  # a number in a task's spec
-NOT_TASKS = frozenset({"task", "answers", "laws", "train", "checkpoint", "models"})
 
 
 def names() -> tuple[str, ...]:
     """The tasks by name, without importing any."""
-    return tuple(sorted(m.name for m in pkgutil.iter_modules(__path__) if m.name not in NOT_TASKS))
+    return tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__path__[0]) / "tasks")])))
 
 
 def named(spec: str) -> Task:
@@ -36,7 +35,7 @@ def named(spec: str) -> Task:
         own, _, rest = rest.partition(":")
         kind, spelt = _of_file(name, own), f"{name}:{own}"
     elif name in names():
-        kind, spelt = _only(importlib.import_module(f"llmgeom.wind_tunnels.{name}")), name
+        kind, spelt = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}")), name
     else:
         near = difflib.get_close_matches(name, names(), 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -46,7 +45,7 @@ def named(spec: str) -> Task:
 
 def described(name: str) -> list[str]:
     """A task in words: its first line, and its fields with their defaults."""
-    kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.{name}"))
+    kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}"))
     given = ", ".join(f"{f.name}={f.default}" for f in fields(kind))
     return [f"{name:12} {str(kind.__doc__).strip().splitlines()[0]}", f"{'':12} {given}"]
 
@@ -84,7 +83,7 @@ def _boolean(text: str) -> bool:
 
 def _only(module: Any) -> type[Task]:
     """The task that a file of ours defines."""
-    from llmgeom.wind_tunnels.task import Task
+    from llmgeom.task import Task
 
     own = [v for v in vars(module).values() if isinstance(v, type) and issubclass(v, Task)]
     (kind,) = [v for v in own if v.__module__ == module.__name__]
@@ -92,7 +91,7 @@ def _only(module: Any) -> type[Task]:
 
 
 def _of_file(path: str, name: str) -> type[Task]:
-    from llmgeom.wind_tunnels.task import Task
+    from llmgeom.task import Task
 
     place = Path(path)
     module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)

@@ -15,9 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from llmgeom import hub
 from llmgeom.errors import Refused
-from llmgeom.loading import tensors_hash, undisturbed
+from llmgeom.model import hub
+from llmgeom.model.loading import tensors_hash, undisturbed
 from llmgeom.record import tidy, write_whole
 
 RESUME, TRAINING = "resume.safetensors", "training.json"

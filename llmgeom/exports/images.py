@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from llmgeom.errors import Refused, first_line
-from llmgeom.extras import NO_BROWSER, browser, needed
+from llmgeom.optional import NO_BROWSER, browser, needed
 from llmgeom.record import Record, write_whole
 from llmgeom.reports import figures
 

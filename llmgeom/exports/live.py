@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from llmgeom import weights
 from llmgeom.errors import Refused
 from llmgeom.exports.shift import measured
-from llmgeom.information import bits
+from llmgeom.model import weights
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record, write_whole
 from llmgeom.reports import page
-from llmgeom.subject import Subject
+from llmgeom.stats.information import bits
 from llmgeom.wind_tunnels import named
 
 LARGEST = 200_000  # parameters: a megabyte of page

@@ -29,15 +29,15 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from llmgeom import weights
 from llmgeom.batch import Batch, Text
-from llmgeom.capture import Site
-from llmgeom.edits import Edit
 from llmgeom.errors import Refused
-from llmgeom.extras import needed
-from llmgeom.information import bits, kl
+from llmgeom.model import weights
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.subject import Subject
+from llmgeom.optional import needed
 from llmgeom.record import Record, write_whole
-from llmgeom.subject import Subject
+from llmgeom.stats.information import bits, kl
 
 PROMPTS = 16  # of the run, on which a file is held against our own shift
 EXACT = 1e-4  # nats: the largest difference of a log-probability that is rounding in float32 ...

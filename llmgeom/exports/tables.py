@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.exports.arrays import about, plain
-from llmgeom.extras import needed
+from llmgeom.optional import needed
 from llmgeom.record import Record, write_whole
 
 Columns = Mapping[str, list]

@@ -10,15 +10,15 @@ from typing import ClassVar
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.information import bits
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import jackknife
-from llmgeom.subject import Subject
+from llmgeom.stats.core import jackknife
+from llmgeom.stats.information import bits
 
 CLAIMS = declared("published_focus")
 FINAL, EVERY = "focusing, final token", "focusing, all positions"

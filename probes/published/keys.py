@@ -10,17 +10,17 @@ from typing import ClassVar
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
 from llmgeom.errors import Refused, Unavailable
-from llmgeom.orthogonality import cosines, late, mean_abs_cosine, pair_mean, random_cosine
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.model.weights import key_weight
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import LEAST_UNITS, Interval, jackknife
-from llmgeom.subject import Subject
-from llmgeom.weights import key_weight
+from llmgeom.stats.core import LEAST_UNITS, Interval, jackknife
+from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 
 CLAIMS = declared("published_keys")
 COLUMNS, SIGNED = "columns of W_K, early layers", "signed, raw embeddings by head"

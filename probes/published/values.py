@@ -11,16 +11,16 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows
-from llmgeom.capture import Capture, Site
 from llmgeom.claims import Null, declared, headline
-from llmgeom.cloud import flat
 from llmgeom.errors import Refused
-from llmgeom.plan import plan
+from llmgeom.model.batching import plan
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.shared.representation_geometry import flat
 from llmgeom.result import Figure, Headline, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats import jackknife, shares, standardised
-from llmgeom.subject import Subject
+from llmgeom.stats.core import jackknife, shares, standardised
 
 CLAIMS = declared("published_values")
 BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10

@@ -1,0 +1,1 @@
+"""Activations on disk: content-hashed shards, their keys, and several processes that fill them."""

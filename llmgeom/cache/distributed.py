@@ -1,0 +1,136 @@
+"""Several processes that divide the captures of a scan among them: of a job array, or started by a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from llmgeom.errors import Refused
+from llmgeom.model.passes import Work
+from llmgeom.model.subject import Subject
+from llmgeom.progress import Progress
+from llmgeom.scan import Passes
+
+PATIENCE = 1800.0  # seconds without a new shard after which a process counts as lost
+LOOK = 0.2
+
+
+@dataclass
+class Share:
+    """One of `count` processes: every count-th shard is its own, counted through all captures of the run.
+
+    launched   by accelerate or torchrun: they share a disk, and the first one goes on when all shards are there. Else
+               of a job array, whose caches are merged.
+    """
+
+    index: int
+    count: int
+    launched: bool = False
+    works: list[Work] = field(default_factory=list, repr=False)
+    _turn: int = 0
+
+    @classmethod
+    def given(cls, text: str | None) -> Share | None:
+        """From --shard i/n, or from what a launcher says in the environment; None for a process alone."""
+        world = int(os.environ.get("WORLD_SIZE", "1"))
+        if text is not None:
+            known = re.fullmatch(r"(\d+)/(\d+)", text)
+            if known is None or not int(known[1]) < int(known[2]):
+                raise Refused(f"--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4")
+            if world > 1:
+                raise Refused(f"--shard {text}: a launcher has already divided this run in {world}; leave one out")
+            return cls(int(known[1]), int(known[2]))
+        if world < 2:
+            return None
+        if not (rank := os.environ.get("RANK", "")).isdecimal() or not int(rank) < world:
+            raise Refused(f"WORLD_SIZE is {world} and RANK {rank!r}: expected 0 to {world - 1}, as a launcher sets it")
+        return cls(int(rank), world, launched=True)
+
+    def take(self, shards: int, whole: bool = False) -> list[int]:
+        """Which of the next `shards` are ours; all of them or none where they are to stay `whole`."""
+        mine = [i for i in range(shards) if (self._turn + i * (not whole)) % self.count == self.index]
+        self._turn += 0 if whole else shards
+        return mine
+
+    def fill(
+        self, subject: Subject, asked: Passes, *, batch_tokens: int, store: str, progress: Progress | None
+    ) -> None:
+        """Make our shards of what a scan captures. A twin is built only where one of its shards is ours."""
+        options: dict[str, Any] = {"batch_tokens": batch_tokens, "store": store}
+        called = f"share {self.index} of {self.count}"
+        for n, seed in enumerate((None, *asked.twins)):
+            who = subject if seed is None else None
+            # Building a twin costs more than a few prompts: where there are enough of them each stays with one process.
+            whole = seed is not None and len(asked.twins) >= self.count
+            for batch in asked.of_model if seed is None else asked.batches.values():
+                work = subject.planned(seed, batch, asked.own_sites, **options)
+                if missing := self._missing(work, whole):
+                    who = who or subject.twin(seed)
+                    who.fill(work, missing)
+            self._turn += whole
+            if progress:
+                progress(f"{called}: the model and its twins", n + 1, 1 + len(asked.twins))
+        for i in range(len(asked.shuffles)):
+            work = subject.work(asked.shuffled(i), asked.sites, **options)
+            if missing := self._missing(work):
+                subject.fill(work, missing)
+            if progress:
+                progress(f"{called}: shuffled prompts", i + 1, len(asked.shuffles))
+
+    def _missing(self, work: Work, whole: bool = False) -> list[int]:
+        self.works.append(work)
+        return work.missing(self.take(len(work.groups), whole))
+
+    def wait(self, progress: Progress | None = None) -> None:
+        """Until the shards of the others are there. Raises Refused, and says how many are missing, where none has come
+        for half an hour."""
+        total = sum(len(work.groups) for work in self.works)
+        last, since = -1, time.monotonic()
+        while (there := self.there()) < total:
+            if there != last:
+                last, since = there, time.monotonic()
+            elif time.monotonic() - since > PATIENCE:
+                raise Refused(
+                    f"{self._lacking()} and none has come for {PATIENCE / 60:.0f} minutes: a process is lost, or its "
+                    "LLMGEOM_CACHE is another folder. What is there is kept; the same command goes on"
+                )
+            if progress:
+                progress("shards of all processes", there, total)
+            time.sleep(LOOK)
+
+    def there(self) -> int:
+        """How many shards of the run so far are there."""
+        found = 0
+        for work in self.works:
+            if work.store is not None:
+                work.store.refresh()
+            found += len(work.groups) - len(work.missing(range(len(work.groups))))
+        return found
+
+    def _lacking(self) -> str:
+        total = sum(len(work.groups) for work in self.works)
+        return f"{total - self.there()} of {total} shards are missing"
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """A launcher ends all processes when one is lost: the first (the second, if it was that) then says what is
+        missing, and how to go on."""
+
+        def ended(*_: Any) -> None:
+            raise Refused(
+                f"another of the {self.count} processes of this run was lost, and the launcher ended this one. So far "
+                f"{self._lacking()}; what is there is kept, and the same command goes on"
+            )
+
+        before = signal.signal(signal.SIGTERM, ended) if self.launched and self.index < 2 else None
+        try:
+            yield
+        finally:
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,212 @@
+"""What is kept under LLMGEOM_CACHE: listed, checked, removed, and brought together from several machines."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, held, said, taken
+from llmgeom.errors import Refused
+from llmgeom.record import write_whole
+
+OLDER = "(kept by an older version; not read any more)"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One capture: of which prompts, how many, and how many of its shards are there; its twin's seed, if of a twin."""
+
+    folder: Path
+    of: str
+    prompts: int
+    shards: int
+    expected: int
+    twin: int | None
+    sites: tuple[str, ...]
+    size: int
+    written: float
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    def line(self, now: float) -> str:
+        who = "" if self.twin is None else f", re-initialised with seed {self.twin}"
+        there = f"{self.shards} of {self.expected} shards"
+        what = f"{there}, {self.prompts} prompts of {self.of}{who}: {', '.join(self.sites)}"
+        return f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {what}"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The captures of one model, read in one way."""
+
+    folder: Path
+    model: str
+    how: str
+    captures: tuple[Kept, ...]
+    size: int
+    written: float
+
+    @property
+    def key(self) -> str:
+        return self.folder.name
+
+    def line(self, now: float) -> str:
+        part = [one for one in self.captures if one.shards < one.expected]
+        unfinished = f" ({len(part)} unfinished)" if part else ""
+        what = f"{len(self.captures)} captures{unfinished}" if self.captures else "no captures"
+        return (
+            f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {self.model}, {self.how}: {what}"
+        )
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What came of a merge: shards and bytes copied, shards that were there, and sentences about those left behind."""
+
+    copied: int
+    size: int
+    there: int
+    left: tuple[str, ...]
+
+
+def runs(root: Path | None = None) -> list[Run]:
+    """Every run in a cache, the last written first."""
+    root = root or captures_folder()
+    found = [_run(folder) for folder in sorted(root.iterdir()) if folder.is_dir()] if root.is_dir() else []
+    return sorted(found, key=lambda run: -run.written)
+
+
+def chosen(keys: Iterable[str]) -> list[Run]:
+    """The runs whose key begins so. Raises Refused where none does, or several do."""
+    there, found = runs(), []
+    for key in keys:
+        if len(key) < 4:
+            raise Refused(f"{key!r}: expected at least 4 characters of a run's key; `llmgeom cache ls` shows them")
+        fitting = [run for run in there if run.key.startswith(key)]
+        if len(fitting) != 1:
+            why = f"{len(fitting)} runs begin so" if fitting else "no run begins so"
+            raise Refused(f"{key!r}: {why} in {captures_folder()}; `llmgeom cache ls` shows which there are")
+        found += fitting
+    return found
+
+
+def verify(of: Iterable[Run]) -> Iterator[tuple[Path, str]]:
+    """Every shard and why it cannot be read, empty where it can. All bytes are read."""
+    for run in of:
+        for folder in sorted(path.parent for path in run.folder.glob(f"*/{SPEC}")):
+            for path in sorted(folder.glob("*.safetensors")):
+                yield path, flaw(path.name, path.read_bytes(), f"{run.key}/{folder.name}")
+
+
+def remove(of: Iterable[Run]) -> int:
+    """Delete runs; how many bytes that freed. Raises Refused, before anything is deleted, where a process is making
+    one."""
+    of = list(of)
+    for run in of:
+        if busy := next((one for one in run.captures if held(one.folder)), None):
+            raise Refused(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
+    for run in of:
+        shutil.rmtree(run.folder)
+    return sum(run.size for run in of)
+
+
+def merge(folders: Iterable[str | os.PathLike]) -> Merged:
+    """Copy the shards of other caches into this one, each checked on the way.
+
+    Where this cache has a shard of the same place but other bytes (another processor, a batch that was halved), ours
+    stays. Raises Refused for a folder without captures.
+    """
+    into, copied, size, there, left = captures_folder(), 0, 0, 0, []
+    for given in map(Path, folders):
+        root = given / "captures" if (given / "captures").is_dir() else given
+        specs = sorted(root.glob(f"*/*/{SPEC}"))
+        if not specs:
+            raise Refused(f"{given} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
+        for spec in specs:
+            of = f"{spec.parent.parent.name}/{spec.parent.name}"
+            target = into / of
+            target.mkdir(parents=True, exist_ok=True)
+            for told in (spec.parent.parent / RUN, spec):
+                place = into / told.relative_to(root)
+                if told.exists() and not place.exists():
+                    write_whole(place, told.read_bytes(), FREE)
+            ours = {path.name.split("-")[0]: path.name for path in target.glob("*.safetensors")}
+            for path in sorted(spec.parent.glob("*.safetensors")):
+                mine = ours.get(path.name.split("-")[0])
+                if mine == path.name:
+                    there += 1
+                elif why := flaw(path.name, data := path.read_bytes(), of):
+                    left.append(f"{path}: {why}; left behind")
+                elif mine:
+                    left.append(f"{path}: here that shard has other bytes ({mine}); ours stays")
+                else:
+                    write_whole(target / path.name, data, FREE)
+                    copied, size = copied + 1, size + len(data)
+    return Merged(copied, size, there, tuple(left))
+
+
+def _run(folder: Path) -> Run:
+    body = _told(folder / RUN)
+    about, spec = body.get("about", {}), body.get("spec", {})
+    revision = f" at {about['revision'][:12]}" if about.get("revision") else ""
+    device = "+".join(spec.get("device", ()))
+    captures = tuple(_kept(path.parent) for path in sorted(folder.glob(f"*/{SPEC}")))
+    there = list(files(folder))
+    return Run(
+        folder,
+        f"{about['name']}{revision}" if about else OLDER,
+        f"{spec['dtype']} on {device}" if spec else "no matter how",
+        captures,
+        sum(one.st_size for one in there),
+        max((one.st_mtime for one in there), default=folder.stat().st_mtime),
+    )
+
+
+def _kept(folder: Path) -> Kept:
+    body = _told(folder / SPEC)
+    about, spec = body.get("about", {}), body.get("spec", {})
+    return Kept(
+        folder,
+        about.get("of", "?"),
+        about.get("prompts", 0),
+        len({known[1] for path in folder.iterdir() if (known := NAME.fullmatch(path.name))}),
+        about.get("shards", 0),
+        spec.get("twin"),
+        tuple(spec.get("sites", ())),
+        taken(folder),
+        max((one.st_mtime for one in files(folder)), default=0.0),
+    )
+
+
+def _told(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_bytes()))
+    except (OSError, ValueError, TypeError):
+        return {}
+
+
+def _age(seconds: float) -> str:
+    """ "3 minutes": what has passed, in the largest unit of which there is one."""
+    for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            n = int(seconds // length)
+            return f"{n} {name}{'s' * (n > 1)}"
+    return "just now"
+
+
+def table(of: Iterable[Run], captures: bool = False) -> Iterator[str]:
+    """A line a run, or a line a capture of theirs; and what they take together."""
+    now, of = time.time(), list(of)
+    for run in of:
+        yield run.line(now)
+        if captures:
+            yield from (f"  {one.line(now)}" for one in run.captures)
+    yield f"{len(of)} run{'s' * (len(of) != 1)}, {said(sum(run.size for run in of))} in {captures_folder()}"

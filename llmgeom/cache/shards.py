@@ -1,0 +1,307 @@
+"""A run's activations on disk, in shards that carry their hash: what is stale, cut or not its own is never read."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmgeom.errors import Refused
+from llmgeom.record import write_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA = 2  # of the shards; 1 had its hashes in a manifest beside them
+NAME = re.compile(r"(\d{5,})-([0-9a-f]{32})\.safetensors")
+ASIDE = "set-aside"
+FREE = "free space (`llmgeom cache rm`), or set LLMGEOM_CACHE to a folder elsewhere"
+RUN, SPEC = "run.json", "spec.json"
+# The modules that decide what a capture holds: who edits one is never given what the old one captured.
+CODE = (
+    *(
+        f"model/{n}"
+        for n in ("attention", "layers", "capture", "edits", "loading", "batching", "subject", "transformer_lens")
+    ),
+    "stats/information",
+    "cache/shards",
+)
+
+_log = logging.getLogger(__name__)
+
+
+def cache_folder() -> Path:
+    """LLMGEOM_CACHE, else XDG_CACHE_HOME/llmgeom, else ~/.cache/llmgeom."""
+    if "LLMGEOM_CACHE" in os.environ:
+        return Path(os.environ["LLMGEOM_CACHE"])
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "llmgeom"
+
+
+def captures_folder() -> Path:
+    """Where captures are kept: RUN/CAPTURE/SHARD below it."""
+    return cache_folder() / "captures"
+
+
+def digest(spec: Mapping[str, Any]) -> str:
+    """sha256 of plain data, by its JSON with sorted keys; 64 hex digits."""
+    return hashlib.sha256(json.dumps(spec, sort_keys=True, allow_nan=False).encode()).hexdigest()
+
+
+def run_key(run: Mapping[str, Any]) -> str:
+    """The folder of a run, below which its captures are."""
+    return digest(run)[:16]
+
+
+@lru_cache
+def code() -> str:
+    """sha256 of the sources that decide what a capture holds; 64 hex digits."""
+    total = hashlib.sha256(str(SCHEMA).encode())
+    for name in CODE:
+        total.update(hashlib.sha256((Path(__file__).parent.parent / f"{name}.py").read_bytes()).digest())
+    return total.hexdigest()
+
+
+def said(size: float) -> str:
+    """Bytes as people read them: "3.2 GB"."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def files(folder: Path) -> Iterator[os.stat_result]:
+    """Of every file below a folder; one that another process renames or removes meanwhile is left out."""
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISREG((found := path.stat()).st_mode):
+                yield found
+
+
+def taken(folder: Path) -> int:
+    """Bytes of the files below a folder, 0 where there is none."""
+    return sum(one.st_size for one in files(folder))
+
+
+def room(folder: str | os.PathLike, needed: float) -> None:
+    """Raises Refused where the disk of `folder` has fewer than `needed` bytes free."""
+    folder = Path(folder)
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise Refused(
+            f"the captures take about {said(needed)} and {folder} has {said(free)} free: free space "
+            "(`llmgeom cache rm`), set LLMGEOM_CACHE to a folder on a larger disk, or ask for fewer prompts or probes"
+        )
+
+
+def header(data: bytes) -> dict[str, Any]:
+    """What a shard says of itself: schema, of (RUN/CAPTURE), shard, and what it was written with. ValueError where it
+    says nothing."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        return dict(json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["llmgeom"]))
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"no header of ours: {error}") from error
+
+
+def flaw(name: str, data: bytes, of: str) -> str:
+    """Why a file is not a shard of the capture `of` (RUN/CAPTURE) that can be read; empty where it is."""
+    known = NAME.fullmatch(name)
+    if known is None:
+        return f"its name is not that of a shard of schema {SCHEMA}"
+    if hashlib.sha256(data).hexdigest()[:32] != known[2]:
+        return "it was cut or changed: its bytes do not have the hash in its name"
+    try:
+        told = header(data)
+    except ValueError:
+        return "it does not say which capture it is of"
+    if told.get("schema") != SCHEMA:
+        return f"it has schema {told.get('schema')!r} and this version reads {SCHEMA}"
+    if (told.get("of"), told.get("shard")) != (of, int(known[1])):
+        return f"it is shard {told.get('shard')} of {told.get('of')}"
+    return ""
+
+
+def held(folder: Path) -> bool:
+    """Is a process making the capture in this folder?"""
+    with contextlib.suppress(ImportError, OSError), contextlib.ExitStack() as stack:
+        import fcntl
+
+        handle = os.open(folder, os.O_RDONLY)
+        stack.callback(os.close, handle)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, shared: bool = False, waiting: str = "") -> Iterator[bool]:
+    """While a lock on a folder is held: is it ours alone? `waiting` is said where another process has it.
+
+    Without locks (Windows, some network file systems) nothing is torn either: files are at worst written twice.
+    """
+    with contextlib.ExitStack() as stack:
+        alone = False
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            handle = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, handle)
+            how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+            try:
+                fcntl.flock(handle, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if waiting:
+                    _log.warning(waiting, folder)
+                fcntl.flock(handle, how)
+            alone = not shared
+        yield alone
+
+
+def _clear(folder: Path, name: str) -> None:
+    """Remove what a killed process left of files of this name; whoever writes them holds the lock."""
+    for path in folder.glob(f".{name}.*.tmp"):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+class Store:
+    """The shards of one capture, in a folder named by the hash of everything that decides its bytes.
+
+    Another weight, prompt, site or version is another folder, so nothing stale is ever read, and the same command after
+    a kill goes on where it stopped. A file whose bytes do not have the hash in its name, or that is not of this
+    capture, is moved to `set-aside` with a warning, and made again.
+    run     what all captures of one model read in one way share; their folders lie in one: weights, dtype ...
+    spec    what tells this capture from the others of its run: prompts, positions, plan, sites, edits.
+    about   what `llmgeom cache ls` says of run and capture; it decides nothing.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike,
+        run: Mapping[str, Any],
+        spec: Mapping[str, Any],
+        about: tuple[Mapping[str, Any], Mapping[str, Any]] = ({}, {}),
+    ) -> None:
+        self.of = f"{run_key(run)}/{digest(spec)[:24]}"
+        self.folder = Path(root) / self.of
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with _locked(self.folder.parent) as alone:
+                for path, what, told in (
+                    (self.folder.parent / RUN, run, about[0]),
+                    (self.folder / SPEC, spec, about[1]),
+                ):
+                    if alone:
+                        _clear(path.parent, path.name)
+                    body = {"schema": SCHEMA, "spec": what, "about": told}
+                    text = json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
+                    if not path.exists() or path.read_bytes() != text:
+                        write_whole(path, text, FREE)
+        except OSError as error:
+            raise Refused(
+                f"{self.folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written"
+            ) from error
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look again which shards there are."""
+        self._there: dict[int, Path] = {}
+        for path in sorted(self.folder.glob("*.safetensors")):
+            known = NAME.fullmatch(path.name)
+            if known is None:
+                self._set_aside(path, flaw(path.name, b"", self.of))
+            else:
+                self._there.setdefault(int(known[1]), path)
+
+    def __contains__(self, index: int) -> bool:
+        """Is shard `index` listed? Whether it is sound, `read` says."""
+        return index in self._there
+
+    def read(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The tensors of shard `index` and what it was written with; None where it is absent, or was damaged and is
+        now set aside."""
+        from safetensors.torch import load
+
+        data = self._sound(index)
+        return None if data is None else (load(data), header(data))
+
+    def names(self, index: int) -> tuple[str, ...]:
+        """The names of the tensors in a shard that `read` found sound."""
+        with self._open(index) as file:
+            return tuple(sorted(file.keys()))
+
+    def tensor(self, index: int, name: str) -> Tensor:
+        """One tensor of a shard that `read` found sound; the others stay on disk."""
+        with self._open(index) as file:
+            return file.get_tensor(name)
+
+    @contextlib.contextmanager
+    def _open(self, index: int) -> Iterator[Any]:
+        from safetensors import SafetensorError, safe_open
+
+        path = self._there[index]
+        try:
+            with safe_open(path, "pt") as file:
+                yield file
+        except (OSError, SafetensorError) as error:
+            raise Refused(f"{path} was there and cannot be read any more ({error}); run the command again") from error
+
+    def write(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+        """Write shard `index` whole, or not at all. `about` is kept in it as one sorted JSON string."""
+        from safetensors.torch import save
+
+        told = {"schema": SCHEMA, "of": self.of, "shard": index, **about}
+        metadata = {"llmgeom": json.dumps(told, sort_keys=True)}
+        data = save({key: tensor.contiguous() for key, tensor in tensors.items()}, metadata)
+        path = self.folder / f"{index:05d}-{hashlib.sha256(data).hexdigest()[:32]}.safetensors"
+        write_whole(path, data, FREE)
+        self._there[index] = path
+
+    @contextlib.contextmanager
+    def writing(self, shared: bool = False) -> Iterator[None]:
+        """While shards are made: another process that is to make them waits, and then finds them.
+
+        shared: processes that divide the shards among them do not wait for each other.
+        """
+        with _locked(self.folder, shared, "another process is making %s: waiting for it") as alone:
+            if alone:
+                _clear(self.folder, "*.safetensors")
+            self.refresh()
+            yield
+
+    def _sound(self, index: int) -> bytes | None:
+        path = self._there.get(index)
+        if path is None:
+            return None
+        try:
+            data = path.read_bytes()
+        except OSError:
+            del self._there[index]
+            return None
+        if why := flaw(path.name, data, self.of):
+            del self._there[index]
+            self._set_aside(path, why)
+            return None
+        return data
+
+    def _set_aside(self, path: Path, why: str) -> None:
+        place = self.folder / ASIDE / path.name
+        try:
+            place.parent.mkdir(exist_ok=True)
+            os.replace(path, place)
+        except OSError as error:
+            raise Refused(f"{path}: {why}, and it cannot be set aside ({error.strerror}); remove it") from error
+        _log.warning("%s: %s. It was set aside in %s and is captured again", path, why, place.parent)

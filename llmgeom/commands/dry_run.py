@@ -1,0 +1,446 @@
+"""What a scan will run, what that costs and what it can find, told by config, tokenizer and prompts alone."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from llmgeom import batch as inputs
+from llmgeom import probes
+from llmgeom.batch import Batch
+from llmgeom.claims import Claim, declared
+from llmgeom.commands.scan import Plan, sampled
+from llmgeom.commands.stability import conditions
+from llmgeom.model import batching as batches
+from llmgeom.model import hub
+from llmgeom.model import self_check as parity
+from llmgeom.model.capture import Site
+from llmgeom.model.loading import default_dtype, undisturbed, usable
+from llmgeom.model.subject import Subject
+from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment, routing_law
+from llmgeom.reports.text import grid
+from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
+from llmgeom.stats import power
+from llmgeom.stats.core import LEAST_UNITS, needed_n_correlation, needed_n_mean
+
+# Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
+# takes than its products, and for how many small operations a layer it waits. Bytes of a report, and held by libraries.
+START, MEASURING, LONGER, LAUNCHES = 8.0, 6e-5, 1.6, 60
+PAGE, HELD = 3 * 2**20, 150 * 2**20
+KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
+TWINS, SHUFFLED = "re-initialised twins", "shuffled prompts"
+Runs = list[tuple[int, np.ndarray]]
+
+
+@dataclass(frozen=True, eq=False)
+class Weightless(Subject):
+    """A model's shapes without its weights: its tokens are real, its entropies random numbers.
+
+    asked   lengths of the prompts whose entropy was asked for, a call each.
+    """
+
+    asked: list[np.ndarray] = field(default_factory=list)
+
+    @classmethod
+    def found(cls, plan: Plan) -> Weightless:
+        """From the config, on torch's meta device. Raises Refused where the model could not be captured."""
+        asked, located = plan.request, plan.located
+        shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
+        shared["trust_remote_code"] = asked.trust_remote_code
+        own = hub.tunnel(located.path)
+        if own:
+            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
+        try:
+            with undisturbed(located.local_only):
+                tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+                dtype = default_dtype(asked.dtype, usable(asked.device), config)
+                with torch.device("meta"):
+                    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+        except Exception as error:
+            raise hub.explain(error, located) from error
+        return cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
+
+    def lengths(self, batch: Batch) -> np.ndarray:
+        """Tokens of each input."""
+        return self.tokens(batch).lengths.numpy()
+
+    def entropy(self, batch: Batch, **options: Any) -> np.ndarray:
+        """Random: which prompts are drawn is not what the scan will draw; how many, and about how long, is."""
+        self.asked.append(self.lengths(batch))
+        return np.random.default_rng(len(batch)).random(len(batch))
+
+    @property
+    def checked(self) -> np.ndarray:
+        """Lengths of what a model is tried on where its parts are to be told."""
+        return parity.probe_batch(self).tokens.lengths.numpy()
+
+
+# ---- what is run ----------------------------------------------------------------------------------------------------
+
+
+def _of_prompts(who: Weightless, of: Batch) -> Runs:
+    return [(1, who.lengths(of))] if of.posterior is None else []
+
+
+def _firsts(who: Weightless, of: Batch, most: int) -> np.ndarray:
+    """Of the first row of each of the first units."""
+    first = {unit: i for i, unit in reversed(list(enumerate(of.unit)))}
+    return who.lengths(of)[sorted(first.values())[:most]]
+
+
+def _single_tokens(who: Weightless, of: Batch) -> np.ndarray:
+    tokens = who.tokens(of)
+    rows = isinstance(tokens, inputs.Rows)
+    return np.ones(0 if rows else len(key_orthogonality.token_ids(who, replace(of, inputs=tokens))), int)
+
+
+def _routed(of: Batch) -> int:
+    return routing_law.PROMPTS if of.target is None else routing_law.SEQUENCES
+
+
+# What a probe's NEEDS.read runs itself, of the subject and of every twin: times, lengths. A probe that is not here is
+# taken to run all prompts once.
+READ: Mapping[str, Callable[[Weightless, Batch], Runs]] = {
+    "attention_focus": lambda who, of: [(1, who.lengths(of).max(keepdims=True))],
+    "belief_clusters": _of_prompts,
+    "belief_readout": _of_prompts,
+    "contribution": lambda who, of: [(2 * who.facts["layers"] + 1, _firsts(who, of, contribution.MOST))],
+    "hypothesis_frame": lambda who, of: [*_of_prompts(who, of), (2, who.checked)],
+    "key_orthogonality": lambda who, of: [(1, _single_tokens(who, of))],
+    "length_cliff": lambda who, of: [],
+    "published_keys": lambda who, of: [],
+    "qk_alignment": lambda who, of: [(1, (n := who.lengths(of))[qk_alignment.long_enough(n)])],
+    "routing_law": lambda who, of: [(3, _firsts(who, of, _routed(of)))],
+}
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The same inputs through `times` models, or in `times` orders: tokens of each, and the bytes that one such pass
+    leaves in memory and in the store."""
+
+    stage: str
+    times: int
+    lengths: np.ndarray
+    kept: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.times * int(self.lengths.sum())
+
+    def batches(self, batch_tokens: int) -> list[int]:
+        """Tokens of each batch with the padding between them, which is computed too."""
+        plan = batches.plan(self.lengths.tolist(), batch_tokens)
+        return [len(members) * int(self.lengths[members[0]]) for members in plan] * self.times
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a scan of one pool runs, with stand-ins for the prompts that only the model's own entropies can choose."""
+
+    subject: Weightless
+    pool: Batch
+    batch: Batch
+    samples: Mapping[str, Batch]
+    modules: Mapping[str, ModuleType]
+    sites: frozenset[Site]
+    stages: tuple[Stage, ...]
+
+    @classmethod
+    def of(cls, plan: Plan, who: Weightless, name: str) -> Source:
+        modules = probes.known(plan.probes)
+        who.asked.clear()
+        batch, samples, _ = sampled(plan, who, name)
+        measured, _ = able(who, batch, modules)
+        asked = Passes.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
+        twins = len(asked.twins)
+
+        def stage(called: str, times: int, of: Batch, sites: frozenset[Site]) -> Stage:
+            return Stage(
+                called, times, who.lengths(of), sum(who.work(of, sites, batch_tokens=plan.request.batch_tokens).sizes)
+            )
+
+        stages = [Stage("check at load", 3, who.checked)]
+        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
+        stages += [stage("prompts", 1, one, asked.own_sites) for one in asked.of_model]
+        stages += [stage(TWINS, twins, one, asked.own_sites) for one in asked.batches.values()]
+        stages.append(stage(SHUFFLED, len(asked.shuffles), asked.batches[""], asked.sites))
+        for probe in (probe for probe, module in measured.items() if module.NEEDS.read):
+            runs = READ.get(probe, lambda who, of: [(1, who.lengths(of))])(who, batch)
+            stages += [Stage(f"read by {probe}", (1 + twins) * times, lengths) for times, lengths in runs]
+        kept = tuple(one for one in stages if one.times and len(one.lengths))
+        samples = {name: samples[name] for name in asked.batches if name}
+        return cls(who, plan.pools[name], batch, samples, measured, asked.sites, kept)
+
+
+# ---- what it costs --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Of this machine, by trial; seconds: a multiplication and addition in products of the model's width; a small
+    operation; a random number, its hash included."""
+
+    product: float
+    launch: float
+    number: float
+
+    @classmethod
+    def of(cls, device: str, width: int) -> Speed:
+        a, b = torch.randn(256, width, device=device), torch.randn(width, 4 * width, device=device)
+        numbers = torch.empty(2**18)
+
+        def seconds(run: Callable[[], Any], times: int) -> float:
+            took = []
+            for _ in range(5):  # the fastest: what others do on this machine is no property of it
+                start = time.perf_counter()
+                for _ in range(times):
+                    run()
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                took.append((time.perf_counter() - start) / times)
+            return min(took)
+
+        draw = seconds(lambda: hashlib.sha256(numbers.normal_().numpy().tobytes()), 1)
+        return cls(seconds(lambda: a @ b, 2) / (1024 * width**2), seconds(lambda: b[0] + 1, 50), draw / 2**18)
+
+
+def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
+    """By stage: a weight is multiplied and added once a token (attention's own T^2 is left out, small at the lengths of
+    prompts); twins are drawn and hashed; and the probes measure."""
+    layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
+    found: dict[str, float] = {}
+    for one in source.stages:
+        ran = one.batches(plan.request.batch_tokens)
+        took = LONGER * parameters * sum(ran) * speed.product + len(ran) * layers * LAUNCHES * speed.launch
+        took += parameters * one.times * speed.number * (one.stage == TWINS)
+        stage = "reading of the probes" if one.stage.startswith("read by") else one.stage
+        found[stage] = found.get(stage, 0) + took / 60
+    largest = max(
+        len(one) if one.query is None else int(one.query.sum()) for one in (source.batch, *source.samples.values())
+    )
+    models = 1 + max((one.times for one in source.stages if one.stage == TWINS), default=0)
+    rows = min(largest, belief_readout.MOST_ROWS)
+    return found | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
+
+
+def estimate(plan: Plan) -> dict[str, Any]:
+    """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
+
+    tokens are those of one scan's passes, without padding; capture_bytes lie in the store and in memory; memory_bytes
+    adds the weights, those of a twin and as much again while it is drawn and hashed, the largest batch and this
+    process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises Refused as a scan
+    would.
+    """
+    who = Weightless.found(plan)
+    facts, item = who.facts, who.model.dtype.itemsize
+    speed = Speed.of(device := usable(plan.request.device), facts["d_model"])
+    rows: dict[str, dict[str, Any]] = {}
+    memory = 0
+    for name in plan.pools:
+        source = Source.of(plan, who, name)
+        minutes = _minutes(source, plan, speed)
+        largest = max(max(one.batches(plan.request.batch_tokens)) for one in source.stages)
+        longest = max(int(one.lengths.max()) for one in source.stages)
+        kept = sum(one.times * one.kept for one in source.stages)
+        # A layer's widest activations, and logits in the model's precision and twice in float32, a row each at most.
+        computed = largest * (8 * facts["d_model"] * item) + min(largest, len(source.batch)) * facts["vocabulary"] * 12
+        # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
+        n = len(source.batch)
+        memory = max(memory, kept + computed + 8 * (4 * 10**4 * n + 600 * n**2))
+        rows[name] = {
+            "pool": len(source.pool),
+            "prompts": len(source.batch),
+            "units": len(set(source.batch.unit)),
+            "pool_units": len(set(source.pool.unit)),
+            "passes": sum(one.times for one in source.stages),
+            "tokens": sum(one.tokens for one in source.stages),
+            "longest": longest,
+            "capture_bytes": kept,
+            "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
+            "claims": list(findings(source, plan.request.nulls)),
+        }
+    scans = 1 + sum(not one.why for one in conditions(plan.request, who)) * plan.request.stability
+    weights = facts["parameters"] * item
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return {
+        "parameters": facts["parameters"],
+        "weight_bytes": weights,
+        "memory_bytes": process + HELD + 3 * weights + memory,
+        "scans": scans,
+        "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
+        "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
+        "device": device,
+        "layers": facts["layers"],
+        "nulls": plan.request.nulls,
+        "sources": rows,
+        "out": str(plan.out),
+    }
+
+
+# ---- what it can find -----------------------------------------------------------------------------------------------
+
+
+def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
+    """A row for each claim that the record would judge, all of them in Holm's correction (llmgeom/stats/power.py)."""
+    asked = [
+        claim for name in source.modules for claim in declared(name).values() if claim.claim and _judged(source, claim)
+    ]
+    each = len(source.batch) / len(set(source.batch.unit))
+    for claim in asked:
+        rank = claim.needed == "correlation"
+        have, most = _units(source, claim)
+        row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
+        row |= {"counts": claim.counts, "units": have, "most_units": most}
+        spread, null_spread = claim.spread, claim.null_spread
+        if source.batch.posterior is not None:
+            spread, null_spread = claim.task_spread, claim.task_null_spread
+        row |= {"spread": None if rank else spread, "null_spread": null_spread, "why": ""}
+        if not (rank or spread):
+            yield row | {
+                "spread": None,
+                "null_spread": None,
+                "why": "not planned: how much units differ was never measured",
+            }
+            continue
+        design = power.Design(claim, spread, null_spread, nulls, len(asked))
+        row["interval_units"] = _interval(design)
+        row["needed_units"] = found = power.needed(design)
+        row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None
+        row["any_layer_units"] = None
+        if rank:
+            row["any_layer_units"] = power.needed_in_any_layer(claim.effect, source.subject.facts["layers"])
+        row["detectable"] = power.detectable(design, have)
+        if found is None:
+            row["why"] = _never(design)
+        elif most is not None and found > most:
+            row["why"] = f"needs {found} units, and there are {most}"
+        yield row
+
+
+def _interval(design: power.Design) -> int:
+    """Units at which the interval alone decides, as a verdict says it: without Holm, and without the draws' spread."""
+    claim = design.claim
+    if claim.needed == "correlation":
+        return needed_n_correlation(claim.smallest)
+    return needed_n_mean(claim.smallest, design.spread, 0.95 if claim.equivalence else power.POWER)
+
+
+def _never(design: power.Design) -> str:
+    limit = power.detectable(design, power.MOST_UNITS)
+    if limit is None:
+        return f"with {design.draws} draws of each null no p is small enough; at least 20 are needed"
+    lost = f"draws of the null spread by {design.null_spread:g}, and less than {limit:.2g} is lost among them"
+    return f"no number of units: {lost}"
+
+
+def _judged(source: Source, claim: Claim) -> bool:
+    """Whether the scan will come to a verdict, as far as that is known without weights."""
+    facts, exact = source.subject.facts, source.batch.posterior
+    if claim.counts == KV_HEADS:
+        return _units(source, claim)[0] >= LEAST_UNITS
+    if claim.probe == "domain_restriction":
+        return {MIXED, MATCHED} <= source.samples.keys()
+    if claim.probe == "attention_focus":
+        return facts["layers"] > 1
+    if claim.probe in ("belief_clusters", "contribution"):
+        return exact is None or bool(exact.outcomes)
+    if claim.probe == "belief_readout":
+        steps = facts["layers"] * (1 + (Site.ATTENTION_WRITE in source.sites)) + 1
+        countable = exact is not None and (exact.belief is not None or bool(exact.outcomes))
+        return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
+    whole = source.samples.get(WHOLE)
+    if claim.probe == "length_cliff":
+        past = whole is not None and _queries(whole) > length_cliff.reach(source.subject, source.batch).queries
+        return past and exact is not None and bool(exact.outcomes)
+    if claim.probe == "qk_alignment":
+        bearing = None if whole is None else whole.exact.bearing
+        if bearing is None:
+            return False
+        alike = bool((bearing == bearing[:1]).all())
+        return claim.name.endswith(qk_alignment.PLACES) == alike and (
+            facts["layers"] > 1 or claim.name == qk_alignment.LAST
+        )
+    return True
+
+
+def _queries(whole: Batch) -> int:
+    """Of a task's sequence."""
+    return whole.exact.predictive.shape[1]
+
+
+def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
+    """How many units the claim is judged on, and the most there can be; None where that is for the asking."""
+    batch, facts = source.batch, source.subject.facts
+    if claim.counts == KV_HEADS:
+        return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
+    have, most = len(set(batch.unit)), len(set(source.pool.unit)) if batch.posterior is None else None
+    if claim.probe == "contribution":
+        most = contribution.MOST
+    elif claim.probe == "routing_law":
+        most = _routed(batch)
+    elif claim.probe == "belief_readout":
+        most = belief_readout.MOST_ROWS // _queries(source.samples[WHOLE])
+    return have if most is None else min(have, most), most
+
+
+def lines(cost: Mapping[str, Any]) -> Iterator[str]:
+    """For a terminal."""
+    for_all = f" for {cost['scans']} scans, each as below" if cost["scans"] > 1 else ""
+    yield (
+        f"{cost['parameters'] / 1e6:.1f}M parameters, {cost['weight_bytes'] / 2**20:.0f} MiB of weights; at most about "
+        f"{cost['memory_bytes'] / 2**30:.1f} GiB of memory, {cost['disk_bytes'] / 2**20:.0f} MiB on disk, "
+        f"{cost['minutes']:.2g} minutes on this machine ({cost['device']}){for_all}; out: {cost['out']}"
+    )
+    for name, row in cost["sources"].items():
+        yield ""
+        yield (
+            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['units']} of {row['pool_units']} units "
+            f"(templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
+        )
+        layers = cost["layers"]
+        head = ("effect", "interval", "PASS", f"any of {layers} layers", "found", "spread", "of draws")
+        yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
+        for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
+            yield f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}"
+    yield ""
+    yield from LEGEND
+
+
+LEGEND = (
+    "Units that find the effect in 9 of 10 scans: by the interval alone; for PASS, every null and Holm over all claims",
+    "included; by the best layer's p, corrected for looking at all. An effect counts from what the nulls reach. Found:",
+    "the smallest effect that the units asked for find. Assumed: the spread between units and of draws of the null, as",
+    "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
+)
+
+
+def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    def said(key: str, form: str = "{}") -> str:
+        return form.format(row[key]) if row.get(key) else "-"
+
+    units, prompts = row.get("needed_units"), row.get("needed_prompts")
+    found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
+    return (
+        row["name"],
+        f"{row['effect']:g} {row['unit']}",
+        said("interval_units"),
+        said("needed_units") + f" ({prompts} prompts)" * bool(prompts and prompts != units),
+        said("any_layer_units"),
+        f"{found} at {row['units']}" if "detectable" in row else "-",
+        said("spread", "{:g}"),
+        said("null_spread", "{:g}"),
+    )

@@ -1,0 +1,365 @@
+"""The whole of `llmgeom dynamics`: what settles first in training, and every probe's headline from step to step."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmgeom import probes
+from llmgeom.batch import Batch
+from llmgeom.cache.shards import captures_folder, digest
+from llmgeom.commands import config as request
+from llmgeom.dynamics.drift import SEEDS, drifts, state
+from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Course, Run, sections
+from llmgeom.errors import Refused, Unavailable, bounded, scrubbed
+from llmgeom.model.attention_gradients import signals
+from llmgeom.probes.posterior.scores import drawn, graded_on
+from llmgeom.progress import Progress
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import grid
+from llmgeom.result import Figure, Measured, Quantity
+from llmgeom.scan import NULLS, WHOLE, few_draws, provenance, scan, took
+from llmgeom.task import Task
+from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels.training import Training
+
+SEQUENCES, PROMPTS = 200, 75
+TRAINED = Training(
+    "bijection", arch="gpt2", width=32, layers=1, steps=800, lr="5e-3", schedule="constant", snapshots=16
+)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked of `llmgeom dynamics`; its fields are its flags, and `runs` its arguments."""
+
+    runs: tuple[str, ...] = ()
+    model: str | None = None
+    revisions: tuple[str, ...] = ()
+    task: str | None = None
+    seeds: int = SEEDS
+    quick: bool = False
+    domain: str = "mixed"
+    n: int | None = None
+    probes: tuple[str, ...] | None = None
+    nulls: int = NULLS
+    seed: int = 0
+    dtype: str | None = None
+    device: str | None = None
+    offline: bool = False
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.runs, self.model, self.task))) != 1:
+            raise Refused("give folders of `llmgeom train`, or --model with --revisions, or --task; one of the three")
+        if bool(self.model) != bool(self.revisions):
+            raise Refused(
+                "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
+            )
+        bounded(("--nulls", self.nulls, 1), ("--seed", self.seed, 0), ("--n", self.n, 10))
+        bounded(("--seeds", self.seeds, 1), most=1000)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How every snapshot is loaded."""
+        return {"dtype": self.dtype, "device": self.device, "offline": self.offline}
+
+    def command(self) -> str:
+        """The command that repeats this: what differs from the defaults, less where the output goes."""
+        words = ["llmgeom", "dynamics", *self.runs]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if value == field.default or field.name in ("runs", "out"):
+                continue
+            words.append("--" + field.name)
+            if value is not True:
+                words.append(",".join(value) if isinstance(value, tuple) else str(value))
+        return scrubbed(shlex.join(words))
+
+
+def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
+    """Train where asked, follow every run, scan the snapshots of the first; (folder, record).
+
+    OUT/stepN holds the record of each snapshot; the same command goes on after the last one that is there.
+    """
+    started = time.time()
+    modules = probes.known(probes.chosen(asked.probes, prompts=bool(asked.model)))
+    runs = _runs(asked, progress)
+    spec = digest(
+        {
+            "runs": [[run.name, run.steps, dict(run.training)] for run in runs],
+            "probes": list(modules),
+            "asked": [asked.domain, asked.n, asked.nulls, asked.seed, asked.dtype],
+        }
+    )
+    out = _out(asked, spec)
+    request.check_folder(out, spec)
+    task = named(runs[0].task) if runs[0].task else None
+    store = str(captures_folder())
+    courses, unmeasured = _follow(runs, task, asked, store, progress)
+    records = _scans(runs[0], task, modules, asked, out, spec, store, progress) if modules else {}
+    steps = runs[0].steps
+    results = sections(courses) if courses else {}
+    results |= over_training(steps, records)
+    last, batch = runs[0].load(-1, **asked.options), probe_batch(task, asked, runs[0].corrupt)
+    called = runs[0].name if len(runs) == 1 else f"{len(runs)} runs"
+    record = Record(
+        results=results,
+        unmeasured=unmeasured,
+        prompts={},
+        subject={k: v for k, v in last.facts.items() if v is not None} | {"name": called},
+        source=dict(batch.source),
+        facts={
+            **provenance(batch, last.tokens(batch), asked.seed, asked.nulls),
+            "spec": spec,
+            "command": asked.command(),
+            "runs": [run.name for run in runs],
+            "steps": list(steps),
+        },
+        warnings=tuple(_warnings(runs, modules, asked)),
+        run=took(started),
+    )
+    record.save(out)
+    from llmgeom.reports.steps import steps_page
+
+    write_whole(out / "report.html", steps_page(record, records).encode())
+    return out, record
+
+
+def table(record: Record) -> Iterator[str]:
+    """When each curve of each run settles, as lines for a terminal."""
+    for name, title in ((DRIFT, "step from which 5 % is left"), (GRADIENTS, "step from which 5 % of the most is left")):
+        measured = record.results.get(name)
+        if measured is None:
+            continue
+        columns = sorted(key for key in measured.quantities if key.endswith("_settled"))
+        rows = [
+            (
+                str(run),
+                *(
+                    f"{measured.arrays[key][i]:.0f}{'+' * bool(measured.arrays[key.replace('_settled', '_pinned')][i])}"
+                    for key in columns
+                ),
+            )
+            for i, run in enumerate(measured.ticks["run"])
+        ]
+        yield from grid(title, [key.removesuffix("_settled").replace("_", " ") for key in columns], rows)
+    yield "+ between the last two snapshots, or not at all: a longer run would say later"
+
+
+# ---- what is followed ------------------------------------------------------------------------------------------------
+
+
+def _runs(asked: Request, progress: Progress | None) -> list[Run]:
+    """The runs, those that learn first. Raises Refused where they cannot be followed together."""
+    if asked.model:
+        return [Run.at(asked.model, asked.revisions)]
+    folders = _trained(asked, progress) if asked.task else asked.runs
+    runs = sorted(map(Run.of, folders), key=lambda run: run.random)
+    first = runs[0]
+    if first.random:
+        raise Refused(f"{first.name} and all others had random targets (--corrupt 1); give a run that learns, too")
+    for other in runs[1:]:
+        for what, ours, theirs in (("task", first.task, other.task), ("snapshots", first.steps, other.steps)):
+            if ours != theirs:
+                raise Refused(
+                    f"{other.name} has another {what.rstrip('s')} than {first.name} ({_short(theirs)}, not "
+                    f"{_short(ours)}); only runs that differ in seed and --corrupt are followed together"
+                )
+    taken = [(run.random, run.training.get("seed")) for run in runs]
+    if len(set(taken)) < len(taken):
+        raise Refused("two runs have the same seed; they are no two draws: train each with a --seed of its own")
+    return _named_apart(runs)
+
+
+def _short(value: Any) -> str:
+    return value if isinstance(value, str) else f"{len(value)} to step {value[-1]}"
+
+
+def _named_apart(runs: list[Run]) -> list[Run]:
+    names = [run.name for run in runs]
+    return [
+        replace(run, name=f"{run.name} ({i})") if names.count(run.name) > 1 else run for i, run in enumerate(runs, 1)
+    ]
+
+
+def _trained(asked: Request, progress: Progress | None) -> list[str]:
+    """Constant-rate runs of a task and as many on random targets, trained where they are not there yet."""
+    from llmgeom.bench.sweep import sweep
+
+    spec = replace(TRAINED, task=named(str(asked.task)).title)
+    spec = replace(spec, steps=spec.steps // 4) if asked.quick else spec
+    cells = {
+        f"{kind}-seed{seed}": replace(spec, corrupt=corrupt, seed=seed)
+        for kind, corrupt in (("run", 0.0), ("random", 1.0))
+        for seed in range(asked.seeds)
+    }
+    folder = _out(asked, digest(dataclasses.asdict(spec))) / "runs"
+    for name, numbers in sweep(cells, folder, SEQUENCES, progress).items():
+        if "refused" in numbers:
+            raise Refused(f"{name} could not be trained: {numbers['refused']}")
+    return [str(folder / name) for name in cells]
+
+
+def _out(asked: Request, spec: str) -> Path:
+    if asked.out:
+        return Path(asked.out)
+    what = asked.task or asked.model or Path(asked.runs[0]).resolve().name
+    key = digest(dataclasses.asdict(asked) | {"out": None})[:8] if asked.task else spec[:8]
+    return Path("runs") / f"dynamics-{request.safe(what)}-{key}"
+
+
+def probe_batch(task: Task | None, asked: Request, corrupt: float) -> Batch:
+    """What every snapshot reads: held-out sequences with all their queries, or prompts of a domain."""
+    if task is not None:
+        return drawn(task, asked.n or SEQUENCES, asked.seed, graded_on(task), corrupt)
+    from llmgeom.prompts.domains import Domain
+
+    return Domain(asked.domain).sample(asked.n or PROMPTS, asked.seed)
+
+
+def _follow(
+    runs: Sequence[Run], task: Task | None, asked: Request, store: str, progress: Progress | None
+) -> tuple[list[Course], dict[str, str]]:
+    """Every run's drifts and gradients; and why one of the two, or both, could not be had."""
+    courses: list[Course] = []
+    unmeasured: dict[str, str] = {}
+    done, total = 0, sum(len(run.steps) for run in runs)
+    for run in runs:
+        batch = probe_batch(task, asked, run.corrupt)
+        states, pull = [], []
+        for place in range(len(run.steps)):
+            subject = run.load(place, **asked.options)
+            try:
+                if DRIFT not in unmeasured:
+                    states.append(state(subject, batch, task, store))
+            except Unavailable as refusal:
+                unmeasured[DRIFT] = str(refusal)
+            try:
+                if GRADIENTS not in unmeasured:
+                    pull.append(signals(subject, batch))
+            except Unavailable as refusal:
+                unmeasured[GRADIENTS] = str(refusal)
+            done += 1
+            if progress:
+                progress("snapshots followed", done, total, f"{run.name}, step {run.steps[place]}")
+        if len(unmeasured) == 2:
+            return [], unmeasured
+        courses.append(
+            Course(run, None if DRIFT in unmeasured else drifts(states), () if GRADIENTS in unmeasured else tuple(pull))
+        )
+    return courses, unmeasured
+
+
+def _scans(
+    run: Run,
+    task: Task | None,
+    modules: Mapping[str, Any],
+    asked: Request,
+    out: Path,
+    spec: str,
+    store: str,
+    progress: Progress | None,
+) -> dict[int, Record]:
+    """The probes at every snapshot of a run, by step; what is in OUT/stepN already is read.
+
+    The untrained twins are those of the config and seed, the same for every snapshot: their captures are stored once.
+    """
+    samples: dict[str, Batch] = {}
+    if task is None:
+        batch = probe_batch(None, asked, 0.0)
+    else:
+        n, split = asked.n or SEQUENCES, graded_on(task)
+        batch, samples = task.cut(n, asked.seed, split), {WHOLE: task.sample(n, asked.seed, split)}
+    records = {}
+    for place, step in enumerate(run.steps):
+        folder, own = out / f"step{step}", digest({"of": spec, "step": step})
+        request.check_folder(folder, own)
+        if (folder / "record.json").exists():
+            records[step] = Record.load(folder)
+        else:
+
+            def tell(stage: str, done: int, total: int, note: str = "", place: int = place, step: int = step) -> None:
+                if progress:
+                    progress("snapshots scanned", place, len(run.steps), f"step {step}, {stage} {done} of {total}")
+
+            records[step] = scan(
+                run.load(place, **asked.options),
+                batch,
+                modules,
+                seed=asked.seed,
+                nulls=asked.nulls,
+                samples=samples,
+                store=store,
+                progress=tell,
+                facts={"spec": own, "step": step, "command": asked.command()},
+            )
+            records[step].save(folder)
+        if progress:
+            progress("snapshots scanned", place + 1, len(run.steps), f"step {step}")
+    return records
+
+
+def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: Request) -> Iterator[str]:
+    rates = sorted({str(run.training.get("schedule")) for run in runs if run.training})
+    if "cosine" in rates:
+        yield (
+            "cosine schedule: the learning rate falls to 0, and that stops every drift, whether or not anything was "
+            "learnt; train with --schedule constant"
+        )
+    if not any(run.training for run in runs):
+        yield "hub revisions: one training and no random-target models; its learning rate fell as its authors chose"
+    elif not any(run.random for run in runs):
+        yield "no random-target runs (--corrupt 1): how far weights drift with nothing to learn is not known"
+    if modules and len(runs) > 1:
+        yield f"the probes read the snapshots of {runs[0].name} alone; drifts and gradients are of all runs"
+    if asked.quick:
+        yield "quick: a quarter of the steps"
+    yield from few_draws(asked.nulls) if modules else ()
+
+
+def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[str, Measured]:
+    """Every headline of every probe from snapshot to snapshot, with its interval and null band: a curve each."""
+    found: dict[str, Measured] = {}
+    for probe in sorted({probe for record in records.values() for probe in record.results}):
+        held = {step: record.results[probe] for step, record in records.items() if probe in record.results}
+        first = next(iter(held.values()))
+        quantities, arrays, ticks, notes = {}, {}, {}, []
+        names = dict.fromkeys(h.name for measured in held.values() for h in measured.headlines)
+        for i, name in enumerate(names):
+            each = {s: h for s, measured in held.items() for h in measured.headlines if h.name == name}
+            missing = [step for step in steps if step not in each]
+            axis = "step" if not missing else f"step (not measured at {', '.join(map(str, missing))})"
+            ticks[axis] = tuple(map(str, each))
+            some, key = next(iter(each.values())), f"headline_{i:02}"
+            figure = Figure("curve", band=f"{key}_null", interval=f"{key}_interval")
+            quantities[key] = Quantity((axis,), some.unit, name, figure)
+            arrays[key] = np.array([h.value for h in each.values()])
+            for part, ends in (("interval", ("low", "high")), ("null", ("null_low", "null_high"))):
+                meaning = "95 % interval" if part == "interval" else "95 % band of the null that decides"
+                quantities[f"{key}_{part}"] = Quantity((axis, "bound"), some.unit, meaning)
+                arrays[f"{key}_{part}"] = np.array([[getattr(h, end) for end in ends] for h in each.values()])
+        for step, record in records.items():
+            if probe in record.unmeasured:
+                notes.append(f"step {step}: not measured, {record.unmeasured[probe]}")
+        if names:
+            found[probe] = Measured(
+                title=f"{first.title}, over training",
+                meaning=first.meaning,
+                computed=first.computed,
+                null=first.null,
+                failure_modes=first.failure_modes,
+                headlines=(),
+                quantities=quantities,
+                arrays=arrays,
+                notes=tuple(notes),
+                ticks=ticks,
+            )
+    return found

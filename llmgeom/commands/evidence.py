@@ -1,0 +1,153 @@
+"""The whole of `llmgeom sula`: does a model weigh evidence in its context as Bayes' rule does?"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from llmgeom import claims
+from llmgeom.commands import config as request
+from llmgeom.errors import NO_TOKENIZER, Refused, bounded
+from llmgeom.model.subject import Subject
+from llmgeom.probes.evidence import published
+from llmgeom.probes.evidence.answers import (
+    BELIEF,
+    CONTROLS,
+    EVIDENCE,
+    Reading,
+    Truth,
+    listen,
+    measure_belief,
+    measure_controls,
+    measure_evidence,
+)
+from llmgeom.probes.evidence.published import measure_published
+from llmgeom.progress import Progress
+from llmgeom.prompts import nonce
+from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
+from llmgeom.record import Record
+from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
+
+Protocol = Literal["sound", "published"]
+PROTOCOLS: tuple[Protocol, ...] = ("sound", "published")
+
+
+def examine(
+    subject: Subject,
+    source: Sula,
+    *,
+    n: int = 50,
+    seed: int = 0,
+    nulls: int = NULLS,
+    protocol: Protocol = "sound",
+    progress: Progress | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Record:
+    """Ask the model, and `nulls` re-initialised twins, `n` prompts a number of observations in every condition.
+
+    protocol    "published": by Paper III's definitions, flaws included.
+    Raises Refused: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
+    """
+    if subject.tokenizer is None:
+        raise Refused(f"{subject.name} {NO_TOKENIZER}")
+    if max(source.ks) < 2:
+        raise Refused(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
+    started = time.time()
+    conditions = CONDITIONS if protocol == "sound" else published.CONDITIONS
+    batches = {name: replace(source, condition=name).sample(n, seed) for name in conditions}
+
+    def listened(who: Subject) -> dict[str, Reading]:
+        return {name: listen(who, batch, inside=name == "main") for name, batch in batches.items()}
+
+    own = listened(subject)
+    twins = []
+    for i in range(nulls):
+        twins.append(listened(subject.twin(seed + 1 + i)))
+        if progress:
+            progress("re-initialised twins", i + 1, nulls)
+    main = batches["main"]
+    measures = {
+        EVIDENCE: lambda: measure_evidence(source, main, own["main"], [twin["main"] for twin in twins]),
+        BELIEF: lambda: measure_belief(source, main, own["main"], [twin["main"] for twin in twins], seed),
+        CONTROLS: lambda: measure_controls(batches, own, twins),
+    }
+    if protocol == "published":
+        truth = {name: Truth(batch) for name, batch in batches.items()}
+        measures = {published.PROBE: lambda: measure_published(source, truth, own, twins)}
+    results, unmeasured = {}, {}
+    for i, (name, measure) in enumerate(measures.items()):
+        if progress:
+            progress(f"measuring {name}", i, len(measures))
+        try:
+            results[name] = measure().lowered()
+        except Refused as refusal:
+            unmeasured[name] = str(refusal)
+    tokens = subject.tokens(main)
+    return Record(
+        results=claims.judge(results),
+        unmeasured=unmeasured,
+        prompts={
+            **prompt_table(subject, main, tokens, own["main"].h_vocab),
+            "template": main.columns["lead"],
+            "H label": tuple(round(float(h), 6) for h in own["main"].h_label),
+        },
+        subject={k: v for k, v in subject.facts.items() if v is not None},
+        source=dict(main.source),
+        facts={
+            **provenance(main, tokens, seed, nulls),
+            "conditions": {name: CONDITIONS[name] for name in conditions},
+            **(facts or {}),
+        },
+        warnings=(*few_draws(nulls), *filter(None, [subject.facts.get("note")])),
+        run=took(started),
+    )
+
+
+@dataclass(frozen=True)
+class Request(request.Request):
+    """What is asked for; its fields are the flags of `llmgeom sula`."""
+
+    VERB: ClassVar[str] = "sula"
+    FLAGS: ClassVar[dict[str, str]] = {"ks": "--k"}
+    LISTED: ClassVar[tuple[str, ...]] = ("ks", "labels")
+
+    prior: str = "two-point"
+    template: str | None = None
+    protocol: str = "sound"
+    ks: tuple[int, ...] = (0, 1, 2, 4, 8)
+    labels: tuple[str, ...] = ()
+    n: int = 50
+    nulls: int = NULLS
+    seed: int = 0
+    out: str | None = None
+
+
+def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+    """The whole of `llmgeom sula`: check, load, examine, save the record and its page; (folder, record)."""
+    given, protocol = prior(asked.prior), request.one_of("--protocol", asked.protocol, PROTOCOLS)
+    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
+    template = asked.template or ("colon" if protocol == "sound" else published.TEMPLATE)
+    Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
+    located = asked.locate()
+    spec = asked.spec(located)
+    what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
+    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what.replace(":", "-"), spec)
+    request.check_folder(out, spec)
+    subject = subject or asked.load()
+    source = Sula(asked.labels or available(subject.tokenizer), given, template, asked.ks)
+    told = {"spec": spec, "command": asked.command()}
+    record = examine(
+        subject,
+        source,
+        n=asked.n,
+        seed=asked.seed,
+        nulls=asked.nulls,
+        protocol=protocol,
+        progress=progress,
+        facts=told,
+    )
+    request.keep(record, out)
+    return out, record

@@ -1,0 +1,222 @@
+"""The whole of `llmgeom grade`: how near are a model's answers in a wind tunnel to the exact posterior?"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmgeom import claims, wind_tunnels
+from llmgeom.commands import config as request
+from llmgeom.errors import Refused, bounded
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior.results import (
+    CALIBRATION,
+    HORIZON,
+    MEMORY,
+    MIXTURE,
+    POSTERIOR,
+    measure_calibration,
+    measure_horizon,
+    measure_memory,
+    measure_posterior,
+)
+from llmgeom.probes.posterior.scores import Scores, drawn, grade, graded
+from llmgeom.progress import Progress
+from llmgeom.record import Record
+from llmgeom.reports.text import grid
+from llmgeom.result import Result
+from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
+from llmgeom.task import Task
+from llmgeom.wind_tunnels import checks as laws
+from llmgeom.wind_tunnels.checkpoint import TRAINING, told
+
+__all__ = ["Request", "examine", "grade", "perform", "table"]
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a folder says of how its model was trained: task.json and training.json; empty where they are not there."""
+
+    task: str = ""
+    trained: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
+
+    @classmethod
+    def of(cls, folder: str) -> Told:
+        if not hub.tunnel(folder):
+            return cls()
+        found, beside = hub.tunnel_facts(folder), Path(folder) / TRAINING
+        return cls(found["trained_on"], found["trained_queries"], told(beside) if beside.exists() else {}, folder)
+
+    def asked(self, spec: str | None, model: str) -> Task:
+        """The task of a spec, or else the model's own. Raises Refused where there is neither, and for one that breaks
+        its laws, or is code that came with the model."""
+        if not (spec or self.task):
+            raise Refused(f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task")
+        try:
+            task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
+        except Refused as refusal:
+            raise refusal if spec else Refused(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
+        laws.obeyed(task)
+        return task
+
+    @property
+    def corrupt(self) -> float:
+        return float(self.facts.get("training", {}).get("corrupt", 0.0))
+
+    def doubts(self, task: Task) -> Iterator[str]:
+        """What could overturn a verdict about this task."""
+        if not self.task:
+            yield "never trained on this task: it has no task.json"
+        elif self.task.partition(":")[0] != task.title.partition(":")[0]:
+            yield f"never trained on this task, but on {self.task}"
+        if self.facts.get("step") == 0:
+            yield "untrained: the weights of step 0"
+
+    def sizes(self, task: Task, parameters: int) -> str:
+        """Could a table have been learnt? One sentence."""
+        prior = f"2^{task.log2_hypotheses:.1f} hypotheses"
+        if math.isinf(task.log2_hypotheses):
+            prior = "a continuum of hypotheses"
+        drew = "how many sequences training drew is not known"
+        if "sequences" in self.facts:
+            drew = f"training drew {self.facts['sequences']:,} sequences"
+        return f"the prior is over {prior}; {drew}; the model has {parameters:,} parameters"
+
+
+def examine(
+    subject: Subject,
+    task: Task,
+    told: Told,
+    *,
+    n: int = 1000,
+    seed: int = 0,
+    nulls: int = NULLS,
+    progress: Progress | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Record:
+    """Grade the model and `nulls` re-initialised twins on n held-out sequences and as many seen ones."""
+    started, corrupt = time.time(), told.corrupt
+    trained = min(task.trained, told.trained or task.trained)
+    found = {POSTERIOR: grade(subject, task, n, seed, trained=trained)}
+    if corrupt:
+        found[MIXTURE] = grade(subject, task, n, seed, trained=trained, corrupt=corrupt)
+    own = found[MIXTURE if corrupt else POSTERIOR]
+    batches = {name: one.batch for name, one in found.items()}
+    if not task.memorisable:
+        batches[MEMORY] = drawn(task, n, seed, "seen", corrupt)
+    twins: dict[str, list[Scores]] = {name: [] for name in batches}
+    for i in range(nulls):
+        twin = subject.twin(seed + 1 + i)
+        for name, batch in batches.items():
+            twins[name].append(graded(twin, task, batch))
+        if progress:
+            progress("re-initialised twins", i + 1, nulls)
+    same = twins[MIXTURE if corrupt else POSTERIOR]
+    sizes = told.sizes(task, subject.facts["parameters"])
+    asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
+    drawn_from = [f"{n} sequences of {asked}", *[f"trained on {told.task}"] * (told.task not in ("", task.title))]
+    measures: dict[str, Callable[[], Result]] = {
+        name: partial(measure_posterior, name, one, twins[name], (*drawn_from, sizes)) for name, one in found.items()
+    }
+    measures[CALIBRATION] = lambda: measure_calibration(own, same)
+    unmeasured = {}
+    if task.memorisable:
+        unmeasured[MEMORY] = f"memorisable: {task.memorisable}"
+    else:
+        seen = graded(subject, task, batches[MEMORY])
+        measures[MEMORY] = lambda: measure_memory(own, seen, twins[MEMORY], (sizes,))
+    if trained < len(task.query):
+        measures[HORIZON] = lambda: measure_horizon(own, same)
+    results = {}
+    for done, (name, measure) in enumerate(measures.items(), 1):
+        try:
+            results[name] = measure().lowered()
+        except Refused as refusal:
+            unmeasured[name] = str(refusal)
+        if progress:
+            progress("measuring", done, len(measures))
+    batch, tokens = own.batch, subject.tokens(own.batch)
+    within = own.own.at(own.within)
+    prompts = prompt_table(subject, batch, tokens, within.entropy.mean(1))
+    return Record(
+        results=claims.judge(results),
+        unmeasured=unmeasured,
+        prompts={
+            **prompts,
+            "exact entropy": tuple(within.exact.mean(1).round(6).tolist()),
+            "KL": tuple(within.kl.mean(1).round(6).tolist()),
+        },
+        subject={k: v for k, v in subject.facts.items() if v is not None},
+        source=dict(batch.source),
+        facts={
+            **provenance(batch, tokens, seed, nulls),
+            "trained on": told.task,
+            "horizon": trained,
+            "corrupt": corrupt,
+            "sizes": sizes,
+            **(facts or {}),
+        },
+        warnings=(
+            *told.doubts(task),
+            *[f"memorisable: {task.memorisable}"] * bool(task.memorisable),
+            *(
+                f"{name} is exact here: this task does not ask for what it leaves out; skill is against another"
+                for name in found[POSTERIOR].as_exact
+            ),
+            *few_draws(nulls),
+        ),
+        run=took(started),
+    )
+
+
+def table(record: Record) -> Iterator[str]:
+    """KL and errors of entropy of the model and of every trivial predictor, as lines for a terminal."""
+    for probe in (POSTERIOR, MIXTURE):
+        if probe in record.results:
+            measured = record.results[probe]
+            columns = [measured.arrays[f"predictor{of}"] for of in ("", "_mae_abs", "_mae_mean")]
+            rows = [
+                (name, *(f"{x:.4f}" for x in row))
+                for name, row in zip(measured.ticks["predictor"], zip(*columns, strict=True), strict=True)
+            ]
+            yield from grid(probe, ("KL [bits]", "mae_abs [bits]", "mae_mean [bits]"), rows)
+
+
+@dataclass(frozen=True)
+class Request(request.Request):
+    """What is asked for; its fields are the flags of `llmgeom grade`."""
+
+    VERB: ClassVar[str] = "grade"
+
+    task: str | None = None
+    n: int = 1000
+    nulls: int = NULLS
+    seed: int = 0
+    out: str | None = None
+
+
+def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+    """The whole of `llmgeom grade`: check, load, grade, save the record and its page; (folder, record)."""
+    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
+    if asked.backend != "transformers":
+        raise Refused(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
+    located = asked.locate()
+    told = Told.of(located.path)
+    task = told.asked(asked.task, asked.model)
+    spec = asked.spec(located)
+    what = f"grade-{type(task).__name__.lower()}"
+    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
+    request.check_folder(out, spec)
+    subject = subject or asked.load()
+    own = {"spec": spec, "command": asked.command()}
+    record = examine(subject, task, told, n=asked.n, seed=asked.seed, nulls=asked.nulls, progress=progress, facts=own)
+    request.keep(record, out)
+    return out, record

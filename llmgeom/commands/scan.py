@@ -1,0 +1,341 @@
+"""The whole of `llmgeom scan`: from a request to records and a page, checked as far as can be before weights load."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from llmgeom import probes
+from llmgeom.batch import Batch
+from llmgeom.cache.shards import captures_folder, digest
+from llmgeom.commands import config as request
+from llmgeom.errors import Refused, bounded
+from llmgeom.model import hub
+from llmgeom.progress import Progress, named
+from llmgeom.record import Record, write_whole
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from llmgeom.cache.distributed import Share
+    from llmgeom.model.subject import Subject
+
+POOL = 1000
+FEWEST = 10
+DOCUMENTS = "hf:"
+SEQUENCES = 200  # of a task: they cost nothing
+Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
+FINAL = "the"  # the word that stands in the most templates of every domain
+
+
+@dataclass(frozen=True)
+class Request(request.Request):
+    """What is asked for; its fields are the flags of `llmgeom scan`."""
+
+    VERB: ClassVar[str] = "scan"
+    FLAGS: ClassVar[dict[str, str]] = {"domains": "--domain", "tasks": "--task", "prompts_file": "--prompts"}
+    LISTED: ClassVar[tuple[str, ...]] = ("probes",)
+
+    domains: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()
+    prompts_file: str | None = None
+    prompts_from: str | None = None
+    n: int | None = None
+    limit: int | None = None
+    probes: tuple[str, ...] | None = None
+    protocol: str = "sound"
+    nulls: int = 20
+    batch_tokens: int = 4096
+    shard: str | None = None
+    seed: int = 0
+    stability: bool = False
+    out: str | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request that was found possible: where the model is, what is run on which prompts, and where it goes.
+
+    pools    name -> candidates; stratified by entropy where `stratify` is true, else taken as they are.
+    """
+
+    request: Request
+    located: hub.Located
+    probes: tuple[str, ...]
+    pools: dict[str, Batch]
+    stratify: bool
+    out: Path
+
+    def folder(self, name: str) -> Path:
+        safe = "".join(c if c.isalnum() or c in "._+-" else "-" for c in name)
+        return self.out / safe if len(self.pools) > 1 else self.out
+
+    def n(self, name: str) -> int:
+        """How many prompts are scanned.
+
+        75 by default, as Paper III; in a small domain two thirds of what two a template allow, in fifths, so that each
+        fifth of the entropies can give its share.
+        """
+        if not self.stratify:
+            return len(self.pools[name])
+        return self.request.n or min(75, 4 * len(set(self.pools[name].unit)) // 15 * 5)
+
+    @property
+    def shared(self) -> str:
+        """What one of several processes says when its share is made; a launcher's says nothing."""
+        if self.request.shard is None:
+            return ""
+        *_, n = self.request.shard.split("/")
+        return (
+            f"share {self.request.shard} is kept in {captures_folder()}; when all {n} are made, bring them together "
+            "(`llmgeom cache merge`, where each has a cache of its own) and give the same command without --shard\n"
+        )
+
+    def spec(self, name: str) -> dict[str, Any]:
+        """What decides the bytes of one record, as plain data."""
+        asked = self.request
+        return {
+            "model": asked.model,
+            "revision": self.located.revision,
+            "dtype": asked.dtype,
+            "quantize": asked.quantize,
+            "backend": asked.backend,
+            "prompts": digest(_content(self.pools[name])),
+            "n": self.n(name),
+            "probes": self.probes,
+            "nulls": asked.nulls,
+            "batch_tokens": asked.batch_tokens,
+            "seed": asked.seed,
+        }
+
+
+def _content(pool: Batch) -> Mapping[str, Any]:
+    """What decides the prompts of a pool: a task's spec, or the texts themselves."""
+    if pool.source.get("kind") == "task":
+        return pool.source
+    return {"text": pool.text, "unit": pool.unit}
+
+
+def prepare(asked: Request, write: bool = True) -> Plan:
+    """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
+
+    Raises Refused.
+    """
+    given = (asked.domains, asked.tasks, asked.prompts_file is not None, asked.prompts_from is not None)
+    if sum(map(bool, given)) > 1:
+        raise Refused("--domain, --task, --prompts and --prompts-from exclude each other; give one")
+    if asked.n is not None and asked.n < FEWEST:
+        raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
+    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
+    own = asked.prompts_file is not None or asked.prompts_from is not None
+    if asked.n is not None and own and not documents_asked:
+        raise Refused(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
+    bounded(
+        ("--n", asked.n, FEWEST),
+        ("--nulls", asked.nulls, 1),
+        ("--seed", asked.seed, 0),
+        ("--limit", asked.limit, FEWEST),
+        ("--batch-tokens", asked.batch_tokens, 1),
+    )
+    located = asked.locate()
+    if not any(given) and hub.tunnel(located.path):
+        asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
+    chosen = probes.chosen(asked.probes, asked.protocol, prompts=not asked.tasks)
+    if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
+        raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+    pools = _pools(asked)
+    stratify = documents_asked or not (own or asked.tasks)
+    plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
+    if asked.out is None:
+        specs = digest({name: plan.spec(name) for name in pools})
+        plan = replace(plan, out=request.run_folder(asked.model, located, "+".join(pools), specs))
+    for name in pools if write and asked.shard is None else ():
+        request.check_folder(plan.folder(name), digest(plan.spec(name)))
+    return plan
+
+
+def _pools(asked: Request) -> dict[str, Batch]:
+    from llmgeom.prompts import documents, domains, files
+
+    if asked.prompts_file is not None and asked.prompts_file.startswith(DOCUMENTS):
+        size = min(POOL, asked.limit or POOL)
+        pool = documents.read(asked.prompts_file, size, asked.seed, offline=asked.offline)
+        least = max(asked.n or FEWEST, FEWEST)
+        if len(pool) < least:
+            raise Refused(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
+        return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
+    if asked.tasks:
+        from llmgeom import wind_tunnels
+        from llmgeom.probes.posterior.scores import graded_on
+
+        tasks = [wind_tunnels.named(spec) for spec in asked.tasks]
+        n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
+        return {task.title: task.cut(n, asked.seed, graded_on(task)) for task in tasks}
+    if asked.prompts_file is not None or asked.prompts_from is not None:
+        if asked.prompts_from is not None:
+            Record.load(asked.prompts_from)  # refuses what is no whole run
+            name, path = "prompts", str(Path(asked.prompts_from) / "prompts.jsonl")
+        else:
+            path = str(asked.prompts_file)
+            name = "stdin" if path == "-" else Path(path).stem
+        batch = files.read(path)
+        batch = batch.take(range(min(len(batch), asked.limit or len(batch))))
+        if len(batch) < FEWEST:
+            raise Refused(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
+        return {name: batch}
+    pools = {}
+    for name in dict.fromkeys(asked.domains or ("mixed", "math")):
+        domain = domains.Domain(name)
+        size = min(POOL, asked.limit or POOL, domain.size())
+        if asked.n is not None and asked.n > size:
+            raise Refused(f"--n {asked.n}: {name} gives a pool of {size} prompts; ask for at most that")
+        pools[name] = domain.sample(size, asked.seed)
+    return pools
+
+
+def perform(
+    plan: Plan, progress: Progress | None = None, subject: Subject | None = None
+) -> Iterator[tuple[Path, Record]]:
+    """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
+
+    One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
+    goes on, any other, and one of a job array, yields nothing.
+    """
+    from llmgeom.cache.distributed import Share
+
+    share = Share.given(plan.request.shard)
+    subject = subject or plan.request.load()
+    if share is not None and not _shared(share, plan, subject, progress):
+        return
+    records = []
+    for name in plan.pools:
+        drawn = sampled(plan, subject, name, progress)
+        records.append(scanned(plan, subject, name, drawn, progress))
+        records[-1].save(plan.folder(name))
+        yield plan.folder(name), records[-1]
+    from llmgeom.reports import page
+
+    write_whole(plan.out / "report.html", page(records).encode())
+
+
+def scanned(
+    plan: Plan,
+    subject: Subject,
+    name: str,
+    drawn: Drawn,
+    progress: Progress | None = None,
+    batch_tokens: int | None = None,
+    **facts: Any,
+) -> Record:
+    """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
+    from llmgeom.scan import scan
+
+    batch, samples, notes = drawn
+    return scan(
+        subject,
+        batch,
+        probes.known(plan.probes),
+        seed=plan.request.seed,
+        nulls=plan.request.nulls,
+        samples=samples,
+        notes=notes,
+        batch_tokens=batch_tokens or plan.request.batch_tokens,
+        store=str(captures_folder()),
+        progress=named(progress, name),
+        facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
+    )
+
+
+def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
+    """Make one process's share of the captures; whether it is then to go on with the scan."""
+    from llmgeom.scan import Passes, able
+
+    asked, modules, store = plan.request, probes.known(plan.probes), str(captures_folder())
+    with share.watched():
+        for name in plan.pools:
+            batch, samples, _ = sampled(plan, subject, name, progress)
+            measured, _ = able(subject, batch, modules)
+            passes = Passes.of(subject, batch, measured, asked.nulls, asked.seed, samples)
+            passes.room(subject, store, asked.batch_tokens)
+            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
+        goes_on = share.launched and share.index == 0
+        if goes_on:
+            share.wait(progress)
+    return goes_on
+
+
+def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None = None) -> Drawn:
+    """The prompts to scan, by name the second samples that a probe wants, and why one could not be had.
+
+    A pool is spread over entropy, and a plain sample of it stands beside. A domain also has prompts that all end in
+    one token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
+    """
+    from llmgeom.prompts import pool as pools
+    from llmgeom.prompts.domains import Domain
+    from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
+
+    pool, seed, n = plan.pools[name], plan.request.seed, plan.n(name)
+    if pool.source["kind"] == "task":
+        from llmgeom import wind_tunnels
+
+        of = pool.source
+        return pool, {WHOLE: wind_tunnels.named(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
+    if not plan.stratify:
+        return pool, {}, []
+
+    def fitting(of: Batch, what: str) -> Batch:
+        kept = subject.fitting(of)
+        if len(kept) < len(of):
+            positions = subject.facts["positions"]
+            notes.append(f"{len(of) - len(kept)} of {len(of)} {what} have more than {positions} tokens: left out")
+        return kept
+
+    def entropy(of: Batch, what: str) -> np.ndarray:
+        return subject.entropy(
+            of,
+            batch_tokens=plan.request.batch_tokens,
+            store=str(captures_folder()),
+            progress=(lambda done, total: progress(f"{name}: entropy of {what}", done, total)) if progress else None,
+        )
+
+    def ids(of: Batch) -> list[list[int]]:
+        tokens = subject.tokens(of)
+        return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
+
+    def same_end() -> Batch:
+        ending = subject.fitting(Domain(name).sample(len(plan.pools[name]), seed, final=FINAL))
+        ends = [row[-1] for row in ids(ending)]
+        last = max(set(ends), key=ends.count)
+        ending = ending.take([i for i, end in enumerate(ends) if end == last])
+        return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
+
+    asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
+    notes: list[str] = []
+    pool = fitting(pool, "prompts of the pool")
+    found = entropy(pool, "the pool")
+    batch = pools.stratify(pool, found, n, seed=seed)
+    possible: dict[str, Callable[[], Batch]] = {
+        UNSTRATIFIED: lambda: pools.plain(pool, n, seed=seed),
+        LENGTH: lambda: pools.length_matched(pool, found, [len(row) for row in ids(pool)], n, seed=seed),
+    }
+    if pool.source["kind"] == "domain":
+        possible[ONE_TOKEN] = same_end
+        if name != MIXED and asked_for & {MIXED, MATCHED}:
+            # Another seed than the mixed scan's own: the two samples are independent.
+            size = min(POOL, plan.request.limit or POOL, Domain(MIXED).size())
+            mixed = fitting(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
+            theirs = entropy(mixed, "mixed prompts")
+            possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
+            wanted = pools.diversity(ids(batch), batch.unit)
+            possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, ids(mixed), wanted, n, seed)
+    samples = {}
+    for what in sorted(asked_for & possible.keys()):
+        try:
+            samples[what] = possible[what]()
+        except Refused as refusal:  # a small pool cannot give each
+            notes.append(f"no sample of prompts '{what}': {refusal}")
+    return batch, samples, notes

@@ -1,0 +1,244 @@
+"""Do verdicts stand when the model is read in another precision, in other batches, or with its BOS token toggled?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from llmgeom.cache.distributed import Share
+from llmgeom.commands import scan as scanning
+from llmgeom.errors import Refused
+from llmgeom.model.batching import plan as batches
+from llmgeom.model.subject import Subject
+from llmgeom.progress import Progress
+from llmgeom.record import Record, write_whole
+from llmgeom.reports.text import grid
+from llmgeom.result import Headline
+
+FOLDER = "stability"
+MISSING = "not measured"
+
+
+@dataclass(frozen=True)
+class Toggled:
+    """A tokenizer with its BOS token before a text where it would put none, or without what it would put there.
+
+    prefix   ids put first; drop: how many of the tokenizer's own first ids are left out.
+    """
+
+    tokenizer: Any
+    prefix: tuple[int, ...] = ()
+    drop: int = 0
+
+    def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True, **options: Any) -> dict[str, list]:
+        ids = self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
+        if not add_special_tokens:
+            return {"input_ids": ids}
+        rows = [[*self.prefix, *row[self.drop :]] for row in ([ids] if isinstance(text, str) else ids)]
+        return {"input_ids": rows[0] if isinstance(text, str) else rows}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What one repetition changes; everything else, prompts, seeds and nulls, stays.
+
+    name     in words, and its folder's name.   subject   makes the subject that is read.
+    why      why it cannot be run, known beforehand; empty where it can.
+    """
+
+    name: str
+    subject: Callable[[], Subject]
+    quarter: bool = False
+    why: str = ""
+
+
+def conditions(asked: scanning.Request, subject: Subject) -> tuple[Condition, Condition, Condition]:
+    """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
+    other = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
+    special = subject.special_prefix()
+    bos, why, toggled = "without BOS" if special else "with BOS", "", None
+    if subject.tokenizer is None:
+        why = "sequences of a task have no BOS token: the model has no tokenizer"
+    elif special:
+        toggled = Toggled(subject.tokenizer, drop=special)
+    elif subject.tokenizer.bos_token_id is None:
+        why = "the tokenizer has no BOS token"
+    else:
+        toggled = Toggled(subject.tokenizer, prefix=(subject.tokenizer.bos_token_id,))
+    return (
+        Condition(other, lambda: replace(asked, dtype=other).load()),
+        Condition("quarter batches", lambda: subject, quarter=True),
+        Condition(bos, lambda: replace(subject, tokenizer=toggled), why=why),
+    )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One headline of one record under every condition that was run.
+
+    verdict   of the main run; others: by condition.
+    changes   by condition |change of the value| over half the width of the main run's interval; empty where that has no
+              width, or the headline was not measured there.
+    """
+
+    record: str
+    probe: str
+    headline: str
+    claim: bool
+    verdict: str
+    others: Mapping[str, str]
+    changes: Mapping[str, float]
+
+    @property
+    def flips(self) -> tuple[str, ...]:
+        """Conditions under which the verdict is another."""
+        return tuple(name for name, verdict in self.others.items() if verdict != self.verdict)
+
+    def cell(self, name: str) -> str:
+        """What a table shows of one condition."""
+        if name not in self.others:
+            return "not run"
+        verdict = self.others[name] if name in self.flips else "same"
+        return f"{verdict} ({self.changes[name]:.2g})" if name in self.changes else verdict
+
+
+@dataclass(frozen=True)
+class Stability:
+    """All headlines of all records; not_run: conditions that could not be run, and why."""
+
+    rows: tuple[Row, ...]
+    not_run: Mapping[str, str]
+
+    @property
+    def flipped(self) -> tuple[Row, ...]:
+        return tuple(row for row in self.rows if row.flips)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        rows = [asdict(row) | {"flips": row.flips} for row in self.rows]
+        return {"flips": len(self.flipped), "rows": rows, "not_run": dict(self.not_run)}
+
+    def warnings(self, record: str) -> tuple[str, ...]:
+        """A sentence a verdict that flips, for the page of that record; claims first."""
+        return tuple(
+            f"unstable: {row.headline} is {row.verdict} here, and "
+            + ", ".join(f"{row.others[name]} {_spelt(name)}" for name in row.flips)
+            for row in sorted(self.flipped, key=lambda row: not row.claim)
+            if row.record == record
+        )
+
+    def facts(self, record: str) -> dict[str, Any]:
+        """What the main record says of it."""
+        rows = [row for row in self.rows if row.record == record]
+        ran = dict.fromkeys(name for row in rows for name in row.others)
+        counts = {name: f"{sum(name in row.flips for row in rows)} of {len(rows)} verdicts flip" for name in ran}
+        return {"stability": counts | {name: f"not run: {why}" for name, why in self.not_run.items()}}
+
+    def lines(self) -> Iterator[str]:
+        """For a terminal: each headline, what its verdict becomes, and by how much its value changes."""
+        ran = tuple(dict.fromkeys(name for row in self.rows for name in row.others))
+        for record in dict.fromkeys(row.record for row in self.rows):
+            rows = [
+                (
+                    row.headline,
+                    row.verdict,
+                    *(row.cell(name) for name in ran),
+                    f"{max(row.changes.values()):.2g}" if row.changes else "-",
+                )
+                for row in self.rows
+                if row.record == record
+            ]
+            yield from grid(f"stability of {record}", ("verdict", *ran, "largest change"), rows)
+        yield ""
+        yield from (f"not run: {name}: {why}" for name, why in self.not_run.items())
+        claims = sum(row.claim for row in self.flipped)
+        yield f"{len(self.flipped)} of {len(self.rows)} verdicts flip, {claims} of them of claims"
+        yield "(change of the value, over half the width of the main run's interval)"
+
+
+def _spelt(name: str) -> str:
+    return name if name.startswith("with") else f"in {name}"
+
+
+def compared(name: str, main: Record, again: Mapping[str, Record]) -> Iterator[Row]:
+    """A row for every headline that the main record or a repetition has."""
+
+    def headlines(record: Record) -> dict[tuple[str, str], Headline]:
+        return {(probe, h.name): h for probe, m in record.results.items() for h in m.headlines}
+
+    own, others = headlines(main), {condition: headlines(record) for condition, record in again.items()}
+    for probe, headline in dict.fromkeys(key for each in (own, *others.values()) for key in each):
+        key, here = (probe, headline), own.get((probe, headline))
+        verdicts = {name: each[key].verdict if key in each else MISSING for name, each in others.items()}
+        changes = {}
+        if here is not None and (half := (here.high - here.low) / 2) > 0:
+            changes = {name: abs(each[key].value - here.value) / half for name, each in others.items() if key in each}
+        claim = any(bool(each[key].claim) for each in (own, *others.values()) if key in each)
+        yield Row(name, probe, headline, claim, MISSING if here is None else here.verdict, verdicts, changes)
+
+
+def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list[Record], Stability]:
+    """Scan, scan again under every condition on the same prompts, and warn of what flips on the main run's page.
+
+    A repetition is a run folder of its own: stability/CONDITION in the main one.
+    """
+    if Share.given(plan.request.shard) is not None:
+        raise Refused("--stability scans in one process: leave --shard, or the launcher, out")
+    subject = plan.request.load()
+    main = dict(zip(plan.pools, (record for _, record in scanning.perform(plan, progress, subject)), strict=True))
+    drawn = {name: scanning.sampled(plan, subject, name) for name in plan.pools}
+    again: dict[str, dict[str, Record]] = {name: {} for name in plan.pools}
+    not_run = {}
+    for condition in conditions(plan.request, subject):
+        try:
+            made = dict(_repeated(plan, condition, drawn, progress))
+        except Refused as refusal:
+            not_run[condition.name] = str(refusal)
+            continue
+        for name, record in made.items():
+            record.save(folder(plan, name, condition))
+            again[name][condition.name] = record
+    found = Stability(tuple(row for name in plan.pools for row in compared(name, main[name], again[name])), not_run)
+    warned = [
+        replace(record, warnings=(*found.warnings(name), *record.warnings), facts={**record.facts, **found.facts(name)})
+        for name, record in main.items()
+    ]
+    for name, record in zip(plan.pools, warned, strict=True):
+        record.save(plan.folder(name))
+    from llmgeom.reports import page
+
+    write_whole(plan.out / "report.html", page(warned).encode())
+    return warned, found
+
+
+def _repeated(
+    plan: scanning.Plan, condition: Condition, drawn: Mapping[str, scanning.Drawn], progress: Progress | None
+) -> Iterator[tuple[str, Record]]:
+    if condition.why:
+        raise Refused(condition.why)
+    subject = condition.subject()
+
+    def said(stage: str, done: int, total: int, note: str = "") -> None:
+        if progress:
+            progress(f"{condition.name}, {stage}", done, total, note)
+
+    for name, prompts in drawn.items():
+        tokens = _quarter(plan, subject, prompts) if condition.quarter else None
+        yield name, scanning.scanned(plan, subject, name, prompts, said, tokens, condition=condition.name)
+
+
+def _quarter(plan: scanning.Plan, subject: Subject, prompts: scanning.Drawn) -> int:
+    """A quarter of the tokens that ran together: of the budget where that was filled."""
+    lengths = subject.tokens(prompts[0]).lengths.tolist()
+    together = max(len(members) * lengths[members[0]] for members in batches(lengths, plan.request.batch_tokens))
+    return max(1, min(together, plan.request.batch_tokens) // 4)
+
+
+def folder(plan: scanning.Plan, name: str, condition: Condition) -> Path:
+    """Where one repetition goes."""
+    return plan.out / FOLDER / condition.name.replace(" ", "-") / plan.folder(name).relative_to(plan.out)

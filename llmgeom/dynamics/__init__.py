@@ -1,0 +1,1 @@
+"""Training dynamics: when attention, values and answers settle, over snapshots and seeds."""

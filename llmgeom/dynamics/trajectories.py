@@ -1,0 +1,339 @@
+"""What runs of one training recipe did, snapshot by snapshot, and the ratios of the steps at which curves settle."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmgeom import claims
+from llmgeom.dynamics.drift import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, less_p, mean_log, settled
+from llmgeom.errors import Refused
+from llmgeom.model import hub
+from llmgeom.model.attention_gradients import Signals
+from llmgeom.model.subject import Subject
+from llmgeom.probes.shared.length_curves import spans
+from llmgeom.result import Figure, Headline, Measured, Quantity
+from llmgeom.stats.core import Interval
+from llmgeom.wind_tunnels.checkpoint import TRAINING, told
+
+DRIFT, GRADIENTS = "drift", "gradients"
+HALF = 0.5
+NO_END = -claims.NO_END  # of an interval over one training seed
+
+
+@dataclass(frozen=True)
+class Run:
+    """The snapshots of one training, in order: what `Subject.load` is given for each, and how it was trained.
+
+    task      empty for a language model; training: the facts that `llmgeom train` left, empty where there are none.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    places: tuple[tuple[str, str | None], ...]
+    task: str = ""
+    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: str) -> Run:
+        """A folder that `llmgeom train` finished. Raises Refused for any other, and one of fewer than 3 snapshots."""
+        path = Path(folder)
+        if not (path / TRAINING).exists():
+            raise Refused(f"{folder} is no finished run of `llmgeom train` (it has no training.json)")
+        facts = told(path / TRAINING, ("training", "step", "task"))
+        training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
+        found = {
+            int(one.name.removeprefix("step")): str(one)
+            for one in path.glob("snapshots/step*")
+            if re.fullmatch(r"step\d{1,18}", one.name) and (one / TRAINING).exists()
+        }
+        found = {step: found[step] for step in sorted(found) if step < last} | {last: str(path)}
+        cls._enough(folder, found, "llmgeom train --snapshots 12")
+        places = tuple((place, None) for place in found.values())
+        return cls(path.resolve().name, tuple(found), places, task, training)
+
+    @classmethod
+    def at(cls, model: str, revisions: Sequence[str]) -> Run:
+        """Revisions of a hub model, named stepN, in ascending order; the last is the reference."""
+        steps = []
+        for revision in revisions:
+            found = re.fullmatch(r"step(\d+)", revision)
+            if not found:
+                raise Refused(f"--revisions {revision}: expected a revision named stepN, as Pythia's are")
+            steps.append(int(found[1]))
+        if steps != sorted(set(steps)):
+            raise Refused(f"--revisions {','.join(revisions)}: expected ascending steps; the last is the reference")
+        cls._enough(model, steps, "name more of them")
+        return cls(model, tuple(steps), tuple((model, revision) for revision in revisions))
+
+    @staticmethod
+    def _enough(what: str, steps: Any, remedy: str) -> None:
+        if len(steps) < 3:
+            count = {1: "no snapshot but its end", 2: "two snapshots"}.get(len(steps), "no snapshots")
+            raise Refused(f"{what} has {count}; what happens between takes at least 3: {remedy}")
+
+    @property
+    def corrupt(self) -> float:
+        return float(self.training.get("corrupt", 0.0))
+
+    @property
+    def random(self) -> bool:
+        """Were its targets random, so that there was nothing to learn?"""
+        return self.corrupt == 1.0
+
+    def load(self, place: int, **options: Any) -> Subject:
+        model, revision = self.places[place]
+        return Subject.load(model, revision, **options)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What one run did: its drifts, and how strongly the loss pulled at each snapshot; None and empty where not had."""
+
+    run: Run
+    drifts: Drifts | None
+    signals: tuple[Signals, ...] = ()
+
+    def drift(self, name: str) -> np.ndarray:
+        """[step]. Raises Refused where drifts were not had."""
+        if self.drifts is None:
+            raise Refused(f"the drifts of {self.run.name} were not measured")
+        return getattr(self.drifts, name)
+
+    def pull(self, name: str) -> np.ndarray:
+        """[step], root mean square over layers (of the spread the mean), over its largest value in training.
+
+        Raises Refused where it is 0 throughout.
+        """
+        each = np.array([getattr(one, name) for one in self.signals])
+        curve = each.mean(1) if name == "spread" else np.sqrt(np.square(each).mean(1))
+        if not curve.max() > 0:
+            raise Refused(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
+        return curve / curve.max()
+
+
+# ---- sections --------------------------------------------------------------------------------------------------------
+
+
+class Section:
+    """One Measured in the making: curves over steps, settling steps run by run, and ratios of these with verdicts.
+
+    own, null   the runs that learn, and those of random targets.
+    """
+
+    def __init__(self, probe: str, courses: Sequence[Course]) -> None:
+        self.probe = probe
+        self.own = [c for c in courses if not c.run.random]
+        self.null = [c for c in courses if c.run.random]
+        self.steps = courses[0].run.steps
+        self.quantities: dict[str, Quantity] = {}
+        self.arrays: dict[str, np.ndarray] = {}
+        self.headlines: list[Headline] = []
+        self.lacking: dict[str, str] = {}
+        self.notes: list[str] = []
+
+    def curve(self, name: str, unit: str, meaning: str, of: Callable[[Course], np.ndarray]) -> None:
+        """Mean over the runs that learn of `of(course)`, [step], with their interval and the others' range."""
+        try:
+            own, null = (np.array([of(course) for course in group]) for group in (self.own, self.null))
+        except Refused as refusal:
+            self.notes.append(f"{meaning}: not measured, {refusal}")
+            return
+        interval, band = f"{name}_interval" * (len(own) > 1), f"{name}_null" * (len(null) > 0)
+        self._add(name, "step", unit, meaning, own.mean(0), Figure("curve", band=band, interval=interval))
+        if interval:
+            self._add(interval, "step bound", unit, "95 % interval over training seeds", spans(own.T))
+        if band:
+            ends = np.stack([null.min(0), null.max(0)], 1)
+            self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
+        self._add(f"{name}_runs", "run step", unit, f"{meaning}, run by run", np.array([*own, *null]))
+
+    def settles(self, name: str, of: Callable[[Course], Settled]) -> None:
+        """When a curve settles, run by run."""
+        try:
+            found = [of(course) for course in (*self.own, *self.null)]
+        except Refused as refusal:
+            self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
+            return
+        self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([one.step for one in found]))
+        pinned = np.array([float(one.pinned) for one in found])
+        self._add(f"{name}_pinned", "run", "", "1 where the run's end sets that step", pinned)
+
+    def ratio(self, name: str, of: Callable[[Course], Ratio]) -> None:
+        """Of the runs that learn, against 1 and against those of random targets."""
+        try:
+            found, others = ([of(course) for course in group] for group in (self.own, self.null))
+        except Refused as refusal:
+            self.notes.append(f"{name}: not measured, {refusal}")
+            return
+        own, null = (np.array([ratio.value for ratio in each]) for each in (found, others))
+        value, low, high = mean_log(own)
+        nulls = [claims.Null("1, both at once; training seeds", 1.0, 1.0, 1.0, less_p(own), len(own))]
+        if len(null):
+            centre, least, most = mean_log(null)
+            nulls.append(claims.Null("mean of random-target models", least, most, centre, less_p(own, null), len(null)))
+        span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
+        if len(own) == 1:
+            span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
+        claim, n = claims.declared(self.probe)[name], len(own)
+        self.headlines.append(claims.headline(claim, value, span, nulls, n=n, units=n))
+        open_, lacking = sum(ratio.open for ratio in found), []
+        if open_:
+            lacking.append(f"in {open_} of {n} runs neither settles before the last two snapshots: train longer")
+        for count, what in ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)")):
+            if count < SEEDS:
+                lacking.append(f"needs {SEEDS} {what}, has {count}")
+        if lacking:
+            self.lacking[name] = "; ".join(lacking)
+
+    def measured(self) -> Measured:
+        return replace(
+            TEXTS[self.probe],
+            headlines=tuple(self.headlines),
+            quantities=self.quantities,
+            arrays=self.arrays,
+            notes=tuple(self.notes),
+            ticks={"step": tuple(map(str, self.steps)), "run": tuple(c.run.name for c in (*self.own, *self.null))},
+        )
+
+    def _add(self, name: str, axes: str, unit: str, meaning: str, array: np.ndarray, figure: Any = None) -> None:
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name} is not finite")  # no NaN travels
+        self.quantities[name], self.arrays[name] = Quantity(tuple(axes.split()), unit, meaning, figure), array
+
+
+DRIFT_TEXTS = Measured(
+    title="Frame, values and precision",
+    meaning=(
+        "How far attention (the frame) and values still are from where training leaves them, and how far the answers "
+        "are from the exact ones. A ratio of settling steps below 1 says that attention settles first."
+    ),
+    computed=(
+        "On fixed held-out inputs, F(t) = 1 - debiased linear CKA of the attention weights of snapshot t and of the "
+        "last one, rows: queries, features: the weight on each key; V(t) the same of value vectors, rows: positions; "
+        "both averaged over layers and heads. P(t) = KL(exact || model), bits a query (without a tunnel: KL(last "
+        "snapshot || model)). A curve has settled at the first step from which on it stays at or below 5 % of its "
+        "value at the first snapshot, straight in log(1 + step) between snapshots; half-way: 50 %. The ratio is taken "
+        "run by run; geometric mean over training seeds, Student's interval of its logarithm. The last ratio is the "
+        "form that the papers' wording suggests: total variation of attention at 5 %, over the step at which log P "
+        "has done 95 % of its fall."
+    ),
+    null="Settling together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
+    failure_modes=(
+        "A curve that is compared with its own end always reaches 0 there: where it crosses only between the last two "
+        "snapshots, the step says how long the run was, and if both curves of a ratio do, nothing is decided. At a "
+        "constant rate weights keep moving and may never settle to 5 %; with a falling rate they settle because of it. "
+        "Linear CKA does not see rotations, and reads mostly the directions of largest variance: the causal mask and "
+        "the tokens themselves keep it high from the start, so a drift at step 0 below 1 is no learning. Precision is "
+        "held against the truth, the others against their own end."
+    ),
+    headlines=(),
+    quantities={},
+    arrays={},
+)
+GRADIENT_TEXTS = Measured(
+    title="What the loss asks of routing and of values",
+    meaning=(
+        "How strongly the loss pulls at attention scores and at values. Paper II argues that the pull at scores stops "
+        "first, because the values attended to become equally useful, while values go on improving."
+    ),
+    computed=(
+        "Of the cross-entropy of the outcomes drawn, summed over queries, in nats: root mean square of dL/ds_ij over "
+        "pairs of query and key, and of dL/dv_j over positions and coordinates, over layers; the spread is the sd of "
+        "b_ij = dL/dz_i . v_j over keys, weighted by attention, mean over layers. Each over its own largest value over "
+        "training. Vanished: from this step on at or below 5 % of that. What is left: the fraction at the end."
+    ),
+    null="Vanishing together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
+    failure_modes=(
+        "Outcomes are drawn, so the gradient of one sequence does not vanish where the answer is right but open: it "
+        "falls to what chance leaves, and neither curve need reach 5 %. Both gradients hold dL/dz, so both vanish "
+        "where it does; only their ratio speaks about routing. Scores and values have different scales and signs of "
+        "life: a larger value vector makes the score gradient larger."
+    ),
+    headlines=(),
+    quantities={},
+    arrays={},
+)
+TEXTS = {DRIFT: DRIFT_TEXTS, GRADIENTS: GRADIENT_TEXTS}
+
+
+def sections(courses: Sequence[Course]) -> dict[str, Measured]:
+    """Drifts and gradients where every run has them, with verdicts: none of these where too little was trained."""
+    made = {DRIFT: _drift(courses)} if all(c.drifts for c in courses) else {}
+    if all(c.signals for c in courses):
+        made[GRADIENTS] = _gradients(courses)
+    judged = claims.judge({probe: section.measured() for probe, section in made.items()})
+    return {
+        probe: replace(measured, headlines=tuple(_final(h, made[probe].lacking) for h in measured.headlines))
+        for probe, measured in judged.items()
+    }
+
+
+def _final(h: Headline, lacking: Mapping[str, str]) -> Headline:
+    if h.name not in lacking:
+        return h
+    return replace(h, verdict="INCONCLUSIVE" if h.claim else "undecided", why=lacking[h.name])
+
+
+def _drift(courses: Sequence[Course]) -> Section:
+    section = Section(DRIFT, courses)
+    exact = "KL(exact || model)" if courses[0].run.task else "KL(last snapshot || model)"
+    section.curve("frame", "1 - CKA", "attention, apart from its end", lambda c: c.drift("frame"))
+    section.curve("value", "1 - CKA", "values, apart from their end", lambda c: c.drift("value"))
+    section.curve("precision", "bits", exact, lambda c: c.drift("precision"))
+    section.curve("tv", "total variation", "attention weights, apart from their end", lambda c: c.drift("tv"))
+
+    def at(name: str, level: float = LEVEL) -> Callable[[Course], Settled]:
+        return lambda c: settled(c.run.steps, c.drift(name), level)
+
+    def over(name: str, first: Callable[[Course], Settled], second: Callable[[Course], Settled]) -> None:
+        section.ratio(name, lambda c: Ratio.of(first(c), second(c)))
+
+    over("frame over precision", at("frame"), at("precision"))
+    over("frame over values", at("frame"), at("value"))
+    over("frame over precision, half-way", at("frame", HALF), at("precision", HALF))
+    over("frame over values, half-way", at("frame", HALF), at("value", HALF))
+    over(
+        "total variation of attention over log precision",
+        at("tv"),
+        lambda c: settled(c.run.steps, fallen(c.drift("precision"))),
+    )
+    for name in ("frame", "value", "precision", "tv"):
+        section.settles(name, at(name))
+    return section
+
+
+def _gradients(courses: Sequence[Course]) -> Section:
+    section = Section(GRADIENTS, courses)
+    names = {
+        "score_gradient": "rms of dL/ds over its largest",
+        "value_gradient": "rms of dL/dv over its largest",
+        "spread": "spread of b over its largest",
+    }
+
+    def pull(name: str) -> Callable[[Course], np.ndarray]:
+        return lambda c: c.pull(name)
+
+    def at(name: str, level: float = LEVEL) -> Callable[[Course], Settled]:
+        return lambda c: settled(c.run.steps, c.pull(name), level, whole=1.0)
+
+    def both(level: float) -> Callable[[Course], Ratio]:
+        return lambda c: Ratio.of(at("score_gradient", level)(c), at("value_gradient", level)(c))
+
+    def left(name: str) -> Callable[[Course], Ratio]:
+        return lambda c: Ratio(float(c.pull(name)[-1] / c.pull("value_gradient")[-1]), False)
+
+    for name, meaning in names.items():
+        section.curve(name, "fraction", meaning, pull(name))
+        section.settles(name, at(name))
+    section.ratio("scores over values", both(LEVEL))
+    section.ratio("scores over values, half-way", both(HALF))
+    section.ratio("scores over values, what is left", left("score_gradient"))
+    section.ratio("spread of b over values, what is left", left("spread"))
+    return section

@@ -1,1 +1,0 @@
-"""Whole measurements: each module runs one, from plan to record, and says what it made."""

@@ -1,0 +1,341 @@
+"""The one attention function, registered with transformers, through which every family alike is read and edited.
+
+transformers hands it query, key and value per head, after rotary embedding and norms, grouped heads not repeated. It
+keeps what is asked for, recomputes the attention rows of the queried positions in float32 (O(T) a row, no T x T matrix
+is kept), applies edits, and delegates to the implementation the model had before.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+
+from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.model.capture import ROWS, Key, Site
+from llmgeom.model.edits import Edit, Point, Where
+from llmgeom.model.layers import Block
+
+# transformers looks for magic substrings in these names ("sdpa", "flash", "flex_attention", "paged|", "/"): avoid them.
+FUSED, PLAIN = "llmgeom_fused", "llmgeom_plain"
+# Tensor arguments that do not change which positions attend to which. Anything else could replace the mask in silence.
+HARMLESS = frozenset({"position_ids", "cache_position", "s_aux"})
+# Eager attention is row-independent: run in chunks of queries it gives the same numbers without a T x T matrix.
+CHUNK = 256
+
+_active: ContextVar[Recorder | None] = ContextVar("llmgeom_recorder", default=None)
+_attached: dict[int, tuple[int, str]] = {}
+_lock = threading.Lock()
+
+
+class Recorder:
+    """What one pass is to keep and to change. Lives for one forward, found through a ContextVar.
+
+    rows      (prompt in the pass, position) of every row, two int64 tensors of equal length.
+    kept      (site, layer) -> tensor, filled during the pass.
+    seen      layers in the order in which attention was entered.
+    touched   edits that were applied at least once.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        rows: tuple[Tensor, Tensor],
+        sites: frozenset[Site],
+        edits: Sequence[Edit],
+        where: tuple[Tensor, Tensor],
+    ) -> None:
+        self.layer = {block.attention: index for index, block in enumerate(blocks) if block.attention is not None}
+        self.rows = rows
+        self.one_each = torch.equal(rows[0], torch.arange(len(where[0])))
+        self.sites = sites
+        self.where = where
+        self.edits: dict[tuple[Point, int], list[Edit]] = defaultdict(list)
+        for edit in edits:
+            for index in edit.on(len(blocks)):
+                self.edits[edit.point, index].append(edit)
+        self.kept: dict[Key, Tensor] = {}
+        self.seen: list[int] = []
+        self.touched: set[int] = set()
+        self._on: dict[torch.device, tuple[Tensor, ...]] = {}
+
+    def on(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Rows and edit context on a device, moved once a pass rather than once a layer."""
+        if device not in self._on:
+            self._on[device] = tuple(t.to(device) for t in (*self.rows, *self.where))
+        return self._on[device]
+
+    def keep(self, site: Site, layer: int, x: Tensor) -> None:
+        """Keep the queried rows of x [batch position ...]. Indexing copies, so no layer is kept alive by a view."""
+        if site in self.sites:
+            prompt, position, *_ = self.on(x.device)
+            self.kept[site, layer] = x[prompt, position]
+
+    def asked(self, x: Tensor) -> tuple[Tensor]:
+        """What the output embedding reads, x [batch position d_model], is kept; it is given the queried rows alone,
+        [row 1 d_model], so that no full-vocabulary logits are made for positions nobody asked about."""
+        prompt, position, *_ = self.on(x.device)
+        self.keep(Site.FINAL, -1, x)
+        return (x[prompt, position][:, None],)
+
+    def keep_rows(self, layer: int, weights: Tensor) -> None:
+        """Keep of attention weights [row head key] what is asked for."""
+        for site in self.sites & ROWS:
+            self.kept[site, layer] = row_statistic(site, weights)
+
+    def edit(self, point: Point, layer: int, x: Tensor) -> Tensor:
+        """x [batch position ...] after the edits of this point and layer."""
+        for edit in self.edits.get((point, layer), ()):
+            *_, prompts, query = self.on(x.device)
+            x = edit.apply(x, Where(prompts, query, layer))
+            self.touched.add(id(edit))
+        return x
+
+    def attend(self, kind: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask, **kwargs):
+        layer = self.layer.get(module)
+        if layer is None:
+            raise UnsupportedModel(
+                f"attention ran in {type(module).__name__}, which is not one of the model's decoder layers; "
+                "encoders and multimodal towers are not read"
+            )
+        if query.shape[2] != key.shape[2]:
+            raise Refused("capturing while decoding from a cache is not supported; pass the whole text in one forward")
+        self.seen.append(layer)
+        self.keep(Site.QUERY, layer, query.transpose(1, 2))
+        self.keep(Site.KEY, layer, key.transpose(1, 2))
+        if ("value", layer) in self.edits:
+            value = self.edit("value", layer, value.transpose(1, 2)).transpose(1, 2)
+        self.keep(Site.VALUE, layer, value.transpose(1, 2))
+        if self.sites & ROWS:
+            # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
+            dtype = query.dtype if kind == PLAIN else torch.float32
+            prompt, position, *_ = self.on(query.device)
+            options = {"one_each": self.one_each, "dtype": dtype, **kwargs}
+            self.keep_rows(layer, attention_rows(query, key, mask, prompt, position, **options))
+        z = _delegate(kind, module, query, key, value, mask, **kwargs)
+        z = self.edit("z", layer, z)
+        self.keep(Site.Z, layer, z)
+        return z
+
+
+def row_statistic(site: Site, weights: Tensor) -> Tensor:
+    """What a site of `ROWS` keeps of attention weights [row head key]; see Site."""
+    if site is Site.ATTENTION:
+        return weights
+    if site is Site.ATTENTION_ENTROPY:
+        return torch.special.entr(weights).sum(-1)
+    if site is Site.ATTENTION_FIRST:
+        return weights[..., 0].clone()
+    rest = weights[..., 1:]
+    rest = rest / rest.sum(-1, keepdim=True).clamp_min(torch.finfo(rest.dtype).tiny)
+    return torch.special.entr(rest).sum(-1)
+
+
+def attention_rows(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor | None,
+    prompt: Tensor,
+    position: Tensor,
+    *,
+    one_each: bool = False,
+    dtype: torch.dtype = torch.float32,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_,
+) -> Tensor:
+    """softmax(scaling q . k + mask) in float32 for the rows (prompt, position) only: [row head seq] float32.
+
+    query [batch head seq dim], key [batch kv_head seq dim], mask bool [batch 1 seq seq], True = attend, or None.
+    Query head h reads kv head h // (heads / kv_heads). one_each: row i is prompt i, for every prompt. dtype: of the
+    scores before the softmax.
+    softcap c: scores become c tanh(s / c) (Gemma-2). s_aux [head]: a learned sink logit that takes part in the softmax
+    and is then dropped (gpt-oss).
+    """
+    heads, width, dim = query.shape[1], key.shape[2], query.shape[3]
+    kv_heads = key.shape[1]
+    scaling = dim**-0.5 if scaling is None else scaling
+    columns = torch.arange(width, device=query.device)
+    # Each prompt's keys are gathered once a row: bound the copy when a prompt has many rows.
+    step = len(prompt) if one_each else max(1, 2**24 // (kv_heads * width * dim))
+    parts = [query.new_zeros(0, heads, width, dtype=torch.float32)]  # a batch may have no queried position at all
+    for at in range(0, len(prompt), step):
+        b, t = prompt[at : at + step], position[at : at + step]
+        k = (key if one_each else key[b]).to(dtype)
+        q = query[b, :, t].to(dtype).view(len(b), kv_heads, heads // kv_heads, dim)
+        scores = (q @ k.mT).mul_(scaling).view(len(b), heads, width)
+        if softcap:
+            scores = (scores / softcap).tanh_().mul_(softcap)
+        scores = scores.float()
+        if mask is None:
+            allowed = (columns <= t[:, None])[:, None]
+        else:
+            allowed = mask[b if mask.shape[0] > 1 else torch.zeros_like(b), :, t]
+        scores = scores.masked_fill_(~allowed, float("-inf"))
+        if s_aux is not None:
+            sink = s_aux.float().view(1, -1, 1).expand(len(b), -1, 1)
+            scores = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1].contiguous()
+        else:
+            scores = scores.softmax(-1)
+        parts.append(scores)
+    return parts[1] if len(parts) == 2 else torch.cat(parts)
+
+
+def _delegate(kind: str, module: nn.Module, query, key, value, mask, **kwargs) -> Tensor:
+    """Attention as the model would have computed it: [batch seq head dim]."""
+    if kind == FUSED:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)[0]
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    length = query.shape[2]
+    outputs = []
+    for at in range(0, length, CHUNK):
+        rows = slice(at, min(at + CHUNK, length))
+        if mask is None:
+            columns = torch.arange(key.shape[2], device=query.device)
+            allowed = (columns <= columns[rows, None])[None, None]
+        else:
+            allowed = mask[:, :, rows]
+        added = torch.zeros(allowed.shape, dtype=query.dtype, device=query.device)
+        added = added.masked_fill_(~allowed, torch.finfo(query.dtype).min)
+        outputs.append(eager(module, query[:, :, rows], key, value, added, **kwargs)[0])
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _make(kind: str):
+    def attend(module, query, key, value, attention_mask=None, **kwargs):
+        strange = sorted(k for k, v in kwargs.items() if isinstance(v, Tensor) and k not in HARMLESS)
+        strange += sorted(k for k in ("indices", "block_indices") if kwargs.get(k) is not None and k not in strange)
+        if strange:
+            raise UnsupportedModel(
+                f"{type(module).__name__} passes {', '.join(strange)} to its attention, which may replace the mask; "
+                "such sparse attention is not read"
+            )
+        recorder = _active.get()
+        if recorder is None:
+            return _delegate(kind, module, query, key, value, attention_mask, **kwargs), None
+        return recorder.attend(kind, module, query, key, value, attention_mask, **kwargs), None
+
+    attend.__name__ = kind
+    return attend
+
+
+for _name in (FUSED, PLAIN):
+    AttentionInterface.register(_name, _make(_name))
+    # Without a mask function of the same name every mask is dropped in silence. The boolean form serves both kinds.
+    AttentionMaskInterface.register(_name, sdpa_mask)
+
+
+def interface_kind(model: PreTrainedModel, name: str) -> str:
+    """Which of our two functions stands in for the model's own. Raises UnsupportedModel where it bypasses both."""
+    if not model._can_set_attn_implementation():
+        raise UnsupportedModel(
+            f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "
+            "interface, so it cannot be captured; try --backend tl"
+        )
+    return PLAIN if model.config.get_text_config()._attn_implementation == "eager" else FUSED
+
+
+@contextmanager
+def attached(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """Switch the text decoder to our attention function; its config is restored when the last user leaves.
+
+    Counted by config object, since two models, or two threads, may share one. The config is set directly:
+    set_attn_implementation walks all modules to end in the same assignment, which a small model feels.
+    """
+    config = model.config.get_text_config()
+    key = id(config)
+    with _lock:
+        users, before = _attached.get(key, (0, config._attn_implementation))
+        if users == 0:
+            config._attn_implementation = interface_kind(model, name)
+        _attached[key] = (users + 1, before)
+    try:
+        yield
+    finally:
+        with _lock:
+            users, before = _attached.pop(key)
+            if users > 1:
+                _attached[key] = (users - 1, before)
+            else:
+                config._attn_implementation = before
+
+
+@contextmanager
+def recording(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None) -> Iterator[Recorder]:
+    """Let `recorder` see one forward of this context. Hooks of another pass on the same model do not answer to it.
+
+    output: the output embedding, which is given the queried rows alone (final soft-caps still apply).
+    """
+    with ExitStack() as stack:
+        for handle in _hooks(recorder, blocks, output):
+            stack.callback(handle.remove)
+        token = _active.set(recorder)
+        try:
+            yield recorder
+        finally:
+            _active.reset(token)
+
+
+def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None) -> Iterator:
+    shape = recorder.where[1].shape
+
+    def enter(index):
+        # kwargs may be missing: torch notes with_kwargs after the hook itself, and another thread may be in between.
+        def hook(_module, args, kwargs=None):
+            if _active.get() is not recorder:
+                return None
+            x = recorder.edit("residual", index, args[0] if args else kwargs["hidden_states"])
+            recorder.keep(Site.RESIDUAL, index, x)
+            if ("residual", index) not in recorder.edits:
+                return None
+            x = x.contiguous()  # layers reshape their input; an edit may return any strides
+            return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
+
+        return hook
+
+    def leave(_module, _args, out):
+        if _active.get() is recorder:
+            recorder.keep(Site.RESIDUAL, len(blocks), out[0] if isinstance(out, tuple) else out)
+
+    def write(index, site, point):
+        def hook(_module, _args, out):
+            if _active.get() is not recorder:
+                return None
+            first = out[0] if isinstance(out, tuple) else out
+            # OPT flattens batch and position before its MLP; an edit may return any strides.
+            x = recorder.edit(point, index, first.reshape(*shape, first.shape[-1]))
+            recorder.keep(site, index, x)
+            x = x.reshape(first.shape)
+            return (x, *out[1:]) if isinstance(out, tuple) else x
+
+        return hook
+
+    def last(_module, args):
+        return recorder.asked(args[0]) if _active.get() is recorder else None
+
+    for index, block in enumerate(blocks):
+        if Site.RESIDUAL in recorder.sites or ("residual", index) in recorder.edits:
+            yield block.layer.register_forward_pre_hook(enter(index), with_kwargs=True)
+    if Site.RESIDUAL in recorder.sites:
+        yield blocks[-1].layer.register_forward_hook(leave)
+    for index, block in enumerate(blocks):
+        for module, site, point in (
+            (block.attention_writer, Site.ATTENTION_WRITE, "attention_write"),
+            (block.mlp_writer, Site.MLP_WRITE, "mlp_write"),
+        ):
+            if site in recorder.sites or (point, index) in recorder.edits:
+                if module is None:
+                    raise UnsupportedModel(f"layer {index}: the module that makes {site.value} is not known")
+                yield module.register_forward_hook(write(index, site, point))
+    if output is not None:
+        yield output.register_forward_pre_hook(last)

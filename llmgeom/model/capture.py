@@ -1,0 +1,241 @@
+"""What one pass yields: tensors by site, at the positions that were asked for."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import Any, SupportsIndex, TypeVar, overload
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from llmgeom.batch import Batch, Posterior
+from llmgeom.errors import Unavailable
+
+
+class Site(StrEnum):
+    """A place in the forward pass. One row is one (prompt, position) pair; every layer is kept unless said.
+
+    VALUE, KEY, QUERY   [row kv_head head_dim], [row kv_head head_dim], [row head head_dim]: as attention consumed them,
+                        after rotary embedding, query/key norms and edits. Grouped heads are not repeated.
+    ATTENTION           [row head key_position] float32: softmax weights of the row's query; 0 beyond the row's own
+                        position. Rows of models with attention sinks sum to less than 1 (the rest is the sink).
+    ATTENTION_ENTROPY   [row head] float32, nats: -sum_j a_j log a_j of that row.
+    ATTENTION_FIRST     [row head] float32: the weight on position 0 (the usual sink).
+    ATTENTION_REST      [row head] float32, nats: entropy of the row without position 0, renormalised (0 at position 0).
+    Z                   [row head head_dim]: each head's output before W_O, after edits.
+    ATTENTION_WRITE     [row d_model]: what attention adds to the residual stream (after any post-norm).
+    MLP_WRITE           [row d_model]: what the MLP adds.
+    RESIDUAL            [row d_model], layers + 1 of them: the input of each layer, then the output of the last.
+    FINAL               [row d_model], no layer: what the output embedding reads, after the final norm.
+    LOG_PROBS           [row vocabulary] float32, nats, no layer: next-token log-probabilities from upcast logits.
+    ENTROPY             [row] float32, nats, no layer: entropy of the next-token distribution over the full vocabulary.
+    LIKELY              [row 2 rank] float32, no layer: the 5 likeliest next tokens (fewer in a smaller vocabulary):
+                        their ids, which are exact below 2^24, and their log-probabilities in nats.
+    """
+
+    VALUE = "value"
+    KEY = "key"
+    QUERY = "query"
+    ATTENTION = "attention"
+    ATTENTION_ENTROPY = "attention_entropy"
+    ATTENTION_FIRST = "attention_first"
+    ATTENTION_REST = "attention_rest"
+    Z = "z"
+    ATTENTION_WRITE = "attention_write"
+    MLP_WRITE = "mlp_write"
+    RESIDUAL = "residual"
+    FINAL = "final"
+    LOG_PROBS = "log_probs"
+    ENTROPY = "entropy"
+    LIKELY = "likely"
+
+
+ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
+RANKS = 5  # likeliest next tokens that are kept
+OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
+# What only a model with attention has.
+ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
+
+Key = tuple[Site, int]  # layer -1 for sites that have no layer
+T = TypeVar("T")
+
+
+def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: int) -> int:
+    """Bytes that `rows` rows of these sites take, at most `width` positions long, by the facts of a subject: exact
+    where all layers have the same heads."""
+    item = getattr(torch, facts["dtype"]).itemsize
+    layers, heads, kv, dim = (facts[name] or 0 for name in ("layers", "heads", "kv_heads", "head_dim"))
+    d = facts["d_model"]
+    each = {
+        Site.VALUE: layers * kv * dim * item,
+        Site.KEY: layers * kv * dim * item,
+        Site.QUERY: layers * heads * dim * item,
+        Site.ATTENTION: layers * heads * width * 4,
+        Site.ATTENTION_ENTROPY: layers * heads * 4,
+        Site.ATTENTION_FIRST: layers * heads * 4,
+        Site.ATTENTION_REST: layers * heads * 4,
+        Site.Z: layers * heads * dim * item,
+        Site.ATTENTION_WRITE: layers * d * item,
+        Site.MLP_WRITE: layers * d * item,
+        Site.RESIDUAL: (layers + 1) * d * item,
+        Site.FINAL: d * item,
+        Site.LOG_PROBS: facts["vocabulary"] * 4,
+        Site.ENTROPY: 4,
+        Site.LIKELY: 2 * min(RANKS, facts["vocabulary"]) * 4,
+    }
+    return rows * sum(each[site] for site in sites)
+
+
+class OnDisk(Mapping[Key, Tensor]):
+    """The tensors of a capture that is left on disk."""
+
+    @abstractmethod
+    def part(self, rows: Tensor) -> OnDisk:
+        """Some rows only, in rising order of their index."""
+
+
+@dataclass(frozen=True)
+class Layers(Sequence[T]):
+    """The tensors of a site, or what is made of them, layer by layer, each read when it is asked for: of a capture that
+    is left on disk no more than one need be in memory."""
+
+    read: Callable[[Key], T]
+    keys: tuple[Key, ...]
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @overload
+    def __getitem__(self, layer: SupportsIndex) -> T: ...
+    @overload
+    def __getitem__(self, layer: slice) -> Layers[T]: ...
+    def __getitem__(self, layer: SupportsIndex | slice) -> T | Layers[T]:
+        if isinstance(layer, slice):
+            return Layers(self.read, self.keys[layer])
+        return self.read(self.keys[layer])
+
+    def __iter__(self) -> Iterator[T]:
+        return map(self.read, self.keys)
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The tensors of one batch. Read them through the properties, which raise with the remedy.
+
+    prompt, position   [row] int64: which input, and which position of it, each row is.
+    lengths            [batch] int64: real tokens of each input.
+    tensors            (site, layer) -> tensor, on the CPU, in the model's dtype (float32 where Site says so).
+                       Of a large capture in a store they are read from there, one at a time (llmgeom/cache/lazy.py).
+    events             what happened on the way that a reader should know (a batch halved after out-of-memory).
+    """
+
+    batch: Batch
+    prompt: Int[Tensor, " row"]
+    position: Int[Tensor, " row"]
+    lengths: Int[Tensor, " batch"]
+    tensors: Mapping[Key, Tensor]
+    events: tuple[str, ...] = ()
+
+    def take(self, prompts: Int[Tensor, " kept"]) -> Capture:
+        """The rows of some prompts, in rising order of their index; of a capture left on disk no more is read."""
+        number = torch.full((len(self.lengths),), -1)
+        number[prompts] = torch.arange(len(prompts))
+        rows = (number[self.prompt] >= 0).nonzero()[:, 0]
+        found = self.tensors
+        return replace(
+            self,
+            batch=self.batch.take(prompts.tolist()),
+            prompt=number[self.prompt[rows]],
+            position=self.position[rows],
+            lengths=self.lengths[prompts],
+            tensors=found.part(rows) if isinstance(found, OnDisk) else {key: found[key][rows] for key in found},
+        )
+
+    @property
+    def exact(self) -> Posterior:
+        """The exact answers row by row: predictive [row outcome], belief [row state], bearing [row seq].
+
+        Raises Unavailable where the batch has none.
+        """
+        return self.batch.exact.flat
+
+    def layers(self, site: Site) -> Layers[Any]:  # of tensors: a checker of types would read one
+        """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
+        found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
+        if not found:
+            raise LookupError(f"{site.value} was not captured; add Site.{site.name} to the sites")
+        return Layers(self.tensors.__getitem__, tuple(found))
+
+    def stacked(self, site: Site) -> Tensor:
+        """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""
+        layers = list(self.layers(site))
+        shapes = {tuple(tensor.shape) for tensor in layers}
+        if len(shapes) > 1:
+            raise Unavailable(f"{site.value} has different shapes in different layers {sorted(shapes)}; use layers()")
+        return torch.stack(layers)
+
+    @property
+    def value(self) -> Float[Tensor, "layer row kv_head head_dim"]:
+        return self.stacked(Site.VALUE)
+
+    @property
+    def key(self) -> Float[Tensor, "layer row kv_head head_dim"]:
+        return self.stacked(Site.KEY)
+
+    @property
+    def query(self) -> Float[Tensor, "layer row head head_dim"]:
+        return self.stacked(Site.QUERY)
+
+    @property
+    def attention(self) -> Float[Tensor, "layer row head key"]:
+        return self.stacked(Site.ATTENTION)
+
+    @property
+    def attention_entropy(self) -> Float[Tensor, "layer row head"]:
+        return self.stacked(Site.ATTENTION_ENTROPY)
+
+    @property
+    def attention_first(self) -> Float[Tensor, "layer row head"]:
+        return self.stacked(Site.ATTENTION_FIRST)
+
+    @property
+    def attention_rest(self) -> Float[Tensor, "layer row head"]:
+        return self.stacked(Site.ATTENTION_REST)
+
+    @property
+    def z(self) -> Float[Tensor, "layer row head head_dim"]:
+        return self.stacked(Site.Z)
+
+    @property
+    def attention_write(self) -> Float[Tensor, "layer row d_model"]:
+        return self.stacked(Site.ATTENTION_WRITE)
+
+    @property
+    def mlp_write(self) -> Float[Tensor, "layer row d_model"]:
+        return self.stacked(Site.MLP_WRITE)
+
+    @property
+    def residual(self) -> Float[Tensor, "depth row d_model"]:
+        return self.stacked(Site.RESIDUAL)
+
+    @property
+    def final(self) -> Float[Tensor, "row d_model"]:
+        return self.layers(Site.FINAL)[0]
+
+    @property
+    def log_probs(self) -> Float[Tensor, "row vocabulary"]:
+        return self.layers(Site.LOG_PROBS)[0]
+
+    @property
+    def entropy(self) -> Float[Tensor, " row"]:
+        """Next-token entropy, nats."""
+        return self.layers(Site.ENTROPY)[0]
+
+    @property
+    def likely(self) -> Float[Tensor, "row 2 rank"]:
+        """Ids and log-probabilities (nats) of the likeliest next tokens."""
+        return self.layers(Site.LIKELY)[0]

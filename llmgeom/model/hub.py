@@ -1,0 +1,444 @@
+"""Where a model's files are, and whether they can be read, decided before torch is imported."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import importlib.util
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from huggingface_hub import constants
+
+from llmgeom.errors import Refused, UnsupportedModel, first_line
+
+POCKET = Path(__file__).parent.parent / "pocket"
+LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
+SAFE = ("model.safetensors", "model.safetensors.index.json")  # in the order transformers prefers them
+TUNNEL = "task.json"  # in a folder that `llmgeom train` wrote: a model that reads a task's own tokens, or rows
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+@dataclass(frozen=True)
+class Located:
+    """A model that can be loaded: `from_pretrained(path, revision=revision, local_files_only=local_only)`.
+
+    name      as asked for.
+    path      a local folder or the hub id.
+    revision  the commit (40 hex digits) of a hub model; None for a folder.
+    step0     the same architecture with untrained weights (pocket:NAME@step0).
+    note      what the reader of the record should know, else empty.
+    """
+
+    name: str
+    path: str
+    revision: str | None
+    kind: Literal["pocket", "local", "cached", "hub"]
+    step0: bool = False
+    local_only: bool = True
+    note: str = ""
+
+
+class _Incomplete(Refused):
+    """Files are missing: final for a folder, while a snapshot in the cache can still be completed from the hub."""
+
+
+def pockets() -> tuple[str, ...]:
+    """The names of the models shipped inside the package."""
+    found = (config.parent.name for config in POCKET.glob("*/config.json"))
+    return tuple(sorted(name for name in found if "." not in name))  # .refused: built, and missed its demands
+
+
+def go_offline() -> None:
+    """No request goes to the hub from this process from now on, whatever is imported already."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants.HF_HUB_OFFLINE = True
+
+
+@contextlib.contextmanager
+def silence() -> Iterator[None]:
+    """No request goes to the hub inside this context; afterwards all is as it was.
+
+    local_files_only alone still lets one request out, which a silent server answers after seconds.
+    """
+    variable, constant = os.environ.get("HF_HUB_OFFLINE"), constants.HF_HUB_OFFLINE
+    go_offline()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = constant
+        if variable is None:
+            del os.environ["HF_HUB_OFFLINE"]
+        else:
+            os.environ["HF_HUB_OFFLINE"] = variable
+
+
+def locate(
+    model: str, revision: str | None = None, *, offline: bool = False, trust_remote_code: bool = False
+) -> Located:
+    """Find `pocket:NAME[@step0]`, a folder, or a hub id within 4 seconds, network or none.
+
+    Raises Refused, with the remedy, for what from_pretrained would fail on after minutes, or not notice.
+    """
+    if model.startswith("pocket:"):
+        return _pocket(model, revision)
+    a_path = model.startswith((".", "/", "~")) or model.endswith(os.sep) or model.count("/") > 1
+    if not a_path and not os.path.exists(model):
+        return _hub(model, revision or "main", offline, trust_remote_code)
+    folder = os.path.expanduser(model)
+    if not os.path.isdir(folder):
+        what = "is a file, not a folder" if os.path.exists(folder) else "is not a folder that exists"
+        raise Refused(f"{model} {what}; give a folder written by save_pretrained, or a hub id, OWNER/NAME")
+    if revision:
+        raise Refused(f"{model} is a local folder and has no revisions; leave out --revision {revision}")
+    _check(folder, model, trust_remote_code)
+    return Located(model, folder, None, "local")
+
+
+def _pocket(model: str, revision: str | None) -> Located:
+    name, at, step = model.removeprefix("pocket:").partition("@")
+    if name not in pockets():
+        near = difflib.get_close_matches(name, pockets(), 1)
+        hint = f"did you mean pocket:{near[0]}? " if near else ""
+        raise Refused(f"{model}: no such pocket model; {hint}here: {_offline_models()}")
+    if revision or (at and step != "step0"):
+        wrong = revision or step
+        raise Refused(f"{model}: a pocket model has no revision {wrong!r}; untrained it is pocket:{name}@step0")
+    _check(str(POCKET / name), model, False)
+    return Located(model, str(POCKET / name), None, "pocket", step0=bool(at))
+
+
+def _offline_models() -> str:
+    return ", ".join(f"pocket:{name}" for name in pockets()) or "none in this installation"
+
+
+# ---- a folder: all that from_pretrained needs, and nothing damaged --------------------------------------------------
+
+
+def _check(folder: str, name: str, trust_remote_code: bool) -> None:
+    """Raises _Incomplete where a file is missing, Refused where one is damaged or wants to run code."""
+    try:
+        names = os.listdir(folder)
+        if "config.json" not in names:
+            adapter = " (an adapter: merge it into its model first)" if "adapter_config.json" in names else ""
+            raise _Incomplete(f"{name}: no config.json in {folder}{adapter}; write the folder with save_pretrained")
+        config = _json(os.path.join(folder, "config.json"))
+        own = config.get("auto_map")
+        remote = isinstance(own, dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
+        if remote and not trust_remote_code and not _native(config.get("model_type")):
+            raise Refused(f"{name}: {REMOTE}")
+        shards = [_weights(names, name)]
+        if shards[0].endswith(".json"):
+            mapping = _json(index := os.path.join(folder, shards[0])).get("weight_map")
+            if not mapping or not isinstance(mapping, dict) or {type(shard) for shard in mapping.values()} != {str}:
+                raise _corrupt(index, "it has no weight_map")
+            shards = sorted(set(mapping.values()))
+            if absent := [shard for shard in shards if not os.path.isfile(os.path.join(folder, shard))]:
+                found = f"{len(absent)} of {len(shards)} weight files are missing, first {absent[0]}"
+                raise _Incomplete(f"{name}: {found}; copy or download them again")
+        tensors = sum(_intact(os.path.join(folder, shard)) for shard in shards)
+        _plausible(config, tensors, os.path.join(folder, "config.json"))
+        if tunnel(folder):
+            return
+        if not set(VOCABULARIES) & set(names) and not (trust_remote_code and "tokenizer_config.json" in names):
+            expected = f"expected one of {', '.join(VOCABULARIES)}"
+            raise _Incomplete(f"{name}: no tokenizer in {folder}; {expected}: add it with tokenizer.save_pretrained")
+    except OSError as error:
+        raise Refused(f"{name}: {error.filename or folder} cannot be read ({error.strerror or error})") from error
+
+
+def folder(located: Located) -> Path:
+    """Where a model's files are; of a hub model, once they were fetched."""
+    if located.kind in ("pocket", "local"):
+        return Path(located.path)
+    return _cache(located.path) / "snapshots" / str(located.revision)
+
+
+def tunnel(folder: str) -> bool:
+    """Was the model in a local folder trained in a wind tunnel? It then has no tokenizer."""
+    return os.path.isfile(os.path.join(folder, TUNNEL))
+
+
+def tunnel_task(folder: str) -> str:
+    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it. Raises
+    Refused as `trusted`."""
+    return trusted(tunnel_facts(folder)["trained_on"], folder)
+
+
+def trusted(task: str, folder: str) -> str:
+    """A task that the files of a model's folder name. Raises Refused where it is Python code that came with them."""
+    path, is_code, _ = task.partition(".py:")
+    place = Path(folder).resolve()
+    if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
+        raise Refused(
+            f"{folder}: its task is Python code of its own, {path}.py, which is not run unasked; read it, then name it "
+            "with --task, or put it elsewhere and correct task.json and training.json"
+        )
+    return task
+
+
+def tunnel_facts(folder: str) -> dict[str, Any]:
+    """What the model in a folder was trained on, as facts of a subject: the task, and how many queries, the first ones,
+    a loss was on; empty where it was trained in no wind tunnel. Raises Refused for a task.json that is none."""
+    if not tunnel(folder):
+        return {}
+    path = os.path.join(folder, TUNNEL)
+    told = _json(path)
+    if not isinstance(told.get("task"), str) or type(told.get("trained")) is not int or told["trained"] < 1:
+        raise _corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
+    return {"trained_on": told["task"], "trained_queries": told["trained"]}
+
+
+def _json(path: str) -> dict[str, Any]:
+    try:
+        found = json.loads(Path(path).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise _corrupt(path, f"not a JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise _corrupt(path, f"not a JSON object: {type(found).__name__}")
+    return found
+
+
+def _weights(names: Iterable[str], name: str) -> str:
+    """The weight file transformers will choose; a pickle is refused because opening it runs whatever is inside."""
+    names = sorted(names)
+    if chosen := next((safe for safe in SAFE if safe in names), None):
+        return chosen
+    training = ("training_args", "optimizer", "scheduler", "rng_state")
+    if pickles := [n for n in names if n.endswith((".bin", ".pt", ".pth", ".ckpt")) and not n.startswith(training)]:
+        raise _Incomplete(
+            f"{name}: weights only as pickle ({pickles[0]}), which can run code when opened; convert once with "
+            "save_pretrained, which writes safetensors, or name a revision that has them (--revision refs/pr/N)"
+        )
+    other = [f", found {n}" for n in names if n.endswith((".safetensors", ".gguf", ".h5", ".msgpack"))]
+    raise _Incomplete(f"{name}: no weights; expected {SAFE[0]} or {SAFE[1]}{(other or [''])[0]}")
+
+
+def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
+    """Refuses a config.json that asks for more layers than there are tensors: transformers would make them all."""
+    inner = config.get("text_config")
+    for body in (config, inner if isinstance(inner, dict) else {}):
+        for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+            if isinstance(layers := body.get(name), int | float) and not layers <= tensors:
+                raise _corrupt(path, f"{name} is {layers}, and its weights hold {tensors} tensors")
+
+
+def _intact(path: str) -> int:
+    """A safetensors file is as long as its header says, else it is refused; how many tensors. None is read."""
+    size = os.path.getsize(path)
+    with open(path, "rb") as file:
+        head = file.read(8)
+        if head == b"version ":
+            raise _corrupt(path, "a git-lfs pointer in place of weights: run `git lfs pull`")
+        length = int.from_bytes(head, "little")
+        if len(head) < 8 or length > min(size - 8, 100_000_000):
+            raise _corrupt(path, f"its {size} bytes do not hold its header")
+        try:
+            header = json.loads(file.read(length))
+            end = max(int(entry["data_offsets"][1]) for key, entry in header.items() if key != "__metadata__")
+        except (ValueError, TypeError, LookupError, AttributeError) as error:
+            raise _corrupt(path, "its header is not that of a safetensors file") from error
+    if size != 8 + length + end:
+        raise _corrupt(path, f"{size} bytes where its header says {8 + length + end}")
+    return len(header.keys() - {"__metadata__"})
+
+
+def _native(model_type: object) -> bool:
+    """Does the installed transformers have this causal LM itself? Read from its source: importing it takes seconds.
+
+    Many models that carry `auto_map` (Phi-3 for one) have become native; their own code is then not run.
+    """
+    spec = importlib.util.find_spec("transformers")
+    table = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto" / "modeling_auto.py"
+    text = table.read_text(encoding="utf-8") if table.is_file() else ""
+    found = re.search(r"MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = OrderedDict\((.*?)\n\)", text, re.S)
+    return found is None or f'"{model_type}"' in found[1]  # no table: from_pretrained decides, before the weights
+
+
+# ---- the hub and its cache ------------------------------------------------------------------------------------------
+
+
+def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> Located:
+    from huggingface_hub import HfApi, errors, get_hf_file_metadata, hf_hub_url
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except errors.HFValidationError as error:
+        raise Refused(
+            f"{model!r} is neither a folder here nor a hub id, OWNER/NAME (its revision goes into --revision)"
+        ) from error
+    in_environment = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
+    if offline or in_environment or constants.HF_HUB_OFFLINE:
+        return _cached(model, revision, trust_remote_code, "offline, as asked")
+    with contextlib.suppress(_Incomplete):
+        if re.fullmatch("[0-9a-f]{40}", revision):
+            return _cached(model, revision, trust_remote_code)
+    start, url = time.monotonic(), hf_hub_url(model, "config.json", revision=revision)
+    try:
+        commit = _within(LOOK, lambda: get_hf_file_metadata(url, timeout=LOOK)).commit_hash
+        if not commit:
+            raise ConnectionError("what answered is not a model hub; a captive portal, a proxy, HF_ENDPOINT?")
+    except errors.RemoteEntryNotFoundError as error:
+        raise Refused(
+            f"{model} has no config.json at {revision!r}, so it is no transformers model; name another"
+        ) from error
+    except Exception as error:
+        if verdict := _verdict(error, model, revision):
+            raise verdict from error
+        detail = "" if isinstance(error, TimeoutError) else f" ({first_line(error)})"
+        why = f"the hub could not be reached within {LOOK:g} s{detail}"
+        return _cached(model, revision, trust_remote_code, why)
+    listed: list[str] = []
+    with contextlib.suppress(Exception):  # a courtesy: without the list, from_pretrained finds out for itself
+        left = TOTAL - (time.monotonic() - start)
+        info = _within(left, lambda: HfApi().model_info(model, revision=commit, timeout=left))
+        listed = [file.rfilename for file in info.siblings or () if "/" not in file.rfilename]
+    if listed:
+        _weights(listed, model)
+    with contextlib.suppress(_Incomplete):  # a damaged file in the cache would be used as it is
+        _cached(model, commit, trust_remote_code)
+    _remember(model, revision, commit)
+    return Located(model, model, commit, "hub", local_only=False)
+
+
+def answers(dataset: str) -> bool:
+    """Does the hub say anything about a data set within 2 seconds? Its libraries would retry for half a minute."""
+    from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
+
+    try:
+        url = hf_hub_url(dataset, "README.md", repo_type="dataset")
+        _within(LOOK, lambda: get_hf_file_metadata(url, timeout=LOOK))
+    except errors.HfHubHTTPError:
+        return True
+    except Exception:
+        return False
+    return True
+
+
+def _within(seconds: float, call: Callable[[], Any]) -> Any:
+    """`call()`, or TimeoutError. Resolving a name can hang and takes no timeout; a daemon thread holds nobody up."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result(seconds)
+
+
+def _cache(model: str) -> Path:
+    return Path(constants.HF_HUB_CACHE) / f"models--{model.replace('/', '--')}"
+
+
+def _cached(model: str, revision: str, trust_remote_code: bool, why: str = "") -> Located:
+    """The snapshot of `revision` in the cache, if it is whole; `why` is what forced us to it."""
+    from huggingface_hub import try_to_load_from_cache
+
+    config, lacking = try_to_load_from_cache(model, "config.json", revision=revision), "it is not in the cache"
+    if isinstance(config, str):
+        try:
+            _check(os.path.dirname(config), model, trust_remote_code)
+            note = f"{why}: the cached copy of {revision} was used" if why else ""
+            return Located(model, model, Path(config).parent.name, "cached", note=note)
+        except _Incomplete as error:
+            lacking = f"its cached copy is incomplete ({str(error).removeprefix(f'{model}: ')})"
+    held = sorted({path.parent.name for path in _cache(model).glob("snapshots/*/config.json")} - {revision})
+    other = f" (other revisions there: {', '.join(held[:3])})" if held else ""
+    which = model if revision == "main" else f"{model} --revision {revision}"
+    raise _Incomplete(
+        f"{which}: {why}, and {lacking}{other}; run once with a network or `hf download {which}`, "
+        f"or give a local folder; offline models here: {_offline_models()}"
+    )
+
+
+def _remember(model: str, revision: str, commit: str) -> None:
+    """Note in the cache what `revision` names: weights are fetched by commit, which leaves no such note, and without
+    it --offline would not find `main` in a cache that holds it."""
+    ref = _cache(model) / "refs" / revision
+    if revision != commit and ".." not in revision:
+        with contextlib.suppress(OSError):  # a read-only cache still serves
+            ref.parent.mkdir(parents=True, exist_ok=True)
+            part = ref.with_name(f"{ref.name}.{os.getpid()}.part")
+            part.write_text(commit)
+            part.replace(ref)
+
+
+# ---- sentences ------------------------------------------------------------------------------------------------------
+
+REMOTE = "it brings its own Python code, which is not run unasked; read it, then pass --trust-remote-code"
+
+
+def _corrupt(path: str, why: str) -> Refused:
+    return Refused(f"{path} is corrupt ({why}); delete it and save or download it again")
+
+
+def _verdict(error: BaseException, model: str, revision: str | None) -> Refused | None:
+    """The hub's own word about this model; None where the hub, or something before it, merely failed."""
+    from huggingface_hub import errors
+
+    page = f"{constants.ENDPOINT}/{model}"
+    if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError: first
+        return Refused(f"{model} is gated: accept its licence at {page}, then `hf auth login` or set HF_TOKEN")
+    if isinstance(error, errors.RepositoryNotFoundError):
+        hint = f"; did you mean pocket:{model}?" if model in pockets() else ""
+        return Refused(f"{model}: the hub shows no such model; misspelt, or private (then `hf auth login`){hint}")
+    if isinstance(error, errors.RevisionNotFoundError):
+        return Refused(f"{model} has no revision {revision!r}; its branches are at {page} (Pythia's are like step1000)")
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        code = error.response.status_code
+        return Refused(f"{model}: the hub refuses this login ({code}); `hf auth login` again, or unset HF_TOKEN")
+    return None
+
+
+# What from_pretrained says about itself or its causes, the specific before the general, and what we say.
+_REFUSED = {
+    "out of memory|allocate memory|enough memory|MemoryError": "not enough memory to load it; "
+    "try --dtype bfloat16, --device-map auto or --device cpu",
+    r"Errno 28\b": "no space left on the disk; free some, or set HF_HUB_CACHE to a folder elsewhere",
+    "custom code": REMOTE,
+    "SafetensorError": "its weights are corrupt ({said}); delete them and save or download them again",
+    "size mismatch|ignore_mismatched_sizes": "its weights do not fit the sizes in its config.json; "
+    "restore the one saved with them",
+    "LocalEntryNotFoundError|HfHubHTTPError|^httpx": "a file is not in the cache and the hub did not give it; "
+    "run again with a network, what has arrived is kept ({said})",
+    "^ImportError|^ModuleNotFoundError": "it needs a package that is not installed ({said})",
+    "tokenizer": "its tokenizer cannot be read ({said}); write it again with tokenizer.save_pretrained",
+}
+_UNSUPPORTED = {
+    "does not recognize this architecture|Unrecognized model in": "the installed transformers does not know its "
+    "model_type ({said}); `pip install --upgrade transformers`",
+    "Unrecognized configuration class": "it is not a causal language model; give one that predicts the next token",
+    "StrictDataclass|^KeyError": "its config.json holds a value transformers cannot use ({said}); correct it there",
+}
+
+
+def explain(error: BaseException, located: Located) -> Refused:
+    """The sentence for what from_pretrained raised: `raise explain(error, located) from error`.
+
+    What it does not know it quotes, type and first line.
+    """
+    chain = [error]
+    while chain[-1].__cause__:
+        chain.append(chain[-1].__cause__)
+    for link in chain:
+        if verdict := _verdict(link, located.name, located.revision):
+            return verdict
+    signatures = [f"{type(e).__module__}.{type(e).__name__}: {e}".removeprefix("builtins.") for e in chain]
+    said = f"{type(error).__name__}: {first_line(error)}"
+    for kind, sentences in ((UnsupportedModel, _UNSUPPORTED), (Refused, _REFUSED)):
+        for pattern, sentence in sentences.items():
+            if any(re.search(pattern, signature) for signature in signatures):
+                return kind(f"{located.name}: {sentence.format(said=said)}")
+    return Refused(f"{located.name}: it could not be loaded ({said})")

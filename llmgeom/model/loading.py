@@ -1,0 +1,214 @@
+"""How a causal LM is loaded: in which precision, where, quantised or not; and the facts that it then tells."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from llmgeom.errors import Refused, first_line
+from llmgeom.model import hub
+from llmgeom.model.layers import without_attention
+from llmgeom.optional import EXTRAS, there
+
+BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained twins are not quantised"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # what bitsandbytes computes in beside quantised weights
+
+
+def load(
+    located: hub.Located,
+    dtype: str | None,
+    device: str | None,
+    quantize: str | None,
+    device_map: str | None,
+    trust_remote_code: bool,
+) -> tuple[Any, Any]:
+    """Model and tokenizer (None for one of a wind tunnel), as `Subject.load` says.
+
+    Raises Refused for what cannot be had, before weights are read, and for weights that lack what the config asks for;
+    of the libraries' own errors `hub.explain` makes a sentence.
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    device = usable(device)
+    placed = _quantizing(quantize, located, device) if quantize else {}
+    if device_map:
+        placed["device_map"] = device_map
+    shared: dict[str, Any] = {
+        "revision": located.revision,
+        "local_files_only": located.local_only,
+        "trust_remote_code": trust_remote_code,
+    }
+    with undisturbed(located.local_only):
+        tokenizer = None
+        if hub.tunnel(located.path):
+            # The one import that points up: architectures of ours must be known to transformers to be loaded.
+            importlib.import_module("llmgeom.wind_tunnels.models.architectures")
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+        config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+        both: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            located.path,
+            output_loading_info=True,
+            config=config,
+            dtype=default_dtype(dtype or _BESIDE.get(quantize or ""), device, config),
+            use_safetensors=True,
+            **placed,
+            **shared,
+        )
+    loaded, found = both
+    if found["missing_keys"]:
+        # transformers would fill these at random and go on.
+        missing = sorted(found["missing_keys"])
+        raise Refused(
+            f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
+            f"{missing[0]}; restore the config they were saved with, or download them again"
+        )
+    if "device_map" not in placed:
+        loaded = loaded.to(device)
+    return loaded, tokenizer
+
+
+def usable(device: str | None) -> str:
+    """The device that is asked for, or a GPU where there is one: the first, or of several processes each its own.
+
+    Raises Refused for one that is not here.
+    """
+    if device and device.startswith("cuda") and not torch.cuda.is_available():
+        raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+    try:
+        if device and torch.empty(0, device=device).is_meta:
+            raise RuntimeError("it holds no numbers")
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch says "not here" in each of these
+        why = first_line(error).partition(". ")[0][:200]
+        raise Refused(f"--device {device}: {why}; use --device cpu") from error
+    if device in (None, "cuda") and torch.cuda.is_available():
+        return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
+    return device or "cpu"
+
+
+@contextmanager
+def undisturbed(silent: bool = False) -> Iterator[None]:
+    """transformers' own progress bars and reports off, since what matters in them we say; where `silent`, no request
+    to the hub. All is as before afterwards."""
+    theirs = transformers.utils.logging
+    bars, verbosity = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
+    theirs.disable_progress_bar()
+    theirs.set_verbosity_error()
+    try:
+        with hub.silence() if silent else nullcontext():
+            yield
+    finally:
+        theirs.set_verbosity(verbosity)
+        if bars:
+            theirs.enable_progress_bar()
+
+
+def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
+    """The precision that is asked for, else float32 on a CPU and below 2e9 parameters on a GPU, else bfloat16."""
+    if asked is not None:
+        return DTYPES[asked]
+    if device == "cpu":
+        return torch.float32
+    text = config.get_text_config()
+    size = 12 * text.num_hidden_layers * text.hidden_size**2 + text.vocab_size * text.hidden_size
+    return torch.float32 if size < 2e9 else torch.bfloat16
+
+
+def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
+    """What transformers is told to quantise what it loads. Raises Refused where bitsandbytes is not there."""
+    if how not in _BESIDE:
+        raise Refused(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
+    if not there(package := "bitsandbytes"):
+        raise Refused(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
+    if located.step0 or hub.tunnel(located.path):
+        raise Refused(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for
+    told: dict[str, dict[str, Any]] = {
+        "8bit": {"load_in_8bit": True},
+        "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    }
+    return {"quantization_config": transformers.BitsAndBytesConfig(**told[how]), "device_map": {"": device}}
+
+
+def describe(model: Any, name: str) -> dict[str, Any]:
+    """The facts of a causal LM that its config and parameters tell."""
+    config = model.config.get_text_config()
+    heads = None if without_attention(model) else config.num_attention_heads
+    return {
+        "name": name,
+        "model_type": getattr(config, "mixer", config.model_type),
+        "layers": config.num_hidden_layers,
+        "heads": heads,
+        "kv_heads": heads and (getattr(config, "num_key_value_heads", None) or heads),
+        "head_dim": heads and (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "features": getattr(model.config, "features", None),
+        "d_model": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "positions": getattr(config, "max_position_embeddings", None),
+        "window": getattr(config, "sliding_window", None),
+        "parameters": model.num_parameters(),  # of quantised weights too, which are packed
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "quantised": _quantised(model),
+        "device": "+".join(_placed(model)),
+    }
+
+
+def _quantised(model: Any) -> str | None:
+    """In words, how a model's weights are quantised, by its config; None where they are not."""
+    told = getattr(model.config, "quantization_config", None)
+    if not told:
+        return None
+    told = told if isinstance(told, dict) else told.to_dict()
+    method = told.get("quant_method", "an unknown method")
+    return (
+        str(getattr(method, "value", method))
+        + (", 8bit" * bool(told.get("load_in_8bit")))
+        + (", 4bit" * bool(told.get("load_in_4bit")))
+    )
+
+
+def _placed(model: Any) -> list[str]:
+    """Where the weights are, e.g. ["cpu", "disk"]: more than one place where accelerate has spread them."""
+    spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
+    return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
+
+
+def placed_as(like: Any, model: Any) -> Any:
+    """A model in the precision and where another is, spread as accelerate has spread that."""
+    parameter = next(like.parameters())
+    if len(_placed(like)) == 1:
+        return model.to(device=parameter.device, dtype=like.dtype)
+    from accelerate import dispatch_model
+
+    folder = tempfile.mkdtemp(prefix="llmgeom-twin-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return dispatch_model(model.to(like.dtype), like.hf_device_map, offload_dir=folder)
+
+
+def init_seed(folder: str) -> int:
+    """The seed that a pocket model was initialised from."""
+    return int(json.loads((Path(folder) / "card.json").read_text())["seed"])
+
+
+def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names and bytes of tensors, sorted by name; 64 hex digits."""
+    total = hashlib.sha256()
+    for name in sorted(tensors):
+        total.update(name.encode())
+        total.update(tensors[name].detach().cpu().flatten().view(torch.uint8).numpy().tobytes())
+    return total.hexdigest()

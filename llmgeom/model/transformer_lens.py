@@ -1,0 +1,222 @@
+"""A subject read through TransformerLens: for families that keep attention to themselves, and as a second opinion.
+
+GPT-J, GPT-Neo, BLOOM and Falcon do not send their attention through transformers' interface. TransformerLens' bridge
+knows their layouts and has hooks of its own; only those are used here. The price: a layer's whole pattern
+[batch head seq seq] exists while that layer runs, in the model's dtype, and rows are read from it.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from typing import Any
+
+from torch import Tensor
+
+from llmgeom.errors import Unavailable, UnsupportedModel
+from llmgeom.model.attention import Recorder
+from llmgeom.model.capture import ROWS, Site
+from llmgeom.model.edits import Point
+from llmgeom.model.layers import Block
+from llmgeom.model.loading import describe
+from llmgeom.model.subject import Subject
+
+HOOKS = {
+    Site.VALUE: "attn.hook_v",
+    Site.ATTENTION: "attn.hook_pattern",
+    Site.Z: "attn.hook_z",
+    Site.ATTENTION_WRITE: "hook_attn_out",
+    Site.MLP_WRITE: "hook_mlp_out",
+    Site.RESIDUAL: "hook_resid_pre",
+}
+POINTS: dict[Site, Point] = {
+    Site.RESIDUAL: "residual",
+    Site.VALUE: "value",
+    Site.Z: "z",
+    Site.ATTENTION_WRITE: "attention_write",
+    Site.MLP_WRITE: "mlp_write",
+}
+# hook_q and hook_k are projections. Attention consumes them as they are in these families only, as their modelling
+# files say: position enters elsewhere and nothing follows. (OPT's query, say, is scaled after the hook.)
+AS_PROJECTED = frozenset({"gpt2", "gpt_neo", "bloom"})
+# The bridge's hooks answer to every pass of the bridge, whichever thread runs it.
+_one_pass = threading.RLock()
+
+
+@dataclass(frozen=True, eq=False)
+class BridgeSubject(Subject):
+    """A Subject whose passes run in `bridge`, a TransformerBridge around a copy of `model`.
+
+    `model` stays as it was given; the parity check compares with it. The copy shares its parameters, but where a family
+    keeps query, key and value in one matrix the bridge holds them a second time, split.
+    """
+
+    bridge: Any = field(default=None, repr=False)
+    remedy = "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
+
+    @classmethod
+    def of(cls, model: Any, tokenizer: Any = None, name: str = "model", **facts: Any) -> BridgeSubject:
+        """A subject from a transformers causal LM in memory; it is put in eval mode.
+
+        Raises UnsupportedModel where TransformerLens cannot wrap it, or not each of its layers.
+        """
+        model = getattr(model, "_orig_mod", model).eval()
+        bridge = _boot(model, name)
+        layers = _blocks(model, bridge, name)
+        lens = f"transformer_lens {version('transformer-lens')}"
+        found = describe(model, name) | {
+            "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
+            "head_dim": bridge.cfg.d_head,
+            "attention": f"eager, read by {lens}",
+            "backend": lens,
+        }
+        if "local" in getattr(model.config, "attention_layers", ()):
+            found["window"] = model.config.window_size
+        return cls(model, tokenizer, name, {**found, **facts}, layers, bridge=bridge)
+
+    def _attached(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def logits(self, ids: Tensor, model: Any = None) -> Tensor:
+        # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
+        ids = ids.to(self.model.get_input_embeddings().weight.device)
+        return (model or self.model)(input_ids=ids, use_cache=False).logits[:, 0]
+
+    def _run(self, recorder: Recorder, ids: Tensor) -> Tensor:
+        acts = self._acts(recorder)
+        known, fired = self.bridge.hook_dict, set()
+
+        def hook_of(name, act):
+            def hook_function(x, hook):
+                fired.add(name)
+                return act(x)
+
+            return hook_function
+
+        for name, (site, _) in acts.items():
+            if name not in known:
+                raise self._unavailable(site, name)
+        with _one_pass, self.bridge.hooks(fwd_hooks=[(name, hook_of(name, act)) for name, (_, act) in acts.items()]):
+            output = self.bridge.original_model.get_output_embeddings()
+            handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
+            try:
+                logits = self.logits(ids, self.bridge.original_model)
+            finally:
+                handle.remove()
+        for name, (site, _) in acts.items():
+            if name not in fired:  # some hook points exist and never run; an edit there would change nothing, silently
+                raise self._unavailable(site, name)
+        return logits
+
+    def _acts(self, recorder: Recorder) -> dict[str, tuple[Site, Callable[[Tensor], Tensor | None]]]:
+        """Name of a hook of the bridge -> the site it serves and what to do with the tensor that arrives there."""
+        config, depth = self.model.config, len(self.blocks)
+        plain = config.model_type in AS_PROJECTED or (config.model_type == "falcon" and config.alibi)
+        rotated = "" if plain else "rot_"
+        hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
+        sites = recorder.sites | {Site.Z} | ({Site.ATTENTION} if recorder.sites & ROWS else set())
+        acts = {
+            f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
+            for layer in range(depth)
+            for site, hook in hooks.items()
+            if site in sites or (POINTS.get(site), layer) in recorder.edits
+        }
+        if Site.RESIDUAL in sites:
+            acts[f"blocks.{depth - 1}.hook_resid_post"] = (Site.RESIDUAL, self._act(recorder, Site.RESIDUAL, depth))
+        return acts
+
+    def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
+        heads = self.facts["kv_heads" if site in (Site.VALUE, Site.KEY) else "heads"]
+
+        def keep(x):
+            if site is Site.Z:
+                recorder.seen.append(layer)
+            y = x
+            if site in (Site.VALUE, Site.KEY, Site.QUERY, Site.Z):
+                if x[0, 0].numel() != heads * self.facts["head_dim"]:
+                    raise UnsupportedModel(
+                        f"{self.name}: {site.value} of layer {layer} has shape {tuple(x.shape)} in TransformerLens, "
+                        f"which is not {heads} heads of {self.facts['head_dim']}"
+                    )
+                y = x.reshape(*x.shape[:2], heads, -1)
+            edited = (POINTS.get(site), layer) in recorder.edits
+            if edited:
+                y = recorder.edit(POINTS[site], layer, y)
+            recorder.keep(site, layer, y)
+            return y.reshape(x.shape) if edited else None
+
+        def keep_rows(pattern):
+            prompt, position, *_ = recorder.on(pattern.device)
+            recorder.keep_rows(layer, pattern[prompt, :, position].float())
+
+        return keep_rows if site is Site.ATTENTION else keep
+
+    def _unavailable(self, site: Site, hook: str) -> Unavailable:
+        why = f"its hook {hook} does not exist or does not run for this family"
+        if site in (Site.KEY, Site.QUERY):
+            why = "it shows them before rotary embedding only, and attention consumes them after it"
+        asked = f"{self.name} ({self.facts['model_type']}): {site.value}"
+        return Unavailable(f"{asked} is not available from {self.facts['backend']}; {why}")
+
+
+def _boot(model: Any, name: str) -> Any:
+    """A bridge around a copy of the model, for the bridge rewrites what it is given. Reads no network and no files."""
+    copied = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+    if copied._can_set_attn_implementation():
+        copied.set_attn_implementation("eager")
+    else:
+        copied.config._attn_implementation = "eager"
+    config = copy.deepcopy(copied.config)
+    grouped = config.model_type == "falcon" and config.new_decoder_architecture
+    if grouped:  # transformers then ignores multi_query, which Falcon-40B sets too; TransformerLens 4.3 obeys it
+        config.multi_query, config.num_key_value_heads = False, config.num_kv_heads
+    with warnings.catch_warnings():
+        # Its import changes the warning filters of the whole process, and its advice on loading is not for our readers.
+        warnings.simplefilter("ignore")
+        from transformer_lens.model_bridge.sources import build_bridge_from_module
+
+        try:
+            bridge = build_bridge_from_module(copied, type(model).__name__, hf_config=config, model_name=name)
+        except Exception as error:  # an adapter fails in its own way on a variant that it was not written for
+            raise UnsupportedModel(
+                f"{name}: TransformerLens cannot wrap {type(model).__name__}: {type(error).__name__}: {error}"
+            ) from error
+    if grouped:
+        _regroup(bridge, model)
+    if config.model_type == "falcon" and config.alibi and model.config._attn_implementation != "eager":
+        # transformers folds ALiBi into the mask and passes it along as well; eager attention, and so the bridge, then
+        # count it twice. SDPA, which the model as loaded uses, counts it once.
+        for block in bridge.blocks:
+            block.attn.register_forward_pre_hook(lambda _m, args, kw: (args, kw | {"alibi": None}), with_kwargs=True)
+    return bridge
+
+
+def _regroup(bridge: Any, model: Any) -> None:
+    """Falcon's fused rows are [kv_head, (queries of the group, key, value), head_dim]; TransformerLens 4.3 splits them
+    as all queries, all keys, all values."""
+    for block, layer in zip(bridge.blocks, model.transformer.h, strict=True):
+        for kind in ("weight", "bias"):
+            rows = getattr(layer.self_attention.query_key_value, kind)
+            if rows is not None:
+                group = rows.detach().unflatten(0, (bridge.cfg.n_key_value_heads, -1, bridge.cfg.d_head))
+                for part, mine in (("q", group[:, :-2]), ("k", group[:, -2:-1]), ("v", group[:, -1:])):
+                    getattr(getattr(block.attn, part).original_component, kind).data = mine.flatten(0, 2)
+
+
+def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
+    """The layers of `model`, by the paths of TransformerLens' adapter. Raises UnsupportedModel where one has none."""
+    found = []
+    for index, block in enumerate(bridge.blocks):
+        if not (hasattr(block, "attn") and hasattr(block, "mlp")):
+            raise UnsupportedModel(f"{name}: layer {index} is not attention and MLP, so it cannot be read")
+        layer = model.get_submodule(block.name)
+        attention = layer.get_submodule(block.attn.name)
+        # OPT's MLP is no module of its own. The bridge's hooks do not need it; the parity check then leaves writes out.
+        mlp = layer.get_submodule(block.mlp.name) if block.mlp.name else None
+        found.append(Block(layer, attention, attention, mlp))
+    return tuple(found)

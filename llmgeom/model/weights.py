@@ -1,0 +1,153 @@
+"""The matrices of one attention head, cut from the weights of a transformers model, one at a time.
+
+Convention x @ W + b: x is the input of the attention module (after the layer's input norm where there is one), and what
+comes out is what the family projects, before rotary embedding, query/key norms and any scale of queries (OPT). Every
+function returns a copy, in the model's dtype and on its device: nobody writes into the model.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from jaxtyping import Float
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from llmgeom.errors import Refused, Unavailable
+from llmgeom.model.layers import without_attention
+from llmgeom.model.subject import Subject
+
+Projection: TypeAlias = nn.Linear | Conv1D
+Role = Literal["query", "key", "value"]
+ROLES: tuple[Role, ...] = ("query", "key", "value")
+
+
+def query_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "d_model head_dim"]:
+    """W_Q of a query head.
+
+    Raises Refused for a layer or head that does not exist; Unavailable for offloaded weights and unknown layouts.
+    """
+    return _input(subject, layer, "query", head)[0]
+
+
+def key_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
+    """W_K of a key/value head; query head h reads kv head h // (heads / kv_heads). Raises as `query_weight`."""
+    return _input(subject, layer, "key", kv_head)[0]
+
+
+def value_weight(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, "d_model head_dim"]:
+    """W_V of a key/value head. Raises as `query_weight`."""
+    return _input(subject, layer, "value", kv_head)[0]
+
+
+def output_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "head_dim d_model"]:
+    """W_O of a query head: the sum over heads of z @ W_O, plus a bias where there is one, is what attention returns.
+
+    In families that normalise this sum before adding it (Gemma-2, Gemma-3, OLMo-2) it is not yet the write.
+    Raises as `query_weight`.
+    """
+    projection, dim = _output(subject, layer)
+    _there(subject, "head", head, subject.facts["heads"])
+    return _weight(subject, layer, projection)[head * dim : (head + 1) * dim].clone()
+
+
+def query_bias(subject: Subject, layer: int, head: int) -> Float[Tensor, " head_dim"]:
+    """The bias added after W_Q; zeros where the family has none."""
+    return _input(subject, layer, "query", head)[1]
+
+
+def key_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
+    """The bias added after W_K; zeros where the family has none."""
+    return _input(subject, layer, "key", kv_head)[1]
+
+
+def value_bias(subject: Subject, layer: int, kv_head: int) -> Float[Tensor, " head_dim"]:
+    """The bias added after W_V; zeros where the family has none."""
+    return _input(subject, layer, "value", kv_head)[1]
+
+
+def output_projection(subject: Subject, layer: int) -> Projection:
+    """The module that mixes the heads back: W_O and its bias. Raises as `query_weight`."""
+    return _output(subject, layer)[0]
+
+
+def _input(subject: Subject, layer: int, role: Role, head: int) -> tuple[Tensor, Tensor]:
+    """W [d_model head_dim] and b [head_dim] of one head's query, key or value, whatever they are fused with."""
+    attention = _attention(subject, layer)
+    dim = getattr(attention, "head_dim", None) or subject.facts["head_dim"]
+    heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
+    _there(subject, "head" if role == "query" else "kv_head", head, heads if role == "query" else kv_heads)
+    part = ROLES.index(role)
+    before = (0, heads, heads + kv_heads)[part]  # heads that come first where all queries, keys, values lie in blocks
+    # Name and kind of the projection, how many heads wide it is, and which of them is ours.
+    layouts = (
+        (f"{role[0]}_proj", nn.Linear, heads if role == "query" else kv_heads, head),
+        ("qkv_proj", nn.Linear, heads + 2 * kv_heads, before + head),  # Phi-3
+        ("c_attn", Conv1D, 3 * heads, before + head),  # GPT-2; as a Linear (GPT-BigCode) it has another layout
+        ("query_key_value", nn.Linear, 3 * heads, 3 * head + part),  # GPT-NeoX: each head its query, key and value
+    )
+    for name, kind, count, ours in layouts:
+        projection = getattr(attention, name, None)
+        if isinstance(projection, kind):
+            weight = _weight(subject, layer, projection)
+            # Known by name, confirmed by size: a gated or latent projection has another width.
+            if weight.shape == (subject.facts["d_model"], count * dim):
+                columns = slice(ours * dim, (ours + 1) * dim)
+                return weight[:, columns].clone(), _bias(projection, weight)[columns].clone()
+    raise _unknown(subject, role, attention)
+
+
+def _output(subject: Subject, layer: int) -> tuple[Projection, int]:
+    """The module that mixes the heads back, and the width of a head."""
+    attention = _attention(subject, layer)
+    dim = getattr(attention, "head_dim", None) or subject.facts["head_dim"]
+    for name in ("o_proj", "out_proj", "dense", "c_proj"):
+        projection = getattr(attention, name, None)
+        if isinstance(projection, Projection):
+            weight = _weight(subject, layer, projection)
+            if weight.shape == (subject.facts["heads"] * dim, subject.facts["d_model"]):
+                return projection, dim
+    raise _unknown(subject, "output", attention)
+
+
+def _attention(subject: Subject, layer: int) -> nn.Module:
+    _there(subject, "layer", layer, len(subject.blocks))
+    if (attention := subject.blocks[layer].attention) is None:
+        raise Unavailable(f"{subject.name} has no attention weights: {without_attention(subject.model)}")
+    return attention
+
+
+def _there(subject: Subject, what: str, index: int, count: int) -> None:
+    if not 0 <= index < count:
+        raise Refused(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
+
+
+def whole(subject: Subject) -> None:
+    """Raises Unavailable where a subject's weights are quantised: what is stored is not what multiplies."""
+    if how := subject.facts.get("quantised"):
+        raise Unavailable(f"the weights of {subject.name} are quantised ({how}); load it whole to read them")
+
+
+def _weight(subject: Subject, layer: int, projection: Projection) -> Tensor:
+    """[in out], the same tensor as the model's: Linear stores W transposed, Conv1D as it is used."""
+    whole(subject)
+    weight = projection.weight.detach()
+    if weight.is_meta:
+        raise Unavailable(
+            f"the weights of layer {layer} of {subject.name} are offloaded (on the meta device); "
+            "load the model without --device-map to read them"
+        )
+    return weight if isinstance(projection, Conv1D) else weight.T
+
+
+def _bias(projection: Projection, weight: Tensor) -> Tensor:
+    bias = projection.bias
+    return weight.new_zeros(weight.shape[1]) if bias is None else bias.detach()
+
+
+def _unknown(subject: Subject, what: str, attention: nn.Module) -> Unavailable:
+    found = ", ".join(name for name, _ in attention.named_children()) or "no modules"
+    return Unavailable(
+        f"{subject.name}: how model type {subject.facts['model_type']!r} lays out its {what} weights is not known "
+        f"(its {type(attention).__name__} holds {found}); activations can still be captured"
+    )

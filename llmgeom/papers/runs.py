@@ -1,0 +1,112 @@
+"""The runs of one model that Paper III's tables and the trilogy's predictions rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from llmgeom import probes
+from llmgeom.commands import ablate as ablation
+from llmgeom.commands import config as request
+from llmgeom.commands import evidence as sula
+from llmgeom.commands import scan as scanning
+from llmgeom.errors import bounded
+from llmgeom.progress import Progress, named
+from llmgeom.record import Record, write_whole
+from llmgeom.result import Headline, Measured
+
+MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"
+FINISHED = "finished"  # beside a record: the spec of the whole that it was run for
+
+
+@dataclass(frozen=True)
+class Request(request.Request):
+    """What is asked for; its fields are the flags of `llmgeom audit` and `llmgeom reproduce`.
+
+    n    prompts a domain; nulls, draws of each null; controls, draws of each control of the ablation.
+    """
+
+    WHAT: ClassVar[str] = ""  # in the run folder's name
+
+    n: int | None = None
+    nulls: int = 20
+    controls: int = 199
+    limit: int | None = None
+    seed: int = 0
+    out: str | None = None
+
+
+def perform(asked: Request, published: bool, progress: Progress | None = None) -> tuple[Path, dict[str, Record]]:
+    """Scan mixed and math prompts, ask for in-context evidence, edit the entropy axis; (folder, records by name).
+
+    published   the published definitions as well. Each run is saved in a folder of its own under the run folder, as
+                the command on its record would save it; those that an earlier start finished are read.
+    Raises Refused before anything is loaded where something cannot be.
+    """
+    bounded(("--controls", asked.controls, 1))
+    located = asked.locate()
+    spec = asked.spec(located, what=asked.WHAT)
+    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, asked.WHAT, spec)
+    if (out / "record.json").exists():  # the scans' page alone is what an interrupted run leaves there
+        request.check_folder(out, spec)
+    common: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(request.Request)}
+    common |= {"seed": asked.seed}
+    names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
+    scans = scanning.Request(
+        **common, domains=(MIXED, MATH), n=asked.n, limit=asked.limit, nulls=asked.nulls, probes=names, out=str(out)
+    )
+    plan = scanning.prepare(scans)
+    records: dict[str, Record] = {}
+    loaded = cache(asked.load)
+
+    def once(names: tuple[str, ...], make: Callable[[], Mapping[str, Record]]) -> None:
+        marks = [out / name / FINISHED for name in names]
+        if all(mark.exists() and mark.read_text() == spec for mark in marks):
+            records.update({name: Record.load(out / name) for name in names})
+            return
+        records.update(make())
+        for mark in marks:
+            write_whole(mark, spec.encode())
+
+    once((MIXED, MATH), lambda: {folder.name: one for folder, one in scanning.perform(plan, progress, loaded())})
+
+    def listened(name: str, protocol: str) -> Mapping[str, Record]:
+        given = sula.Request(**common, nulls=asked.nulls, protocol=protocol, out=str(out / name))
+        return {name: sula.perform(given, named(progress, name), loaded())[1]}
+
+    for name, protocol in ((SULA, "sound"), (SULA_PUBLISHED, "published"))[: 1 + published]:
+        once((name,), partial(listened, name, protocol))
+    # All positions: at the final token of the last layer alone little passes through its values.
+    edits = ablation.Request(**common, sula=True, positions="all", controls=asked.controls, out=str(out / ABLATE))
+    once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, named(progress, ABLATE), loaded())[1]})
+    return out, records
+
+
+def find(records: Mapping[str, Record], record: str, probe: str, name: str) -> tuple[Headline | None, str]:
+    """A headline of one of the records; None and why it was not measured."""
+    held = records[record]
+    if probe in held.unmeasured:
+        return None, held.unmeasured[probe]
+    for h in held.results[probe].headlines if probe in held.results else ():
+        if h.name == name:
+            return h, ""
+    return None, f"the run {record} has no '{name}': its page says why"
+
+
+def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, section: Measured) -> None:
+    """A record of one section beside the runs it is taken from, and its page."""
+    first = records[MIXED]
+    record = Record(
+        results={name: section},
+        unmeasured={},
+        prompts=first.prompts,
+        subject=first.subject,
+        source={"kind": "runs", "name": ", ".join(records)},
+        facts={**first.facts, "spec": asked.spec(asked.locate(), what=asked.WHAT), "command": asked.command()},
+        warnings=tuple(dict.fromkeys(warning for one in records.values() for warning in one.warnings)),
+        run=first.run,
+    )
+    request.keep(record, out)

@@ -1,0 +1,1 @@
+"""Statistics of arrays with clusters: numpy, scipy and scikit-learn only, nothing of a model."""

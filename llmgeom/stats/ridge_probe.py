@@ -1,0 +1,194 @@
+"""How much of a number can be read linearly from vectors whose units the reader has never seen.
+
+Ridge regression, held out by unit: prompts of one template are never on both sides of a fold, since they share what a
+reader could memorise.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float, Int, Real
+
+from llmgeom.errors import Refused
+from llmgeom.stats.core import LEAST_UNITS, Interval, Units, jackknife, permute_units
+
+FOLDS = 5
+GROUPS = 25
+PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
+
+
+@dataclass(frozen=True)
+class Readout:
+    """Held-out predictions of a number, in its own unit.
+
+    truth, prediction  [row column]; each prediction is from the rows of other units only.
+    fold               [row] which fold the row was held out in.
+    penalty            [fold column] the penalty that the other folds chose.
+    """
+
+    truth: np.ndarray
+    prediction: np.ndarray
+    fold: np.ndarray
+    penalty: np.ndarray
+
+    @property
+    def r2(self) -> Float[np.ndarray, " column"]:
+        """1 - sum (y - prediction)^2 / sum (y - mean)^2, pooled over all rows: 1 is exact, 0 as good as the mean of all
+        rows, below 0 worse (where there is nothing to read it is a little below: the mean of other rows predicts)."""
+        spread = np.square(self.truth - self.truth.mean(0)).sum(0)
+        return 1 - np.square(self.truth - self.prediction).sum(0) / spread
+
+
+def read(
+    x: Float[np.ndarray, "row coordinate"],
+    y: Real[np.ndarray, "row column"],
+    fold: Int[np.ndarray, " row"],
+) -> Readout:
+    """Ridge regression of each column of y on x, each fold predicted from the others.
+
+    For the rows outside a fold: coordinates standardised (constant ones left out), y centred, weights that minimise
+    sum (y - z w)^2 / d + penalty |w|^2 with d coordinates, so that a penalty means the same at every width. The penalty
+    is the one of PENALTIES with the least squared error when the remaining folds are held out in turn, chosen for each
+    column alone. The inner errors are exact and cost one eigendecomposition: with H = 1/m + U diag(l / (l + penalty))
+    U', where U diag(l) U' = z z' / d over m rows, rows G are missed without G by (I - H_GG)^-1 (y - H y)_G (block
+    form of the leave-one-out identity of least squares with a quadratic penalty; derived here). Inner folds
+    share the standardisation of their outer fold, which the rows that are scored have no part in.
+    Where no coordinate varies outside a fold, the mean is predicted.
+    Raises Refused where a column of y is constant outside a fold, and for values that are not finite.
+    """
+    x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    if not (np.isfinite(x).all() and np.isfinite(y).all()):
+        raise Refused("a readout cannot use values that are not finite; drop those rows or say why they are there")
+    count = int(fold.max()) + 1
+    prediction, penalty = np.empty_like(y), np.empty((count, y.shape[1]))
+    for held in range(count):
+        out, rest = fold == held, fold != held
+        if (y[rest].max(0) == y[rest].min(0)).any():
+            raise Refused(f"what is to be read is constant over {rest.sum()} rows: nothing can be learnt from them")
+        mean = y[rest].mean(0)
+        z, new = _standardised(x[rest], x[out])
+        values, vectors = _eigen(z)
+        chosen = _inner_errors(values, vectors, y[rest] - mean, fold[rest]).argmin(0)
+        penalty[held] = PENALTIES[chosen]
+        prediction[out] = mean + (new @ z.T) @ _dual(values, vectors, y[rest] - mean, penalty[held])
+    return Readout(y, prediction, fold, penalty)
+
+
+def _standardised(kept: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Both by the mean and sd of the first, over sqrt(coordinates that vary in it); the others are left out."""
+    varies = kept.max(0) != kept.min(0)
+    if not varies.all():
+        kept, new = kept[:, varies], new[:, varies]
+    centre = kept.mean(0)
+    kept = kept - centre
+    scale = 1 / np.sqrt(np.square(kept).mean(0) * max(len(centre), 1))
+    return kept * scale, (new - centre) * scale
+
+
+def _eigen(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Eigenvalues l and vectors U of z z', all that are not 0, from the smaller of z z' and z' z."""
+    if len(z) <= z.shape[1]:
+        values, vectors = np.linalg.eigh(z @ z.T)
+    else:
+        values, vectors = np.linalg.eigh(z.T @ z)
+    kept = values > 1e-10 * len(z)  # the mean of these eigenvalues' sum over rows is 1
+    values, vectors = values[kept], vectors[:, kept]
+    return values, vectors if len(z) <= z.shape[1] else z @ vectors / np.sqrt(values)
+
+
+def _dual(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, penalty: np.ndarray) -> np.ndarray:
+    """[row column] a with weights w = z' a, less what z' sends to 0."""
+    return vectors @ ((vectors.T @ y) / (values[:, None] + penalty))
+
+
+def _inner_errors(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: np.ndarray) -> np.ndarray:
+    """[penalty column] sum of squared errors over inner folds, of centred y."""
+    shrunk = values / (values + PENALTIES[:, None])
+    along = vectors.T @ y
+    errors = np.zeros((len(PENALTIES), y.shape[1]))
+    for held in np.unique(fold):
+        rows = fold == held
+        smooth = vectors[rows] * shrunk[:, None]
+        block = np.eye(rows.sum()) - 1 / len(y) - smooth @ vectors[rows].T
+        errors += np.square(np.linalg.solve(block, y[rows] - smooth @ along)).sum(1)
+    return errors
+
+
+def folds(units: Units, seed: int, count: int = FOLDS) -> Int[np.ndarray, " row"]:
+    """The fold of each row: whole units, in random order, the largest first, each to the fold with fewest rows.
+
+    With fewer units than folds, each unit is a fold of its own. Raises Refused for fewer than 5 units.
+    """
+    unit = _numbered(units)
+    sizes = np.bincount(unit)
+    if len(sizes) < LEAST_UNITS:
+        raise Refused(f"a readout over {len(sizes)} units needs at least {LEAST_UNITS}: add templates or documents")
+    order = np.random.default_rng(seed).permutation(len(sizes))
+    order = order[np.argsort(-sizes[order], kind="stable")]
+    filled, place = np.zeros(min(count, len(sizes)), dtype=np.int64), np.empty(len(sizes), dtype=np.int64)
+    for one in order:
+        place[one] = filled.argmin()
+        filled[place[one]] += sizes[one]
+    return place[unit]
+
+
+def _numbered(units: Units) -> Int[np.ndarray, " row"]:
+    """The unit of each row as a number, in order of first appearance: renaming units changes nothing."""
+    _, first, unit = np.unique(np.asarray(units), return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[unit]
+
+
+def decodability(
+    x: Float[np.ndarray, "row coordinate"], y: Real[np.ndarray, " row"], fold: Int[np.ndarray, " row"]
+) -> float:
+    """Held-out R2 of one number (see `Readout.r2`)."""
+    return float(read(x, np.asarray(y)[:, None], fold).r2[0])
+
+
+def decodability_interval(
+    x: Float[np.ndarray, "row coordinate"], found: Readout, units: Units, level: float = 0.95
+) -> Interval:
+    """Delete-a-group jackknife interval of the held-out R2 of one number.
+
+    Whole units in 25 groups (fewer units: a group each), spread evenly over the folds; fitted anew without each group,
+    penalties as chosen.
+
+    Estimand: the expected R2 at this number of rows. Measured at 75 rows, d = 128, 160 repetitions, an R2 of -0.06 to
+    0.85, one or two rows a unit: covers 94-98 %. Errors of the held-out rows alone, without new fits, cover 73-93 %,
+    since all rows share their fits; choosing the penalties anew covers 95-100 %, up to twice too wide: they jump.
+    """
+    unit = _numbered(units)
+    first = np.unique(unit, return_index=True)[1]
+    place = np.empty(len(first), dtype=np.int64)
+    place[np.argsort(found.fold[first], kind="stable")] = np.arange(len(first)) % GROUPS
+
+    def r2(rows: np.ndarray) -> float:
+        truth, fold = found.truth[rows], found.fold[rows]
+        prediction = np.empty_like(truth)
+        for held in np.unique(fold):
+            out, rest = fold == held, fold != held
+            mean = truth[rest].mean(0)
+            z, new = _standardised(x[rows[rest]], x[rows[out]])
+            inner = z @ z.T
+            inner[np.diag_indices(len(inner))] += found.penalty[held]
+            prediction[out] = mean + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean)
+        return float(replace(found, truth=truth, prediction=prediction).r2[0])
+
+    made = jackknife(r2, np.arange(len(x)), place[unit], level=level)
+    groups = min(GROUPS, len(first))
+    return replace(made, method=f"jackknife over {groups} groups of {len(first)} units")
+
+
+def permuted_decodability(
+    x: Float[np.ndarray, "row coordinate"],
+    y: Real[np.ndarray, " row"],
+    fold: Int[np.ndarray, " row"],
+    units: Units,
+    permutations: int,
+    seed: int,
+) -> Float[np.ndarray, " permutation"]:
+    """Held-out R2 with whole units of y permuted: the same folds, a penalty chosen anew for every permutation."""
+    moved = np.asarray(y)[permute_units(np.random.default_rng(seed), units, permutations)]
+    return read(x, moved.T, fold).r2

@@ -1,0 +1,110 @@
+"""How near can a linear read-out of vectors come to a known distribution, on sequences that it has never seen?
+
+The neighbour of `readout`, whose target is a number: here it is a distribution over outcomes, and bits are missed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.stats.core import Units
+from llmgeom.stats.information import bits, kl
+from llmgeom.stats.ridge_probe import folds
+
+PENALTIES = (1.0, 0.03, 0.001, 0.00003)  # tried from the largest, each from where the one before ended
+FREE = 10.0  # the size of a position's indicator: its weight costs 1 / FREE^2 of what another's does
+ROUNDS, LEAST_GRADIENT = 100, 1e-7
+
+
+@dataclass(frozen=True)
+class Missed:
+    """What read-outs missed: kl [site row], bits, each row read by weights fitted to other units; penalty [site fold],
+    as chosen; fold [row]."""
+
+    kl: np.ndarray
+    penalty: np.ndarray
+    fold: np.ndarray
+
+
+def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, units: Units, seed: int) -> Missed:
+    """KL(p || softmax(z W + b_position)) of every row at every site, held out by unit.
+
+    sites      [row coordinate] each, of one width.
+    log_p      [row outcome], or another for each site [site row outcome]; nats.
+    position   [row] int64; the read-out has a free b for each, so that what the place in the sequence tells is not
+               counted as read off the coordinates.
+
+    Coordinates are standardised over the rows that are fitted (constant ones are 0) and divided by sqrt(d), so that a
+    penalty means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2
+    times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the
+    least loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
+    Raises Refused for fewer than 5 units.
+    """
+    fold, log_p = folds(units, seed), log_p.double()
+    p = log_p.exp().expand(len(sites), *log_p.shape[-2:])
+    x = torch.stack([site.double() for site in sites])
+    count = int(fold.max()) + 1
+    missed = torch.empty(x.shape[:2], dtype=torch.float64)
+    penalty = np.empty((len(x), count))
+    for held in range(count):
+        check = (held + 1) % count
+        rest, later, out = (torch.from_numpy(rows) for rows in (fold != held, fold == check, fold == held))
+        both, z = rest & ~later, _coordinates(x, position, rest)
+        errors, start = [], None
+        for one in PENALTIES:
+            start = fit(z[:, both], p[:, both], torch.full((len(x),), one, dtype=torch.float64), start)
+            errors.append(_loss(z[:, later] @ start, p[:, later]))
+        chosen = torch.tensor(PENALTIES, dtype=torch.float64)[torch.stack(errors).argmin(0)]
+        penalty[:, held] = chosen
+        q = (z[:, out] @ fit(z[:, rest], p[:, rest], chosen, start)).log_softmax(-1)
+        missed[:, out] = kl(log_p.expand_as(p)[:, out], q)
+    return Missed(bits(missed.numpy()), penalty, fold)
+
+
+def fit(x: Tensor, p: Tensor, penalty: Tensor, start: Tensor | None = None) -> Tensor:
+    """[problem coordinate outcome] weights w that minimise, problem by problem, the mean over rows of
+    -sum_k p_k log softmax(x w)_k plus penalty / 2 |w|^2. Shapes: x [problem row coordinate], p [problem row outcome],
+    penalty [problem].
+
+    Convex; L-BFGS over all problems at once, in coordinates in which they are alike: with x'x / n = V diag(l) V' the
+    curvature lies between penalty and l / 2 + penalty (Boehning 1992), and w = V u / sqrt(l / 4 + penalty).
+    """
+    values, vectors = torch.linalg.eigh(x.mT @ x / x.shape[1])
+    kept = min(x.shape[1:])  # no more directions than rows, or than coordinates
+    vectors = vectors[..., -kept:]
+    scale = vectors / (values[:, None, -kept:].clamp_min(0) / 4 + penalty[:, None, None]).sqrt()
+    turned, inverse = x @ scale, (vectors / scale.norm(dim=1, keepdim=True)).mT
+    metric = penalty[:, None, None] * scale.square().sum(1)[..., None]
+    u = torch.zeros(len(x), kept, p.shape[2], dtype=x.dtype) if start is None else inverse @ start
+    u.requires_grad_()
+    descent = torch.optim.LBFGS(
+        [u], max_iter=ROUNDS, tolerance_grad=LEAST_GRADIENT, tolerance_change=0, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        with torch.no_grad():
+            log_q = (turned @ u).log_softmax(-1)
+            u.grad = turned.mT @ (log_q.exp() - p) / x.shape[1] + metric * u
+            return (metric * u.square()).sum() / 2 - (p * log_q).sum() / x.shape[1]
+
+    descent.step(closure)
+    return scale @ u.detach()
+
+
+def _coordinates(x: Tensor, position: Tensor, kept: Tensor) -> Tensor:
+    """[site row coordinate]: standardised over the kept rows, over sqrt(d); and FREE times an indicator a position."""
+    centre = x[:, kept].mean(1, keepdim=True)
+    z = x - centre
+    size = z[:, kept].square().mean(1, keepdim=True).sqrt()
+    z = torch.where(size > 1e-9 * size.amax(-1, keepdim=True), z / size, 0.0) / x.shape[-1] ** 0.5
+    place = (position[:, None] == position.unique()).double() * FREE
+    return torch.cat([z, place.expand(len(x), -1, -1)], -1)
+
+
+def _loss(logits: Tensor, p: Tensor) -> Tensor:
+    return -(p * logits.log_softmax(-1)).sum(-1).mean(-1)

@@ -1,0 +1,1 @@
+"""Probes of in-context evidence: prompts of labelled words with an exact posterior."""

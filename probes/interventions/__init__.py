@@ -1,0 +1,1 @@
+"""Probes that edit activations: ablation and patching."""

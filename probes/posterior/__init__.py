@@ -1,0 +1,1 @@
+"""Probes of answers in wind tunnels, scored against the exact posterior."""

@@ -1,0 +1,123 @@
+"""Bayesian linear regression: a weight vector is learnt from pairs of a point and a noisy value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from llmgeom.answers import Answers
+from llmgeom.errors import Refused
+from llmgeom.stats.conjugate import gaussian_regression
+from llmgeom.task import Categorical, Drawn, Gaussian, Task
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """The value at the next point of a noisy linear function.
+
+    dims     D. Weights w ~ N(0, tau^2 I), points x_i ~ N(0, I), values y_i = w.x_i + e_i, e_i ~ N(0, sigma^2).
+    points   in a sequence; at each its value is asked.
+    noise    sigma.
+    scale    tau.
+    layout   paired: row i is [x_i, x_(i-1), y_(i-1)], with zeros for what is before the first.
+             separate: a row [x_i, 0, 0] for a point and a row [0, y_i, 1] for its value; the last column tells which.
+    bins     0: the answer is a real number, read as a mean and a log variance. Else so many intervals, equally
+             probable under N(0, D tau^2 + sigma^2), which has the variance of y.
+
+    After t pairs w ~ N(m, S) with S^-1 = I / tau^2 + X'X / sigma^2 and m = S X'y / sigma^2, and y at x is
+    N(m.x, x'Sx + sigma^2). Paper I names the task and gives no specification; this one is derived here.
+    """
+
+    dims: int = 2
+    points: int = 10
+    noise: float = 0.5
+    scale: float = 1.0
+    layout: str = "paired"
+    bins: int = 0
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("paired", "separate"):
+            raise Refused(f"{self.title}: layout {self.layout!r}; expected paired or separate")
+        if self.dims < 1 or self.points < 1 or not (0 < self.noise < math.inf and 0 < self.scale < math.inf):
+            raise Refused(f"{self.title}: expected dims and points of 1 or more, noise and scale above 0")
+        if self.bins < 0 or self.bins == 1:
+            raise Refused(f"{self.title}: bins {self.bins}; expected 0 (a real number) or at least 2 intervals")
+
+    @property
+    def vocabulary(self) -> int:
+        return self.bins or 2
+
+    @property
+    def features(self) -> int:
+        return 2 * self.dims + 1 if self.layout == "paired" else self.dims + 2
+
+    @property
+    def length(self) -> int:
+        return self.points if self.layout == "paired" else 2 * self.points - 1
+
+    @property
+    def query(self) -> tuple[int, ...]:
+        return tuple(range(0, self.length, 1 if self.layout == "paired" else 2))
+
+    @property
+    def answers(self) -> Answers:
+        return Categorical(tuple(range(self.bins))) if self.bins else Gaussian()
+
+    def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
+        """The weights, [n dim]."""
+        return self.scale * torch.randn(n, self.dims, generator=generator, device=generator.device)
+
+    def cell(self, hypothesis: Tensor) -> Tensor:
+        """Cells a hundredth of tau wide: were they wider, the few about 0 would decide what share is held out."""
+        return (100 / self.scale * hypothesis).floor().long()
+
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+        n, device = len(hypothesis), generator.device
+        lots = torch.randn(n, self.points, self.dims + 1, generator=generator, device=device)
+        x, noise = lots[..., :-1], lots[..., -1]
+        y = (x @ hypothesis[:, :, None])[..., 0] + self.noise * noise
+        if self.layout == "paired":
+            before = torch.cat([x, y[..., None]], -1)[:, :-1]
+            inputs = torch.cat([x, torch.nn.functional.pad(before, (0, 0, 1, 0))], -1)
+        else:
+            inputs = torch.zeros(n, 2 * self.points, self.features, device=device)
+            inputs[:, 0::2, : self.dims], inputs[:, 1::2, -2], inputs[:, 1::2, -1] = x, y, 1.0
+            inputs = inputs[:, :-1]
+        return Drawn(inputs, torch.bucketize(y.double(), self._edges(device)[1:-1]) if self.bins else y)
+
+    def log_predictive(self, inputs: Tensor) -> Tensor:
+        return self._answer(gaussian_regression(*self._pairs(inputs), self.noise, self.scale))
+
+    def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
+        """memoryless: N(0, tau^2 x.x + sigma^2), which is the prior's answer at x."""
+        x, _ = self._pairs(inputs)
+        variance = self.scale**2 * x.double().square().sum(-1) + self.noise**2
+        return {"memoryless": self._answer(torch.stack([torch.zeros_like(variance), variance.log()], -1))}
+
+    def _pairs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The points [sequence query dim], and the values shown, one fewer."""
+        if self.layout == "paired":
+            return inputs[..., : self.dims], inputs[:, 1:, -1]
+        return inputs[:, 0::2, : self.dims], inputs[:, 1::2, -2]
+
+    def _edges(self, device: torch.device) -> Tensor:
+        """The ends of the intervals, from -inf to inf, float64."""
+        share = torch.arange(self.bins + 1, dtype=torch.float64, device=device) / self.bins
+        return math.sqrt(self.dims * self.scale**2 + self.noise**2) * torch.special.ndtri(share)
+
+    def _answer(self, gaussian: Tensor) -> Tensor:
+        """Mean and log variance, or the log-probabilities of the intervals."""
+        if not self.bins:
+            return gaussian
+        m, log_v = gaussian[..., None, :].unbind(-1)
+        ends = (self._edges(gaussian.device) - m) * (-log_v / 2).exp()
+        low, high = ends[..., :-1], ends[..., 1:]
+        # An interval above the mean is mirrored below it, where the difference of two small numbers keeps its digits.
+        above = low + high > 0
+        low, high = torch.where(above, -high, low), torch.where(above, -low, high)
+        log_low, log_high = torch.special.log_ndtr(low), torch.special.log_ndtr(high)
+        return log_high + (-torch.expm1(log_low - log_high)).log()
