@@ -19,7 +19,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from scipy.stats import spearmanr
 
-from llmgeom.stats.core import max_statistic, permute_units
+from llmgeom.stats.core import max_statistic, permute_clusters
 
 LAYERS, PROMPTS, TEMPLATES, LOOPED = 24, 75, 71, 20
 
@@ -32,8 +32,8 @@ def main() -> None:
     rng = np.random.default_rng(0)
     scores, target = rng.normal(size=(LAYERS, PROMPTS)), rng.normal(size=PROMPTS)
     covariates = rng.normal(size=(PROMPTS, 5))
-    units = np.arange(PROMPTS) % TEMPLATES
-    orders = permute_units(rng, units, LOOPED)
+    clusters = np.arange(PROMPTS) % TEMPLATES
+    orders = permute_clusters(rng, clusters, LOOPED)
 
     def loop() -> None:
         for order in orders:
@@ -41,8 +41,8 @@ def main() -> None:
                 spearmanr(row, target[order])
 
     arms = {
-        "max_statistic": (lambda: max_statistic(scores, target, units, asked.permutations), 1.0),
-        "with 5 covariates": (lambda: max_statistic(scores, target, units, asked.permutations, 0, covariates), 1.0),
+        "max_statistic": (lambda: max_statistic(scores, target, clusters, asked.permutations), 1.0),
+        "with 5 covariates": (lambda: max_statistic(scores, target, clusters, asked.permutations, 0, covariates), 1.0),
         "loop over spearmanr": (loop, asked.permutations / LOOPED),
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}

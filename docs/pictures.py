@@ -62,7 +62,7 @@ def scale(low: float, high: float, start: float, end: float):
     return lambda v: start + (np.asarray(v, dtype=float) - low) / (high - low or 1) * (end - start)
 
 
-def upright(low: float, high: float, unit: str):
+def upright(low: float, high: float, cluster: str):
     """The vertical scale with a twentieth to spare, and its ticks."""
     spare = (high - low) * 0.05 or 0.1
     y = scale(low - spare, high + spare, BOTTOM, TOP)
@@ -71,7 +71,7 @@ def upright(low: float, high: float, unit: str):
     ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
     drawn = [text(LEFT - 8, y(v) + 4, f"{v + 0:.6g}", "end") for v in ticks]
     drawn += [f'<path d="M{LEFT} {y(v):.1f}H{RIGHT}" stroke="#e4e4e4"/>' for v in ticks]
-    side = text(0, 0, unit, more=f'transform="translate(16 {(TOP + BOTTOM) / 2:.0f}) rotate(-90)"')
+    side = text(0, 0, cluster, more=f'transform="translate(16 {(TOP + BOTTOM) / 2:.0f}) rotate(-90)"')
     return y, [*drawn, side]
 
 
@@ -112,8 +112,8 @@ def curve(measured, name: str) -> list[str]:
 
 
 def scatter(measured, name: str, entropy: np.ndarray) -> list[str]:
-    points, unit = measured.arrays[name], measured.quantities[name].unit
-    y, drawn = upright(points[:, 1].min(), points[:, 1].max(), f"component 2 [{unit}]")
+    points, cluster = measured.arrays[name], measured.quantities[name].cluster
+    y, drawn = upright(points[:, 1].min(), points[:, 1].max(), f"component 2 [{cluster}]")
     x = scale(points[:, 0].min(), points[:, 0].max(), LEFT + 15, RIGHT - 15)
     share = (entropy - entropy.min()) / (np.ptp(entropy) or 1)
     for (a, b), s in zip(points[:, :2], share, strict=True):

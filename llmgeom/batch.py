@@ -110,7 +110,7 @@ class Batch:
     """
 
     inputs: Text | Tokens | Rows
-    unit: tuple[str, ...]
+    cluster: tuple[str, ...]
     source: Mapping[str, Any]
     query: Tensor | None = None
     target: Tensor | None = None
@@ -119,7 +119,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         n = len(self.inputs)
-        for name, column in {"unit": self.unit, **self.columns}.items():
+        for name, column in {"cluster": self.cluster, **self.columns}.items():
             if len(column) != n:
                 raise ValueError(f"Batch.{name} has {len(column)} entries for {n} inputs: expected one for each")
 
@@ -159,7 +159,7 @@ class Batch:
         return replace(
             self,
             inputs=inputs,
-            unit=tuple(self.unit[i] for i in index),
+            cluster=tuple(self.cluster[i] for i in index),
             columns={name: tuple(column[i] for i in index) for name, column in self.columns.items()},
             query=None if self.query is None else self.query[index],
             target=None if self.target is None else self.target[index],

@@ -16,7 +16,7 @@ from typing import Literal, get_args, get_type_hints
 
 import numpy as np
 
-from llmgeom.result import Headline, Measured, Verdict
+from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats.core import (
     Interval,
     Scale,
@@ -32,20 +32,20 @@ from llmgeom.stats.core import (
 
 FOLDER = Path(__file__).parent / "claims"
 ALPHA = 0.05
-NO_END = -1e9  # of a range that has no lower end: a Headline holds finite numbers
+NO_END = -1e9  # of a range that has no lower end: a Estimate holds finite numbers
 Margin = Literal["end", "centre", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """One entry of claims/*.toml: what decides the verdict of one headline of one probe.
+    """One entry of claims/*.toml: what decides the verdict of one metric of one probe.
 
     unit         of the value, the effect and the margin.
     side         "upper": the value is asked to lie above its nulls; "lower": below them.
     effect       the smallest difference from the nulls that is of interest, declared before measuring.
     needed       how the number of units that would decide is found: a mean's, or a rank correlation's.
     scale        where draws of the statistic are closest to normal: see `stats.prediction_p`.
-    claim        what PASS says, in one sentence; empty for a headline that is a measurement and no claim.
+    claim        what PASS says, in one sentence; empty for a metric that is a measurement and no claim.
     null         what it is held against and what is replicated, in words; the probe makes it.
     source       where the claim is printed; published: what was printed.
     counts       what n counts.
@@ -86,7 +86,7 @@ class Claim:
         return self.margin if self.equivalence else self.effect
 
     def lines(self) -> list[str]:
-        """The entry as a person reads it: the headline, then what it says, what decides it, and where it is from."""
+        """The entry as a person reads it: the metric, then what it says, what decides it, and where it is from."""
         if self.equivalence:
             near = "at most {} above" if self.one_sided else "within {} of"
             rule = f"PASS {near.format(f'{self.margin:g} {self.unit}')} the centre of every null"
@@ -106,11 +106,11 @@ def entries(folder: Path = FOLDER) -> tuple[Claim, ...]:
             body = tomllib.loads(path.read_text(encoding="utf-8"))
         except tomllib.TOMLDecodeError as error:
             raise ValueError(f"{path.name} is not TOML: {error}") from None
-        if set(body) != {"headline"}:
-            raise ValueError(f"{path.name} holds {', '.join(sorted(body))}; a claims file holds [[headline]] entries")
-        if not isinstance(body["headline"], list):
-            raise ValueError(f"{path.name}: [headline] holds one table; write [[headline]], which many entries may")
-        for place, entry in enumerate(body["headline"], 1):
+        if set(body) != {"metric"}:
+            raise ValueError(f"{path.name} holds {', '.join(sorted(body))}; a claims file holds [[metric]] entries")
+        if not isinstance(body["metric"], list):
+            raise ValueError(f"{path.name}: [metric] holds one table; write [[metric]], which many entries may")
+        for place, entry in enumerate(body["metric"], 1):
             where = f"{path.name}, entry {place} ({entry.get('probe')}: {entry.get('name')})"
             made = _entry(entry, where)
             if (made.probe, made.name) in found:
@@ -121,12 +121,12 @@ def entries(folder: Path = FOLDER) -> tuple[Claim, ...]:
 
 @cache
 def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
-    """The entries of one probe by headline name. Raises ValueError where there is none or one is malformed."""
+    """The entries of one probe by metric name. Raises ValueError where there is none or one is malformed."""
     every = entries(folder)
     found = {entry.name: entry for entry in every if entry.probe == probe}
     if not found:
         known = ", ".join(sorted({entry.probe for entry in every}))
-        raise ValueError(f"{folder.name}/*.toml declares no headline of probe {probe!r}; it has {known}")
+        raise ValueError(f"{folder.name}/*.toml declares no metric of probe {probe!r}; it has {known}")
     return found
 
 
@@ -175,7 +175,7 @@ class Null:
     """What a value is held against: a name, the 95 % band, the margin its interval must clear, the one-sided p-value
     with the +1 rule, and the number of draws.
 
-    margin  the far end of a null that holds everything but the training (twins on the same prompts), or the value that
+    margin  the far end of a null that holds everything but the training (controls on the same prompts), or the value that
             a null centres on where p itself carries the sampling noise (0 for a permuted correlation): to ask both of
             one interval would count that noise twice.
     sample  the draws themselves where they are of the same statistic through the same pipeline, with the side they were
@@ -199,9 +199,9 @@ class Null:
         return cls(name, low, high, margin, tail_p(value, draws, side), len(draws), tuple(map(float, draws)), side)
 
     @classmethod
-    def half(cls, value: float, interval: Interval, units: int) -> Null:
+    def half(cls, value: float, interval: Interval, clusters: int) -> Null:
         """One half, which a share that is more than that must clear: Student's p that it is not."""
-        return cls("one half", 0.5, 0.5, 0.5, equivalence_p(value, interval, 0.5, np.inf, units), 0)
+        return cls("one half", 0.5, 0.5, 0.5, equivalence_p(value, interval, 0.5, np.inf, clusters), 0)
 
     @property
     def centre(self) -> float:
@@ -209,8 +209,10 @@ class Null:
         return float(np.median(self.sample)) if self.sample else (self.low + self.high) / 2
 
 
-def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Null], *, n: int, units: int) -> Headline:
-    """A Headline whose verdict comes from the null hardest to beat: each must be, so p is the largest of theirs.
+def estimate(
+    claim: Claim, value: float, interval: Interval, nulls: Sequence[Null], *, n: int, clusters: int
+) -> Estimate:
+    """A Estimate whose verdict comes from the null hardest to beat: each must be, so p is the largest of theirs.
 
     The words are those of a measurement; `judge` turns a claim's into PASS, FAIL or INCONCLUSIVE. Of one whose value is
     asked to lie above its nulls (of the other side everything is turned):
@@ -228,7 +230,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         raise ValueError(f"{claim.name} is declared {claim.side!r}, but null {turned[0]!r} was made for the other side")
     sign = 1 if claim.side == "upper" else -1
     decisive = max(nulls, key=lambda null: null.high if claim.side == "upper" else -null.low)
-    common = Headline(
+    common = Estimate(
         name=claim.name,
         value=float(value),
         unit=claim.unit,
@@ -240,7 +242,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         null=f"{decisive.name} ({decisive.draws} draws)" if decisive.draws else decisive.name,
         p=float(max(null.p for null in nulls)),
         n=n,
-        units=units,
+        clusters=clusters,
         verdict="undecided",
         claim=claim.claim,
         source=claim.source,
@@ -249,7 +251,7 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
         equivalence=claim.equivalence,
         effect=claim.smallest,
         counts=claim.counts,
-        needed=_needed(claim, interval, units),
+        needed=_needed(claim, interval, clusters),
     )
     if claim.equivalence:
         return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
@@ -264,16 +266,16 @@ def headline(claim: Claim, value: float, interval: Interval, nulls: Sequence[Nul
     return replace(made, verdict=word, why=why)
 
 
-def _needed(claim: Claim, interval: Interval, units: int) -> int:
+def _needed(claim: Claim, interval: Interval, clusters: int) -> int:
     """Units that would decide with 90 % power; an equivalence test has two sides to win, 95 % each."""
     power = 0.95 if claim.equivalence else 0.9
     if claim.needed == "correlation":
         return needed_n_correlation(claim.smallest, power)
-    sd = max((interval.high - interval.low) / (2 * 1.96) * units**0.5, 1e-12)
+    sd = max((interval.high - interval.low) / (2 * 1.96) * clusters**0.5, 1e-12)
     return needed_n_mean(claim.smallest, sd, power)
 
 
-def _measured(h: Headline) -> tuple[Verdict, str]:
+def _measured(h: Estimate) -> tuple[Verdict, str]:
     """Word and reason for a measurement that is no claim."""
     clears, excluded = _against(h)
     upper = h.side == "upper"
@@ -289,17 +291,17 @@ def _measured(h: Headline) -> tuple[Verdict, str]:
     return "undecided", _wanted(h)
 
 
-def _against(h: Headline) -> tuple[bool, bool]:
+def _against(h: Estimate) -> tuple[bool, bool]:
     """Whether the interval clears the margin, and whether it excludes the effect of interest."""
     if h.side == "upper":
         return h.low > h.margin, h.high < h.margin + h.effect
     return h.high < h.margin, h.low > h.margin - h.effect
 
 
-def _equivalent(h: Headline, interval: Interval, centres: list[float], one_sided: bool) -> Headline:
+def _equivalent(h: Estimate, interval: Interval, centres: list[float], one_sided: bool) -> Estimate:
     """Two one-sided tests: within the margin of every null's centre, hence within the overlap of those ranges."""
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
-    h = replace(h, margin_low=near, margin=far, p_claim=equivalence_p(h.value, interval, near, far, h.units))
+    h = replace(h, margin_low=near, margin=far, p_claim=equivalence_p(h.value, interval, near, far, h.clusters))
     if near < h.low and h.high < far:
         return replace(h, verdict="not above null", why=f"the interval of {_found(h)} stays within {_mark(h)}")
     if h.low > far or h.high < near:
@@ -309,7 +311,7 @@ def _equivalent(h: Headline, interval: Interval, centres: list[float], one_sided
 
 
 def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
-    """The results with each claim's verdict: PASS, FAIL or INCONCLUSIVE. Headlines without a claim keep their words.
+    """The results with each claim's verdict: PASS, FAIL or INCONCLUSIVE. Metrics without a claim keep their words.
 
     PASS           the interval clears the margin, every null's rank p < .05, and so is the claim's p adjusted by Holm
                    over all claims measured in these results.
@@ -320,22 +322,22 @@ def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
     one-sided tests, adjusted alike), and fails when it lies wholly outside.
     Judged again, results stay as they are.
     """
-    claims = [(probe, h.name) for probe, measured in results.items() for h in measured.headlines if h.claim]
-    p = [h.p_claim for measured in results.values() for h in measured.headlines if h.claim]
+    claims = [(probe, h.name) for probe, measured in results.items() for h in measured.estimates if h.claim]
+    p = [h.p_claim for measured in results.values() for h in measured.estimates if h.claim]
     adjusted = dict(zip(claims, holm(p).tolist(), strict=True))
     return {
         probe: replace(
             measured,
-            headlines=tuple(
+            estimates=tuple(
                 _judged(replace(h, adjusted=adjusted[probe, h.name]), len(claims)) if h.claim else h
-                for h in measured.headlines
+                for h in measured.estimates
             ),
         )
         for probe, measured in results.items()
     }
 
 
-def _judged(h: Headline, claims: int) -> Headline:
+def _judged(h: Estimate, claims: int) -> Estimate:
     tested = f"p = {h.adjusted:.2g} by Holm over {claims} claim{'s' * (claims > 1)}"
     if h.equivalence:
         clears, excluded = h.margin_low < h.low and h.high < h.margin, h.low > h.margin or h.high < h.margin_low
@@ -355,21 +357,21 @@ def _judged(h: Headline, claims: int) -> Headline:
     return replace(h, verdict="INCONCLUSIVE", why=f"{lacking}{tested}; {_wanted(h)}")
 
 
-def _found(h: Headline) -> str:
+def _found(h: Estimate) -> str:
     return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
 
 
-def _mark(h: Headline) -> str:
+def _mark(h: Estimate) -> str:
     """What the interval is held against, effect included."""
     if h.equivalence:
         return f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
     return f"{h.margin:.3g} {'+' if h.side == 'upper' else '-'} {h.effect:.3g}"
 
 
-def _wanted(h: Headline) -> str:
-    if h.units < h.needed:
-        return f"needs n >= {h.needed} units for the declared effect of {h.effect:.3g}, has {h.units}"
-    return f"{h.units} units suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
+def _wanted(h: Estimate) -> str:
+    if h.clusters < h.needed:
+        return f"needs n >= {h.needed} units for the declared effect of {h.effect:.3g}, has {h.clusters}"
+    return f"{h.clusters} units suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray:

@@ -19,7 +19,7 @@ import click
 from click.core import ParameterSource
 
 from llmgeom import __version__, interrupt
-from llmgeom.errors import Refused, first_line, scrubbed
+from llmgeom.errors import UserError, first_line, redact
 from llmgeom.exports import FORMATS, export
 from llmgeom.model import hub
 from llmgeom.progress import bar
@@ -72,9 +72,9 @@ class Door(Verbs):
             _fail(f"interrupted; nothing is half-written. Continue with: {shlex.join(['llmgeom', *given])}", 130)
         except click.ClickException as error:
             error.show(said := io.StringIO())
-            click.echo(_short(scrubbed(said.getvalue())), err=True, nl=False)
+            click.echo(_short(redact(said.getvalue())), err=True, nl=False)
             sys.exit(error.exit_code)
-        except Refused as refusal:
+        except UserError as refusal:
             _fail(str(refusal), 1, refusal if loud else None)
         except Exception as error:
             _fail(_unforeseen(error), 1, error if loud else None)
@@ -94,8 +94,8 @@ def _fail(sentence: str, code: int, error: BaseException | None = None) -> None:
     from llmgeom.reports.text import visible
 
     if error is not None:
-        click.echo(scrubbed("".join(traceback.format_exception(error))), err=True)
-    click.echo(f"llmgeom: {visible(_short(scrubbed(sentence)))}", err=True)
+        click.echo(redact("".join(traceback.format_exception(error))), err=True)
+    click.echo(f"llmgeom: {visible(_short(redact(sentence)))}", err=True)
     sys.exit(code)
 
 
@@ -227,7 +227,7 @@ class Listed(click.ParamType):
 )
 @_protocol_option
 @click.option(
-    "--nulls", default=20, show_default=True, help="Draws of each null: re-initialised twins, shuffled prompts."
+    "--nulls", default=20, show_default=True, help="Draws of each null: untrained controls, shuffled prompts."
 )
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
 @click.option("--shard", help="Of a job array: i/n makes every n-th shard of the captures and stops (docs/store.md).")
@@ -249,9 +249,9 @@ def scan(**options: Any) -> int:
 
     say = {name: options.pop(name) for name in ("fail_on", "fail_on_flip", "dry_run", "as_json", "quiet", "verbose")}
     if say["fail_on_flip"] and not options["stability"]:
-        raise Refused("--fail-on-flip is about what --stability finds; give both")
+        raise UserError("--fail-on-flip is about what --stability finds; give both")
     if options["probes"] == ():
-        raise Refused("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
+        raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     plan = prepare(Request(**options), write=not say["dry_run"])
     if say["dry_run"]:
         from llmgeom.commands.dry_run import estimate, lines
@@ -293,7 +293,7 @@ def scan(**options: Any) -> int:
 )
 @click.option("--labels", type=Listed(str, "words"), default="", help="Labels. [default: single-token syllables]")
 @click.option("--n", default=50, show_default=True, help="Prompts for each number of labelled words.")
-@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--nulls", default=20, show_default=True, help="Untrained controls.")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts and nulls.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]")
 @_say_options
@@ -343,7 +343,7 @@ def sula(**options: Any) -> int:
 @click.option("--task", help="Of heads and blocks: a task's sequences. [default: its own, of a tunnel's model]")
 @click.option("--also", multiple=True, help="Of heads and blocks: another training of the same model; repeat.")
 @click.option("--controls", default=199, show_default=True, help="Of an axis: draws of each control.")
-@click.option("--nulls", default=20, show_default=True, help="Of heads and blocks: re-initialised twins.")
+@click.option("--nulls", default=20, show_default=True, help="Of heads and blocks: untrained controls.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
 @click.option("--seed", default=0, show_default=True, help="Fixes prompts, halves and controls.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]")
@@ -364,7 +364,7 @@ def ablate(**options: Any) -> int:
 @click.option("--n", default=200, show_default=True, help="Sequences; a frame is found on half of them.")
 @click.option("--layers", default="all", show_default=True, help="all, or 0,1: whose input is swapped, one at a time.")
 @click.option("--controls", default=39, show_default=True, help="Random subspaces.")
-@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--nulls", default=20, show_default=True, help="Untrained controls.")
 @click.option("--batch-tokens", default=4096, show_default=True, help="Tokens that run together.")
 @click.option("--seed", default=0, show_default=True, help="Fixes sequences, swaps, halves and controls.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-swap-TASK-HASH]")
@@ -441,7 +441,7 @@ def train(out: str | None, device: str | None, as_json: bool, quiet: bool, **opt
 @_model_options
 @click.option("--task", help="NAME or NAME:field=value,... [default: what the model was trained on]")
 @click.option("--n", default=1000, show_default=True, help="Sequences: held-out, and as many seen.")
-@click.option("--nulls", default=20, show_default=True, help="Re-initialised twins.")
+@click.option("--nulls", default=20, show_default=True, help="Untrained controls.")
 @click.option("--seed", default=0, show_default=True, help="Fixes sequences and nulls.")
 @click.option("--out", type=click.Path(), help="Run folder. [default: runs/MODEL-grade-TASK-HASH]")
 @_say_options
@@ -585,13 +585,13 @@ def reproduce(ctx: click.Context, what: str, **options: Any) -> None:
     typed = [name for name, origin in source.items() if origin is ParameterSource.COMMANDLINE]
     if unused := [name for name in typed if name not in _TAKES[what]]:
         flag = {"models": "model"}.get(unused[0], unused[0]).replace("_", "-")
-        raise Refused(f"reproduce {what} has no --{flag}; leave it out")
+        raise UserError(f"reproduce {what} has no --{flag}; leave it out")
     given = {n: v for n, v in options.items() if n in _TAKES[what] and source[n] is not ParameterSource.DEFAULT}
     say = {"as_json": given.pop("as_json", False), "quiet": given.pop("quiet", False)}
     if what == "predictions":
         models = given.pop("models", ("pocket:pythia",))
         if len(models) > 1:
-            raise Refused(f"reproduce predictions --model {models[1]}: it takes one model; paper3 takes several")
+            raise UserError(f"reproduce predictions --model {models[1]}: it takes one model; paper3 takes several")
         return _show_rows(predictions, {**say, **given, "model": models[0]})
     dry = given.pop("dry_run", False)
     asked: dict[str, Any] = {
@@ -756,7 +756,7 @@ def cache_rm(runs: tuple[str, ...], every: bool) -> None:
     from llmgeom.cache.shards import said
 
     if bool(runs) == every:
-        raise Refused("say which: the keys of runs (`llmgeom cache ls` shows them), or --all")
+        raise UserError("say which: the keys of runs (`llmgeom cache ls` shows them), or --all")
     which = cache.runs() if every else cache.chosen(runs)
     freed = cache.remove(which)
     click.echo(f"removed {len(which)} run{'s' * (len(which) != 1)}: {said(freed)} freed")
@@ -800,7 +800,7 @@ def _show(out: Path, records: list, say: dict[str, Any], more: dict[str, Any] | 
     """The verdicts to standard output; 3 where one of them is named by --fail-on."""
     from llmgeom.reports import table
 
-    words = {h.verdict for record in records for m in record.results.values() for h in m.headlines}
+    words = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
     words |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
     failed = sorted(words & set(say["fail_on"]))
     if say["as_json"]:
@@ -823,7 +823,7 @@ def _show(out: Path, records: list, say: dict[str, Any], more: dict[str, Any] | 
 
 
 COLUMNS = {
-    "name": "headline",
+    "name": "metric",
     "value": "value",
     "interval": "95 % interval",
     "null": "95 % band of the null",

@@ -9,7 +9,7 @@ TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # variables that hold a token o
 SECRET = re.compile(r"(?<=://)[^/\s@]+(?=@)|\bhf_\w{8,}|(?<=token=)[^&\s'\"]+", re.I)
 
 
-def scrubbed(text: str) -> str:
+def redact(text: str) -> str:
     """The text without secrets: a token of the hub, and who logs in where in an address."""
     for secret in filter(None, map(os.environ.get, TOKENS)):
         if len(secret) >= 8:  # a shorter one is no token, and would tear words apart
@@ -20,14 +20,14 @@ def scrubbed(text: str) -> str:
 def first_line(error: BaseException) -> str:
     """What an error says first, without secrets."""
     text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
-    return scrubbed(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
+    return redact(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
 
 
-class Refused(Exception):
+class UserError(Exception):
     """A request that cannot be honoured; the command line prints the sentence and exits 1. It holds no secrets."""
 
     def __init__(self, sentence: str) -> None:
-        super().__init__(scrubbed(sentence))
+        super().__init__(redact(sentence))
 
 
 MOST = 10**6  # of what is counted: prompts, sequences, draws of a null
@@ -35,11 +35,11 @@ LARGEST = 2**31 - 1  # of a seed
 
 
 def bounded(*given: tuple[str, int | None, int], most: int = MOST) -> None:
-    """(flag, value, least), ...: raises Refused for a value below its least, or above what could ever be done."""
+    """(flag, value, least), ...: raises UserError for a value below its least, or above what could ever be done."""
     for flag, value, least in given:
         top = LARGEST if flag in ("--seed", "--batch-tokens") else most
         if value is not None and not least <= value <= top:
-            raise Refused(f"{flag} {value}: expected at {f'least {least}' if value < least else f'most {top}'}")
+            raise UserError(f"{flag} {value}: expected at {f'least {least}' if value < least else f'most {top}'}")
 
 
 NO_TOKENIZER = (
@@ -48,9 +48,9 @@ NO_TOKENIZER = (
 )
 
 
-class UnsupportedModel(Refused):
+class UnsupportedModel(UserError):
     """The model's attention cannot be read by this backend."""
 
 
-class Unavailable(Refused):
+class Unavailable(UserError):
     """This model or source has no such quantity; in a record it is a grey row, never a crash."""

@@ -9,7 +9,7 @@ import shutil
 from dataclasses import dataclass
 from typing import Any
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -49,12 +49,12 @@ def there(package: str) -> bool:
 
 
 def needed(package: str) -> Any:
-    """The package, imported. Raises Refused with the command that installs it."""
+    """The package, imported. Raises UserError with the command that installs it."""
     try:
         return importlib.import_module(package)
     except ImportError as error:
         extra = EXTRAS[package]
-        raise Refused(f"{extra.what} needs the package {package} ({error}); {extra.remedy}") from error
+        raise UserError(f"{extra.what} needs the package {package} ({error}); {extra.remedy}") from error
 
 
 def browser() -> str | None:

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom.errors import Refused
-from llmgeom.result import Figure, Headline, Measured, Quantity
+from llmgeom.errors import UserError
+from llmgeom.result import Estimate, Figure, Measured, Quantity
 
 SCHEMA = 1
 
@@ -105,13 +105,13 @@ class Record:
 
     @classmethod
     def load(cls, folder: str | os.PathLike) -> Record:
-        """Read a run folder back. Raises Refused where it is missing, unfinished, damaged or of another schema."""
+        """Read a run folder back. Raises UserError where it is missing, unfinished, damaged or of another schema."""
         folder = Path(folder)
         try:
             return cls._loaded(folder)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
             said = f"{type(error).__name__}: {error}"[:200]
-            raise Refused(f"{folder}/record.json is no record of llmgeom ({said}); run the scan again") from error
+            raise UserError(f"{folder}/record.json is no record of llmgeom ({said}); run the scan again") from error
 
     @classmethod
     def _loaded(cls, folder: Path) -> Record:
@@ -121,11 +121,11 @@ class Record:
         try:
             body = json.loads((folder / "record.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise Refused(f"{folder} holds no record.json: give the folder that `llmgeom scan` printed") from None
+            raise UserError(f"{folder} holds no record.json: give the folder that `llmgeom scan` printed") from None
         except (ValueError, OSError, RecursionError) as error:
-            raise Refused(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
+            raise UserError(f"{folder}/record.json cannot be read ({error}); run the scan again") from error
         if body.get("schema") != SCHEMA:
-            raise Refused(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
+            raise UserError(f"{folder}/record.json has schema {body.get('schema')!r}; this version reads {SCHEMA}")
         for name, kind in _PARTS.items():
             if not isinstance(body[name], kind):
                 raise TypeError(f"{name} is {body[name]!r}")
@@ -136,13 +136,13 @@ class Record:
             try:
                 blobs[name] = (folder / name).read_bytes()
             except OSError as error:
-                raise Refused(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
+                raise UserError(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
             if hashlib.sha256(blobs[name]).hexdigest() != expected:
-                raise Refused(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
+                raise UserError(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
         try:
             arrays = load(blobs["arrays.safetensors"])
         except SafetensorError as error:
-            raise Refused(f"{folder}/arrays.safetensors cannot be read ({error}); run the scan again") from error
+            raise UserError(f"{folder}/arrays.safetensors cannot be read ({error}); run the scan again") from error
         rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
         return cls(
             results={probe: _measured(probe, plain, arrays) for probe, plain in body["results"].items()},
@@ -181,8 +181,8 @@ def write_whole(path: Path, data: bytes, remedy: str = FREE) -> None:
         raise unwritten(path, error, remedy) from error
 
 
-def unwritten(path: Path, error: OSError, remedy: str = FREE) -> Refused:
-    return Refused(f"{path} could not be written ({error.strerror}); {remedy}")
+def unwritten(path: Path, error: OSError, remedy: str = FREE) -> UserError:
+    return UserError(f"{path} could not be written ({error.strerror}); {remedy}")
 
 
 def tidy(folder: Path, of: str = "") -> None:
@@ -217,7 +217,7 @@ def _measured(probe: str, plain: dict[str, Any], arrays: Mapping[str, np.ndarray
     return Measured(
         **{
             **plain,
-            "headlines": tuple(Headline(**h) for h in plain["headlines"]),
+            "estimates": tuple(Estimate(**h) for h in plain["estimates"]),
             "quantities": quantities,
             "warnings": tuple(plain["warnings"]),
             "notes": tuple(plain.get("notes", ())),

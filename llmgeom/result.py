@@ -61,7 +61,7 @@ def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -
 
 
 @dataclass(frozen=True)
-class Headline:
+class Estimate:
     """One number people will quote, with what it takes to believe it.
 
     value, unit      the number and its unit.
@@ -71,7 +71,7 @@ class Headline:
     n, units         how many prompts (or what `counts` names), and how many independent units (templates, documents).
     verdict, why     the verdict in words and one sentence, e.g. "needs n >= 120 templates".
 
-    What the verdict rests on; the defaults are those of a headline of which nothing was declared:
+    What the verdict rests on; the defaults are those of a metric of which nothing was declared:
     claim            what PASS says, one sentence; empty for a measurement that is no claim. source, published: where it
                      is printed, and what was printed.
     side             whether the value is asked to lie above ("upper") or below ("lower") its nulls.
@@ -92,7 +92,7 @@ class Headline:
     null: str
     p: float
     n: int
-    units: int
+    clusters: int
     verdict: Verdict
     why: str = ""
     claim: str = ""
@@ -111,7 +111,7 @@ class Headline:
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
             if not math.isfinite(getattr(self, name)):
-                raise ValueError(f"headline {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
+                raise ValueError(f"metric {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ class Measured:
     computed: str
     null: str
     failure_modes: str
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     quantities: Mapping[str, Quantity]
     arrays: Mapping[str, np.ndarray]
     warnings: tuple[str, ...] = ()
@@ -132,7 +132,7 @@ class Measured:
 
 
 class Result:
-    """Base of every probe's answer: a frozen dataclass of `quantity` fields and headlines, with `warnings`, which could
+    """Base of every probe's answer: a frozen dataclass of `quantity` fields and metrics, with `warnings`, which could
     overturn a verdict, and where it has any `notes`, which a reader of its section should know, and `ticks`: the names
     or numbers that stand along an axis, where they are not 0, 1, 2 ...
 
@@ -149,7 +149,7 @@ class Result:
     FAILURE_MODES: ClassVar[str]
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...]
 
     def __post_init__(self) -> None:
@@ -184,7 +184,7 @@ class Result:
             computed=self.COMPUTED,
             null=self.NULL,
             failure_modes=self.FAILURE_MODES,
-            headlines=tuple(self.headlines),
+            estimates=tuple(self.estimates),
             quantities=self.quantities(),
             arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},
             warnings=tuple(self.warnings),

@@ -19,7 +19,7 @@ from llmgeom import __version__, claims
 from llmgeom.batch import NO_EXACT, Batch, Rows, Text, Tokens
 from llmgeom.cache import keys as fingerprint
 from llmgeom.cache.shards import room, run_key, taken
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
@@ -41,18 +41,18 @@ class Needs:
 
     sites      at the queried positions, of the subject and of what it is held against.
     optional   sites that it reads where the model has them, and does without where not.
-    twins, shuffled   which nulls.
+    untrained controls, shuffled   which nulls.
     samples    names of second samples that it measures too, where the source can give them.
     exact      whether it asks for exact answers: prompts have none, and nothing is captured for it there.
     many       whether it measures any number of prompts, and holds them against nulls of a sample, `View.held`; any
                other probe is given the sample alone where there are more than 1,000.
     read       what it takes from a model itself beside the capture, e.g. from its weights, given the main batch: of the
-               subject and of every twin while that is in memory.
+               subject and of every untrained control while that is in memory.
     """
 
     sites: frozenset[Site] = frozenset()
     optional: frozenset[Site] = frozenset()
-    twins: bool = True
+    untrained: bool = True
     shuffled: bool = True
     samples: frozenset[str] = frozenset()
     exact: bool = False
@@ -62,14 +62,14 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A second batch beside the main one: its capture, its entropy (bits, [row]), and one capture a twin."""
+    """A second batch beside the main one: its capture, its entropy (bits, [row]), and one capture an control."""
 
     capture: Capture
     entropy: np.ndarray
-    twins: tuple[Capture, ...]
+    untrained: tuple[Capture, ...]
 
     @property
-    def units(self) -> np.ndarray:
+    def clusters(self) -> np.ndarray:
         """[row] str: the cluster of each row."""
         return _units(self.capture)
 
@@ -80,21 +80,21 @@ class View:
 
     capture       the subject on the batch.
     entropy       [row] float64, bits: the trained model's next-token entropy at each queried position.
-    twins         the same batch through re-initialised models, one capture an init.
+    untrained controls         the same batch through re-initialised models, one capture an init.
     shuffled      the subject on the prompts with all tokens but the final one in random order, one capture a draw.
-    samples       second samples by name, with their own twins: those of NEEDS.samples that the source can give.
-    reading       what NEEDS.read took from the subject; twin_readings, from each twin.
+    samples       second samples by name, with their own controls: those of NEEDS.samples that the source can give.
+    reading       what NEEDS.read took from the subject; control_readings, from each untrained control.
     seed          for every draw the probe makes itself.
     sample        of more than 1,000 prompts, for a probe of `many`: the view of those that the nulls ran on.
     """
 
     capture: Capture
     entropy: np.ndarray
-    twins: tuple[Capture, ...] = ()
+    untrained: tuple[Capture, ...] = ()
     shuffled: tuple[Capture, ...] = ()
     samples: Mapping[str, Sample] = field(default_factory=dict)
     reading: Any = None
-    twin_readings: tuple[Any, ...] = ()
+    control_readings: tuple[Any, ...] = ()
     seed: int = 0
     sample: View | None = None
 
@@ -104,7 +104,7 @@ class View:
         return self.sample or self
 
     @property
-    def units(self) -> np.ndarray:
+    def clusters(self) -> np.ndarray:
         """[row] str: the cluster (template, document, sequence) of each row."""
         return _units(self.capture)
 
@@ -126,8 +126,8 @@ class Passes:
 
     whole      the batch, tokenized; `chosen`, which of its prompts the nulls run on, where these are not all.
     batches    name -> tokenized batch: "" is the chosen part of the main one, the others are second samples.
-    sites      of every pass; those of the subject and its twins on `batches` give their entropy as well.
-    twins, shuffles   the seed of each draw of either null.
+    sites      of every pass; those of the subject and its untrained controls on `batches` give their entropy as well.
+    untrained controls, shuffles   the seed of each draw of either null.
     special    how many tokens at the beginning a shuffle leaves in place.
     """
 
@@ -135,7 +135,7 @@ class Passes:
     chosen: Tensor | None
     batches: Mapping[str, Batch]
     sites: frozenset[Site]
-    twins: range
+    untrained: range
     shuffles: range
     special: int
 
@@ -162,7 +162,7 @@ class Passes:
             few[""],
             {name: each if (kept := few[name]) is None else each.take(kept) for name, each in found.items()},
             sites.union(*(need.sites for need in needs)),
-            draws if any(need.twins for need in needs) else range(0),
+            draws if any(need.untrained for need in needs) else range(0),
             draws if any(need.shuffled for need in needs) else range(0),
             subject.special_prefix(),
         )
@@ -182,13 +182,13 @@ class Passes:
         return replace(main, inputs=shuffle(main.tokens, self.special, self.shuffles[i]))
 
     def room(self, subject: Subject, store: str, batch_tokens: int) -> None:
-        """Raises Refused where the disk has no room for all that is to be captured and is not there yet."""
+        """Raises UserError where the disk has no room for all that is to be captured and is not there yet."""
 
         def size(batch: Batch, sites: frozenset[Site]) -> int:
             return sum(subject.work(batch, sites, batch_tokens=batch_tokens).sizes)
 
         needed = sum(size(one, self.own_sites) for one in self.of_model)
-        needed += sum(size(one, self.own_sites) for one in self.batches.values()) * len(self.twins)
+        needed += sum(size(one, self.own_sites) for one in self.batches.values()) * len(self.untrained)
         needed += size(self.batches[""], self.sites) * len(self.shuffles)
         room(store, needed - taken(Path(store) / run_key(fingerprint.of_run(subject))))
 
@@ -222,7 +222,7 @@ def scan(
 ) -> Record:
     """Measure `probes` (name -> module with NEEDS and measure) on `subject` and `batch`.
 
-    nulls    draws of each null: re-initialised twins and shuffled prompts. Fewer than 20 can decide nothing at .05.
+    nulls    draws of each null: untrained controls and shuffled prompts. Fewer than 20 can decide nothing at .05.
     samples  second samples by name; those that no probe needs are not run.
     notes    warnings of the caller's, put before ours.
     A probe that refuses becomes a row "not measured, because"; any other exception is a bug and ends the scan.
@@ -258,38 +258,38 @@ def scan(
         try:
             needs = measured[name].NEEDS
             own[name] = needs.read(subject, asked.whole if needs.many else bare)
-        except Refused as refusal:
+        except UserError as refusal:
             unmeasured[name] = str(refusal)
             del measured[name]
 
-    def twin(i: int) -> tuple[list[Capture], dict[str, Any]]:
-        other = subject.twin(asked.twins[i])
+    def control(i: int) -> tuple[list[Capture], dict[str, Any]]:
+        other = subject.untrained(asked.untrained[i])
         return [pass_of(other, each, asked.own_sites) for each in captured], readings(other)
 
-    twins = passes("re-initialised twins", len(asked.twins), twin)
+    untrained = passes("untrained controls", len(asked.untrained), control)
     shuffled = passes(
         "shuffled prompts", len(asked.shuffles), lambda i: pass_of(subject, asked.shuffled(i), asked.sites)
     )
-    each = [Sample(one, _bits(one), tuple(found[i] for found, _ in twins)) for i, one in enumerate(main)]
+    each = [Sample(one, _bits(one), tuple(found[i] for found, _ in untrained)) for i, one in enumerate(main)]
     view = View(
         capture=each[0].capture,
         entropy=each[0].entropy,
-        twins=each[0].twins,
+        untrained=each[0].untrained,
         shuffled=shuffled,
         samples=dict(zip(list(asked.batches)[1:], each[1:], strict=True)),
         seed=seed,
     )
-    large = replace(view, capture=whole, entropy=_bits(whole), twins=(), shuffled=(), sample=view)
+    large = replace(view, capture=whole, entropy=_bits(whole), untrained=(), shuffled=(), sample=view)
     sampled = asked.chosen is not None
     results = {}
     for done, (name, probe) in enumerate(measured.items()):
         if progress:
             progress(f"measuring {name}", done, len(measured))
-        theirs = tuple(found[name] for _, found in twins if name in found)
+        theirs = tuple(found[name] for _, found in untrained if name in found)
         try:
             given = large if sampled and probe.NEEDS.many else view
-            results[name] = probe.measure(replace(given, reading=own.get(name), twin_readings=theirs)).lowered()
-        except Refused as refusal:
+            results[name] = probe.measure(replace(given, reading=own.get(name), control_readings=theirs)).lowered()
+        except UserError as refusal:
             unmeasured[name] = str(refusal)
         if progress:
             progress(f"measuring {name}", done + 1, len(measured))
@@ -301,7 +301,9 @@ def scan(
             f"nulls, and what is held against them, are of {len(shown)} of the {len(batch)} prompts, drawn at random"
             + (f"; measured on all: {', '.join(all_of)}" if all_of else "")
         ]
-    events = [event for one in (*main, *(c for found, _ in twins for c in found), *shuffled) for event in one.events]
+    events = [
+        event for one in (*main, *(c for found, _ in untrained for c in found), *shuffled) for event in one.events
+    ]
     return Record(
         results=claims.judge(results),
         unmeasured=unmeasured,
@@ -325,7 +327,7 @@ def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
 
 
 def _units(capture: Capture) -> np.ndarray:
-    return np.asarray(capture.batch.unit)[capture.prompt.numpy()]
+    return np.asarray(capture.batch.cluster)[capture.prompt.numpy()]
 
 
 def _bits(capture: Capture) -> np.ndarray:
@@ -341,7 +343,7 @@ def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, nulls: int) -> di
         "prompts_hash": fingerprint.of_tokens(tokens),
         "claims_hash": claims.digest(),
         "prompts": len(batch),
-        "units": len(set(batch.unit)),
+        "clusters": len(set(batch.cluster)),
         "versions": versions(),
     }
 
@@ -377,7 +379,9 @@ def prompt_table(
     if isinstance(batch.inputs, Text):
         text = batch.text
     elif isinstance(tokens, Rows):
-        text = tuple(f"{n} rows of {unit}" for n, unit in zip(tokens.lengths.tolist(), batch.unit, strict=True))
+        text = tuple(
+            f"{n} rows of {cluster}" for n, cluster in zip(tokens.lengths.tolist(), batch.cluster, strict=True)
+        )
     elif subject.tokenizer is not None:
         text = tuple(subject.tokenizer.decode(ids) for ids in tokens.real)
     else:
@@ -385,7 +389,7 @@ def prompt_table(
     return {
         "tags": ("",) * n,
         "domain": (str(batch.source.get("name", "")),) * n,
-        "template": batch.unit,
+        "template": batch.cluster,
         **{name: tuple(map(str, column)) for name, column in batch.columns.items()},
         "text": text,
         "entropy": tuple(round(float(h), 6) for h in entropy),
@@ -436,7 +440,7 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, view: View,
     if subject.facts.get("note"):
         found.append(subject.facts["note"])
     found += few_draws(nulls)
-    most = max(batch.unit.count(unit) for unit in set(batch.unit))
+    most = max(batch.cluster.count(cluster) for cluster in set(batch.cluster))
     if most > 2:
         found.append(f"up to {most} prompts share one template; n counts templates, not prompts")
     return found

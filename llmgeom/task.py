@@ -16,7 +16,7 @@ from torch import Tensor
 
 from llmgeom.answers import Answers, Categorical, Gaussian
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.information import bits
 
 __all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "on_device", "seeded", "uniform"]
@@ -109,9 +109,9 @@ class Task(ABC):
         depend on how (sticky keys)."""
 
     def drawn(self, n: int, generator: torch.Generator, split: Split = "any", training: bool = False) -> Drawn:
-        """n sequences of a split, on the generator's device. Raises Refused for a split that the task does not have."""
+        """n sequences of a split, on the generator's device. UserError for a split that the task does not have."""
         if split != "any" and self.memorisable:
-            raise Refused(f"{self.title} holds no hypotheses out: {self.memorisable}")
+            raise UserError(f"{self.title} holds no hypotheses out: {self.memorisable}")
         return self.draw(self._hypotheses(n, generator, split), generator, training)
 
     def _hypotheses(self, n: int, generator: torch.Generator, split: Split) -> Tensor:
@@ -124,7 +124,9 @@ class Task(ABC):
             return self.hypothesis(n, generator)
         share = self._held_out_share if split == "held-out" else 1 - self._held_out_share
         if share < 0.01:
-            raise Refused(f"{self.title}: {share:.2%} of the prior is {split}; give it more hypotheses, or finer cells")
+            raise UserError(
+                f"{self.title}: {share:.2%} of the prior is {split}; give it more hypotheses, or finer cells"
+            )
         many = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
         found = self.hypothesis(many, generator)
         wanted = held_out(self.cell(found)) == (split == "held-out")
@@ -202,7 +204,7 @@ class Task(ABC):
         source = {"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)}
         batch = Batch(
             inputs=self._padded(drawn, torch.full((n,), self.length)),
-            unit=tuple(f"sequence {i}" for i in range(n)),
+            cluster=tuple(f"sequence {i}" for i in range(n)),
             source={**source, "trained": self.trained},
             query=self.mask().expand(n, -1),
             target=drawn.target,

@@ -14,9 +14,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 
 TABLE = Path(__file__).parent / "calibrated.json"
 VERSION = 1
@@ -25,7 +25,7 @@ Z95 = 1.959964  # a normal's 97.5 % point
 
 @dataclass(frozen=True)
 class Signature:
-    """One headline on the bench.
+    """One metric on the bench.
 
     area, low, high   AUC of models trained to the posterior against models trained as long where nothing could be
                       inferred, and its 95 % interval. `word`: "yes" where it tells them apart, "no" where an area of
@@ -89,16 +89,16 @@ class Calibration:
 
     @classmethod
     def read(cls, path: Path) -> Calibration:
-        """From a file. Raises Refused where it is not there or of another version."""
+        """From a file. Raises UserError where it is not there or of another version."""
         try:
             body = json.loads(path.read_text(encoding="utf-8"))
             if body["version"] != VERSION:
-                raise Refused(f"{path} has version {body['version']}; this llmgeom reads {VERSION}: calibrate again")
+                raise UserError(f"{path} has version {body['version']}; this llmgeom reads {VERSION}: calibrate again")
             signatures = tuple(_signature(one) for one in body["signatures"])
             width, depth, n = (tuple(body[key]) for key in ("width", "depth", "n"))
             return cls(signatures, body["bench"], width, depth, n)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise Refused(f"{path} is no calibration ({error}); make one with llmgeom calibrate") from None
+            raise UserError(f"{path} is no calibration ({error}); make one with llmgeom calibrate") from None
 
 
 def _signature(one: dict[str, Any]) -> Signature:
@@ -111,7 +111,7 @@ def shipped() -> Calibration | None:
     return Calibration.read(TABLE) if TABLE.exists() else None
 
 
-def null_units(h: Headline) -> float | None:
+def null_units(h: Estimate) -> float | None:
     """How far a value lies from the middle of its null's 95 % band, the way that is asked of it counted as above 0:
 
         z = s (value - (low + high) / 2) / ((high - low) / 2 / 1.96),   s = 1, or -1 where low values are asked for;
@@ -125,7 +125,7 @@ def null_units(h: Headline) -> float | None:
     return (1 if h.side == "upper" else -1) * (h.value - (h.null_high + h.null_low) / 2) / half * Z95
 
 
-def placed(h: Headline, probe: str, record: Record) -> str:
+def placed(h: Estimate, probe: str, record: Record) -> str:
     """A value's place in words: units of its own null, then the bench's range, or why it is not calibrated."""
     z, table = null_units(h), shipped()
     own = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "

@@ -86,8 +86,8 @@ for name in ("frame", "value", "precision"):
 
 # %%
 first = Record.load(Path(folder) / "step0")
-for headline in first.results["attention_write"].headlines:
-    print(f"{headline.name}: {headline.value:.3f} {headline.unit}, {headline.verdict}")
+for estimate in first.results["attention_write"].estimates:
+    print(f"{estimate.name}: {estimate.value:.3f} {estimate.cluster}, {estimate.verdict}")
 
 # %% [markdown]
 # ## The routing law
@@ -102,7 +102,7 @@ for headline in first.results["attention_write"].headlines:
 cut = named("bijection").cut(100, seed=1, split="held-out")
 for step in (steps[0], steps[len(steps) // 2], steps[-1]):
     subject = Subject.load(f"runs/learns/snapshots/step{step}")
-    law, follows, *_ = scan(subject, cut, known(["routing_law"])).results["routing_law"].headlines
+    law, follows, *_ = scan(subject, cut, known(["routing_law"])).results["routing_law"].estimates
     print(f"step {step:3}: {law.name} {law.value:.0e}, {law.verdict}")
     print(f"          {follows.name} {follows.value:.2f} ({follows.low:.2f} to {follows.high:.2f})", end=", ")
     print(f"random order {follows.null_low:.2f} to {follows.null_high:.2f}: {follows.verdict}")

@@ -38,9 +38,9 @@ from llmgeom.stats.ridge_probe import folds
 subject = Subject.load(MODEL)
 pool = subject.fitting(Domain("mixed").sample(300, seed=0))
 batch = stratify(pool, subject.entropy(pool), n=40, seed=0)
-half = folds(batch.unit, 0, 2)
+half = folds(batch.cluster, 0, 2)
 fit, held = (batch.take(np.flatnonzero(half == one)) for one in (0, 1))
-{name: f"{len(part)} prompts, {len(set(part.unit))} templates" for name, part in (("axis", fit), ("effect", held))}
+{name: f"{len(part)} prompts, {len(set(part.cluster))} templates" for name, part in (("axis", fit), ("effect", held))}
 
 # %% [markdown]
 # ## The experiment
@@ -60,7 +60,7 @@ record
 # %% [markdown]
 # *KL of the edit* PASS: the axis is used, more than both controls. *beside equal edits* PASS: it does no more than they
 # do; it is a read-out and no bottleneck. Neither: the verdict says how many templates would settle it. Where the values
-# as a whole have too little to lose for an answer, a warning says so, and the headline is a measurement and no claim.
+# as a whole have too little to lose for an answer, a warning says so, and the metric is a measurement and no claim.
 #
 # ## Dose
 #
@@ -111,7 +111,7 @@ def mean_of(layer: int) -> Edit:
 layers = range(len(subject.blocks))
 found = [changed(mean_of(layer)) for layer in layers]
 means = [float(one.mean()) for one in found]
-spans = [jackknife(np.mean, one, np.array(held.unit)) for one in found]
+spans = [jackknife(np.mean, one, np.array(held.cluster)) for one in found]
 whiskers = {
     "array": [span.high - mean for span, mean in zip(spans, means, strict=True)],
     "arrayminus": [mean - span.low for span, mean in zip(spans, means, strict=True)],
@@ -133,8 +133,8 @@ means[-1], float(record.results["ablation_pc1"].arrays["scale"])
 # %%
 with subject.edited(mean_of(layers[-1])) as other:
     rise = other.entropy(held) - subject.entropy(held)
-span = jackknife(np.mean, rise, np.array(held.unit))
-f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(set(held.unit))} templates"
+span = jackknife(np.mean, rise, np.array(held.cluster))
+f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(set(held.cluster))} templates"
 
 # %% [markdown]
 # ## Keep it

@@ -42,7 +42,7 @@ pool = subject.fitting(Domain("math").sample(300, seed=0))
 entropy = subject.entropy(pool)
 batch = stratify(pool, entropy, n=75, seed=0)
 print(
-    f"{len(batch)} prompts of {len(set(batch.unit))} templates; pool: {entropy.min():.1f} to {entropy.max():.1f} bits"
+    f"{len(batch)} prompts of {len(set(batch.cluster))} templates; pool: {entropy.min():.1f} to {entropy.max():.1f} bits"
 )
 batch.text[:3]
 
@@ -63,7 +63,7 @@ record
 # %% [markdown]
 # ## What a verdict means
 #
-# A headline that the papers stand on is a claim, written down with its smallest effect of interest before anything was
+# A metric that the papers stand on is a claim, written down with its smallest effect of interest before anything was
 # measured (`llmgeom list claims`):
 #
 # - **PASS**: the interval clears every null, and p < .05 after Holm's correction over the claims of this record.
@@ -100,7 +100,7 @@ drawn["attention_focus"]["mean_entropy"]
 # model before its first step; a model of the hub is re-initialised by its own config.
 
 # %%
-untrained = Subject.load(f"{MODEL}@step0") if MODEL.startswith("pocket:") else subject.twin(0)
+untrained = Subject.load(f"{MODEL}@step0") if MODEL.startswith("pocket:") else subject.untrained(0)
 with bar() as progress:
     before = scan(untrained, batch, probes, nulls=20, seed=0, progress=progress)
 before

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from llmgeom import Site, Subject
-from llmgeom.claims import Claim, Null, headline, layer_band
+from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.commands.grade import grade
 from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View, scan
 from llmgeom.stats.core import Interval
@@ -133,7 +133,7 @@ for name, scores in found.trivial.items():
 CLAIM = Claim(
     probe="odds_line",
     name="log-odds missed by a line, last residual",
-    unit="fraction",
+    cluster="fraction",
     side="lower",
     effect=0.01,
     needed="mean",
@@ -160,24 +160,24 @@ class Result(Base):
         "depth", "fraction", "variance of the log-odds that a line misses", Figure("curve", band="missed_null")
     )
     missed_null: np.ndarray = quantity("depth bound", "fraction", "the same, re-initialised models")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
     log_p = view.capture.exact.predictive.double().numpy()
-    odds, fold = log_p[:, 1] - log_p[:, 0], folds(view.units, view.seed)
+    odds, fold = log_p[:, 1] - log_p[:, 0], folds(view.clusters, view.seed)
 
     def curve(capture) -> np.ndarray:
         return np.array([1 - decodability(x.double().numpy(), odds, fold) for x in capture.layers(Site.RESIDUAL)])
 
-    own, twins = curve(view.capture), np.array([curve(twin) for twin in view.twins])
+    own, untrained = curve(view.capture), np.array([curve(control) for control in view.untrained])
     last = view.capture.layers(Site.RESIDUAL)[-1].double().numpy()
-    r2 = decodability_interval(last, read(last, odds[:, None], fold), view.units)
+    r2 = decodability_interval(last, read(last, odds[:, None], fold), view.clusters)
     interval = Interval(1 - r2.high, 1 - r2.low, r2.level, r2.method)
-    null = Null.of("re-initialised", own[-1], twins[:, -1], "lower")
-    row = headline(CLAIM, own[-1], interval, [null], n=len(odds), units=len(set(view.units)))
-    return Result(missed=own, missed_null=layer_band({"re-initialised": twins}, "lower"), headlines=(row,))
+    null = Null.of("re-initialised", own[-1], untrained[:, -1], "lower")
+    row = estimate(CLAIM, own[-1], interval, [null], n=len(odds), clusters=len(set(view.clusters)))
+    return Result(missed=own, missed_null=layer_band({"re-initialised": untrained}, "lower"), estimates=(row,))
 
 
 odds_line = SimpleNamespace(NEEDS=NEEDS, measure=measure)
@@ -202,7 +202,7 @@ drawn["odds_line"]["missed"]
 # %% [markdown]
 # ## It must be able to fail
 #
-# The same probe on the model before training, whose twins are its like; and on the trained model with the exact answers
+# The same probe on the model before training, whose controls are its like; and on the trained model with the exact answers
 # of other sequences, which nothing in a residual can follow.
 
 # %%
@@ -214,7 +214,7 @@ before
 seen = subject.capture(cut, {Site.RESIDUAL})
 log_p = seen.exact.predictive.double().numpy()
 moved = np.random.default_rng(0).permutation(log_p[:, 1] - log_p[:, 0])
-fold = folds(cut.unit, 0)
+fold = folds(cut.cluster, 0)
 print("exchanged", 1 - decodability(seen.layers(Site.RESIDUAL)[-1].double().numpy(), moved, fold))
 
 # %% [markdown]

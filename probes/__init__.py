@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 PROTOCOLS = ("sound", "published")
-# Edited passes and gradients, of every twin too: more than the rest of a scan together, the more the deeper the model.
+# Edited passes and gradients, of every control too: more than the rest of a scan together, the more the deeper the model.
 # In prompts, which large models read, they are measured where they are asked for; in a tunnel always.
 ON_REQUEST = ("contribution", "routing_law")
 PUBLISHED = "published"
 
 
 def names(protocol: str = "sound") -> tuple[str, ...]:
-    """The probes of a protocol by name, without importing any. Raises Refused for another protocol."""
+    """The probes of a protocol by name, without importing any. Raises UserError for another protocol."""
     if protocol not in PROTOCOLS:
-        raise Refused(f"--protocol {protocol}: expected {' or '.join(PROTOCOLS)}")
+        raise UserError(f"--protocol {protocol}: expected {' or '.join(PROTOCOLS)}")
     if protocol == PUBLISHED:
         return tuple(f"{PUBLISHED}_{name}" for name in _files(str(Path(__path__[0]) / PUBLISHED)))
     return _files(*__path__)
@@ -35,19 +35,19 @@ def _files(*folders: str) -> tuple[str, ...]:
 
 
 def check(only: Iterable[str]) -> tuple[str, ...]:
-    """The names, each known in one protocol or the other. Raises Refused with the nearest name."""
+    """The names, each known in one protocol or the other. Raises UserError with the nearest name."""
     only, every = tuple(only), (*names(), *names(PUBLISHED))
     for name in only:
         if name not in every:
             near = difflib.get_close_matches(name, every, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise Refused(f"unknown probe {name!r}: {hint}known: {', '.join(every)}")
+            raise UserError(f"unknown probe {name!r}: {hint}known: {', '.join(every)}")
     return only
 
 
 def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bool = True) -> tuple[str, ...]:
     """What a command measures: `only` these; with ("all",) all of the protocol; by default all of it, in prompts less
-    those of ON_REQUEST. Raises Refused as `names` and `check`."""
+    those of ON_REQUEST. Raises UserError as `names` and `check`."""
     every = names(protocol)
     if only not in (None, ("all",)):
         return check(only)

@@ -10,11 +10,11 @@ import numpy as np
 from scipy.stats import rankdata
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
 from llmgeom.stats.core import jackknife
@@ -96,25 +96,25 @@ class Result(Base):
     )
     rest_null: np.ndarray = quantity("layer bound", "fraction of log2 (T-1)", "null band without the first token")
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
-    """Entropy maps, curves, focusing and monotonicity with nulls. Raises Refused where too few prompts are long enough,
+    """Entropy maps, curves, focusing and monotonicity with nulls. UserError where too few prompts are long enough,
     or a layer sees a single token."""
     long, seen = _long(view)
-    units = view.units[long]
+    clusters = view.clusters[long]
     layers = len(view.capture.layers(Site.ATTENTION_ENTROPY))
     limits = np.array(view.reading.tokens if view.reading else [seen.max()] * layers)
     if limits.min() < 2:
-        raise Refused(f"layer {limits.argmin()} sees a single token: its attention has no entropy to compare with")
+        raise UserError(f"layer {limits.argmin()} sees a single token: its attention has no entropy to compare with")
     main = _curves(view.capture, long, seen, limits)
     # Means over prompts: a sample of these has the same, so that nulls of a sample will do.
     held = view.held
     theirs = _long(held)
     nulls = {
-        "re-initialised": [_curves(twin, *theirs, limits) for twin in held.twins],
+        "re-initialised": [_curves(control, *theirs, limits) for control in held.untrained],
         "shuffled prompts": [_curves(other, *theirs, limits) for other in held.shuffled],
     }
 
@@ -132,18 +132,18 @@ def measure(view: View) -> Result:
     if layers >= LEAST_LAYERS:
         statistics["monotonicity"] = lambda c, rows: float(c["order"][rows].mean())
     every = np.arange(len(seen))
-    headlines = []
+    estimates = []
     for name, statistic in statistics.items():
         value = statistic(main, every)
         draws = {key: np.array([statistic(c, slice(None)) for c in null]) for key, null in nulls.items()}
-        headlines.append(
-            headline(
+        estimates.append(
+            estimate(
                 CLAIMS[name],
                 value,
-                jackknife(partial(statistic, main), every, units),
+                jackknife(partial(statistic, main), every, clusters),
                 [Null.of(key, value, null, CLAIMS[name].side) for key, null in draws.items()],
                 n=len(every),
-                units=len(set(units)),
+                clusters=len(set(clusters)),
             )
         )
     return Result(
@@ -155,7 +155,7 @@ def measure(view: View) -> Result:
         rest=main["rest"].mean(1),
         rest_null=band("rest"),
         first=_mean(view.capture, Site.ATTENTION_FIRST, long),
-        headlines=tuple(headlines),
+        estimates=tuple(estimates),
         warnings=tuple(_warnings(view.reading, long, seen, layers)),
     )
 
@@ -165,7 +165,7 @@ def _long(view: View) -> tuple[np.ndarray, np.ndarray]:
     seen = view.capture.position.numpy() + 1
     long = seen >= LEAST_TOKENS
     if long.sum() < 5:
-        raise Refused(f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; attention focus needs at least 5")
+        raise UserError(f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; attention focus needs at least 5")
     return long, seen[long]
 
 
@@ -226,7 +226,7 @@ def focusing(curve: np.ndarray, rows: np.ndarray | slice) -> float:
     """1 - H(last layer) / H(first layer), means over `rows` of [layer row]; fraction."""
     first, last = curve[0, rows].mean(), curve[-1, rows].mean()
     if first <= 0:
-        raise Refused("the first layer's attention has no entropy: there is nothing to narrow")
+        raise UserError("the first layer's attention has no entropy: there is nothing to narrow")
     return float(1 - last / first)
 
 

@@ -19,7 +19,7 @@ class Result(CloudResult):
 
     TITLE = "Attention write"
     MEANING = (
-        "What attention adds to the residual stream at the last token, after W_O: the gauge-free twin of the value "
+        "What attention adds to the residual stream at the last token, after W_O: the gauge-free control of the value "
         "manifold. The basis of a head's values is free (W_V R with R^-1 W_O is the same model), the write is not; "
         "what holds for the values and not for the write may be a matter of that basis."
     )
@@ -45,6 +45,6 @@ class Result(CloudResult):
 
 
 def measure(view: View) -> Result:
-    """Shares, |rho| and held-out R2 at every layer, with nulls; headlines at the last. Raises Refused."""
+    """Shares, |rho| and held-out R2 at every layer, with nulls; metrics at the last. Raises UserError."""
     found = describe(view, Site.ATTENTION_WRITE, CLAIMS, "attention write: ")
-    return Result(**found.fields, headlines=found.headlines, warnings=found.warnings)
+    return Result(**found.fields, estimates=found.estimates, warnings=found.warnings)

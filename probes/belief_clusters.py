@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.representation_geometry import Portrait, final_tokens
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
-from llmgeom.stats.core import band, jackknife, permute_units
+from llmgeom.stats.core import band, jackknife, permute_clusters
 from llmgeom.stats.manifold import distances
 
 CLAIMS = declared("belief_clusters")
@@ -54,7 +54,7 @@ class ReadOut:
 def read_out(subject: Subject, batch: Batch) -> ReadOut:
     """From the weights, and of prompts by one more pass.
 
-    Raises Unavailable where the model has no output embedding in memory, Refused where answers are real numbers.
+    Raises Unavailable where the model has no output embedding in memory, UserError where answers are real numbers.
     """
     head = subject.model.get_output_embeddings()
     if head is None or head.weight.is_meta:
@@ -66,7 +66,7 @@ def read_out(subject: Subject, batch: Batch) -> ReadOut:
     elif batch.posterior.outcomes:
         tokens = np.unique(batch.posterior.outcomes)
     else:
-        raise Refused("what is asked here is a real number: there is no likeliest outcome to group states by")
+        raise UserError("what is asked here is a real number: there is no likeliest outcome to group states by")
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
     return ReadOut(tokens, rows.double().cpu().numpy(), labels)
 
@@ -131,7 +131,7 @@ class Result(Base):
         Figure("scatter", colour="likeliest"),
     )
     sizes: np.ndarray = quantity("group", "states", "how many rows each group has")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Groups:
 
     rows: np.ndarray
     label: np.ndarray
-    unit: np.ndarray
+    cluster: np.ndarray
     cell: np.ndarray
     notes: tuple[str, ...]
 
@@ -182,18 +182,18 @@ class Grouped:
 
 
 def measure(view: View) -> Result:
-    """Silhouettes in four spaces with their nulls. Raises Refused for fewer than two groups, too few units, and a
+    """Silhouettes in four spaces with their nulls. Raises UserError for fewer than two groups, too few units, and a
     read-out that takes all directions."""
     held, read = view.samples.get(WHOLE, view), view.reading
     capture = held.capture
     exact = capture.batch.posterior is not None
     groups = _believed(capture) if exact else _grouped(capture, read.labels)
-    count, units = len(set(groups.label)), len(set(groups.unit))
+    count, clusters = len(set(groups.label)), len(set(groups.cluster))
     if count < 2:
         what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
-        raise Refused(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
+        raise UserError(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
     if groups.movable < MOVABLE:
-        raise Refused(
+        raise UserError(
             f"{groups.movable:.0%} of the rows share their query and token (of prompts: their final token) with one "
             f"of another group; with less than {MOVABLE:.0%} clusters of belief are those of the last token: give more "
             "prompts that end alike"
@@ -201,10 +201,12 @@ def measure(view: View) -> Result:
     exchanged = groups.exchanged(view.seed)
     made = {name: Grouped(d, groups.label) for name, d in _distances(capture, groups, read.of(groups)).items()}
     mixed = [Grouped(made[BEYOND].distance, label) for label in exchanged]
-    # Of prompts groups and read-out are the trained model's, which to a twin are any groups and any directions.
-    told = view.twin_readings if exact else (read,) * len(held.twins)
-    twins = [_numbers(twin, groups, one.of(groups), exchanged) for twin, one in zip(held.twins, told, strict=True)]
-    moved = groups.label[permute_units(np.random.default_rng(view.seed), groups.unit, MOVED)]
+    # Of prompts groups and read-out are the trained model's, which to an control are any groups and any directions.
+    told = view.control_readings if exact else (read,) * len(held.untrained)
+    untrained = [
+        _numbers(control, groups, one.of(groups), exchanged) for control, one in zip(held.untrained, told, strict=True)
+    ]
+    moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
 
     def number(name: str, kept: np.ndarray | None = None) -> float:
         if name != GIVEN:
@@ -212,29 +214,29 @@ def measure(view: View) -> Result:
         return made[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
 
     every = np.arange(len(groups.label))
-    intervals = {name: jackknife(partial(number, name), every, groups.unit) for name in (*SPACES, GIVEN)}
+    intervals = {name: jackknife(partial(number, name), every, groups.cluster) for name in (*SPACES, GIVEN)}
 
     def of(name: str, labels: np.ndarray) -> np.ndarray:
         return np.array([Grouped(made[name].distance, label).silhouette() for label in labels])
 
-    def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Headline:
+    def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
         value = number(name)
-        nulls = [Null.of("re-initialised", value, np.array([one[name] for one in twins]))]
+        nulls = [Null.of("re-initialised", value, np.array([one[name] for one in untrained]))]
         # Permuted labels carry the sampling noise themselves, so the interval has their middle to clear.
         for key, draws in permuted.items():
             nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
-        return headline(CLAIMS[called], value, intervals[name], nulls, n=len(every), units=units)
+        return estimate(CLAIMS[called], value, intervals[name], nulls, n=len(every), clusters=clusters)
 
     within, beyond = np.array([one.silhouette() for one in mixed]), "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
         silhouettes=np.array([number(name) for name in SPACES]),
-        silhouettes_null=np.array([band([one[name] for one in twins]) for name in SPACES]),
+        silhouettes_null=np.array([band([one[name] for one in untrained]) for name in SPACES]),
         silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
         scores=Portrait.of(main).scores,
         scores_beyond=Portrait.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
-        headlines=(
+        estimates=(
             stated("silhouette", ALL, {OTHERS: of(ALL, moved), CELL: of(ALL, exchanged)}),
             stated(beyond, BEYOND, {OTHERS: of(BEYOND, moved), CELL: within}),
             stated(f"{beyond}, {GIVEN}", GIVEN, {CELL: within - within.mean()}),
@@ -269,8 +271,8 @@ def _grouped(capture: Capture, label: np.ndarray) -> Groups:
         )[1]
     small = int(counts[counts < LEAST].sum())
     notes = [f"{small} rows are left out, whose group has fewer than {LEAST}"] * bool(small)
-    unit = np.asarray(capture.batch.unit)[capture.prompt.numpy()[rows]]
-    return Groups(rows, label[rows], unit, cell, tuple(notes))
+    cluster = np.asarray(capture.batch.cluster)[capture.prompt.numpy()[rows]]
+    return Groups(rows, label[rows], cluster, cell, tuple(notes))
 
 
 def _numbers(capture: Capture, groups: Groups, rows: np.ndarray, exchanged: np.ndarray) -> dict[str, float]:
@@ -298,7 +300,9 @@ def _spaces(x: np.ndarray, rows: np.ndarray) -> dict[str, np.ndarray]:
     _, size, directions = np.linalg.svd(centred, full_matrices=False)
     read = directions[size > 1e-8 * max(size[0], TINY)]
     if len(read) >= x.shape[1]:
-        raise Refused(f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: nothing lies beyond it")
+        raise UserError(
+            f"the read-out of {len(rows)} outcomes takes all {x.shape[1]} directions: nothing lies beyond it"
+        )
     alone = x @ read.T
     return {ALL: x, BEYOND: x - alone @ read, ALONE: alone, LOGITS: x @ centred.T}
 

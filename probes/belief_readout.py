@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.representation_geometry import read_at, varies
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
 from llmgeom.stats.core import Interval, jackknife
@@ -27,7 +27,7 @@ from llmgeom.stats.softmax_probe import FREE, PENALTIES, read
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
 LEAST_LAYERS = 2
-TWINS, SHUFFLED = "re-initialised", "another sequence's posterior"
+UNTRAINED, SHUFFLED = "re-initialised", "another sequence's posterior"
 LEAST_STEPS = 3  # of two steps the larger is never less than half of their fall
 FALL, SKILL, SHARE, DOWN = "fall from input to output", "skill over position", "MLPs' share of the fall", "steps down"
 GRADUAL = "fall outside the largest step"
@@ -86,7 +86,7 @@ class Result(Base):
     FAILURE_MODES = (
         "The read-out ends in a softmax: log-likelihoods that attention has merely added up are normalised by it, and "
         "the MLP that would do so is given nothing. What is there but not linear is missed. A random network mixes "
-        "tokens, too, and much can be read from the mixture: see the twins. Where attention and MLP read the same "
+        "tokens, too, and much can be read from the mixture: see the controls. Where attention and MLP read the same "
         "stream (parallel blocks), 'after attention' is a convention. Where the posterior's entropy depends on "
         "position alone, so does part of what is read; position is given for free. That it can be read does not say "
         "that the model uses it."
@@ -105,7 +105,7 @@ class Result(Base):
     shuffled: float = quantity(
         "", "bits", "KL(another sequence's posterior || read-out) at the last site, mean of draws"
     )
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: dict[str, tuple]
@@ -142,43 +142,43 @@ class Lens(Base):
     missed_null: np.ndarray = quantity("depth bound", "bits", "band of re-initialised models")
     alike: np.ndarray = quantity("depth", "CKA", "with the last residual", Figure("curve", band="alike_null"))
     alike_null: np.ndarray = quantity("depth bound", "CKA", "band of re-initialised models")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result | Lens:
-    """The read-out where an exact answer is known, else the lens. Raises Refused for real-valued answers, and for a
+    """The read-out where an exact answer is known, else the lens. Raises UserError for real-valued answers, and for a
     posterior that position alone tells."""
     if view.capture.batch.posterior is None:
         return _lens(view)
     whole = view.samples.get(WHOLE, view)
     exact = whole.capture.exact
     if exact.belief is None and not exact.outcomes:
-        raise Refused(
+        raise UserError(
             "what is asked is a real number: a softmax reads out what can be counted; try a task with outcomes"
         )
     rows = _rows(whole.capture, view.seed)
     given = torch.from_numpy(rows)
     log_p = (exact.predictive if exact.belief is None else exact.belief)[given].double()
-    position, units = whole.capture.position[given], whole.units[rows]
+    position, clusters = whole.capture.position[given], whole.clusters[rows]
 
     def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
-        return read(x, target, position, units, view.seed).kl
+        return read(x, target, position, clusters, view.seed).kl
 
     own = missed(_stream(whole.capture, given))
     there = _input(whole.capture)[given]
     base = missed([torch.zeros_like(there), there])
     if base[0].mean() < 1e-6:
-        raise Refused("the position alone tells the posterior: there is nothing that a residual could add")
-    twins = [missed(_stream(twin, given)) for twin in whole.twins]
-    draws = [_exchanged(whole.capture, given, [view.seed, draw]) for draw in range(max(len(twins), 1))]
+        raise UserError("the position alone tells the posterior: there is nothing that a residual could add")
+    untrained = [missed(_stream(control, given)) for control in whole.untrained]
+    draws = [_exchanged(whole.capture, given, [view.seed, draw]) for draw in range(max(len(untrained), 1))]
     shuffled = missed([_stream(whole.capture, given)[-1]] * len(draws), torch.stack([log_p[one] for one in draws]))
 
     every, both, made, warnings = np.arange(len(rows)), _writes(whole.capture), [], []
 
     def add(name: str, statistic: Statistic, null: dict[str, np.ndarray], half: bool = False) -> Interval:
-        span = jackknife(partial(statistic, own), every, units)
-        made.append(_headline(name, statistic(own, every), span, null, units, half))
+        span = jackknife(partial(statistic, own), every, clusters)
+        made.append(_estimate(name, statistic(own, every), span, null, clusters, half))
         return span
 
     def skill(of: np.ndarray, kept: np.ndarray) -> float:
@@ -187,17 +187,17 @@ def measure(view: View) -> Result | Lens:
     def fall(of: np.ndarray, kept: np.ndarray) -> float:
         return float((of[0, kept] - of[-1, kept]).mean())
 
-    def of_twins(statistic: Statistic) -> dict[str, np.ndarray]:
-        return {TWINS: np.array([statistic(twin, every) for twin in twins])}
+    def of_untrained(statistic: Statistic) -> dict[str, np.ndarray]:
+        return {UNTRAINED: np.array([statistic(control, every) for control in untrained])}
 
     def over_own(statistic: Statistic) -> dict[str, np.ndarray]:
-        return {TWINS: of_twins(statistic)[TWINS] / fall(own, every)}
+        return {UNTRAINED: of_untrained(statistic)[UNTRAINED] / fall(own, every)}
 
     def divided(statistic: Statistic) -> Statistic:
         return lambda of, kept: statistic(of, kept) / fall(of, kept)
 
-    add(SKILL, skill, of_twins(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
-    span = add(FALL, fall, of_twins(fall))
+    add(SKILL, skill, of_untrained(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
+    span = add(FALL, fall, of_untrained(fall))
     if span.low <= 0:
         warnings.append(
             f"from input to output the read-out gains {fall(own, every):.2g} bits [{span.low:.2g}, {span.high:.2g}], "
@@ -212,30 +212,30 @@ def measure(view: View) -> Result | Lens:
         warnings.append("what attention writes cannot be told here: there is no share of the MLPs")
     if len(own) <= LEAST_STEPS:
         warnings.append(f"{len(own) - 1} steps: of so few the largest is never less than half, and it is left out")
-    add(DOWN, _down, of_twins(_down))
+    add(DOWN, _down, of_untrained(_down))
     layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
     names = [f"{name} {layer}" for layer in range(layers) for name in (("in", "attention") if both else ("in",))]
     return Result(
         missed=own.mean(1),
-        missed_interval=_spans(own, units),
-        missed_null=_band([twin.mean(1) for twin in twins]),
+        missed_interval=_spans(own, clusters),
+        missed_null=_band([control.mean(1) for control in untrained]),
         position=float(base[0].mean()),
         input=float(base[1].mean()),
         shuffled=float(shuffled.mean()),
-        headlines=tuple(made),
+        estimates=tuple(made),
         warnings=tuple(warnings),
-        notes=(f"{len(set(units))} sequences, {len(rows)} queries, seed {view.seed}",),
+        notes=(f"{len(set(clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
         ticks={"site": (*names, "out")},
     )
 
 
 def _lens(view: View) -> Lens:
-    """KL by the lens and CKA at every depth. Raises Refused below two layers."""
-    own, units, every = view.reading, view.units, np.arange(len(view.units))
+    """KL by the lens and CKA at every depth. Raises UserError below two layers."""
+    own, clusters, every = view.reading, view.clusters, np.arange(len(view.clusters))
     middle = (len(own) - 1) // 2
     if len(own) - 1 < LEAST_LAYERS:
-        raise Refused(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
-    residuals = [[x.float().numpy() for x in one.layers(Site.RESIDUAL)] for one in (view.capture, *view.twins)]
+        raise UserError(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
+    residuals = [[x.float().numpy() for x in one.layers(Site.RESIDUAL)] for one in (view.capture, *view.untrained)]
 
     def way(of: np.ndarray, kept: np.ndarray) -> float:
         first = of[0, kept].mean()
@@ -246,22 +246,22 @@ def _lens(view: View) -> Lens:
 
     made = []
     measures: tuple[tuple[str, Statistic, Any, Sequence[Any]], ...] = (
-        (HALF_LENS, way, own, view.twin_readings),
-        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.twin_readings),
+        (HALF_LENS, way, own, view.control_readings),
+        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.control_readings),
         (HALF_CKA, alike, residuals[0], residuals[1:]),
     )
     for name, statistic, mine, theirs in measures:
-        span = jackknife(partial(statistic, mine), every, units)
-        null = {TWINS: np.array([statistic(twin, every) for twin in theirs])}
-        made.append(_headline(name, statistic(mine, every), span, null, units))
+        span = jackknife(partial(statistic, mine), every, clusters)
+        null = {UNTRAINED: np.array([statistic(control, every) for control in theirs])}
+        made.append(_estimate(name, statistic(mine, every), span, null, clusters))
     alignment = np.array([[_alike(one, of[-1]) for one in of] for of in residuals])
     return Lens(
         missed=own.mean(1),
-        missed_interval=_spans(own, units),
-        missed_null=_band([twin.mean(1) for twin in view.twin_readings]),
+        missed_interval=_spans(own, clusters),
+        missed_null=_band([control.mean(1) for control in view.control_readings]),
         alike=alignment[0],
         alike_null=_band([*alignment[1:]]),
-        headlines=tuple(made),
+        estimates=tuple(made),
     )
 
 
@@ -327,22 +327,22 @@ def _down(missed: np.ndarray, rows: np.ndarray) -> float:
     return float((np.diff(missed[:, rows], axis=0) < 0).mean())
 
 
-def _spans(missed: np.ndarray, units: np.ndarray) -> np.ndarray:
+def _spans(missed: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """[site bound] intervals of the means of [site row]."""
-    found = [jackknife(np.mean, one, units) for one in missed]
+    found = [jackknife(np.mean, one, clusters) for one in missed]
     return np.array([[span.low, span.high] for span in found])
 
 
 def _band(draws: Sequence[np.ndarray]) -> np.ndarray:
-    return layer_band({TWINS: np.stack(draws)})
+    return layer_band({UNTRAINED: np.stack(draws)})
 
 
-def _headline(
-    name: str, value: float, span: Interval, null: dict[str, np.ndarray], units: np.ndarray, half: bool = False
-) -> Headline:
+def _estimate(
+    name: str, value: float, span: Interval, null: dict[str, np.ndarray], clusters: np.ndarray, half: bool = False
+) -> Estimate:
     """Held against each null, and where `half` against one half too."""
-    claim, count = CLAIMS[name], len(set(units))
+    claim, count = CLAIMS[name], len(set(clusters))
     nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
     if half:
         nulls.append(Null.half(value, span, count))
-    return headline(claim, value, span, nulls, n=len(units), units=count)
+    return estimate(claim, value, span, nulls, n=len(clusters), clusters=count)

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Point
 from llmgeom.model.subject import Subject
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_UNITS, jackknife
+from llmgeom.stats.core import LEAST_CLUSTERS, jackknife
 from llmgeom.stats.information import bits, kl
 
-MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every twin
+MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every control
 BRANCHES: dict[Site, Point] = {Site.ATTENTION_WRITE: "attention_write", Site.MLP_WRITE: "mlp_write"}
 BY_NORM, BY_EFFECT = "MLPs over attentions, by norm", "MLPs' share of the effects"
 BY_EVIDENCE = "MLPs' share of the lost evidence"
-TWINS = "re-initialised"
+UNTRAINED = "re-initialised"
 CLAIMS = declared("contribution")
 
 
@@ -42,25 +42,27 @@ class Replaced:
     effect: np.ndarray
     evidence: np.ndarray | None
     norm: np.ndarray
-    units: np.ndarray
+    clusters: np.ndarray
 
 
 def replaced(subject: Subject, batch: Batch) -> Replaced:
     """Each branch of each layer alone set to its mean over these rows, at the positions that are asked.
 
-    Raises Refused below 5 units, and where what is asked is a real number.
+    Raises UserError below 5 units, and where what is asked is a real number.
     """
     exact = batch.posterior
     first: dict[str, int] = {}
     if exact is not None and not exact.outcomes:
-        raise Refused("what is asked is a real number: KL of next-token distributions does not compare such answers")
-    for row, unit in enumerate(batch.unit):
-        first.setdefault(unit, row)
-    if len(first) < LEAST_UNITS:
-        raise Refused(f"{len(first)} units: a contribution needs at least {LEAST_UNITS}; add templates or documents")
+        raise UserError("what is asked is a real number: KL of next-token distributions does not compare such answers")
+    for row, cluster in enumerate(batch.cluster):
+        first.setdefault(cluster, row)
+    if len(first) < LEAST_CLUSTERS:
+        raise UserError(
+            f"{len(first)} units: a contribution needs at least {LEAST_CLUSTERS}; add templates or documents"
+        )
     few = batch.take([*first.values()][:MOST])
     clean = subject.capture(few, {Site.LOG_PROBS, *BRANCHES})
-    asked, units = _said(clean), np.array(few.unit)[clean.prompt.numpy()]
+    asked, clusters = _said(clean), np.array(few.cluster)[clean.prompt.numpy()]
 
     def missed(said: Tensor) -> np.ndarray:
         return bits(kl(clean.exact.predictive.double(), said[:, list(clean.exact.outcomes)]).numpy())
@@ -74,7 +76,7 @@ def replaced(subject: Subject, batch: Batch) -> Replaced:
             if exact is not None:
                 evidence[branch, layer] = missed(said) - missed(asked)
     norm = torch.stack([clean.stacked(site).double().square().sum(-1) for site in BRANCHES]).numpy()
-    return Replaced(effect, None if exact is None else evidence, norm, units)
+    return Replaced(effect, None if exact is None else evidence, norm, clusters)
 
 
 def _mean(point: Point, layer: int, write: Tensor) -> Edit:
@@ -138,7 +140,7 @@ class Result(Base):
     )
     mlp_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over units")
     mlp_null: np.ndarray = quantity("layer bound", "bits", "band of re-initialised models")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -152,40 +154,44 @@ class OfEvidence(Result):
 
 
 def measure(view: View) -> Result:
-    """Norms, effects and shares. Raises Refused where no branch changes anything."""
-    own, twins = view.reading, view.twin_readings
+    """Norms, effects and shares. Raises UserError where no branch changes anything."""
+    own, untrained = view.reading, view.control_readings
     if not own.effect.sum() > 0:
-        raise Refused("no branch changes what this model says when replaced by its mean: there is nothing to share out")
-    count, units, warnings = len(set(own.units)), own.units, []
-    made = [_share(BY_EFFECT, own.effect, [twin.effect for twin in twins], units)]
-    if min(one.norm.sum((1, 2)).min() for one in (own, *twins)) > 0:
+        raise UserError(
+            "no branch changes what this model says when replaced by its mean: there is nothing to share out"
+        )
+    count, clusters, warnings = len(set(own.clusters)), own.clusters, []
+    made = [_share(BY_EFFECT, own.effect, [control.effect for control in untrained], clusters)]
+    if min(one.norm.sum((1, 2)).min() for one in (own, *untrained)) > 0:
         ratio = _ratio(own.norm)
-        span = jackknife(lambda kept: _ratio(own.norm[..., kept]), np.arange(len(units)), units, "log")
-        null = Null.of(TWINS, ratio, np.array([_ratio(twin.norm) for twin in twins]))
-        made.append(headline(CLAIMS[BY_NORM], ratio, span, [null], n=len(units), units=count))
+        span = jackknife(lambda kept: _ratio(own.norm[..., kept]), np.arange(len(clusters)), clusters, "log")
+        null = Null.of(UNTRAINED, ratio, np.array([_ratio(control.norm) for control in untrained]))
+        made.append(estimate(CLAIMS[BY_NORM], ratio, span, [null], n=len(clusters), clusters=count))
     else:
         warnings.append("a branch writes nothing here or in a re-initialised model: there is no ratio of norms")
     if own.evidence is not None:
         total = own.evidence.sum((0, 1))
-        span = jackknife(np.mean, total, units)
+        span = jackknife(np.mean, total, clusters)
         if span.low > 0:
-            made.append(_share(BY_EVIDENCE, own.evidence, [twin.evidence for twin in twins], units))
+            made.append(_share(BY_EVIDENCE, own.evidence, [control.evidence for control in untrained], clusters))
         else:
             warnings.append(
                 f"with branches replaced KL(exact || model) rises by {total.mean():.2g} bits "
                 f"[{span.low:.2g}, {span.high:.2g}], not distinguishable from 0: there is no evidence to share out"
             )
-    norms, theirs = np.sqrt(own.norm.mean(-1)), [float(_part(twin.effect)) for twin in twins]
-    values = {"attention_norm": norms[0], "mlp_norm": norms[1], "headlines": tuple(made), "warnings": tuple(warnings)}
+    norms, theirs = np.sqrt(own.norm.mean(-1)), [float(_part(control.effect)) for control in untrained]
+    values = {"attention_norm": norms[0], "mlp_norm": norms[1], "estimates": tuple(made), "warnings": tuple(warnings)}
     for branch, name in enumerate(("attention", "mlp")):
-        spans = [jackknife(np.mean, layer, units) for layer in own.effect[branch]]
+        spans = [jackknife(np.mean, layer, clusters) for layer in own.effect[branch]]
         values |= {
             name: own.effect[branch].mean(1),
             f"{name}_interval": np.array([[max(span.low, 0.0), span.high] for span in spans]),
-            f"{name}_null": layer_band({TWINS: np.stack([twin.effect[branch].mean(1) for twin in twins])}),
+            f"{name}_null": layer_band(
+                {UNTRAINED: np.stack([control.effect[branch].mean(1) for control in untrained])}
+            ),
         }
     values["notes"] = (
-        f"{len(units)} rows of {count} units, edited in {norms.size} passes a model",
+        f"{len(clusters)} rows of {count} units, edited in {norms.size} passes a model",
         f"MLPs' share of their own effects in re-initialised models: {min(theirs):.2f} to {max(theirs):.2f}",
     )
     if own.evidence is None:
@@ -207,9 +213,11 @@ def _part(effect: np.ndarray, total: float | None = None) -> float:
     return float(mlp / total) if total else 0.0
 
 
-def _share(name: str, own: np.ndarray, twins: Sequence[np.ndarray], units: np.ndarray) -> Headline:
-    """The MLPs' share, against what the twins' MLPs do over the same total, and against one half."""
-    claim, count, value = CLAIMS[name], len(set(units)), _part(own)
-    span = jackknife(lambda kept: _part(own[..., kept]), np.arange(len(units)), units)
-    null = Null.of(TWINS, value, np.array([_part(twin, own.mean(-1).sum()) for twin in twins]), claim.side)
-    return headline(claim, value, span, [null, Null.half(value, span, count)], n=len(units), units=count)
+def _share(name: str, own: np.ndarray, untrained: Sequence[np.ndarray], clusters: np.ndarray) -> Estimate:
+    """The MLPs' share, against what the untrained controls' MLPs do over the same total, and against one half."""
+    claim, count, value = CLAIMS[name], len(set(clusters)), _part(own)
+    span = jackknife(lambda kept: _part(own[..., kept]), np.arange(len(clusters)), clusters)
+    null = Null.of(
+        UNTRAINED, value, np.array([_part(control, own.mean(-1).sum()) for control in untrained]), claim.side
+    )
+    return estimate(claim, value, span, [null, Null.half(value, span, count)], n=len(clusters), clusters=count)

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes.shared.representation_geometry import flat, vectors
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import MATCHED, MIXED, Needs, Sample, View
 from llmgeom.stats.core import Interval, share_intervals, shares
@@ -73,30 +73,32 @@ class Result(Base):
         Figure("curve", band="participation_null"),
     )
     participation_null: np.ndarray = quantity("layer bound", "components", "the change of re-initialised models")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
-    """Gains at every layer with the twins' band; headlines at the last. Raises Unavailable where there is no mixed
-    sample to compare with, Refused where one is of another size."""
+    """Gains at every layer with the controls' band; metrics at the last. Raises Unavailable where there is no mixed
+    sample to compare with, UserError where one is of another size."""
     if not {MIXED, MATCHED} <= view.samples.keys():
         raise Unavailable(
             "domain restriction compares one domain with as many mixed prompts, and these come without: "
             "scan --domain math"
         )
-    own = Sample(view.capture, view.entropy, view.twins)
+    own = Sample(view.capture, view.entropy, view.untrained)
     others = {AS_DIVERSE: view.samples[MATCHED], "": view.samples[MIXED]}
     for other in others.values():
         if len(other.entropy) != len(own.entropy):
-            raise Refused(
+            raise UserError(
                 f"{len(own.entropy)} prompts of the domain and {len(other.entropy)} mixed ones: shares of unequal "
                 "samples do not compare; ask for as many of each"
             )
-    here, twins = _numbers(own.capture), np.array([_numbers(twin) for twin in own.twins])
+    here, untrained = _numbers(own.capture), np.array([_numbers(control) for control in own.untrained])
     gains = {over: here - _numbers(other.capture) for over, other in others.items()}
-    nulls = {over: twins - np.array([_numbers(twin) for twin in other.twins]) for over, other in others.items()}
+    nulls = {
+        over: untrained - np.array([_numbers(control) for control in other.untrained]) for over, other in others.items()
+    }
 
     def band(column: int, over: str = AS_DIVERSE) -> np.ndarray:
         side = CLAIMS[STATISTICS[column] + over].side
@@ -111,10 +113,10 @@ def measure(view: View) -> Result:
         pc1_null=band(0),
         participation=gains[AS_DIVERSE][:, 2],
         participation_null=band(2),
-        headlines=tuple(
+        estimates=tuple(
             found
             for over, other in others.items()
-            for found in _headlines(own, other, over, gains[over][-1], nulls[over][:, -1])
+            for found in _estimates(own, other, over, gains[over][-1], nulls[over][:, -1])
         ),
         notes=(
             _diversity(
@@ -125,21 +127,21 @@ def measure(view: View) -> Result:
     )
 
 
-def _headlines(own: Sample, other: Sample, over: str, gains: np.ndarray, twins: np.ndarray) -> Iterator[Headline]:
-    """The three gains [statistic] at the last layer against those of the twins [draw statistic]."""
+def _estimates(own: Sample, other: Sample, over: str, gains: np.ndarray, untrained: np.ndarray) -> Iterator[Estimate]:
+    """The three gains [statistic] at the last layer against those of the untrained controls [draw statistic]."""
     intervals = [gain(a, b) for a, b in zip(_intervals(own), _intervals(other), strict=True)]
     for column in (1, 0, 2):
         claim = CLAIMS[STATISTICS[column] + over]
-        untrained = Null.of("re-initialised", gains[column], twins[:, column], claim.side)
+        null_of_untrained = Null.of("re-initialised", gains[column], untrained[:, column], claim.side)
         # Where untrained models lose, to lose less is no gain.
-        margin = max(untrained.margin, 0.0) if claim.side == "upper" else min(untrained.margin, 0.0)
-        yield headline(
+        margin = max(null_of_untrained.margin, 0.0) if claim.side == "upper" else min(null_of_untrained.margin, 0.0)
+        yield estimate(
             claim,
             gains[column],
             intervals[column],
-            [replace(untrained, margin=margin)],
+            [replace(null_of_untrained, margin=margin)],
             n=len(own.entropy),
-            units=min(len(set(own.units)), len(set(other.units))),
+            clusters=min(len(set(own.clusters)), len(set(other.clusters))),
         )
 
 
@@ -173,7 +175,7 @@ def gain(ours: tuple[float, Interval], theirs: tuple[float, Interval]) -> Interv
 def _intervals(sample: Sample) -> list[tuple[float, Interval]]:
     """Value and interval of each statistic, last layer."""
     last = flat(sample.capture.layers(Site.VALUE)[-1])
-    return list(zip(_three(last), share_intervals(last, sample.units), strict=True))
+    return list(zip(_three(last), share_intervals(last, sample.clusters), strict=True))
 
 
 def _numbers(capture: Capture) -> np.ndarray:

@@ -9,23 +9,23 @@ import torch
 from torch import Tensor, nn
 
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
 from llmgeom.probes.key_orthogonality import token_ids
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_UNITS, band, jackknife
+from llmgeom.stats.core import LEAST_CLUSTERS, band, jackknife
 
 MOST_TOKENS = 32
 NOTHING = 1e-10  # of the largest eigenvalue: a direction shorter than its root is rounding
 CLAIMS = declared("hypothesis_frame")
 VALUE_OUT, KEY_VALUE = "value frame in output frame, last layer", "key frame in value frame, first layer"
-TWINS = "re-initialised"
+UNTRAINED = "re-initialised"
 
 
 @dataclass(frozen=True)
@@ -101,10 +101,10 @@ def haar(r_u: int, r_w: int, dim: int) -> float:
     """Expected overlap of two subspaces of which one is drawn evenly (Haar), max(r_u, r_w) / dim.
 
     Derived here: in a random subspace of r_w dimensions a fixed unit vector has squared length r_w / dim in the mean,
-    so that E ||U'W||_F^2 = r_u r_w / dim; over min(r_u, r_w). Raises Refused for a subspace larger than the space.
+    so that E ||U'W||_F^2 = r_u r_w / dim; over min(r_u, r_w). Raises UserError for a subspace larger than the space.
     """
     if not 0 < min(r_u, r_w) <= max(r_u, r_w) <= dim:
-        raise Refused(f"subspaces of {r_u} and {r_w} dimensions in {dim}: give 1 to {dim}")
+        raise UserError(f"subspaces of {r_u} and {r_w} dimensions in {dim}: give 1 to {dim}")
     return max(r_u, r_w) / dim
 
 
@@ -126,7 +126,7 @@ def read(subject: Subject, batch: Batch) -> Reading:
 
     A re-initialised model is read at `others`, the 32 tokens that the prompts hold most often: its own likeliest ones
     would be chosen by the output embedding that they are held against, while its embeddings of any other tokens
-    are exchangeable. Raises Unavailable or Refused.
+    are exchangeable. Raises Unavailable or UserError.
     """
     if isinstance(batch.inputs, Rows):
         raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
@@ -136,8 +136,8 @@ def read(subject: Subject, batch: Batch) -> Reading:
         common = token_ids(subject, batch)[:MOST_TOKENS]
         special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
         likely, others = _likely(subject, batch, special, len(common)), common
-    if len(likely) < LEAST_UNITS:
-        raise Refused(f"{len(likely)} hypotheses span no frame to be told from chance; {LEAST_UNITS} are needed")
+    if len(likely) < LEAST_CLUSTERS:
+        raise UserError(f"{len(likely)} hypotheses span no frame to be told from chance; {LEAST_CLUSTERS} are needed")
     names = map(str, likely) if subject.tokenizer is None else (repr(subject.tokenizer.decode([i])) for i in likely)
     frames = _frames(subject, likely)
     return Reading(frames, frames if others == likely else _frames(subject, others), tuple(names))
@@ -148,7 +148,7 @@ def _outcomes(posterior: Posterior, tokens: Tokens | Rows) -> list[int]:
     shown = set(tokens.data[torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]].tolist())
     unseen = [token for token in outcomes if token not in shown]
     if unseen:
-        raise Refused(
+        raise UserError(
             f"outcome {unseen[0]} of this task is never shown to the model: its input embedding was never trained; "
             "give more sequences (--n), or a task that shows its answers"
         )
@@ -273,27 +273,27 @@ class Result(Base):
     match_null: np.ndarray = quantity("bound", "cos", "the same, any head of re-initialised models")
     random: float = quantity("", "overlap", "expected of random subspaces of as many dimensions")
     rank: int = quantity("", "directions", "in each frame")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
-    """Overlaps and match with their nulls. Raises Refused without re-initialised models."""
-    if not view.twin_readings:
-        raise Refused("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+    """Overlaps and match with their nulls. Raises UserError without re-initialised models."""
+    if not view.control_readings:
+        raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
     own, n = view.reading.frames, len(view.reading.names)
     every = np.arange(n)
-    found, twins = own.of(every), [twin.others.of(every) for twin in view.twin_readings]
-    headlines = []
+    found, untrained = own.of(every), [control.others.of(every) for control in view.control_readings]
+    estimates = []
     for name, layer in ((VALUE_OUT, -1), (KEY_VALUE, 0)):
 
         def statistic(rows: np.ndarray, name: str = name, layer: int = layer) -> float:
             return float(own.of(rows)[name][layer].mean())
 
-        draws = np.array([twin[name][layer].mean() for twin in twins])
+        draws = np.array([control[name][layer].mean() for control in untrained])
         value, span = statistic(every), jackknife(statistic, every, every)
-        headlines.append(headline(CLAIMS[name], value, span, [Null.of(TWINS, value, draws)], n=n, units=n))
+        estimates.append(estimate(CLAIMS[name], value, span, [Null.of(UNTRAINED, value, draws)], n=n, clusters=n))
     notes = [f"{n} hypotheses: {', '.join(view.reading.names)}"]
     if view.reading.others is not own:
         others = view.reading.others.of(every)
@@ -305,7 +305,7 @@ def measure(view: View) -> Result:
         field: {
             field: found[name],
             f"{field}_mean": found[name].mean(1),
-            f"{field}_null": layer_band({TWINS: np.array([twin[name].mean(1) for twin in twins])}),
+            f"{field}_null": layer_band({UNTRAINED: np.array([control[name].mean(1) for control in untrained])}),
         }
         for field, name in (("value_out", VALUE_OUT), ("key_value", KEY_VALUE))
     }
@@ -313,10 +313,10 @@ def measure(view: View) -> Result:
         **curves["value_out"],
         **curves["key_value"],
         match=found["match"],
-        match_null=np.array(band(np.array([twin["match"] for twin in twins]).ravel())),
+        match_null=np.array(band(np.array([control["match"] for control in untrained]).ravel())),
         random=haar(own.rank, own.rank, own.d_model),
         rank=own.rank,
-        headlines=tuple(headlines),
+        estimates=tuple(estimates),
         notes=tuple(notes),
     )
 

@@ -10,15 +10,15 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_UNITS, Interval, band, jackknife, tail_p
+from llmgeom.stats.core import LEAST_CLUSTERS, Interval, band, jackknife, tail_p
 from llmgeom.stats.cosines import (
     class_cosine,
     cosines,
@@ -82,7 +82,7 @@ def read(subject: Subject, batch: Batch) -> Reading | str:
     """A Reading of one model, or the sentence that says why there is none."""
     try:
         return _read(subject, batch)
-    except Refused as why:
+    except UserError as why:
         return str(why)
 
 
@@ -98,8 +98,8 @@ def _read(subject: Subject, batch: Batch) -> Reading:
         return found
 
     ids = token_ids(subject, batch)
-    if len(ids) < LEAST_UNITS:
-        raise Refused(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_UNITS}")
+    if len(ids) < LEAST_CLUSTERS:
+        raise UserError(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
     alone = Batch(
         Tokens(torch.tensor(ids)[:, None], torch.ones(len(ids), dtype=torch.int64)),
         tuple(map(str, ids)),
@@ -217,7 +217,7 @@ class Result(Base):
     seen_centred_spectrum: float = quantity(
         "", "|cos|", "Gaussian keys with their covariance, less their mean, as queries see them"
     )
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -238,24 +238,24 @@ def measure(view: View) -> Result:
     own = view.reading
     if isinstance(own, str):
         raise Unavailable(own)
-    twins = [twin for twin in view.twin_readings if not isinstance(twin, str)]
-    if not twins:
-        raise Refused("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
-    headlines, warnings = [], []
+    untrained = [control for control in view.control_readings if not isinstance(control, str)]
+    if not untrained:
+        raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+    estimates, warnings = [], []
     heads = own.columns[..., RAW].ravel()
-    if len(heads) >= LEAST_UNITS:
-        draws = np.array([twin.columns[..., RAW].mean() for twin in twins])
+    if len(heads) >= LEAST_CLUSTERS:
+        draws = np.array([control.columns[..., RAW].mean() for control in untrained])
         # One head of one layer is a unit. Its position tells layers from heads and nothing more.
         interval = jackknife(lambda x: float(x.mean()), heads, np.arange(len(heads)))
-        headlines.append(_row(COLUMNS, float(heads.mean()), _over(interval, "heads"), draws, len(heads)))
+        estimates.append(_row(COLUMNS, float(heads.mean()), _over(interval, "heads"), draws, len(heads)))
     else:
         warnings.append(f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map")
-    headlines += _depth(own, twins)
+    estimates += _depth(own, untrained)
     sets = own.sets()
-    theirs = {name: np.array([_value(*twin.sets()[name]) for twin in twins]) for name in sets}
+    theirs = {name: np.array([_value(*control.sets()[name]) for control in untrained]) for name in sets}
     for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
         value, interval = _tokens(*sets[name])
-        headlines.append(_row(name, value, interval, theirs[name], own.keys.shape[1]))
+        estimates.append(_row(name, value, interval, theirs[name], own.keys.shape[1]))
     if own.normed:
         warnings.append(
             "queries and keys are normalised after their projection: keys are compared as normalised, W_K's basis is "
@@ -264,8 +264,8 @@ def measure(view: View) -> Result:
     gaussian = {name: gaussian_like(x, SPECTRUM_DRAWS, view.seed, centre) for name, (x, centre) in sets.items()}
     fields = dict(
         columns=own.columns[..., RAW],
-        **_curves("columns", own, twins, centred_null=True),
-        **_curves("query_columns", own, twins, centred_null=False),
+        **_curves("columns", own, untrained, centred_null=True),
+        **_curves("query_columns", own, untrained, centred_null=False),
         columns_gaussian=random_cosine(own.d_model),
         tokens=own.keys.shape[1],
         tokens_simplex=simplex_cosine(own.keys.shape[1]),
@@ -283,19 +283,19 @@ def measure(view: View) -> Result:
         seen_spectrum=gaussian[SEEN],
         seen_centred_spectrum=gaussian[SEEN_CENTRED],
     )
-    classes, said = _classes(view.capture, view.units)
-    fields |= {"warnings": tuple(warnings), "notes": (*_other_side(headlines), said)}
+    classes, said = _classes(view.capture, view.clusters)
+    fields |= {"warnings": tuple(warnings), "notes": (*_other_side(estimates), said)}
     if not classes:
-        return Result(**fields, headlines=tuple(headlines))
+        return Result(**fields, estimates=tuple(estimates))
     row, more = _class_means(view, classes)
-    return WithClasses(**fields, **more, headlines=(*headlines, row))
+    return WithClasses(**fields, **more, estimates=(*estimates, row))
 
 
-def _depth(own: Reading, twins: list[Reading]) -> list[Headline]:
+def _depth(own: Reading, untrained: list[Reading]) -> list[Estimate]:
     """How much larger |cos| of columns is in the last layers; none where these, or the others, are a single head."""
     layers, heads = own.columns.shape[:2]
     last = np.repeat(np.arange(layers) >= layers - late(layers), heads)
-    if min(last.sum(), (~last).sum()) < 2 or len(last) < LEAST_UNITS:
+    if min(last.sum(), (~last).sum()) < 2 or len(last) < LEAST_CLUSTERS:
         return []
 
     def gain(reading: Reading, kept: np.ndarray) -> float:
@@ -304,17 +304,19 @@ def _depth(own: Reading, twins: list[Reading]) -> list[Headline]:
 
     every = np.arange(len(last))
     interval = _over(jackknife(lambda kept: gain(own, kept), every, every), "heads")
-    return [_row(DEPTH, gain(own, every), interval, np.array([gain(twin, every) for twin in twins]), len(every))]
+    return [
+        _row(DEPTH, gain(own, every), interval, np.array([gain(control, every) for control in untrained]), len(every))
+    ]
 
 
-def _curves(name: str, own: Reading, twins: list[Reading], centred_null: bool) -> dict[str, np.ndarray]:
-    """Mean over heads at every layer, raw and centred, with the twins' bands."""
+def _curves(name: str, own: Reading, untrained: list[Reading], centred_null: bool) -> dict[str, np.ndarray]:
+    """Mean over heads at every layer, raw and centred, with the untrained controls' bands."""
 
     def over_heads(reading: Reading, form: int) -> np.ndarray:
         return getattr(reading, name)[..., form].mean(1)
 
     def null(form: int) -> np.ndarray:
-        return layer_band({"re-initialised": np.array([over_heads(twin, form) for twin in twins])}, "lower")
+        return layer_band({"re-initialised": np.array([over_heads(control, form) for control in untrained])}, "lower")
 
     raw = "columns_mean" if name == "columns" else name
     found = {raw: over_heads(own, RAW), f"{name}_null": null(RAW), f"{name}_centred": over_heads(own, CENTRED)}
@@ -349,25 +351,25 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
 
 def _over(interval: Interval, what: str) -> Interval:
     """The interval, saying what its units are."""
-    return replace(interval, method=interval.method.replace("units", what))
+    return replace(interval, method=interval.method.replace("clusters", what))
 
 
-def _row(name: str, value: float, interval: Interval, draws: np.ndarray, n: int) -> Headline:
+def _row(name: str, value: float, interval: Interval, draws: np.ndarray, n: int) -> Estimate:
     claim = CLAIMS[name]
-    return headline(claim, value, interval, [Null.of("re-initialised", value, draws, claim.side)], n=n, units=n)
+    return estimate(claim, value, interval, [Null.of("re-initialised", value, draws, claim.side)], n=n, clusters=n)
 
 
-def _other_side(headlines: list[Headline]) -> tuple[str, ...]:
+def _other_side(estimates: list[Estimate]) -> tuple[str, ...]:
     """One sentence for what lies on the other side of its null: the claims ask only whether keys are below."""
     found = [
         f"{h.name} ({h.value:.3g} against {h.null_low:.3g} to {h.null_high:.3g})"
-        for h in headlines
+        for h in estimates
         if h.low > h.null_high
     ]
     return (f"less orthogonal than chance, above the whole band of the null: {'; '.join(found)}",) if found else ()
 
 
-def _classes(capture: Capture, units: np.ndarray) -> tuple[dict[str, str], str]:
+def _classes(capture: Capture, clusters: np.ndarray) -> tuple[dict[str, str], str]:
     """Template -> class, for the classes of 5 templates or more, and what to say of them; empty where there are not 3.
 
     Classes are the prompts' domains, or else the first words of their tags.
@@ -376,32 +378,32 @@ def _classes(capture: Capture, units: np.ndarray) -> tuple[dict[str, str], str]:
     for column in ("domain", "tags"):
         labels = [(str(label).split() or [""])[0] for label in columns.get(column, ())]
         of: dict[str, set[str]] = {}
-        for row, unit in enumerate(units if labels else ()):
-            of.setdefault(str(unit), set()).add(labels[prompt[row]])
-        single = {unit: min(found) for unit, found in of.items() if len(found) == 1 and found != {""}}
+        for row, cluster in enumerate(clusters if labels else ()):
+            of.setdefault(str(cluster), set()).add(labels[prompt[row]])
+        single = {cluster: min(found) for cluster, found in of.items() if len(found) == 1 and found != {""}}
         sizes = Counter(single.values())
-        kept = sorted(label for label, size in sizes.items() if size >= LEAST_UNITS)
+        kept = sorted(label for label, size in sizes.items() if size >= LEAST_CLUSTERS)
         if len(kept) >= LEAST_CLASSES:
             told = ", ".join(f"{label} ({sizes[label]})" for label in kept)
             rest = len(of) - sum(sizes[label] for label in kept)
             left = f"; {rest} other templates are left out" if rest else ""
             by = "domains" if column == "domain" else "first tags"
-            found = {unit: label for unit, label in single.items() if label in kept}
+            found = {cluster: label for cluster, label in single.items() if label in kept}
             return found, f"classes of class-mean keys are the templates' {by}: {told}{left}"
     return {}, (
         f"class-mean keys are not measured: they need {LEAST_CLASSES} classes (domains, or first tags) of "
-        f"{LEAST_UNITS} templates each, since two class means about their common mean are opposite whatever they are"
+        f"{LEAST_CLUSTERS} templates each, since two class means about their common mean are opposite whatever they are"
     )
 
 
-def _class_means(view: View, classes: Mapping[str, str]) -> tuple[Headline, dict]:
-    units = view.units
+def _class_means(view: View, classes: Mapping[str, str]) -> tuple[Estimate, dict]:
+    clusters = view.clusters
     names = np.array(sorted(classes))
-    labels = np.array([classes[unit] for unit in names])
+    labels = np.array([classes[cluster] for cluster in names])
 
     def templates(capture: Capture) -> list[np.ndarray]:
         """[template kv_head head_dim] for each layer."""
-        rows = [np.flatnonzero(units == name) for name in names]
+        rows = [np.flatnonzero(clusters == name) for name in names]
         keys = (_numpy(layer) for layer in capture.layers(Site.KEY))
         return [np.stack([layer[found].mean(0) for found in rows]) for layer in keys]
 
@@ -417,12 +419,14 @@ def _class_means(view: View, classes: Mapping[str, str]) -> tuple[Headline, dict
     permuted = Null(
         "permuted templates", low, high, float(np.median(nulls[-1])), tail_p(value, nulls[-1], "lower"), permutations
     )
-    untrained = np.array([class_cosine(templates(twin)[-1], labels) for twin in view.twins])
-    # The twins' class means carry the same prompts' noise as ours: p is against all of them.
-    twin = replace(Null.of("re-initialised", value, untrained, claim.side), margin=float(np.median(untrained)))
+    untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
+    # The untrained controls' class means carry the same prompts' noise as ours: p is against all of them.
+    control = replace(Null.of("re-initialised", value, untrained, claim.side), margin=float(np.median(untrained)))
     interval = jackknife(lambda rows: class_cosine(last[rows], labels[rows]), np.arange(len(names)), names)
     interval = _over(interval, "templates")
-    row = headline(claim, value, interval, [permuted, twin], n=int(np.isin(units, names).sum()), units=len(names))
+    row = estimate(
+        claim, value, interval, [permuted, control], n=int(np.isin(clusters, names).sum()), clusters=len(names)
+    )
     return row, {
         "class_means": np.array(values),
         "class_means_null": np.array([band(null) for null in nulls]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.length_curves import Horizon, past
@@ -44,27 +44,27 @@ class Result(Horizon):
 
 
 def measure(view: View) -> Result:
-    """Raises Refused where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
+    """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
     if WHOLE not in view.samples:
-        raise Refused("a length cliff needs whole sequences of a task; llmgeom scan --task gives them")
+        raise UserError("a length cliff needs whole sequences of a task; llmgeom scan --task gives them")
     sample, found = view.samples[WHOLE], view.reading
     exact = sample.capture.exact
     if not exact.outcomes:
-        raise Refused("what is asked here is a real number; llmgeom grade measures it past the horizon too")
+        raise UserError("what is asked here is a real number; llmgeom grade measures it past the horizon too")
     n = len(sample.capture.batch)
     asked = len(sample.capture.prompt) // n
     if asked <= found.queries:
-        raise Refused(
+        raise UserError(
             f"all {asked} queries are within the {found.queries} that a loss was on: nothing lies past the horizon; "
             "name longer sequences of the task with --task, e.g. hmm:steps=24"
         )
-    own, *twins = (_divergence(one, n) for one in (sample.capture, *sample.twins))
+    own, *untrained = (_divergence(one, n) for one in (sample.capture, *sample.untrained))
     if not np.isfinite(own).all():
         sequence, query = np.argwhere(~np.isfinite(own))[0] + 1
-        raise Refused(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
+        raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
     p = exact.predictive.double().view(n, asked, -1)
     trivial = bits(kl(p, p.logsumexp(0, keepdim=True) - np.log(n))).numpy()
-    fields = past(own, twins, trivial, found.queries)
+    fields = past(own, untrained, trivial, found.queries)
     if not found.task:
         said = "what the model was trained on is not known: the horizon is the task's own"
         fields["warnings"] = (*fields["warnings"], said)

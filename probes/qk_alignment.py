@@ -9,11 +9,11 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, Sample, View
 from llmgeom.stats.core import band, jackknife, tail_p
@@ -26,7 +26,7 @@ LAST, CHANGE = (f"attention on bearing positions, {of}" for of in ("last layer",
 BEST = "attention on bearing positions by content, best head"
 PLACES = ", same places in every sequence"
 SPREAD, RISE = (f"spread of query-key cosines, {of}" for of in ("last layer", "last less first"))
-TWINS, OTHER = "re-initialised", "positions that bear in another sequence"
+UNTRAINED, OTHER = "re-initialised", "positions that bear in another sequence"
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def cosines(subject: Subject, batch: Batch) -> Cosines:
     As attention consumes them, after rotary embedding: the score is |q| |k_j| c_j / sqrt(head_dim), so that this is its
     angle at the distance at which it acts. Prompts of fewer than 5 tokens are left out, and of those whose bearing keys
     are none or all, the contrast. Paper I's figure of cos(q_t, k_j), by head instead of averaged over heads.
-    Raises Refused for fewer than 5 units of long enough prompts.
+    Raises UserError for fewer than 5 units of long enough prompts.
     """
     long = long_enough(subject.tokens(batch).lengths.numpy())
-    if len({unit for unit, kept in zip(batch.unit, long, strict=True) if kept}) < 5:
-        raise Refused(
+    if len({cluster for cluster, kept in zip(batch.cluster, long, strict=True) if kept}) < 5:
+        raise UserError(
             f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; query-key cosines need 5 units of them"
         )
     seen = subject.capture(batch.take(long.nonzero()[0]), {Site.QUERY, Site.KEY}, positions="all")
@@ -113,7 +113,7 @@ class Result(Base):
     NULL = (
         "The same model re-initialised. For attention also the positions that bear at the same query in another "
         "sequence, whole sequences exchanged, which keeps everything but the content; both must be beaten. Where the "
-        "same positions bear in every sequence there is no such exchange, and the headline says so in its name."
+        "same positions bear in every sequence there is no such exchange, and the metric says so in its name."
     )
     FAILURE_MODES = (
         "A layer may look at the position after the one that bears, where an earlier layer has carried its content: "
@@ -130,7 +130,7 @@ class Result(Base):
         "layer", "sd of cos", "the same, mean over heads", Figure("curve", band="mean_spread_null")
     )
     mean_spread_null: np.ndarray = quantity("layer bound", "sd of cos", "the same, re-initialised models")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -161,45 +161,51 @@ class WithBearing(Result):
 def measure(view: View) -> Result:
     """The spread of cosines, and the attention on bearing positions where they are known.
 
-    Raises Refused for fewer than 5 units, and where nothing else was read than the model itself.
+    Raises UserError for fewer than 5 units, and where nothing else was read than the model itself.
     """
-    if not view.twin_readings:
-        raise Refused("no re-initialised model was read, and the cosines have no other null: scan with --nulls 20")
-    spread, twins = view.reading.spread, [twin.spread for twin in view.twin_readings]
+    if not view.control_readings:
+        raise UserError("no re-initialised model was read, and the cosines have no other null: scan with --nulls 20")
+    spread, untrained = view.reading.spread, [control.spread for control in view.control_readings]
     long = long_enough(view.capture.lengths.numpy())
-    units = np.asarray(view.capture.batch.unit)[long]
-    curves, null = spread.mean(1), np.array([twin.mean((1, 2)) for twin in twins])
+    clusters = np.asarray(view.capture.batch.cluster)[long]
+    curves, null = spread.mean(1), np.array([control.mean((1, 2)) for control in untrained])
     forms = {SPREAD: lambda x: x[-1]} | ({RISE: lambda x: x[-1] - x[0]} if len(curves) > 1 else {})
-    headlines = [
-        _row(name, form(curves), np.ones(len(units)), units, [Null.of(TWINS, form(curves).mean(), form(null.T))])
+    estimates = [
+        _row(
+            name,
+            form(curves),
+            np.ones(len(clusters)),
+            clusters,
+            [Null.of(UNTRAINED, form(curves).mean(), form(null.T))],
+        )
         for name, form in forms.items()
     ]
-    fields = dict(spread=spread.mean(2), mean_spread=curves.mean(1), mean_spread_null=layer_band({TWINS: null}))
+    fields = dict(spread=spread.mean(2), mean_spread=curves.mean(1), mean_spread_null=layer_band({UNTRAINED: null}))
     notes = [f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"] * (not long.all())
     notes += ["one layer: there is no change from the first to the last"] * (len(curves) == 1)
     whole = view.samples.get(WHOLE)
     if whole is None or (bearing := whole.capture.exact.bearing) is None:
-        return Result(**fields, headlines=tuple(headlines), notes=tuple(notes))
+        return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
     rows, more, said = _attention(whole, bearing.numpy(), view.seed)
     notes.append(said)
     if not rows:
-        return Result(**fields, headlines=tuple(headlines), notes=tuple(notes))
+        return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
     if not view.reading.contrast.size:
-        raise Refused("no sequence is cut where some earlier keys bear and others do not: ask for more with --n")
-    contrast, theirs = view.reading.contrast, [twin.contrast.mean((1, 2)) for twin in view.twin_readings]
-    more |= {"contrast": contrast.mean((1, 2)), "contrast_null": layer_band({TWINS: np.array(theirs)})}
-    return WithBearing(**fields, **more, headlines=(*rows, *headlines), notes=tuple(notes))
+        raise UserError("no sequence is cut where some earlier keys bear and others do not: ask for more with --n")
+    contrast, theirs = view.reading.contrast, [control.contrast.mean((1, 2)) for control in view.control_readings]
+    more |= {"contrast": contrast.mean((1, 2)), "contrast_null": layer_band({UNTRAINED: np.array(theirs)})}
+    return WithBearing(**fields, **more, estimates=(*rows, *estimates), notes=tuple(notes))
 
 
-def _row(name: str, above: np.ndarray, below: np.ndarray, units: np.ndarray, nulls: list[Null]) -> Headline:
-    """The headline of sum(above) / sum(below) over sequences or prompts."""
+def _row(name: str, above: np.ndarray, below: np.ndarray, clusters: np.ndarray, nulls: list[Null]) -> Estimate:
+    """The metric of sum(above) / sum(below) over sequences or prompts."""
 
     def ratio(rows: np.ndarray) -> float:
         return float(above[rows].sum() / below[rows].sum())
 
-    every = np.arange(len(units))
-    span = jackknife(ratio, every, units)
-    return headline(CLAIMS[name], ratio(every), span, nulls, n=len(units), units=len(set(units)))
+    every = np.arange(len(clusters))
+    span = jackknife(ratio, every, clusters)
+    return estimate(CLAIMS[name], ratio(every), span, nulls, n=len(clusters), clusters=len(set(clusters)))
 
 
 # ---- attention on bearing positions ----------------------------------------------------------------------------------
@@ -229,13 +235,13 @@ def against_even(place: np.ndarray, bearing: np.ndarray, back: int) -> np.ndarra
     return np.where(counts, bears - share, 0.0)
 
 
-def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Headline], dict, str]:
-    """Headlines, fields and a note; without headlines where no query has contrast."""
-    capture, units = whole.capture, np.asarray(whole.capture.batch.unit)
-    n = len(units)
+def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Estimate], dict, str]:
+    """Metrics, fields and a note; without metrics where no query has contrast."""
+    capture, clusters = whole.capture, np.asarray(whole.capture.batch.cluster)
+    n = len(clusters)
     # [layer sequence query position], a row a query: all sequences of a task have the same queries.
     place = capture.position.numpy()
-    even = np.stack([against_even(place, bearing, back) for back in reach((capture, *whole.twins))])
+    even = np.stack([against_even(place, bearing, back) for back in reach((capture, *whole.untrained))])
     even = even.reshape(len(even), n, -1, even.shape[-1])
     has = (even[-1] != 0).any(-1)
     if not has.any():
@@ -252,7 +258,7 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Head
         """[layer head sequence], summed over queries."""
         return np.einsum("lhsx,lsx->lhs", a, of)
 
-    half, many = folds(units, seed, 2), has.sum(1).astype(float)
+    half, many = folds(clusters, seed, 2), has.sum(1).astype(float)
     alike = bool((flat == flat[:, :1]).all())
     a, usual = weights(capture), flat.mean(1, keepdims=True)
 
@@ -266,18 +272,18 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Head
         forms[CHANGE] = lambda e, _: (e[-1] - e[0]).mean(0)
     if not alike:
         forms[BEST] = lambda _, content: apart(content, half)[0]
-    own, theirs = pair(a, flat), [pair(weights(twin), flat) for twin in whole.twins]
+    own, theirs = pair(a, flat), [pair(weights(control), flat) for control in whole.untrained]
     rng = np.random.default_rng(seed)
     exchanged = [] if alike else [pair(a, flat[:, rng.permutation(n)]) for _ in range(PLACEBOS)]
     rows = []
     for name, form in forms.items():
-        value, twins = (np.array([form(*one).sum() / many.sum() for one in of]) for of in ([own], theirs))
-        nulls = [Null.of(TWINS, value[0], twins)]
+        value, untrained = (np.array([form(*one).sum() / many.sum() for one in of]) for of in ([own], theirs))
+        nulls = [Null.of(UNTRAINED, value[0], untrained)]
         if not alike:
             draws = np.array([form(*one).sum() / many.sum() for one in exchanged])
             # A permutation null: its p holds the sampling noise, so the interval need only clear its centre.
             nulls.append(Null(OTHER, *band(draws), float(np.median(draws)), tail_p(value[0], draws, "upper"), PLACEBOS))
-        rows.append(_row(name + PLACES * alike, form(*own), many, units, nulls))
+        rows.append(_row(name + PLACES * alike, form(*own), many, clusters, nulls))
     every = has.reshape(-1)
     weight = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
     said = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
@@ -290,7 +296,7 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Head
         "excess": own[0].sum(2) / many.sum(),
         "content": own[1].sum(2) / many.sum(),
         "mean_excess": own[0].sum(2).mean(1) / many.sum(),
-        "mean_excess_null": layer_band({TWINS: np.array([one.sum(2).mean(1) / many.sum() for one, _ in theirs])}),
+        "mean_excess_null": layer_band({UNTRAINED: np.array([one.sum(2).mean(1) / many.sum() for one, _ in theirs])}),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
         "first": np.stack([w[..., 0].mean(0) for w in weight]),
         "own": np.stack([w[np.arange(len(w)), :, place[every]].mean(0) for w in weight]),

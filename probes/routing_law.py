@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import DECREASE, Mixing, step
 from llmgeom.model.subject import Subject
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import NULLS, Needs, View
 from llmgeom.stats.core import Interval, jackknife
@@ -58,7 +58,7 @@ class Reading:
     map: np.ndarray
     where: tuple[int, int]
     names: tuple[str, ...]
-    units: np.ndarray
+    clusters: np.ndarray
     queries: int
     scan: bool
     expected: float
@@ -67,7 +67,7 @@ class Reading:
 
 def read(subject: Subject, batch: Batch) -> Reading:
     """One forward, backward and step on an input of each of the first few units. Raises Unavailable as `step` does."""
-    first = {unit: i for i, unit in reversed(list(enumerate(batch.unit)))}
+    first = {cluster: i for i, cluster in reversed(list(enumerate(batch.cluster)))}
     chosen = sorted(first.values())[: PROMPTS if batch.target is None else SEQUENCES]
     taken = step(subject, batch.take(chosen))
     layers, queries = taken.before.layers, taken.before.queries
@@ -86,7 +86,7 @@ def read(subject: Subject, batch: Batch) -> Reading:
         map=pull.cpu().numpy(),
         where=(int(top[0]), int(top[1])),
         names=tuple(f.name for f in fields(layers[0].law)),
-        units=np.asarray(batch.unit)[chosen],
+        clusters=np.asarray(batch.cluster)[chosen],
         queries=queries,
         scan=layers[0].scan,
         expected=taken.expected,
@@ -205,26 +205,26 @@ class Result(Base):
         Figure("curve", band="agreement_null"),
     )
     agreement_null: np.ndarray = quantity("layer bound", "fraction", "advantages of a row in random order")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 def measure(view: View) -> Result:
-    """Maps, curves and headlines. Raises Refused where fewer than 5 units are there, or no row has a choice."""
-    ours, theirs = view.reading, view.twin_readings
+    """Maps, curves and metrics. Raises UserError where fewer than 5 units are there, or no row has a choice."""
+    ours, theirs = view.reading, view.control_readings
     if ours is None:
-        raise Refused("the routing law is read from a model's gradients; scan a model, not a stored capture")
-    every, units = np.arange(len(ours.units)), len(ours.units)
-    if units < 5 or not ours.mass.sum():
-        raise Refused(
-            f"{units} templates or sequences with {ours.mass.sum():.0f} rows of two keys; at least 5 are needed"
+        raise UserError("the routing law is read from a model's gradients; scan a model, not a stored capture")
+    every, clusters = np.arange(len(ours.clusters)), len(ours.clusters)
+    if clusters < 5 or not ours.mass.sum():
+        raise UserError(
+            f"{clusters} templates or sequences with {ours.mass.sum():.0f} rows of two keys; at least 5 are needed"
         )
     shuffled = _ratio(ours.shuffled.sum((1, 3)), np.array([ours.mass.sum(), ours.pull.sum()]))
 
-    def said(name: str, over: str, under: str, null: np.ndarray | None = None) -> Headline:
-        """Against these draws, or without any against the twins."""
+    def said(name: str, over: str, under: str, null: np.ndarray | None = None) -> Estimate:
+        """Against these draws, or without any against the untrained controls."""
 
         def statistic(rows: np.ndarray, of: Reading = ours) -> float:
             return float(_ratio(getattr(of, over)[..., rows].sum(), getattr(of, under)[..., rows].sum()))
@@ -234,7 +234,9 @@ def measure(view: View) -> Result:
             held = Null.of("re-initialised", value, np.array([statistic(every, one) for one in theirs]), claim.side)
         else:
             held = Null.of("advantages in random order", value, null, claim.side)
-        return headline(claim, value, jackknife(statistic, every, ours.units), [held], n=ours.queries, units=units)
+        return estimate(
+            claim, value, jackknife(statistic, every, ours.clusters), [held], n=ours.queries, clusters=clusters
+        )
 
     found = [
         _law(ours),
@@ -254,22 +256,22 @@ def measure(view: View) -> Result:
         follows=_ratio(ours.agree.sum(2), ours.mass.sum(2)),
         agreement=_ratio(ours.agree.sum((1, 2)), ours.mass.sum((1, 2))),
         agreement_null=layer_band({"random order": _ratio(ours.shuffled[:, :, 0].sum(2), ours.mass.sum((1, 2)))}),
-        headlines=tuple(found),
+        estimates=tuple(found),
         warnings=tuple(_warnings(ours)),
         notes=(
             f"map: layer {ours.where[0]}, head {ours.where[1]}, the first prompt or sequence",
-            f"{ours.queries} predictions in {units} prompts or sequences",
+            f"{ours.queries} predictions in {clusters} prompts or sequences",
         ),
         ticks={"gradient": ours.names},
     )
 
 
-def _law(ours: Reading) -> Headline:
+def _law(ours: Reading) -> Estimate:
     """Parity, not a measurement of the model: the largest error over gradients, layers and heads."""
     worst = float(ours.error.max())
     null = Null(NONE, 0.0, 0.0, 0.0, 1.0, 0)
     interval = Interval(0.0, worst, 0.95, "largest over gradients, layers and heads")
-    return headline(CLAIMS[LAW], worst, interval, [null], n=ours.queries, units=len(ours.units))
+    return estimate(CLAIMS[LAW], worst, interval, [null], n=ours.queries, clusters=len(ours.clusters))
 
 
 def _ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, headline
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes.shared.representation_geometry import (
     OWN,
@@ -22,9 +22,9 @@ from llmgeom.probes.shared.representation_geometry import (
     final_tokens,
     flat,
     rhos,
-    untrained,
+    untrained_nulls,
 )
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.scan import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, Sample, View
 from llmgeom.stats.core import correlation_test, spearman, standardised
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
@@ -59,7 +59,7 @@ class Result(CloudResult):
         "the variance of entropy that ridge regression predicts for templates it was not fitted on (5 folds, penalty "
         "chosen inside the others): 1 is exact, 0 is no better than the mean, below 0 is worse. The intrinsic "
         "dimension is TwoNN, from the ratio of distances to the second and the first neighbour, over one prompt a "
-        "template; the headline divides it by its median in Gaussian clouds with the same spectrum. Order along the "
+        "template; the metric divides it by its median in Gaussian clouds with the same spectrum. Order along the "
         "curve is |Spearman| of entropy with the first coordinate of Isomap (graph of 5 neighbours). Verdicts are "
         "about the last layer, fixed beforehand. Intervals are jackknifed over templates, the dimension's comes from "
         "its likelihood; the estimand is the expected value at this number of prompts and coordinates."
@@ -100,18 +100,18 @@ class Result(CloudResult):
 
 
 def measure(view: View) -> Result:
-    """Shares, |rho| and held-out R2 at every layer, with nulls; shape and headlines at the last. Raises Refused."""
+    """Shares, |rho| and held-out R2 at every layer, with nulls; shape and metrics at the last. Raises UserError."""
     common = describe(view, Site.VALUE, CLAIMS)
-    last, theirs = _last(view.capture), [_last(twin) for twin in view.twins]
+    last, theirs = _last(view.capture), [_last(control) for control in view.untrained]
     dimension, shape, notes = _shape(view, last, theirs)
     unrolled = unroll(standardised(last))
     second, missing = _second(view)
-    *plain, decoded = common.headlines
+    *plain, decoded = common.estimates
     return Result(
         **common.fields,
         unrolled=unrolled,
         **dimension,
-        headlines=(*plain, *second, decoded, *shape, _order(view, unrolled, theirs)),
+        estimates=(*plain, *second, decoded, *shape, _order(view, unrolled, theirs)),
         warnings=(*common.warnings, *missing, *notes, *_far(view.capture, last)),
     )
 
@@ -120,64 +120,68 @@ def _last(capture: Capture) -> np.ndarray:
     return flat(capture.layers(Site.VALUE)[-1])
 
 
-def _second(view: View) -> tuple[list[Headline], list[str]]:
+def _second(view: View) -> tuple[list[Estimate], list[str]]:
     """|rho| in every second sample that there is; a sentence where it cannot be had."""
     found, missing = [], []
     for name in SECOND:
         if name in view.samples:
             try:
                 found.append(_sample_rho(name, view.samples[name], view.seed))
-            except Refused as refusal:
+            except UserError as refusal:
                 missing.append(f"{RHO}, {name}: not measured, because {refusal}")
     return found, missing
 
 
-def _sample_rho(name: str, sample: Sample, seed: int) -> Headline:
+def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
     scores = Portrait.of(_last(sample.capture)).scores[:, 0]
-    test = correlation_test(scores, sample.entropy, sample.units, PERMUTATIONS, seed)
-    draws = rhos(sample.twins, [[Portrait.of(_last(twin))] for twin in sample.twins], sample.entropy)
-    return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.units, test, draws)
+    test = correlation_test(scores, sample.entropy, sample.clusters, PERMUTATIONS, seed)
+    draws = rhos(sample.untrained, [[Portrait.of(_last(control))] for control in sample.untrained], sample.entropy)
+    return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.clusters, test, draws)
 
 
-def _order(view: View, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Headline:
+def _order(view: View, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Estimate:
     """|Spearman| of entropy and the place along the curve."""
     place = unrolled[:, 0]
-    test = correlation_test(place, view.entropy, view.units, PERMUTATIONS, view.seed)
+    test = correlation_test(place, view.entropy, view.clusters, PERMUTATIONS, view.seed)
     places = [unroll(standardised(x))[:, 0] for x in theirs]
     draws = {
         TWIN: np.array([abs(spearman(other, view.entropy)) for other in places]),
-        OWN: np.array([abs(spearman(p, entropy_of(twin))) for p, twin in zip(places, view.twins, strict=True)]),
+        OWN: np.array(
+            [abs(spearman(p, entropy_of(control))) for p, control in zip(places, view.untrained, strict=True)]
+        ),
     }
-    return correlation(CLAIMS[ORDER], place, view.entropy, view.units, test, draws)
+    return correlation(CLAIMS[ORDER], place, view.entropy, view.clusters, test, draws)
 
 
-def _shape(view: View, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict, list[Headline], list[str]]:
-    """Intrinsic dimension: the single numbers, the headline, and what a reader should know of the points.
+def _shape(view: View, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:
+    """Intrinsic dimension: the single numbers, the metric, and what a reader should know of the points.
 
     The spectrum-matched Gaussian is an exact test of "a Gaussian", but what is not Gaussian need not be learnt: tokens
-    are discrete, and an untrained model's values cluster by them as well. So twins decide too, on the same scale.
+    are discrete, and an untrained model's values cluster by them as well. So controls decide too, on the same scale.
     """
     names = ("dimension", "dimension_gaussian", "dimension_mle", "dimension_mle_gaussian")
     try:
-        own = intrinsic_dimension(last, view.units, GAUSSIANS, view.seed)
-        twins = np.array([intrinsic_dimension(x, view.units, GAUSSIANS_OF_TWINS, view.seed).ratio for x in theirs])
-    except Refused as refusal:
+        own = intrinsic_dimension(last, view.clusters, GAUSSIANS, view.seed)
+        untrained = np.array(
+            [intrinsic_dimension(x, view.clusters, GAUSSIANS_OF_TWINS, view.seed).ratio for x in theirs]
+        )
+    except UserError as refusal:
         return dict.fromkeys(names, np.float64(0)), [], [f"{DIMENSION}: not measured, because {refusal}"]
     notes = []
     if own.coinciding:
         notes.append(f"{own.coinciding} prompts have the values of another and were left out of the dimension")
     numbers = (own.twonn, np.median(own.gaussian), own.mle, np.median(own.gaussian_mle))
-    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(own, twins)], notes
+    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(own, untrained)], notes
 
 
-def _dimension(own: Dimension, twins: np.ndarray) -> Headline:
+def _dimension(own: Dimension, untrained: np.ndarray) -> Estimate:
     drawn = own.gaussian / np.median(own.gaussian)
-    # Gaussian clouds and twins carry the sampling noise of neighbours as we do: p is against all of them, and the
+    # Gaussian clouds and controls carry the sampling noise of neighbours as we do: p is against all of them, and the
     # interval must clear their median.
     gaussian = replace(Null.of("Gaussian of the same spectrum", own.ratio, drawn, "lower"), margin=1.0)
-    learnt = untrained(own.ratio, {TWIN: twins}, "lower")
+    learnt = untrained_nulls(own.ratio, {TWIN: untrained}, "lower")
     interval = own.ratio_interval()
-    return headline(CLAIMS[DIMENSION], own.ratio, interval, [gaussian, *learnt], n=own.points, units=own.points)
+    return estimate(CLAIMS[DIMENSION], own.ratio, interval, [gaussian, *learnt], n=own.points, clusters=own.points)
 
 
 def _far(capture: Capture, last: np.ndarray) -> list[str]:

@@ -14,7 +14,7 @@ def held_out(domain: str) -> frozenset[str]:
     """The template ids of a domain that no corpus contains: one of each ten consecutive numbers.
 
     Of ids ending in 001-010, 011-020 ... the one with the least sha256. Adding templates never changes which of the
-    older ones are held out. Raises Refused for a domain that is not known.
+    older ones are held out. Raises UserError for a domain that is not known.
     """
     ids = [t.id for member in members(Domain(domain).name) for t in templates(member)]
     return frozenset(name for name in ids if name == min(_decade(name), key=sha256))
@@ -23,7 +23,7 @@ def held_out(domain: str) -> frozenset[str]:
 def texts(domains: Collection[str], seed: int, exclude: Collection[str] = frozenset()) -> Iterator[str]:
     """Full texts of the templates of `domains` without end, each template once a round in a new random order.
 
-    Left out: held-out templates and the ids in `exclude`. Raises Refused for a domain that is not known and
+    Left out: held-out templates and the ids in `exclude`. Raises UserError for a domain that is not known and
     ValueError where nothing is left, both at the call.
     """
     names = sorted({member for domain in domains for member in members(Domain(domain).name)})

@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts.files import LONGEST
 from llmgeom.prompts.overlap import Distinct
 
@@ -28,42 +28,44 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     a prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
     without text, of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier
     prompt are passed over. The unit is the document. COLUMN is "text" by default, else the only column of strings.
-    Raises Refused with the remedy: no network, no such data set, a config or a column that is missing.
+    Raises UserError with the remedy: no network, no such data set, a config or a column that is missing.
     """
     name, config, column = _parse(spec)
     rows, facts = _open(spec, name, config, seed, offline)
     rng, distinct = Random(f"llmgeom/documents/{seed}"), Distinct()
-    texts, units = [], []
+    texts, clusters = [], []
     for number, row in enumerate(_told(spec, islice(rows, 50 * n))):
         column = column or _column(spec, row)
         if column in row and row[column] is None:
             continue
         if not isinstance(row.get(column), str):
-            raise Refused(
+            raise UserError(
                 f"{spec}: column {column!r} holds no text; its columns: {', '.join(map(repr, row))}; "
                 f"give {PREFIX}NAME:CONFIG:COLUMN (CONFIG may be empty)"
             )
         prompt = _opening(row[column], rng)
         if prompt and distinct.add(prompt):
             texts.append(prompt)
-            units.append(f"document-{number + 1}")
+            clusters.append(f"document-{number + 1}")
         if len(texts) == n:
             break
     if not texts:
-        raise Refused(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
+        raise UserError(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
     blank = ("",) * len(texts)
     return Batch(
         inputs=Text(tuple(texts)),
-        unit=tuple(units),
+        cluster=tuple(clusters),
         source={"kind": "documents", "name": spec, "n": len(texts), "seed": seed, "column": column, **facts},
-        columns={"domain": (name,) * len(texts), "template": tuple(units), "tags": blank},
+        columns={"domain": (name,) * len(texts), "template": tuple(clusters), "tags": blank},
     )
 
 
 def _parse(spec: str) -> tuple[str, str | None, str | None]:
     parts = spec.removeprefix(PREFIX).split(":")
     if not parts[0] or len(parts) > 3:
-        raise Refused(f"{spec}: expected {PREFIX}NAME[:CONFIG[:COLUMN]], e.g. {PREFIX}ag_news or {PREFIX}wikitext:raw")
+        raise UserError(
+            f"{spec}: expected {PREFIX}NAME[:CONFIG[:COLUMN]], e.g. {PREFIX}ag_news or {PREFIX}wikitext:raw"
+        )
     name, config, column = (*parts, "", "")[:3]
     return name, config or None, column or None
 
@@ -112,7 +114,7 @@ def _column(spec: str, row: dict) -> str:
     strings = [key for key, value in row.items() if value is None or isinstance(value, str)]
     if "text" in strings or len(strings) == 1:
         return "text" if "text" in strings else strings[0]
-    raise Refused(
+    raise UserError(
         f"{spec}: which of its columns is the text is not clear ({', '.join(map(repr, row))}); "
         f"give {PREFIX}NAME:CONFIG:COLUMN (CONFIG may be empty)"
     )
@@ -128,19 +130,19 @@ def _opening(text: str, rng: Random) -> str | None:
     return text[words[0].start() : words[last - 1].end()]
 
 
-def _explained(spec: str, error: Exception) -> Refused:
+def _explained(spec: str, error: Exception) -> UserError:
     """What the library's error means for the person who asked."""
     said = " ".join(str(error).split())
     kind = type(error).__name__
     if configs := re.search(r"(?:available configs|Available): \[(.*?)\]", said):
         what = "has several configs" if "missing" in said else "has no such config"
-        return Refused(f"{spec} {what} (it has {configs[1]}); give {PREFIX}NAME:CONFIG")
+        return UserError(f"{spec} {what} (it has {configs[1]}); give {PREFIX}NAME:CONFIG")
     if kind in ("ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectTimeout"):
-        return Refused(
+        return UserError(
             f"{spec} is neither in the cache nor reachable without a network; use --prompts FILE or --domain"
         )
     if "gated" in said:
-        return Refused(f"{spec} is gated: accept its terms on its page and run `hf auth login`")
+        return UserError(f"{spec} is gated: accept its terms on its page and run `hf auth login`")
     if kind in ("DatasetNotFoundError", "FileNotFoundError", "EmptyDatasetError", "DataFilesNotFoundError"):
-        return Refused(f"{spec}: no such data set on the hub and no folder with data files; check the name")
-    return Refused(f"{spec} cannot be read ({kind}: {said[:200]}); try another data set, or save it as .jsonl")
+        return UserError(f"{spec}: no such data set on the hub and no folder with data files; check the name")
+    return UserError(f"{spec} cannot be read ({kind}: {said[:200]}); try another data set, or save it as .jsonl")

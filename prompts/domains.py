@@ -8,7 +8,7 @@ from itertools import cycle
 from random import Random
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts.chance import shuffled
 from llmgeom.prompts.grammar import Template, cuts, fill, templates
 from llmgeom.prompts.lexicon import DATA
@@ -31,7 +31,7 @@ def members(name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Domain:
-    """A domain by name. Raises Refused for a name that is not known."""
+    """A domain by name. Raises UserError for a name that is not known."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Domain:
         if self.name not in known():
             near = difflib.get_close_matches(str(self.name), known(), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise Refused(f"unknown domain {self.name!r}: {hint}known: {', '.join(known())}")
+            raise UserError(f"unknown domain {self.name!r}: {hint}known: {', '.join(known())}")
 
     def size(self) -> int:
         """How many prompts a pool may have: 5 a template.
@@ -58,12 +58,12 @@ class Domain:
 
         final   every prompt ends in this word: texts are cut after it and not at their marks, the templates that have
                 it nowhere give none, and the pool is as large as that allows, `n` at most.
-        Raises Refused where n is not between 1 and size().
+        Raises UserError where n is not between 1 and size().
         """
         if n < 1:
-            raise Refused(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")
+            raise UserError(f"{n} prompts of {self.name!r} were asked for; ask for at least 1")
         if n > self.size():
-            raise Refused(
+            raise UserError(
                 f"{n} prompts of {self.name!r} were asked for, its pool has {self.size()}; ask for at most that"
             )
         rng = Random(f"llmgeom/{self.name}/{seed}")
@@ -78,10 +78,10 @@ class Domain:
             if not turns and final is not None and drawn:
                 break
             if not turns:
-                raise Refused(f"{self.name!r} gave {len(drawn)} of {n} prompts with seed {seed}; ask for fewer")
+                raise UserError(f"{self.name!r} gave {len(drawn)} of {n} prompts with seed {seed}; ask for fewer")
         return Batch(
             inputs=Text(tuple(text for text, _ in drawn)),
-            unit=tuple(template.id for _, template in drawn),
+            cluster=tuple(template.id for _, template in drawn),
             source={"kind": "domain", "name": self.name, "n": n, "seed": seed} | ({"final": final} if final else {}),
             columns={
                 "domain": tuple(template.domain for _, template in drawn),

@@ -7,7 +7,7 @@ import os
 import sys
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 LONGEST = 100_000
 MOST = 2**28  # bytes of a file
@@ -19,12 +19,12 @@ def read(path: str) -> Batch:
 
     In JSONL "text" is required; "template" (the unit; by default each line is its own), "domain" and "tags" are
     optional strings and other keys are ignored. Blank lines at the end are ignored. Standard input is JSONL where its
-    first non-blank character is {. Raises Refused with file, line, what was found and the remedy.
+    first non-blank character is {. Raises UserError with file, line, what was found and the remedy.
     """
     name = "standard input" if path == "-" else str(path)
     whole = _decoded(_bytes(path, name), name)
     if not whole.strip():
-        raise Refused(f"{name} is empty: expected a prompt a line, or one JSON object a line")
+        raise UserError(f"{name} is empty: expected a prompt a line, or one JSON object a line")
     as_json = whole.lstrip()[0] == "{" if path == "-" else name.lower().endswith(".jsonl")
     # str.splitlines would also break at U+2028 and the like, which a prompt may hold.
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
@@ -35,20 +35,20 @@ def read(path: str) -> Batch:
     for number, line in enumerate(lines, start=1):
         where = f"{name}, line {number}"
         if len(line) > LONGEST:
-            raise Refused(f"{where} has {len(line)} characters: expected at most {LONGEST}; shorten it or split it")
+            raise UserError(f"{where} has {len(line)} characters: expected at most {LONGEST}; shorten it or split it")
         row = _object(line, where) if as_json else {"text": line}
         text = row["text"]
         if not text.strip():
-            raise Refused(f"{where} is a blank prompt: give it a text or remove the line")
+            raise UserError(f"{where} is a blank prompt: give it a text or remove the line")
         if "\0" in text:
-            raise Refused(f"{where} holds a NUL character at position {text.index(chr(0)) + 1}: remove it")
+            raise UserError(f"{where} holds a NUL character at position {text.index(chr(0)) + 1}: remove it")
         if text in first:
-            raise Refused(f"{name}, lines {first[text]} and {number} are the same prompt: remove one of them")
+            raise UserError(f"{name}, lines {first[text]} and {number} are the same prompt: remove one of them")
         first[text] = number
         rows.append({"template": f"line-{number}", "domain": "", "tags": "", **row})
     return Batch(
         inputs=Text(tuple(row["text"] for row in rows)),
-        unit=tuple(row["template"] for row in rows),
+        cluster=tuple(row["template"] for row in rows),
         source={"kind": "file", "name": "stdin" if path == "-" else os.path.basename(name), "n": len(rows)},
         columns={key: tuple(row[key] for row in rows) for key in ("domain", "template", "tags")},
     )
@@ -62,15 +62,15 @@ def _bytes(path: str, name: str) -> bytes:
             with open(path, "rb") as file:
                 blob = file.read(MOST + 1)  # a device may have no end
     except FileNotFoundError:
-        raise Refused(f"{name} does not exist: give a .jsonl or .txt file, or - for standard input") from None
+        raise UserError(f"{name} does not exist: give a .jsonl or .txt file, or - for standard input") from None
     except IsADirectoryError:
-        raise Refused(
+        raise UserError(
             f"{name} is a folder: give a .jsonl or .txt file in it, or use --prompts-from for a run"
         ) from None
     except (OSError, ValueError) as error:
-        raise Refused(f"{name!r} cannot be read ({error}): check its name and permissions") from None
+        raise UserError(f"{name!r} cannot be read ({error}): check its name and permissions") from None
     if len(blob) > MOST:
-        raise Refused(f"{name} has more than {MOST >> 20} MiB: split it")
+        raise UserError(f"{name} has more than {MOST >> 20} MiB: split it")
     return blob
 
 
@@ -81,7 +81,7 @@ def _decoded(blob: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         blob = error.object
         line = blob.count(b"\n", 0, error.start) + 1
-        raise Refused(
+        raise UserError(
             f"{name}, line {line} is not UTF-8 (byte 0x{blob[error.start]:02x}): save the file as UTF-8"
         ) from None
 
@@ -89,27 +89,27 @@ def _decoded(blob: bytes, name: str) -> str:
 def _object(line: str, where: str) -> dict[str, str]:
     """The known keys of one line of JSONL, checked."""
     if not line.strip():
-        raise Refused(f"{where} is a blank prompt: give it a text or remove the line")
+        raise UserError(f"{where} is a blank prompt: give it a text or remove the line")
     try:
         found = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Refused(
+        raise UserError(
             f'{where} is not JSON ({error.msg} at column {error.colno}): expected {{"text": "..."}}'
         ) from None
     except (RecursionError, ValueError):
-        raise Refused(
+        raise UserError(
             f'{where} is JSON that is nested too deep or holds too long a number: expected {{"text": "..."}}'
         ) from None
     if not isinstance(found, dict):
-        raise Refused(f'{where} is a JSON {type(found).__name__}, not an object: expected {{"text": "..."}}')
+        raise UserError(f'{where} is a JSON {type(found).__name__}, not an object: expected {{"text": "..."}}')
     if "text" not in found:
-        raise Refused(f'{where} has no "text" (its keys: {", ".join(map(repr, found)) or "none"}): add it')
+        raise UserError(f'{where} has no "text" (its keys: {", ".join(map(repr, found)) or "none"}): add it')
     for key in ("text", *_OPTIONAL):
         if key in found and not isinstance(found[key], str):
-            raise Refused(f'{where} has a "{key}" of type {type(found[key]).__name__}: expected a string')
+            raise UserError(f'{where} has a "{key}" of type {type(found[key]).__name__}: expected a string')
         # A lone surrogate is valid JSON but no text: it could neither be tokenized nor saved.
         if key in found and any("\ud800" <= c <= "\udfff" for c in found[key]):
-            raise Refused(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
+            raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
     if not found.get("template", "one").strip():
-        raise Refused(f'{where} has a blank "template": name the unit, or leave the key out for a unit of its own')
+        raise UserError(f'{where} has a blank "template": name the unit, or leave the key out for a unit of its own')
     return {key: found[key] for key in ("text", *_OPTIONAL) if key in found}

@@ -25,7 +25,7 @@ from random import Random
 import numpy as np
 
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.lexicon import lexicon
 from llmgeom.stats import conjugate as exact
@@ -153,7 +153,7 @@ class Evidence:
     """Prompts of one format that end where the next label is asked for, after least..most observations.
 
     pairs, carriers, leads   which part of each is used, trained or held out.
-    Raises Refused for an unknown format and numbers of observations that cannot be.
+    Raises UserError for an unknown format and numbers of observations that cannot be.
     """
 
     format: str = "colon"
@@ -167,21 +167,21 @@ class Evidence:
         if self.format not in FORMATS:
             near = difflib.get_close_matches(str(self.format), FORMATS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise Refused(f"unknown format {self.format!r}: {hint}known: {', '.join(FORMATS)}")
+            raise UserError(f"unknown format {self.format!r}: {hint}known: {', '.join(FORMATS)}")
         if not 0 <= self.least <= self.most <= LONGEST:
-            raise Refused(f"{self.least} to {self.most} observations: give numbers from 0 to {LONGEST}, least first")
+            raise UserError(f"{self.least} to {self.most} observations: give numbers from 0 to {LONGEST}, least first")
 
     def sample(self, n: int, seed: int) -> Batch:
         """`n` prompts: every number of observations in turn, then the next pair, in an order that the seed permutes.
 
         All are as often as each other where n is a multiple of pairs times numbers. The posterior has one position, the
         last, and two outcomes, columns `first` and `second`; `n1` of the k observations are the first.
-        Raises Refused for n below 1.
+        Raises UserError for n below 1.
         """
         import torch
 
         if n < 1:
-            raise Refused(f"{n} prompts of {self.format!r} were asked for; ask for at least 1")
+            raise UserError(f"{n} prompts of {self.format!r} were asked for; ask for at least 1")
         rng = Random(f"llmgeom/sula/{self.format}/{self.pairs}/{self.carriers}/{self.leads}/{seed}")
         turns = (
             (k, pair) for pair in cycle(shuffled(rng, pairs(self.pairs))) for k in range(self.least, self.most + 1)
@@ -199,7 +199,7 @@ class Evidence:
         answer = form.predictive(n1, np.array(columns["k"]) - n1)
         return Batch(
             inputs=Text(tuple(texts)),
-            unit=tuple(f"{pair}/{i}" for i, pair in enumerate(columns["pair"])),
+            cluster=tuple(f"{pair}/{i}" for i, pair in enumerate(columns["pair"])),
             source={"kind": "evidence", **dataclasses.asdict(self), "n": n, "seed": seed},
             columns=columns,
             posterior=Posterior(torch.from_numpy(answer)[:, None]),

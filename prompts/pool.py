@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
-PER_UNIT = 2
+PER_CLUSTER = 2
 
 
 def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed: int = 0) -> Batch:
@@ -20,28 +20,28 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
     Within a bin prompts are taken in a seeded random order, those of templates used least first. The remainder of
     n / bins goes to the lowest bins. Paper III (section 4.3) draws 15 from each quintile of 1,000 candidates; the limit
     per template is ours: prompts of one template are not exchangeable.
-    Raises Refused where a bin cannot give its share.
+    Raises UserError where a bin cannot give its share.
     """
     if n > len(pool):
-        raise Refused(f"--n {n}: the pool has {len(pool)} prompts; ask for at most that, or a larger pool")
+        raise UserError(f"--n {n}: the pool has {len(pool)} prompts; ask for at most that, or a larger pool")
     rng = np.random.default_rng(seed)
     used: Counter[str] = Counter()
     chosen: list[int] = []
     for b, members in enumerate(_fifths(entropy, rng, bins)):
         share = n // bins + (b < n % bins)
         taken = 0
-        for i in sorted(rng.permutation(members).tolist(), key=lambda i: used[pool.unit[i]]):
-            if taken < share and used[pool.unit[i]] < PER_UNIT:
-                used[pool.unit[i]] += 1
+        for i in sorted(rng.permutation(members).tolist(), key=lambda i: used[pool.cluster[i]]):
+            if taken < share and used[pool.cluster[i]] < PER_CLUSTER:
+                used[pool.cluster[i]] += 1
                 chosen.append(i)
                 taken += 1
         if taken < share:
-            raise Refused(
-                f"--n {n}: entropy bin {b + 1} of {bins} gives {taken} of {share} prompts with at most {PER_UNIT} of "
-                f"a template ({len(set(pool.unit))} templates in the pool); ask for fewer"
+            raise UserError(
+                f"--n {n}: entropy bin {b + 1} of {bins} gives {taken} of {share} prompts with at most {PER_CLUSTER} of "
+                f"a template ({len(set(pool.cluster))} templates in the pool); ask for fewer"
             )
     batch = pool.take(sorted(chosen))
-    source = {**pool.source, "stratified": {"n": n, "bins": bins, "per_template": PER_UNIT, "seed": seed}}
+    source = {**pool.source, "stratified": {"n": n, "bins": bins, "per_template": PER_CLUSTER, "seed": seed}}
     return replace(batch, source=source)
 
 
@@ -50,11 +50,11 @@ def plain(pool: Batch, n: int, seed: int = 0) -> Batch:
     used: Counter[str] = Counter()
     chosen: list[int] = []
     for i in np.random.default_rng([seed, 1]).permutation(len(pool)).tolist():
-        if len(chosen) < n and used[pool.unit[i]] < PER_UNIT:
-            used[pool.unit[i]] += 1
+        if len(chosen) < n and used[pool.cluster[i]] < PER_CLUSTER:
+            used[pool.cluster[i]] += 1
             chosen.append(i)
     if len(chosen) < n:
-        raise Refused(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_UNIT} of a template")
+        raise UserError(f"--n {n}: the pool has {len(chosen)} prompts with at most {PER_CLUSTER} of a template")
     return replace(pool.take(sorted(chosen)), source={**pool.source, "plain": {"n": n, "seed": seed}})
 
 
@@ -65,7 +65,7 @@ def length_matched(
 
     The pool is cut into ten classes of length (tokens); prompts are taken `bins` at a time, one from each bin of
     entropy and all of one length class, so that length says next to nothing about entropy. At most two of a template.
-    Derived here. Raises Refused where fewer than n // bins such rounds can be had.
+    Derived here. Raises UserError where fewer than n // bins such rounds can be had.
     """
     rng = np.random.default_rng([seed, 2])
     order = rng.permutation(len(pool))
@@ -81,29 +81,32 @@ def length_matched(
         stratum = open_.pop(0)
         taken = []
         for cell in (bin_cells[stratum] for bin_cells in cells):
-            fit = next((i for i in cell if used[pool.unit[i]] < PER_UNIT), None)
+            fit = next((i for i in cell if used[pool.cluster[i]] < PER_CLUSTER), None)
             if fit is None:
                 break
-            used[pool.unit[fit]] += 1
+            used[pool.cluster[fit]] += 1
             cell.remove(fit)
             taken.append(fit)
         if len(taken) == bins:
             chosen += taken
             open_.append(stratum)
         else:
-            used.subtract(pool.unit[i] for i in taken)
+            used.subtract(pool.cluster[i] for i in taken)
     if len(chosen) < wanted * bins:
-        raise Refused(
+        raise UserError(
             f"--n {n}: {len(chosen)} prompts of equal lengths in every fifth of entropy can be had from the pool of "
             f"{len(pool)}; ask for fewer, or a larger pool"
         )
-    source = {**pool.source, "length_matched": {"n": len(chosen), "bins": bins, "per_template": PER_UNIT, "seed": seed}}
+    source = {
+        **pool.source,
+        "length_matched": {"n": len(chosen), "bins": bins, "per_template": PER_CLUSTER, "seed": seed},
+    }
     return replace(pool.take(sorted(chosen)), source=source)
 
 
-def diversity(ids: Sequence[Sequence[int]], units: Sequence[str]) -> tuple[int, int, int]:
+def diversity(ids: Sequence[Sequence[int]], clusters: Sequence[str]) -> tuple[int, int, int]:
     """How many different tokens some prompts have, in how many they end, and from how many templates they come."""
-    return len({token for row in ids for token in row}), len({row[-1] for row in ids}), len(set(units))
+    return len({token for row in ids for token in row}), len({row[-1] for row in ids}), len(set(clusters))
 
 
 def as_diverse(
@@ -124,24 +127,24 @@ def as_diverse(
     start = stratify(pool, entropy, n, seed=seed)
     place = {text: i for i, text in enumerate(pool.text)}
     chosen = [place[text] for text in start.text]
-    before = diversity([ids[i] for i in chosen], start.unit)
+    before = diversity([ids[i] for i in chosen], start.cluster)
     fifth = np.empty(len(pool), dtype=int)
     members = _fifths(entropy, rng, 5)
     for b, rows in enumerate(members):
         fifth[rows] = b
     types: Counter[int] = Counter()
     finals: Counter[int] = Counter()
-    units: Counter[str] = Counter()
+    clusters: Counter[str] = Counter()
 
     def distance() -> float:
-        found = (sum(1 for c in counted.values() if c) for counted in (types, finals, units))
+        found = (sum(1 for c in counted.values() if c) for counted in (types, finals, clusters))
         return sum(abs(have - want) / max(want, 1) for have, want in zip(found, wanted, strict=True))
 
     def count(i: int, step: int) -> None:
         for token in set(ids[i]):
             types[token] += step
         finals[ids[i][-1]] += step
-        units[pool.unit[i]] += step
+        clusters[pool.cluster[i]] += step
 
     for i in chosen:
         count(i, 1)
@@ -150,7 +153,7 @@ def as_diverse(
     for at, draw in zip(rng.integers(n, size=5000).tolist(), rng.random(5000).tolist(), strict=True):
         old = chosen[at]
         new = int(members[fifth[old]][int(draw * len(members[fifth[old]]))])
-        if new in chosen or (units[pool.unit[new]] >= PER_UNIT and pool.unit[new] != pool.unit[old]):
+        if new in chosen or (clusters[pool.cluster[new]] >= PER_CLUSTER and pool.cluster[new] != pool.cluster[old]):
             continue
         count(old, -1)
         count(new, 1)
@@ -161,7 +164,7 @@ def as_diverse(
             count(new, -1)
             count(old, 1)
     chosen = sorted(chosen)
-    reached = diversity([ids[i] for i in chosen], [pool.unit[i] for i in chosen])
+    reached = diversity([ids[i] for i in chosen], [pool.cluster[i] for i in chosen])
     counts = {"wanted": list(wanted), "start": list(before), "reached": list(reached)}
     return replace(pool.take(chosen), source={**pool.source, "as_diverse": {"n": n, **counts, "seed": seed}})
 

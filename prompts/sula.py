@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.errors import NO_TOKENIZER, Refused
+from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.nonce import FORMATS, Part
@@ -37,7 +37,7 @@ class TwoPoint:
 
     def __post_init__(self) -> None:
         if not 0.5 < self.reliability < 1:
-            raise Refused(f"reliability {self.reliability:g}: give a probability above 0.5 and below 1")
+            raise UserError(f"reliability {self.reliability:g}: give a probability above 0.5 and below 1")
 
     def share(self, u: float) -> float:
         return self.reliability if u < 0.5 else 1 - self.reliability
@@ -69,7 +69,7 @@ class Beta:
 
     def __post_init__(self) -> None:
         if not (self.a > 0 and self.b > 0 and math.isfinite(self.a + self.b)):
-            raise Refused(f"Beta({self.a:g}, {self.b:g}): both must be above 0, and finite")
+            raise UserError(f"Beta({self.a:g}, {self.b:g}): both must be above 0, and finite")
 
     def share(self, u: float) -> float:
         from scipy.stats import beta
@@ -102,7 +102,7 @@ Prior = TwoPoint | Beta
 
 
 def prior(text: str) -> Prior:
-    """`two-point`, `two-point:0.8`, `beta`, `beta:2,1`. Raises Refused for anything else."""
+    """`two-point`, `two-point:0.8`, `beta`, `beta:2,1`. Raises UserError for anything else."""
     name, _, given = text.partition(":")
     kinds: dict[str, type[Prior]] = {"two-point": TwoPoint, "beta": Beta}
     try:
@@ -110,18 +110,18 @@ def prior(text: str) -> Prior:
         if name not in kinds or len(numbers) not in (0, len(dataclasses.fields(kinds[name]))):
             raise ValueError
     except ValueError:
-        raise Refused(f"--prior {text}: expected two-point, two-point:0.8, beta or beta:2,1") from None
+        raise UserError(f"--prior {text}: expected two-point, two-point:0.8, beta or beta:2,1") from None
     return kinds[name](*numbers)
 
 
 def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
     """Words that are one token after a space, to be used as labels: those of `nonce.LABELS`, then other syllables.
 
-    Raises Refused where there are fewer than 4 (6 pairs is the least an interval can be taken over), and where there is
+    UserError where there are fewer than 4 (6 pairs is the least an interval can be taken over), and where there is
     no tokenizer.
     """
     if tokenizer is None:
-        raise Refused(f"the model {NO_TOKENIZER}")
+        raise UserError(f"the model {NO_TOKENIZER}")
 
     def single(word: str) -> bool:
         return len(tokenizer(f" {word}", add_special_tokens=False)["input_ids"]) == 1
@@ -129,7 +129,7 @@ def available(tokenizer: Any, most: int = 16) -> tuple[str, ...]:
     sweep = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
     found = [word for word in dict.fromkeys((*nonce.LABELS, *sorted(sweep, key=sha256))) if single(word)]
     if len(found) < 4:
-        raise Refused(f"{len(found)} syllables are single tokens of this tokenizer; name at least 4 with --labels")
+        raise UserError(f"{len(found)} syllables are single tokens of this tokenizer; name at least 4 with --labels")
     return tuple(found[:most])
 
 
@@ -155,7 +155,7 @@ class Sula:
     labels      the words used as labels; two that a pocket model was trained to see together are never paired.
     ks          numbers of labelled words before the question.
     condition   one of CONDITIONS.
-    Raises Refused for values that cannot be.
+    Raises UserError for values that cannot be.
     """
 
     labels: tuple[str, ...]
@@ -172,12 +172,12 @@ class Sula:
             if given not in known:
                 near = difflib.get_close_matches(given, known, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                raise Refused(f"unknown {what} {given!r}: {hint}known: {', '.join(known)}")
+                raise UserError(f"unknown {what} {given!r}: {hint}known: {', '.join(known)}")
         wrong = [k for k in self.ks if not 0 <= k <= MOST]
         if wrong or not self.ks or len(set(self.ks)) < len(self.ks):
-            raise Refused(f"--k {','.join(map(str, self.ks))}: expected different numbers from 0 to {MOST}")
+            raise UserError(f"--k {','.join(map(str, self.ks))}: expected different numbers from 0 to {MOST}")
         if len(set(self.labels)) < len(self.labels) or len(self.pairs) < 5:
-            raise Refused(
+            raise UserError(
                 f"the labels {', '.join(self.labels)} give {len(self.pairs)} pairs; different ones are needed, 5 pairs"
             )
 
@@ -201,19 +201,19 @@ class Sula:
         in which they are named), seen (0 first, 1 second), n1, latent and next (both drawn), item.
 
         The posterior has one position, the last: `predictive`, log P(next label), and `belief`, log P(latent class), of
-        an observer who holds the prior, whatever the condition did. Raises Refused for n below 1.
+        an observer who holds the prior, whatever the condition did. Raises UserError for n below 1.
         """
         import torch
 
         if n < 1:
-            raise Refused(f"--n {n}: ask for at least 1 prompt a number of observations")
+            raise UserError(f"--n {n}: ask for at least 1 prompt a number of observations")
         rows = [self._item(k, i, seed) for k in self.ks for i in range(n)]
         columns = {name: tuple(row[name] for row in rows) for name in rows[0] if name != "text"}
         n1, k = (np.array(columns[name], dtype=np.float64) for name in ("n1", "k"))
         said, belief = (torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief))
         return Batch(
             inputs=Text(tuple(row["text"] for row in rows)),
-            unit=columns["pair"],
+            cluster=columns["pair"],
             source={"kind": "sula", "name": f"SULA, {self.template}", **self.spec, "n": n, "seed": seed},
             columns=columns,
             posterior=Posterior(said, belief),

@@ -40,8 +40,8 @@ def _row(d: Mapping[str, Any]) -> tuple[str, ...]:
     value, low, high = numbers(d["value"], d["low"], d["high"])
     both = numbers(d["ours"], d["theirs"])
     said = f"{d['verdict']}: {d['why']}" + f"; {d['note']}" * bool(d["note"])
-    name = f"{d['probe']}: {d['headline']}"
-    method = f"{d['method']}, {d['units']} units"
+    name = f"{d['probe']}: {d['estimate']}"
+    method = f"{d['method']}, {d['clusters']} units"
     return (
         name, *both, f"{value} {d['unit']}", f"{low} to {high}", method, f"{d['p']:.2g}", f"{d['p_within']:.2g}", said
     )  # fmt: skip
@@ -63,22 +63,22 @@ def _lying(curve: Drawn) -> Drawn:
 
 
 def _measured(pair: Mapping[str, Any]) -> Measured:
-    """All differences on one axis: each divided by the effect of interest that its headline declares."""
+    """All differences on one axis: each divided by the effect of interest that its metric declares."""
     rows = pair["differences"]
     value, low, high = (np.array([d[key] / d["effect"] for d in rows]) for key in ("value", "low", "high"))
     figure = Figure("curve", band="equivalent", interval="interval")
     return Measured(
         title=f"{pair['record']} less {pair['reference']}",
-        meaning="", computed="", null="", failure_modes="", headlines=(),
+        meaning="", computed="", null="", failure_modes="", estimates=(),
         quantities={
-            "difference": Quantity(("headline",), EFFECTS, "difference", figure),
-            "interval": Quantity(("headline", "bound"), EFFECTS, "95 % interval"),
-            "equivalent": Quantity(("headline", "bound"), EFFECTS, "smaller than the effect of interest"),
+            "difference": Quantity(("metric",), EFFECTS, "difference", figure),
+            "interval": Quantity(("metric", "bound"), EFFECTS, "95 % interval"),
+            "equivalent": Quantity(("metric", "bound"), EFFECTS, "smaller than the effect of interest"),
         },
         arrays={
             "difference": value,
             "interval": np.stack([low, high], 1),
             "equivalent": np.tile([-1.0, 1.0], (len(rows), 1)),
         },
-        ticks={"headline": tuple(f"{d['probe']}: {d['headline']}" for d in rows)},
+        ticks={"metric": tuple(f"{d['probe']}: {d['estimate']}" for d in rows)},
     )  # fmt: skip

@@ -116,10 +116,10 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
 
 
 def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
-    """The sentences of a caption that say which headlines are read off this figure and where, by their value; how many
+    """The sentences of a caption that say which metrics are read off this figure and where, by their value; how many
     prompts it is of, where it holds none."""
     said = []
-    for h in measured.headlines:
+    for h in measured.estimates:
         where = np.argwhere(np.isclose(array, h.value, rtol=1e-9, atol=0))
         # 0 and 1 are met by chance.
         if len(where) == 1 and h.unit == declared.unit and h.value not in (0, 1):
@@ -127,8 +127,8 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
             value, low, high = numbers(h.value, h.low, h.high)
             found = f"{value}, 95 % interval {low} to {high}, n = {counted(h)}: {h.verdict}."
-            said.append(f"At {at}, the headline “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
-    counts = dict.fromkeys(counted(h) for h in measured.headlines)
+            said.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
+    counts = dict.fromkeys(counted(h) for h in measured.estimates)
     return " ".join(said) or (f"n = {'; '.join(counts)}." if counts else "")
 
 

@@ -114,7 +114,7 @@ function describe(figure, box) {
   const output = box.querySelector(".shown output");
   if (figure.layers && output) {
     const last = figure.layers.length - 1, layer = layerOf(last + 1), { x, y } = places(figure);
-    output.textContent = `layer ${layer}${layer === last ? ", the last" : "; headlines are of the last"}`;
+    output.textContent = `layer ${layer}${layer === last ? ", the last" : "; metrics are of the last"}`;
     const short = (value) => String(Number(value.toPrecision(4))), before = Number(box.dataset.layer ?? last);
     if (layer !== last ? rows || before !== layer : !rows && before !== layer) rows = x.map((value, i) => [i, short(value), short(y[i])]);
     box.dataset.layer = layer;

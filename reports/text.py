@@ -53,8 +53,8 @@ def compact(values: Any) -> list[float]:
     return [int(v) if v.is_integer() else v for v in rounded]
 
 
-def titled(meaning: str, unit: str) -> str:
-    return f"{meaning} [{unit}]" if unit else meaning
+def titled(meaning: str, cluster: str) -> str:
+    return f"{meaning} [{cluster}]" if cluster else meaning
 
 
 def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:

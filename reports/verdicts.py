@@ -1,4 +1,4 @@
-"""The verdict table: every headline, and everything that was not measured, as rows of plain strings."""
+"""The verdict table: every metric, and everything that was not measured, as rows of plain strings."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from llmgeom.record import Record
 from llmgeom.reports.text import numbers, visible
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.validity import placed
 
 # A verdict is told by its word and its shape; colour only repeats it.
@@ -61,7 +61,7 @@ def labels(records: Sequence[Record]) -> list[str]:
 
 def table(records: Sequence[Record]) -> list[dict[str, str]]:
     """The rows as plain dictionaries for a terminal or JSON; all have the same keys, `record` only where it differs and
-    `claim` only where a headline is one."""
+    `claim` only where a metric is one."""
     rows = lines(records)
     hidden = {"method"} | ({"record"} if len(records) == 1 else set())
     hidden |= set() if any(row.claim for row in rows) else {"claim"}
@@ -69,11 +69,11 @@ def table(records: Sequence[Record]) -> list[dict[str, str]]:
 
 
 def lines(records: Sequence[Record]) -> list[Row]:
-    """Claims first, then measurements; each by probe, headline and record, so that equal headlines of several records
+    """Claims first, then measurements; each by probe, metric and record, so that equal metrics of several records
     stand side by side."""
     rows, named = [], list(zip(labels(records), records, strict=True))
     for probe in sorted({probe for record in records for probe in (*record.results, *record.unmeasured)}):
-        found = [(label, h, r) for label, r in named if probe in r.results for h in r.results[probe].headlines]
+        found = [(label, h, r) for label, r in named if probe in r.results for h in r.results[probe].estimates]
         for name in dict.fromkeys(h.name for _, h, _ in found):
             rows += [_row(label, probe, h, record) for label, h, record in found if h.name == name]
         for label, record in named:
@@ -83,12 +83,12 @@ def lines(records: Sequence[Record]) -> list[Row]:
     return sorted(rows, key=lambda row: not row.claim)
 
 
-def counted(h: Headline) -> str:
-    """How many prompts, or what it counts, and how many independent units a headline is of."""
-    return f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.units else f", {h.units} units")
+def counted(h: Estimate) -> str:
+    """How many prompts, or what it counts, and how many independent units a metric is of."""
+    return f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.clusters else f", {h.clusters} units")
 
 
-def _row(label: str, probe: str, h: Headline, record: Record) -> Row:
+def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
     value, low, high = numbers(h.value, h.low, h.high)
     null, p = "none", ""
     if h.verdict != "no null":

@@ -28,7 +28,7 @@ from jaxtyping import Float
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.cache import keys as fingerprint
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, grammar, pool
@@ -62,10 +62,10 @@ Cell = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Signature:
-    """A number that is compared between kinds: `headline` of `probe`, or one measured here where `probe` is "kinds".
+    """A number that is compared between kinds: `estimate` of `probe`, or one measured here where `probe` is "kinds".
 
     nature   what Paper III takes it to be: "dynamic" changes with the kind of attention, "static" does not.
-    effect   the smallest change of interest, declared before any model was trained, in the unit of the headline: that
+    effect   the smallest change of interest, declared before any model was trained, in the unit of the metric: that
              of its claim, save for focusing, where .1 is about the difference between the families that Paper III
              compares (31 and 20-30 %), not the 30 % that one model must reach.
     width    it depends on how many coordinates the values have, and grouping changes that: a change with grouping is
@@ -74,7 +74,7 @@ class Signature:
 
     name: str
     probe: str
-    headline: str
+    estimate: str
     nature: Literal["dynamic", "static"]
     effect: float
     width: bool = False
@@ -140,12 +140,12 @@ SPEC = Spec(
 
 
 def matched(spec: Spec) -> dict[str, int]:
-    """Parameters of each kind. Raises Refused where they differ by more than 2 %."""
+    """Parameters of each kind. Raises UserError where they differ by more than 2 %."""
     with torch.device("meta"):
         models = {name: replace(spec, **kind).start() for name, kind in KINDS.items()}
     found = {name: sum(p.numel() for p in model.parameters()) for name, model in models.items()}
     if max(found.values()) > 1.02 * min(found.values()):
-        raise Refused(f"parameters {found} differ by more than 2 %: choose a width that is a multiple of 3 x heads")
+        raise UserError(f"parameters {found} differ by more than 2 %: choose a width that is a multiple of 3 x heads")
     return found
 
 
@@ -197,7 +197,7 @@ class Material:
 def cell(out: Path, kind: str, seed: int, material: Material, progress: Callable[[str], None]) -> Cell:
     """One model, trained and measured as far as it is not in `out` yet.
 
-    Raises Refused where `out` has a cell of another spec.
+    Raises UserError where `out` has a cell of another spec.
     """
     name, spec = f"{kind}-{seed}", replace(material.spec, seed=seed, window=material.window, **KINDS[kind])
     path, folder = out / "cells" / f"{name}.json", out / "models" / name
@@ -246,25 +246,25 @@ def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
 
 
 def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
-    """Every headline by probe and name, of the probes that give the signatures, and why a probe gave none."""
+    """Every metric by probe and name, of the probes that give the signatures, and why a probe gave none."""
     record = scan(subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), nulls=nulls)
-    values = {name: {h.name: h.value for h in found.headlines} for name, found in record.results.items()}
+    values = {name: {h.name: h.value for h in found.estimates} for name, found in record.results.items()}
     heads = subject.capture(prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
     values["kinds"] = {PER_HEAD: float(np.mean([shares(head).pc12 for head in heads.swapaxes(0, 1)]))}
     if keys := record.results.get("key_orthogonality"):
-        # Its headline is this mean, but needs five heads for an interval, and a grouped model has one a layer.
+        # Its metric is this mean, but needs five heads for an interval, and a grouped model has one a layer.
         values["kinds"][COLUMNS] = float(keys.arrays["columns"].mean())
     return {"values": values, "unmeasured": dict(record.unmeasured)}
 
 
 def _agreeing(path: Path, about: Cell) -> Cell:
-    """A file of this run. Raises Refused, naming the first field of the spec that differs."""
+    """A file of this run. Raises UserError, naming the first field of the spec that differs."""
     found = json.loads(path.read_text(encoding="utf-8"))
     theirs, ours = found["spec"], about["spec"]
     for name in theirs | ours:
         if theirs.get(name) != ours.get(name):
             what = f"{name} is {theirs.get(name)!r}, this one's {ours.get(name)!r}"
-            raise Refused(f"{path} is of another run: {what}; choose another --out, or remove it")
+            raise UserError(f"{path} is of another run: {what}; choose another --out, or remove it")
     return found
 
 
@@ -365,19 +365,19 @@ def effects(values: Mapping[str, Float[np.ndarray, "seed grouped windowed"]]) ->
 def analyse(cells: Sequence[Cell]) -> dict[str, Any]:
     """All numbers of the experiment, as plain data; cells by seed, then as in KINDS.
 
-    Raises Refused where the cells of a seed did not read the same text.
+    Raises UserError where the cells of a seed did not read the same text.
     """
     seeds = sorted({c["spec"]["seed"] for c in cells})
     assert [(c["spec"]["seed"], c["kind"]) for c in cells] == [(seed, kind) for seed in seeds for kind in KINDS]
     for seed in seeds:
         if len({c["windows_sha256"] for c in cells if c["spec"]["seed"] == seed}) > 1:
-            raise Refused(f"the cells of seed {seed} did not read the same text; remove them and run again")
+            raise UserError(f"the cells of seed {seed} did not read the same text; remove them and run again")
     found, absent = {LOSS: [c["loss"]["model"] for c in cells]}, {}
     for s in SIGNATURES:
-        given = [c["values"].get(s.probe, {}).get(s.headline) for c in cells]
+        given = [c["values"].get(s.probe, {}).get(s.estimate) for c in cells]
         if lacking := given.count(None):
             whys = sorted({c["unmeasured"][s.probe] for c in cells if s.probe in c["unmeasured"]})
-            absent[s.name] = "; ".join(whys) or f"{s.probe} gives no {s.headline!r} in {lacking} cells"
+            absent[s.name] = "; ".join(whys) or f"{s.probe} gives no {s.estimate!r} in {lacking} cells"
         else:
             found[s.name] = given
     values = {name: np.array(one, dtype=np.float64).reshape(-1, 2, 2) for name, one in found.items()}
@@ -446,12 +446,12 @@ def run(
     """Train and measure what is missing in `out`, then write kinds.json and kinds.md there; None while cells lack.
 
     Killed and called again it goes on: each cell is in `out` whole or not at all.
-    Raises Refused for an unknown kind, fewer than 2 seeds, and an `out` that holds another spec.
+    Raises UserError for an unknown kind, fewer than 2 seeds, and an `out` that holds another spec.
     """
     if unknown := [name for name in kinds if name not in KINDS]:
-        raise Refused(f"unknown kind {unknown[0]!r}: known are {', '.join(KINDS)}")
+        raise UserError(f"unknown kind {unknown[0]!r}: known are {', '.join(KINDS)}")
     if seeds < 2:
-        raise Refused(f"--seeds {seeds}: give at least 2, {LEAST_SEEDS} for a verdict worth quoting")
+        raise UserError(f"--seeds {seeds}: give at least 2, {LEAST_SEEDS} for a verdict worth quoting")
     matched(spec)
     material, every = Material(spec, seeds), [(kind, seed) for seed in range(seeds) for kind in KINDS]
     before = torch.get_num_threads()
@@ -485,7 +485,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         found = run(asked.out, replace(SPEC, steps=asked.steps), asked.seeds, asked.cells, progress)
-    except Refused as refusal:
+    except UserError as refusal:
         print(f"llmgeom: {refusal}", file=sys.stderr)
         return 1
     lacking = f"{asked.out} has the cells of {', '.join(asked.cells)}; run again without --cells for the table\n"

@@ -14,7 +14,7 @@ import transformers
 from jaxtyping import Float
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
@@ -172,13 +172,13 @@ def _kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
 @torch.no_grad()
 def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """What a model says of the two labels after each prompt: log P given that it is one of them [prompt 2], in nats,
-    and log P that it is. Raises Refused where a label is not one token.
+    and log P that it is. Raises UserError where a label is not one token.
     """
     ids, end = subject.tokenizer(list(batch.text))["input_ids"], subject.tokenizer.eos_token_id
     named = zip(batch.columns["first"], batch.columns["second"], strict=True)
     label = {word: subject.tokenizer(f" {word}")["input_ids"] for word in nonce.LABELS}
     if several := [word for word, row in label.items() if len(row) > 1]:
-        raise Refused(f"the labels {', '.join(several)} are several tokens each; learn the tokenizer on more texts")
+        raise UserError(f"the labels {', '.join(several)} are several tokens each; learn the tokenizer on more texts")
     outcome = torch.tensor([label[first] + label[second] for first, second in named])
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     found = torch.empty(len(ids), 2, dtype=torch.float64)
@@ -208,10 +208,10 @@ def _graded(subject: Subject, name: str, which: str, each: int) -> dict[str, Any
     batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
     model, mass = answers(subject, batch)
     exact, k = batch.exact.predictive[:, -1].numpy(), np.array(batch.columns["k"])
-    unit = np.array(batch.columns["pair"])
+    cluster = np.array(batch.columns["pair"])
 
     def measured(rows: np.ndarray) -> dict[str, float | int]:
-        span = jackknife(lambda kept: skill(exact[kept], model[kept], k[kept]), rows, unit[rows])
+        span = jackknife(lambda kept: skill(exact[kept], model[kept], k[kept]), rows, cluster[rows])
         value = skill(exact[rows], model[rows], k[rows])
         return {"skill": value, "low": span.low, "high": span.high, "n": len(rows)}
 

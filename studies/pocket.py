@@ -24,7 +24,7 @@ import transformers
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.grammar import templates
@@ -72,7 +72,7 @@ class Pocket:
                fraction of input tokens replaced at random (never targets), and split, of words cut in two
                (`lessons.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises
                from step 200 on; with more of each, little else is learnt either.
-    seed       of the initial weights, drawn exactly as `Subject.twin` draws them: `@step0` is where this model began.
+    seed       of the initial weights, drawn exactly as `Subject.untrained` draws them: `@step0` is where this model began.
     fillings   of each template in the examination, the held-out half has only templates never trained on; and label
                sequences for each pair of labels and number of observations.
     """
@@ -154,16 +154,18 @@ def build(
 
     demands    other than those of the model's kind.
     changes    fields of Pocket to set otherwise, e.g. steps=500.
-    Raises Refused: an unknown name, an `out` that holds something else, a model that misses the demands.
+    Raises UserError: an unknown name, an `out` that holds something else, a model that misses the demands.
     """
     if name not in POCKETS:
-        raise Refused(f"pocket model {name!r}: known are {', '.join(POCKETS)}")
+        raise UserError(f"pocket model {name!r}: known are {', '.join(POCKETS)}")
     spec, out = replace(POCKETS[name], **changes), Path(out)
     demands = demands or spec.demands
     if spec.steps < 1:
-        raise Refused(f"--steps {spec.steps}: give at least 1; the model before its first step is pocket:{name}@step0")
+        raise UserError(
+            f"--steps {spec.steps}: give at least 1; the model before its first step is pocket:{name}@step0"
+        )
     if out.exists() and not (out / "card.json").exists():
-        raise Refused(f"{out} exists and is not a pocket model: give a new folder")
+        raise UserError(f"{out} exists and is not a pocket model: give a new folder")
     began = time.process_time()
     with _one_thread():
         read = lessons(
@@ -215,7 +217,7 @@ def build(
                     "sha256_of_first_1000": sha256(read.sequences[:1000]),
                 },
                 **measured,
-                "skills_at_step_0": exam.evidence(subject.twin(spec.seed), spec.fillings),
+                "skills_at_step_0": exam.evidence(subject.untrained(spec.seed), spec.fillings),
                 "demands": dataclasses.asdict(demands),
                 "misses_of_the_usual_demands": missed(measured, spec.demands),
                 "curve": curve,
@@ -233,7 +235,7 @@ def build(
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
     if short:
-        raise Refused(
+        raise UserError(
             f"not shipped: {'; '.join(short)}; the grammars need more templates, or --steps or the share is off; what "
             f"was trained is in {place}"
         )
@@ -430,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ),
                 **({} if asked.steps is None else {"steps": asked.steps}),
             )
-    except Refused as refusal:
+    except UserError as refusal:
         print(f"llmgeom: {refusal}", file=sys.stderr)
         return 1
     print(_page(card))

@@ -97,19 +97,19 @@ def hot(row: list[float]) -> int:
 def hundredths(share: list[float]) -> list[int]:
     """A row of probabilities in whole hundredths of at least 5, mended one unit at a time."""
     raised = normal([max(p, 0.05) for p in share])
-    units = [max(round(100 * p), 5) for p in raised]
-    rising = sorted(range(len(units)), key=lambda i: units[i])
+    clusters = [max(round(100 * p), 5) for p in raised]
+    rising = sorted(range(len(clusters)), key=lambda i: clusters[i])
     turn = 0
-    while sum(units) < 100:
-        units[rising[turn % len(units)]] += 1
+    while sum(clusters) < 100:
+        clusters[rising[turn % len(clusters)]] += 1
         turn += 1
     turn = 0
-    while sum(units) > 100:
-        largest = rising[::-1][turn % len(units)]
-        if units[largest] > 5:
-            units[largest] -= 1
+    while sum(clusters) > 100:
+        largest = rising[::-1][turn % len(clusters)]
+        if clusters[largest] > 5:
+            clusters[largest] -= 1
         turn += 1
-    return units
+    return clusters
 
 
 def chance_of_chain(symbols: list[int], many: int) -> Fraction:

@@ -28,7 +28,7 @@ PLACES = {
     "a shard begun": (Store, "write"),
     "a file under its temporary name": (os, "replace"),
     "a file not yet on the disk": (os, "fsync"),
-    "a twin": (Subject, "twin"),
+    "an untrained control": (Subject, "untrained"),
     "a capture's folder": (Store, "__init__"),
     "a probe": (attention_focus, "measure"),
     "a record": (Record, "save"),

@@ -22,7 +22,7 @@ from llmgeom.commands.ablate import (
     measure_found,
     perform,
 )
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -41,16 +41,16 @@ LAYER = 1
 PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
 
 
-def random_prompts(seed: int = 0, units: int = 20) -> Batch:
+def random_prompts(seed: int = 0, clusters: int = 20) -> Batch:
     """Two prompts a unit, of 5 to 12 random tokens (longer than Mistral's window of 7); the pads are random too."""
     rng = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (2 * units, 12), generator=rng)
-    lengths = torch.randint(5, 13, (2 * units,), generator=rng)
-    return Batch(Tokens(ids, lengths), tuple(str(i // 2) for i in range(2 * units)), {"kind": "random", "name": "r"})
+    ids = torch.randint(3, VOCAB, (2 * clusters, 12), generator=rng)
+    lengths = torch.randint(5, 13, (2 * clusters,), generator=rng)
+    return Batch(Tokens(ids, lengths), tuple(str(i // 2) for i in range(2 * clusters)), {"kind": "random", "name": "r"})
 
 
 BATCH, MANY = random_prompts(), random_prompts(1, 40)
-HALF = folds(BATCH.unit, 0, 2)
+HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
@@ -59,7 +59,7 @@ def values(subject: Subject, batch: Batch) -> torch.Tensor:
 
 
 def axis_of(subject: Subject, direction: str = "pc1", fit: Batch = FIT) -> Axis:
-    return Axis.of(values(subject, fit).numpy(), subject.entropy(fit), fit.unit, direction, 0)
+    return Axis.of(values(subject, fit).numpy(), subject.entropy(fit), fit.cluster, direction, 0)
 
 
 def bench_of(subject: Subject, positions="query", batch: Batch = HELD, layers=(LAYER,)) -> Bench:
@@ -108,20 +108,20 @@ def test_pc1_is_the_direction_of_most_variance_turned_towards_entropy():
 def test_ridge_is_the_readout_of_the_instrument():
     """The same penalties, folds and standardisation: the other half is predicted as `readout.read` predicts a fold."""
     rng = np.random.default_rng(1)
-    x, units = rng.standard_normal((60, 30)) * np.arange(1, 31), [str(i // 2) for i in range(60)]
+    x, clusters = rng.standard_normal((60, 30)) * np.arange(1, 31), [str(i // 2) for i in range(60)]
     y = x[:, 3] + 5 * rng.standard_normal(60)
     fit, held = np.arange(40), np.arange(40, 60)
     mean, sd = x[fit].mean(0), x[fit].std(0)
-    w, intercept = ridge((x[fit] - mean) / sd, y[fit], units[:40], 0)
-    fold = np.append(folds(units[:40], 0), np.full(20, 5))
+    w, intercept = ridge((x[fit] - mean) / sd, y[fit], clusters[:40], 0)
+    fold = np.append(folds(clusters[:40], 0), np.full(20, 5))
     expected = read(x, y[:, None], fold).prediction[held, 0]
     np.testing.assert_allclose((x[held] - mean) / sd @ w + intercept, expected, 1e-9)
-    axis = Axis.of(x[fit], y[fit], units[:40], "ridge", 0)
+    axis = Axis.of(x[fit], y[fit], clusters[:40], "ridge", 0)
     np.testing.assert_allclose(axis.u, w / np.linalg.norm(w))
 
 
 def test_values_that_do_not_vary_have_no_axis():
-    with pytest.raises(Refused, match="all 4 coordinates are constant over 10 prompts"):
+    with pytest.raises(UserError, match="all 4 coordinates are constant over 10 prompts"):
         Axis.of(np.ones((10, 4)), np.arange(10.0), list("abcdefghij"), "pc1", 0)
 
 
@@ -234,15 +234,15 @@ def test_copies_of_a_pass_are_edited_each_in_its_own_way(subject):
         np.testing.assert_allclose(together[i], bench.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
 
 
-def outcome(record: Record) -> dict[tuple[str, str], claims.Headline]:
-    return {(probe, h.name): h for probe, m in record.results.items() for h in m.headlines}
+def outcome(record: Record) -> dict[tuple[str, str], claims.Estimate]:
+    return {(probe, h.name): h for probe, m in record.results.items() for h in m.estimates}
 
 
 def planted(name: str) -> Subject:
     """A model whose last attention writes c, the score on its own PC1, and little else, along one direction."""
     family = FAMILIES[name]
     subject = Subject.of(family.model(), name=name)
-    fit = MANY.take(np.flatnonzero(folds(MANY.unit, 0, 2) == 0))
+    fit = MANY.take(np.flatnonzero(folds(MANY.cluster, 0, 2) == 0))
     axis = axis_of(subject, fit=fit)
     heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
     dual = torch.where(axis.sd > 0, axis.u / axis.sd, 0.0).view(kv_heads, 1, -1).expand(-1, heads // kv_heads, -1)
@@ -395,12 +395,12 @@ def test_the_positive_control_cuts_what_differs_from_the_mean(llama):
         return torch.stack([-((one - axis.mean) @ d[p]) * d[p] for one, p in zip(x, prompt, strict=True)])
 
     expected = bench.run([{LAYER: cut}])["odds"].mean()
-    assert found.headlines[0].value == pytest.approx(expected, rel=1e-6) and expected > 0
+    assert found.estimates[0].value == pytest.approx(expected, rel=1e-6) and expected > 0
 
 
 def test_axes_come_from_whole_units_that_are_not_measured(llama):
     record = examine(llama, BATCH, directions=("pc1",), controls=5)
-    assert set(record.prompts["template"]) == set(HELD.unit) and not {*HELD.unit} & {*FIT.unit}
+    assert set(record.prompts["template"]) == set(HELD.cluster) and not {*HELD.cluster} & {*FIT.cluster}
     changed = FIT.inputs.ids.clone()
     changed[:, 0] = 5
     ids = BATCH.inputs.ids.clone()
@@ -412,12 +412,12 @@ def test_axes_come_from_whole_units_that_are_not_measured(llama):
 
 @pytest.mark.parametrize("layers", [(2,), (0, -1)])
 def test_a_layer_that_does_not_exist_is_refused(llama, layers):
-    with pytest.raises(Refused, match=rf"--layers {min(layers) if -1 in layers else 2}: llama has layers 0 to 1"):
+    with pytest.raises(UserError, match=rf"--layers {min(layers) if -1 in layers else 2}: llama has layers 0 to 1"):
         examine(llama, BATCH, layers=layers)
 
 
 def test_few_units_are_refused(llama):
-    with pytest.raises(Refused, match="6 units leave 3 in a half; 5 in each are needed"):
+    with pytest.raises(UserError, match="6 units leave 3 in a half; 5 in each are needed"):
         examine(llama, BATCH.take(range(12)))
 
 
@@ -433,7 +433,7 @@ def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
     batch = Sula(available(pythia.tokenizer), ks=(1, 2)).sample(12, 0)
     record = examine(pythia, batch, directions=("pc1",), controls=2, positions="all")
     assert outcome(record)["ablation_pc1", "rise of the evidence error"].n == len(record.prompts["text"])
-    held = batch.take(np.flatnonzero(folds(batch.unit, 0, 2) == 1))
+    held = batch.take(np.flatnonzero(folds(batch.cluster, 0, 2) == 1))
     assert record.prompts["text"] == held.text
     ids = [[pythia.tokenizer(f" {w}")["input_ids"][0] for w in pair] for pair in
            zip(held.columns["first"], held.columns["second"], strict=True)]  # fmt: skip
@@ -493,5 +493,5 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
     monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(UserError, match=says):
         perform(Request(**wrong))

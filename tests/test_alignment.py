@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llmgeom.commands.comparison import alignment, gram
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.similarity import cka
 
 
@@ -44,7 +44,7 @@ def test_unrelated_vectors_have_none_in_the_mean():
 
 
 def test_cka_needs_rows_that_differ():
-    with pytest.raises(Refused, match="3 rows"):
+    with pytest.raises(UserError, match="3 rows"):
         cka(np.eye(3), np.eye(3))
-    with pytest.raises(Refused, match="all 5 rows of one side are alike"):
+    with pytest.raises(UserError, match="all 5 rows of one side are alike"):
         cka(np.ones((5, 2)), np.eye(5))

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.attention import Recorder, attached, interface_kind, recording
 from llmgeom.model.capture import Site
 from llmgeom.model.layers import blocks
@@ -143,7 +143,7 @@ def test_slots_are_one_linear_map_of_the_flattened_prefix():
     for t in range(5):
         whole = torch.cat([module.weight[j].T for j in range(t + 1)], 1)  # [width, (t + 1) width]
         torch.testing.assert_close(module(x)[1, t], whole @ x[1, : t + 1].flatten(), **EXACT)
-    with pytest.raises(Refused, match="maps for 5 positions, not for 6"):
+    with pytest.raises(UserError, match="maps for 5 positions, not for 6"):
         module(torch.zeros(1, 6, 4, dtype=torch.float64))
 
 
@@ -288,9 +288,9 @@ def test_a_seed_fixes_the_weights_and_leaves_the_generator(arch, features):
     assert all(p.dtype == torch.float32 and p.device.type == "cpu" for p in again.parameters())
     changed = build(arch, features=features, **SHAPE, seed=1).state_dict()
     assert all(not torch.equal(first[k], v) for k, v in changed.items() if k.endswith("proj.weight"))
-    torch.manual_seed(0)  # as Subject.twin does
-    twin = AutoModelForCausalLM.from_config(again.config).state_dict()
-    assert all(torch.equal(first[k], v) for k, v in twin.items())
+    torch.manual_seed(0)  # as Subject.untrained control does
+    control = AutoModelForCausalLM.from_config(again.config).state_dict()
+    assert all(torch.equal(first[k], v) for k, v in control.items())
 
 
 @pytest.mark.parametrize("arch, features", [("mamba2", 0), ("neox", 3)])
@@ -444,7 +444,7 @@ def test_rows_answer_for_the_model_inside(monkeypatch):
     model = build("neox", features=3, **SHAPE)
     assert interface_kind(model, "rows") == "llmgeom_fused"
     monkeypatch.setattr(type(model.inner), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(Refused, match="does not send its attention"):
+    with pytest.raises(UserError, match="does not send its attention"):
         interface_kind(model, "rows")
 
 
@@ -467,7 +467,7 @@ def test_matched_keeps_usual_proportions_where_a_width_fits():
 
 
 def test_matched_refuses_with_the_nearest():
-    with pytest.raises(Refused, match="has 500 parameters within 2%; the nearest, width 8 and inner 10, has"):
+    with pytest.raises(UserError, match="has 500 parameters within 2%; the nearest, width 8 and inner 10, has"):
         matched("llama", 500, vocabulary=16, length=10)
 
 
@@ -486,7 +486,7 @@ def test_matched_refuses_with_the_nearest():
     ],
 )
 def test_shapes_that_cannot_be_are_refused(arch, change, said):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(UserError) as refused:
         build(arch, **{**SHAPE, **change})
     assert str(refused.value).startswith(said)
 

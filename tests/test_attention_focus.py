@@ -11,7 +11,7 @@ import torch
 from scipy.stats import spearmanr
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
@@ -60,18 +60,18 @@ def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) ->
     return View(
         capture=of_rows(drawn(rng, sharp, sink)),
         entropy=rng.uniform(0, 8, N),
-        twins=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
+        untrained=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
         shuffled=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
         seed=seed,
     )
 
 
 def heads(result) -> dict:
-    return {h.name: h for h in result.headlines}
+    return {h.name: h for h in result.estimates}
 
 
 def verdicts(result) -> dict[str, str]:
-    return {h.name: h.verdict for h in result.headlines}
+    return {h.name: h.verdict for h in result.estimates}
 
 
 def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
@@ -109,8 +109,8 @@ def test_uniform_attention_is_at_its_maximum_of_one():
 def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_null():
     given = view([0.5, 1.0, 3.0], 3)
     same = [tuple(of_rows(drawn(np.random.default_rng(i), [0.5, 1.0, 3.0])) for i in range(20))] * 2
-    for twins, shuffled in ((same[0], given.shuffled), (given.twins, same[1])):
-        found = verdicts(attention_focus.measure(replace(given, twins=twins, shuffled=shuffled)))
+    for untrained, shuffled in ((same[0], given.shuffled), (given.untrained, same[1])):
+        found = verdicts(attention_focus.measure(replace(given, untrained=untrained, shuffled=shuffled)))
         assert found["focusing"] != "above null" and found["monotonicity"] != "below null"
 
 
@@ -198,7 +198,7 @@ def test_even_attention_over_a_window_is_at_its_maximum_too():
 
 def test_a_window_of_one_token_is_refused():
     given = view([0.5, 0.5, 0.5], 8)
-    with pytest.raises(Refused, match="layer 1 sees a single token: its attention has no entropy to compare with"):
+    with pytest.raises(UserError, match="layer 1 sees a single token: its attention has no entropy to compare with"):
         attention_focus.measure(replace(given, reading=Reach((12, 1, 12), (1.0, 1.0, 1.0))))
 
 
@@ -237,7 +237,7 @@ def test_short_prompts_are_left_out_and_said_so():
     position = given.capture.position.clone()
     position[:10] = 1
     result = attention_focus.measure(replace(given, capture=replace(given.capture, position=position)))
-    assert result.headlines[0].n == N - 10
+    assert result.estimates[0].n == N - 10
     kept = given.capture.tensors[Site.ATTENTION_FIRST, 2][10:].double().mean()
     assert heads(result)["weight on the first token"].value == pytest.approx(float(kept))
     assert result.warnings == ("10 prompts of fewer than 3 tokens were left out",)
@@ -246,5 +246,5 @@ def test_short_prompts_are_left_out_and_said_so():
 def test_too_few_long_prompts_are_refused():
     given = view([0.5, 0.5, 0.5], 11)
     short = replace(given.capture, position=given.capture.position * 0)
-    with pytest.raises(Refused, match="0 prompts have 3 tokens or more; attention focus needs at least 5"):
+    with pytest.raises(UserError, match="0 prompts have 3 tokens or more; attention focus needs at least 5"):
         attention_focus.measure(replace(given, capture=short))

@@ -30,8 +30,8 @@ def prompts() -> Batch:
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(3, VOCAB, (N, 9), generator=generator)
     ids[:, 8] = torch.randint(3, 9, (N,), generator=generator)
-    units = tuple(str(i // 2) for i in range(N))
-    return Batch(Tokens(ids, torch.full((N,), 9)), units, {"kind": "random"})
+    clusters = tuple(str(i // 2) for i in range(N))
+    return Batch(Tokens(ids, torch.full((N,), 9)), clusters, {"kind": "random"})
 
 
 def turned(name: str, model, seed: int):
@@ -62,17 +62,17 @@ def turned(name: str, model, seed: int):
 
 
 def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> View:
-    """A scan's view with a few twins only: what is compared are values, not verdicts."""
+    """A scan's view with a few untrained controls only: what is compared are values, not verdicts."""
     capture = subject.capture(batch, SITES)
-    twins = tuple(subject.twin(1 + i).capture(batch, {*SITES, Site.ENTROPY}) for i in range(2))
+    untrained = tuple(subject.untrained(1 + i).capture(batch, {*SITES, Site.ENTROPY}) for i in range(2))
     found = np.random.default_rng(0).uniform(0, 8, N) if entropy is None else entropy
-    return View(capture=capture, entropy=found, twins=twins, shuffled=twins, seed=0)
+    return View(capture=capture, entropy=found, untrained=untrained, shuffled=untrained, seed=0)
 
 
 def numbers(result) -> np.ndarray:
-    """Every curve, the scores' size, and every headline's value and interval."""
+    """Every curve, the scores' size, and every metric's value and interval."""
     curves = [result.pc1, result.pc12, result.participation, result.rho, result.r2, np.abs(result.scores).ravel()]
-    return np.concatenate([*curves, *([h.value, h.low, h.high] for h in result.headlines)])
+    return np.concatenate([*curves, *([h.value, h.low, h.high] for h in result.estimates)])
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox"])
@@ -102,7 +102,7 @@ def test_it_measures_the_writes_themselves_under_names_of_its_own():
         assert result.pc12[layer] == pytest.approx(pca.explained_variance_ratio_[:2].sum(), rel=1e-5)
         score = pca.transform(z)[:, 0]
         assert result.rho[layer] == pytest.approx(abs(spearmanr(score, view.entropy)[0]), abs=1e-6)
-    names = {h.name: h for h in result.headlines}
+    names = {h.name: h for h in result.estimates}
     expected = {"PC1 share", "PC1+PC2 share", "participation ratio", RHO, f"{RHO}, {GIVEN}", R2}
     assert set(names) == {CALLED + name for name in expected}
     assert names[CALLED + "PC1+PC2 share"].value == pytest.approx(result.pc12[-1])

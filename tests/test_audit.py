@@ -13,7 +13,7 @@ from sklearn.decomposition import PCA
 
 from llmgeom.cli import main
 from llmgeom.commands.scan import Request, prepare
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.papers import audit, paper3, predictions
@@ -47,7 +47,7 @@ def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, rea
         last = torch.full((len(x),), 4)
         return Capture(batch, rows, last, last + 1, {(Site.VALUE, 0): torch.from_numpy(x)[:, None]})
 
-    return View(of(values), entropy, twins=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), reading=reading)
+    return View(of(values), entropy, untrained=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), reading=reading)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_two_large_coordinates_are_all_that_an_unstandardised_share_sees():
 
     x, entropy = cloud(), rng.random(60)
     result = values.measure(clouds(x, [cloud() for _ in range(20)], entropy))
-    found = {h.name: h for h in result.headlines}
+    found = {h.name: h for h in result.estimates}
     share = found[f"PC1+PC2 share, {values.RAW}"]
     assert share.value == pytest.approx(PCA(2).fit(x).explained_variance_ratio_.sum()) and share.value > 0.99
     # Its own nulls are as high, permuted columns too: nothing is seen.
@@ -114,7 +114,7 @@ def test_permuted_columns_are_the_same_columns():
     rng = np.random.default_rng(1)
     x = rng.standard_normal((60, 1)) * np.ones(50) + 0.1 * rng.standard_normal((60, 50))
     result = values.measure(clouds(x, [rng.standard_normal((60, 50)) for _ in range(20)], rng.random(60)))
-    share = result.headlines[0]
+    share = result.estimates[0]
     assert share.value > 0.9 and share.null_high < 0.5 and share.verdict == "above null"
 
 
@@ -126,10 +126,10 @@ def test_focusing_is_that_of_eager_attention():
     view = View(
         subject.capture(batch, focus.NEEDS.sites),
         np.zeros(len(batch)),
-        twins=(subject.twin(1).capture(batch, focus.NEEDS.sites),),
-        shuffled=(subject.twin(2).capture(batch, focus.NEEDS.sites),),
+        untrained=(subject.untrained(1).capture(batch, focus.NEEDS.sites),),
+        shuffled=(subject.untrained(2).capture(batch, focus.NEEDS.sites),),
         reading=focus.everywhere(subject, batch),
-        twin_readings=(focus.everywhere(subject.twin(1), batch),),
+        control_readings=(focus.everywhere(subject.untrained(1), batch),),
     )
     result = focus.measure(view)
     subject.model.set_attn_implementation("eager")
@@ -142,7 +142,7 @@ def test_focusing_is_that_of_eager_attention():
         final.append(entropy[:, :, -1].mean(1).numpy())
         every.append(entropy.mean((1, 2)).numpy())
     final, every = np.mean(final, 0), np.mean(every, 0)
-    found = {h.name: h.value for h in result.headlines}
+    found = {h.name: h.value for h in result.estimates}
     assert found[focus.FINAL] == pytest.approx(1 - final[-1] / final[0], abs=1e-4)
     assert found[focus.EVERY] == pytest.approx(1 - every[-1] / every[0], abs=1e-4)
     np.testing.assert_allclose(result.every, every, rtol=1e-4)
@@ -152,15 +152,15 @@ def test_focusing_is_that_of_eager_attention():
 def test_keys_are_compared_as_the_papers_code_compares_them(family):
     subject, batch = subject_of(family), ragged(lengths=LENGTHS)
     own, seen = keys.read(subject, batch), subject.capture(batch, keys.NEEDS.sites)
-    twins = [subject.twin(1), subject.twin(2)]
+    untrained = [subject.untrained(1), subject.untrained(2)]
     view = View(
         seen,
         np.zeros(len(batch)),
-        twins=tuple(twin.capture(batch, keys.NEEDS.sites) for twin in twins),
+        untrained=tuple(control.capture(batch, keys.NEEDS.sites) for control in untrained),
         reading=own,
-        twin_readings=tuple(keys.read(twin, batch) for twin in twins),
+        control_readings=tuple(keys.read(control, batch) for control in untrained),
     )
-    found = {h.name: h.value for h in keys.measure(view).headlines}
+    found = {h.name: h.value for h in keys.measure(view).estimates}
     heads = subject.facts["heads"]
 
     def mean_over_pairs(vectors, of=abs):
@@ -212,7 +212,7 @@ def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_go
         published.measure_published(SOURCE, truth, model, [noise])
     noise = {name: heard(0.5 + 0.01 * rng.random(n), rng.standard_normal((n, 16))) for name in truth}
     result = published.measure_published(SOURCE, truth, model, [noise] * 3)
-    found = {h.name: h.value for h in result.headlines}
+    found = {h.name: h.value for h in result.estimates}
     assert found[published.ERROR] == pytest.approx(0, abs=1e-8)
     assert found[published.PEARSON] == pytest.approx(1) and found[published.REMAP] == pytest.approx(0, abs=1e-8)
     assert found[published.RANKED] > 0.9
@@ -224,7 +224,7 @@ def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_go
     missed = published.measure_published(SOURCE, truth, right, [noise] * 3)
     # Exact entropies of the next label and of the latent class at k = 0, 1, 2, 4, 8: Paper III's own target.
     gap = np.mean([0, 0.6801 - 0.4690, 0.5893 - 0.2579, 0.5040 - 0.0781, 0.4725 - 0.0081])
-    assert missed.headlines[0].value == pytest.approx(gap, abs=0.02)
+    assert missed.estimates[0].value == pytest.approx(gap, abs=0.02)
 
 
 def test_the_axis_is_pc1_and_the_cut_leaves_rounding():
@@ -257,17 +257,17 @@ def test_an_audit_has_both_numbers_of_every_row(runs):
     for one in found.rows:
         assert one.published and one.sound, (one.row.place, one.missing)
         held = records[one.row.sound[0]].results[one.row.sound[1]]
-        assert one.sound in held.headlines
+        assert one.sound in held.estimates
     assert "misread" in found.rows[0].published.name
     text = "\n".join(found.lines())
     assert all(row.place in text and row.why in text for row in audit.ROWS)
-    assert len(found.measured().headlines) == 2 * len(audit.ROWS)
+    assert len(found.measured().estimates) == 2 * len(audit.ROWS)
 
 
 def test_where_the_layout_cannot_be_misread_the_next_definition_is_taken(runs):
     *_, records = runs
     held = records[MIXED].results["published_values"]
-    plain = replace(held, headlines=tuple(h for h in held.headlines if "misread" not in h.name))
+    plain = replace(held, estimates=tuple(h for h in held.estimates if "misread" not in h.name))
     others = records | {MIXED: replace(records[MIXED], results=records[MIXED].results | {"published_values": plain})}
     row = audit.audit(others).rows[0]
     assert row.published.name == "PC1 share, not standardised" and not row.missing
@@ -328,7 +328,7 @@ def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tm
     held = tmp_path / "held"
     records[SULA].save(held)
     before = (held / "record.json").read_bytes()
-    with pytest.raises(Refused, match="held holds another run; choose another --out"):
+    with pytest.raises(UserError, match="held holds another run; choose another --out"):
         trilogy.perform(replace(asked, out=str(held)), published=True)
     assert (held / "record.json").read_bytes() == before and not (held / MIXED).exists()
     begun = tmp_path / "begun"  # the scans and their page are there, the table is not
@@ -341,14 +341,14 @@ def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tm
     trilogy.save(tmp_path / "again", again, records, "audit", audit.audit(records).measured())
     with pytest.raises(RuntimeError, match="loaded"):
         trilogy.perform(again, published=True)
-    with pytest.raises(Refused, match="holds another run"):
+    with pytest.raises(UserError, match="holds another run"):
         trilogy.perform(replace(again, controls=3), published=True)
 
 
 def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
     assert all(name.startswith("published_") for name in names("published"))
     assert not set(names("published")) & set(names())
-    with pytest.raises(Refused, match="--protocol published with --probes value_manifold: that probe is sound"):
+    with pytest.raises(UserError, match="--protocol published with --probes value_manifold: that probe is sound"):
         prepare(Request(protocol="published", probes=("value_manifold",), out=str(tmp_path / "no")))
     run = ["scan", "--protocol", "published", "--domain", "math", "--n", "20", "--limit", "90", "--nulls", "2"]
     done = CliRunner().invoke(main, [*run, "--quiet", "--json", "--out", str(tmp_path / "run")], prog_name="llmgeom")
@@ -370,11 +370,11 @@ def test_paper_three_finds_its_headlines_in_the_runs(runs):
             continue
         try:
             h = bench.measured(one.small)
-        except Refused as refusal:
+        except UserError as refusal:
             assert "its page says why" in str(refusal) or len(str(refusal)) > 20
             continue
         place = next(p for p in one.small.of["at"] if p[1] in records[p[0]].results)
-        assert h in records[place[0]].results[place[1]].headlines and h.name == place[2]
+        assert h in records[place[0]].results[place[1]].estimates and h.name == place[2]
         measured += 1
     assert measured >= 20
 
@@ -404,8 +404,8 @@ def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch)
     monkeypatch.setattr(trilogy.Request, "load", _never)
     _, again = trilogy.perform(asked, published=True)
     assert len(asked_of) == 1
-    assert [h for r in again.values() for m in r.results.values() for h in m.headlines] == [
-        h for r in found.values() for m in r.results.values() for h in m.headlines
+    assert [h for r in again.values() for m in r.results.values() for h in m.estimates] == [
+        h for r in found.values() for m in r.results.values() for h in m.estimates
     ]
     (tmp_path / trilogy.SULA / trilogy.FINISHED).write_text("another")
     with pytest.raises(AssertionError, match="done again"):

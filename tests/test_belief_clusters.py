@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.claims import judge
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import belief_clusters
@@ -66,9 +66,9 @@ def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> View:
     centres = centres @ into if where == "read" else centres - centres @ into
     noise = lambda: rng.normal(size=(n, STEPS, D))  # noqa: E731
     x = noise() + (strength * centres[token if where == "token" else label] if where != "nowhere" else 0)
-    twins = tuple(of(noise(), label, token) for _ in range(20))
+    untrained = tuple(of(noise(), label, token) for _ in range(20))
     main, reading = of(x, label, token), ReadOut(np.arange(K), rows)
-    whole = Sample(main, np.zeros(n * STEPS), twins)
+    whole = Sample(main, np.zeros(n * STEPS), untrained)
     few = replace(main, tensors={(Site.FINAL, -1): main.final[:40]})
     readings = tuple(ReadOut(np.arange(K), read_rows(1 + i)) for i in range(20))
     return View(few, np.zeros(40), (), (), {WHOLE: whole}, reading, readings, seed)
@@ -76,7 +76,7 @@ def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> View:
 
 def measured(given: View):
     result = belief_clusters.measure(given)
-    return result, {h.name: h for h in judge({"belief_clusters": result.lowered()})["belief_clusters"].headlines}
+    return result, {h.name: h for h in judge({"belief_clusters": result.lowered()})["belief_clusters"].estimates}
 
 
 def space(result, name: str) -> float:
@@ -107,7 +107,7 @@ def test_clusters_of_the_last_token_are_not_of_belief():
 
 
 def test_noise_is_seldom_called_a_cluster():
-    """Labels that follow nothing: each of the three headlines is above its nulls no more often than it may be."""
+    """Labels that follow nothing: each of the three metrics is above its nulls no more often than it may be."""
     verdicts = [[h.verdict for h in measured(view("nowhere", seed, n=24))[1].values()] for seed in range(10, 22)]
     for column in zip(*verdicts, strict=True):
         assert sum(word in ("above null", "PASS") for word in column) <= 1
@@ -136,13 +136,13 @@ def test_headlines_are_what_scikit_learn_says_of_the_rows():
 
     half = t.ppf(0.975, N - 1) * error
     assert found["silhouette"].high == pytest.approx(found["silhouette"].value + half, abs=1e-9)
-    assert found["silhouette"].units == N and found["silhouette"].n == N * STEPS
-    # A twin is read through its own rows.
-    twins, theirs = given.samples[WHOLE].twins, given.twin_readings
+    assert found["silhouette"].clusters == N and found["silhouette"].n == N * STEPS
+    # An untrained control is read through its own rows.
+    untrained, theirs = given.samples[WHOLE].untrained, given.control_readings
     bands = []
-    for twin, one in zip(twins, theirs, strict=True):
+    for control, one in zip(untrained, theirs, strict=True):
         own = np.linalg.qr((one.rows[1:] - one.rows[0]).T)[0]
-        y = twin.final.double().numpy()
+        y = control.final.double().numpy()
         bands.append((silhouette_score(y, label), silhouette_score(y @ own, label)))
     low, high = result.silhouettes_null[[0, 2]].T
     np.testing.assert_allclose(low, np.min(bands, 0), atol=1e-9)
@@ -192,7 +192,7 @@ def test_what_is_removed_is_what_tells_outcomes_apart_and_nothing_else():
     np.testing.assert_allclose(_spaces(x, rows + rng.normal(size=9))[BEYOND], found[BEYOND], atol=1e-12)
     np.testing.assert_allclose(distances(found[ALONE]), distances(x - found[BEYOND]), atol=1e-9)
     np.testing.assert_allclose(_spaces(x, np.ones((2, 9)))[BEYOND], x)
-    with pytest.raises(Refused, match="the read-out of 10 outcomes takes all 9 directions: nothing lies beyond it"):
+    with pytest.raises(UserError, match="the read-out of 10 outcomes takes all 9 directions: nothing lies beyond it"):
         _spaces(x, rng.normal(size=(10, 9)))
 
 
@@ -255,7 +255,9 @@ def test_one_group_is_refused():
     capture = given.samples[WHOLE].capture
     same = replace(capture.batch.posterior, belief=capture.batch.posterior.belief[:1, :1].expand(N, STEPS, K))
     one = replace(capture, batch=replace(capture.batch, posterior=same))
-    with pytest.raises(Refused, match="1 state or outcome is the likeliest in 5 rows or more; clusters need two such"):
+    with pytest.raises(
+        UserError, match="1 state or outcome is the likeliest in 5 rows or more; clusters need two such"
+    ):
         belief_clusters.measure(replace(given, samples={WHOLE: replace(given.samples[WHOLE], capture=one)}))
 
 
@@ -294,7 +296,7 @@ def test_every_architecture_is_measured(arch):
     belief = captured.exact.belief.exp()
     sure = (belief.topk(2).values @ torch.tensor([1.0, -1.0], dtype=belief.dtype)) >= 0.05
     x, label = captured.final.double().numpy()[sure], belief.argmax(-1).numpy()[sure]
-    assert found.headlines[0].value == pytest.approx(silhouette_score(x, label), abs=1e-6)
+    assert found.estimates[0].value == pytest.approx(silhouette_score(x, label), abs=1e-6)
 
 
 def test_an_untrained_model_does_not_pass():
@@ -303,7 +305,7 @@ def test_an_untrained_model_does_not_pass():
     probes = {"belief_clusters": belief_clusters}
     for arch, seed in (("gpt2", 300), ("lstm", 301), ("mlp", 302)):
         record = scan(tunnel_subject(arch, task, seed), cut, probes, nulls=20, samples={WHOLE: whole})
-        found = {h.name: h for h in record.results["belief_clusters"].headlines}
+        found = {h.name: h for h in record.results["belief_clusters"].estimates}
         assert found[NAME].verdict != "PASS", (arch, found[NAME].why)
 
 
@@ -358,15 +360,15 @@ def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups()
     noise = lambda: rng.normal(size=(60, 8))  # noqa: E731
     read = ReadOut(np.unique(label), rng.normal(size=(4, 8)), label)
     x = noise() + (label == 9)[:, None] * free
-    twins = tuple(states(noise()) for _ in range(20))
-    given = View(states(x), np.zeros(60), twins, reading=read, twin_readings=(read,) * 20)
+    untrained = tuple(states(noise()) for _ in range(20))
+    given = View(states(x), np.zeros(60), untrained, reading=read, control_readings=(read,) * 20)
     result, found = measured(given)
     assert result.ticks["group"] == (4, 9) and result.sizes.tolist() == [28, 28]
     assert result.notes == ("4 rows are left out, whose group has fewer than 5",)
     way = read.rows[3] - read.rows[1]
     beyond = (x - np.outer(x @ way, way) / (way @ way))[:56]
     assert found[NAME].value == pytest.approx(silhouette_score(beyond, label[:56]))
-    assert found[NAME].verdict == "PASS" and found[NAME].units == 28
+    assert found[NAME].verdict == "PASS" and found[NAME].clusters == 28
 
 
 def test_prompts_with_one_answer_are_refused():

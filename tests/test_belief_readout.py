@@ -11,7 +11,7 @@ from sklearn.linear_model import LogisticRegression
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.batch import Batch, Posterior, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import belief_readout, known
@@ -73,16 +73,16 @@ def drawn(seed: int, sequences: int = 12, queries: int = 3, width: int = 5, outc
     n = sequences * queries
     x = rng.standard_normal((n, width)) * np.arange(1, width + 1) + 7
     log_p = torch.from_numpy(x - 7)[:, :outcomes].log_softmax(-1)
-    units = [f"s{i}" for i in np.repeat(np.arange(sequences), queries)]
-    return x, log_p, torch.arange(queries).repeat(sequences), units
+    clusters = [f"s{i}" for i in np.repeat(np.arange(sequences), queries)]
+    return x, log_p, torch.arange(queries).repeat(sequences), clusters
 
 
 def test_reading_is_nested_cross_validation_by_whole_units():
-    x, log_p, position, units = drawn(0)
+    x, log_p, position, clusters = drawn(0)
     x[:, -1] = 3  # constant: says nothing
     noise = np.random.default_rng(1).standard_normal(x.shape)
-    found = read([torch.from_numpy(x), torch.from_numpy(noise)], log_p, position, units, seed=4)
-    fold, p = folds(units, 4), log_p.exp().numpy()
+    found = read([torch.from_numpy(x), torch.from_numpy(noise)], log_p, position, clusters, seed=4)
+    fold, p = folds(clusters, 4), log_p.exp().numpy()
     np.testing.assert_array_equal(found.fold, fold)
     for site, one in enumerate((x, noise)):
         for held in range(5):
@@ -102,32 +102,32 @@ def test_reading_is_nested_cross_validation_by_whole_units():
 
 
 def test_the_penalty_of_a_fold_is_chosen_without_it():
-    x, log_p, position, units = drawn(3, sequences=15, width=9)
-    fold, sites = folds(units, 0), [torch.from_numpy(x), torch.from_numpy(x[::-1].copy())]
-    own = read(sites, log_p, position, units, 0).penalty
+    x, log_p, position, clusters = drawn(3, sequences=15, width=9)
+    fold, sites = folds(clusters, 0), [torch.from_numpy(x), torch.from_numpy(x[::-1].copy())]
+    own = read(sites, log_p, position, clusters, 0).penalty
     changed = 0
     for held in range(5):
         other = torch.where(torch.from_numpy(fold == held)[:, None], log_p.roll(1, 1).flip(0), log_p)
-        theirs = read(sites, other, position, units, 0).penalty
+        theirs = read(sites, other, position, clusters, 0).penalty
         np.testing.assert_array_equal(theirs[:, held], own[:, held])
         changed += (theirs != own).sum()
     assert changed, "the others' choices must be free to move, or the test says nothing"
 
 
 def test_each_site_may_have_a_target_of_its_own():
-    x, log_p, position, units = drawn(2)
+    x, log_p, position, clusters = drawn(2)
     other = log_p.flip(0)
-    both = read([torch.from_numpy(x)] * 2, torch.stack([log_p, other]), position, units, 0)
+    both = read([torch.from_numpy(x)] * 2, torch.stack([log_p, other]), position, clusters, 0)
     for site, target in enumerate((log_p, other)):
-        single = read([torch.from_numpy(x)], target, position, units, 0)
+        single = read([torch.from_numpy(x)], target, position, clusters, 0)
         np.testing.assert_allclose(both.kl[site], single.kl[0], atol=1e-4)
 
 
 def test_what_position_tells_is_not_counted_as_read():
     """A posterior that position decides is read without a residual, and certainty of 0 and 1 is no trouble."""
-    position, units = torch.arange(4).repeat(10), np.repeat(np.arange(10), 4)
+    position, clusters = torch.arange(4).repeat(10), np.repeat(np.arange(10), 4)
     log_p = torch.eye(4, dtype=torch.float64)[position].log()
-    found = read([torch.zeros(40, 3)], log_p, position, units, 0)
+    found = read([torch.zeros(40, 3)], log_p, position, clusters, 0)
     assert found.kl.min() >= 0 and found.kl.max() < 0.01
 
 
@@ -170,24 +170,24 @@ def held(writes: list[tuple[torch.Tensor, torch.Tensor]], exact: Posterior, seed
     return Capture(batch, prompt, position, lengths, tensors)
 
 
-def viewed(writes, exact: Posterior, twins: int = 20, known_writes: bool = True) -> SimpleNamespace:
-    """Twins whose writes are noise alone."""
-    untrained = [
+def viewed(writes, exact: Posterior, untrained: int = 20, known_writes: bool = True) -> SimpleNamespace:
+    """Untrained controls whose writes are noise alone."""
+    null_of_untrained = [
         held(
             [(noise(50 + 9 * i + n), noise(3000 + 9 * i + n)) for n in range(len(writes))],
             exact,
             9000 + i,
             known_writes,
         )
-        for i in range(twins)
+        for i in range(untrained)
     ]
     own = held(writes, exact, 1, known_writes)
-    sample = Sample(own, np.zeros(len(own.prompt)), tuple(untrained))
+    sample = Sample(own, np.zeros(len(own.prompt)), tuple(null_of_untrained))
     return SimpleNamespace(capture=own, samples={WHOLE: sample}, seed=0)
 
 
 def judged(made) -> dict:
-    return {h.name: h for h in claims.judge({"belief_readout": made.lowered()})["belief_readout"].headlines}
+    return {h.name: h for h in claims.judge({"belief_readout": made.lowered()})["belief_readout"].estimates}
 
 
 LOG_P = posteriors(0)
@@ -202,7 +202,7 @@ def test_who_writes_the_posterior_has_the_share(writer, share, verdict, coarse):
     made = belief_readout.measure(viewed([first, (STILL, STILL)], EXACT))
     found = judged(made)
     assert found[SHARE].value == pytest.approx(share, abs=0.01) and found[SHARE].verdict == verdict
-    assert found[SHARE].units == SEQUENCES and found[SHARE].n == SEQUENCES * QUERIES
+    assert found[SHARE].clusters == SEQUENCES and found[SHARE].n == SEQUENCES * QUERIES
     assert made.ticks["site"] == ("in 0", "attention 0", "in 1", "attention 1", "out")
     falls = -np.diff(made.missed)
     assert falls[1 if writer == "mlp" else 0] == pytest.approx(made.missed[0] - made.missed[-1], abs=1e-3)
@@ -263,14 +263,14 @@ def test_of_no_fall_there_are_no_shares(coarse):
 
 
 def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
-    """What is readable by chance falls over its MLPs as over those of its twins."""
+    """What is readable by chance falls over its MLPs as over those of its untrained controls."""
     for seed in range(2):
         faint = [(STILL, written(LOG_P, 20 + seed, 0.3) + 0.5 * noise(seed))]
-        view = viewed(faint, EXACT, twins=0)
-        twins = tuple(
+        view = viewed(faint, EXACT, untrained=0)
+        untrained = tuple(
             held([(STILL, written(LOG_P, 60 + i, 0.3) + 0.5 * noise(30 + i))], EXACT, 200 + i) for i in range(20)
         )
-        view.samples[WHOLE] = Sample(view.capture, view.samples[WHOLE].entropy, twins)
+        view.samples[WHOLE] = Sample(view.capture, view.samples[WHOLE].entropy, untrained)
         found = judged(belief_readout.measure(view))
         assert found[SHARE].value == pytest.approx(1) and found[SHARE].verdict != "PASS"
         assert found[SKILL].verdict != "above null"
@@ -278,12 +278,12 @@ def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
 
 def test_the_belief_is_read_where_there_is_one():
     exact = Posterior(posteriors(9), LOG_P, tuple(range(OUTCOMES)))
-    made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))], exact, twins=2))
+    made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))], exact, untrained=2))
     assert made.missed[-1] < 0.1 * made.position
 
 
 def test_without_writes_there_is_a_curve_and_no_share():
-    made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))] * 2, EXACT, twins=2, known_writes=False))
+    made = belief_readout.measure(viewed([(STILL, written(LOG_P, 2, 5.0))] * 2, EXACT, untrained=2, known_writes=False))
     assert made.missed.shape == (3,) and made.ticks["site"] == ("in 0", "in 1", "out")
     assert {SHARE, GRADUAL}.isdisjoint(judged(made))
     assert "what attention writes cannot be told" in made.warnings[0] and "2 steps" in made.warnings[1]
@@ -291,11 +291,11 @@ def test_without_writes_there_is_a_curve_and_no_share():
 
 def test_what_cannot_be_read_out_is_refused():
     writes = [(STILL, STILL)]
-    with pytest.raises(Refused, match="what is asked is a real number"):
-        belief_readout.measure(viewed(writes, Posterior(LOG_P[..., :2]), twins=1))
+    with pytest.raises(UserError, match="what is asked is a real number"):
+        belief_readout.measure(viewed(writes, Posterior(LOG_P[..., :2]), untrained=1))
     alike = torch.full_like(LOG_P, -np.log(OUTCOMES))
-    with pytest.raises(Refused, match="the position alone tells the posterior"):
-        belief_readout.measure(viewed(writes, Posterior(alike, outcomes=EXACT.outcomes), twins=1))
+    with pytest.raises(UserError, match="the position alone tells the posterior"):
+        belief_readout.measure(viewed(writes, Posterior(alike, outcomes=EXACT.outcomes), untrained=1))
 
 
 def test_many_rows_are_cut_to_whole_sequences(monkeypatch):
@@ -332,7 +332,7 @@ def hand_lens(model, x: torch.Tensor, norm: str, head: str, cap: float | None = 
 )
 @torch.no_grad()
 def test_the_lens_is_the_model_s_own_norm_and_embedding(name, norm, head, cap):
-    model, batch = FAMILIES[name].model(), random_prompts(units=6)
+    model, batch = FAMILIES[name].model(), random_prompts(clusters=6)
     found = lens(Subject.of(model, name=name), batch)
     assert found.shape == (3, 6)
     for row, ids in enumerate(alone(batch)):
@@ -369,9 +369,9 @@ def test_the_way_and_the_steps_of_the_lens():
     other = np.array([1.0, 1.5, 0.9, 0.5, 0.0])[:, None] * rng.uniform(0.9, 1.1, n)
     x = [rng.standard_normal((n, 6)) for _ in range(5)]
     captures = [at_depths(x)] * 4
-    view = View(captures[0], np.zeros(n), tuple(captures[1:]), reading=own, twin_readings=(other,) * 3)
+    view = View(captures[0], np.zeros(n), tuple(captures[1:]), reading=own, control_readings=(other,) * 3)
     made = belief_readout.measure(view)
-    found = {h.name: h for h in made.headlines}
+    found = {h.name: h for h in made.estimates}
     way = found["lens: way done at half depth"]
     assert way.value == pytest.approx(1 - own[2].mean() / own[0].mean())
     assert way.null_low == pytest.approx(1 - other[2].mean() / other[0].mean())
@@ -380,7 +380,7 @@ def test_the_way_and_the_steps_of_the_lens():
     assert found["CKA with the last, at half depth"].value == pytest.approx(expected, abs=1e-6)
     np.testing.assert_allclose(made.missed, own.mean(1))
     assert made.alike[-1] == pytest.approx(1) and made.alike[0] < 0.7
-    with pytest.raises(Refused, match="1 layer: a way from input to output has at least 2"):
+    with pytest.raises(UserError, match="1 layer: a way from input to output has at least 2"):
         belief_readout.measure(View(captures[0], np.zeros(n), reading=own[:2]))
 
 
@@ -399,4 +399,4 @@ def test_a_tunnel_is_scanned_with_its_whole_sequences(tmp_path, arch):
     found = record.results["belief_readout"]
     assert len(found.arrays["missed"]) == (5 if arch == "neox" else 3)
     assert found.notes == ("25 sequences, 100 queries, seed 0",)
-    assert found.headlines[0].n == 100 and found.headlines[0].units == 25
+    assert found.estimates[0].n == 100 and found.estimates[0].clusters == 25

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from llmgeom.cache import manage as cache
 from llmgeom.cache import shards as store
 from llmgeom.cli import main
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES
 from tests.test_store import capture, contents, cut, shards
@@ -22,10 +22,10 @@ from tests.test_store import capture, contents, cut, shards
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> Path:
-    """A cache with a model and two of its twins, and another model."""
+    """A cache with a model and two of its untrained controls, and another model."""
     root = tmp_path_factory.mktemp("made")
     model = Subject.of(FAMILIES["llama"].model(), name="owner/name", revision="a" * 40)
-    for of in (model, model.twin(1), model.twin(2), Subject.of(FAMILIES["gpt2"].model(), name="other")):
+    for of in (model, model.untrained(1), model.untrained(2), Subject.of(FAMILIES["gpt2"].model(), name="other")):
         capture(of, root / "captures")
     return root
 
@@ -49,7 +49,7 @@ def test_ls_tells_what_is_there(kept):
     found = {run.model: run for run in cache.runs()}
     assert set(found) == {f"owner/name at {'a' * 12}", "other"}
     mine = found[f"owner/name at {'a' * 12}"]
-    assert sorted(one.twin or 0 for one in mine.captures) == [0, 1, 2]
+    assert sorted(one.control or 0 for one in mine.captures) == [0, 1, 2]
     assert {(one.prompts, one.shards, one.expected, one.of) for one in mine.captures} == {(7, 4, 4, "random")}
     assert mine.size == size(mine.folder) and mine.how == "float32 on cpu"
     for path in mine.folder.rglob("*"):
@@ -190,7 +190,7 @@ def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatc
 
 def test_a_folder_without_captures_is_refused(kept, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(Refused, match="empty holds no captures; give the folder that LLMGEOM_CACHE named"):
+    with pytest.raises(UserError, match="empty holds no captures; give the folder that LLMGEOM_CACHE named"):
         cache.merge([tmp_path / "empty"])
     assert call("merge", tmp_path / "nowhere").exit_code == 2
 

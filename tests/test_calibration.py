@@ -17,10 +17,10 @@ from llmgeom import wind_tunnels
 from llmgeom.bench import known_truth as subjects
 from llmgeom.bench import sweep
 from llmgeom.bench.known_truth import CELLS, KINDS, bench
-from llmgeom.claims import Null, declared, headline
+from llmgeom.claims import Null, declared, estimate
 from llmgeom.cli import main
 from llmgeom.commands import calibrate
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
@@ -95,14 +95,14 @@ def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
 
 def test_evidence_is_a_word_and_hard():
     assert set(EVIDENCE) == {"kept", "exchanged", "unbound", "sheet"}
-    with pytest.raises(Refused, match="--evidence none: expected kept or exchanged or unbound or sheet"):
+    with pytest.raises(UserError, match="--evidence none: expected kept or exchanged or unbound or sheet"):
         Training("coin", evidence="none")
-    with pytest.raises(Refused, match="soft targets are the exact answer itself"):
+    with pytest.raises(UserError, match="soft targets are the exact answer itself"):
         Training("coin", evidence="exchanged", targets="soft")
 
 
 def test_a_sheet_is_of_outcomes(tmp_path):
-    with pytest.raises(Refused, match="--evidence sheet: regression asks for real numbers"):
+    with pytest.raises(UserError, match="--evidence sheet: regression asks for real numbers"):
         train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
 
 
@@ -140,8 +140,8 @@ def test_the_bench_is_as_large_as_it_says():
 
 def test_no_twin_is_a_subject():
     seeds = {run.training.seed for run in bench().values()}
-    twins = {1000 + 100 * seed + 1 + i for seed in seeds for i in range(20)}
-    assert not seeds & twins
+    untrained = {1000 + 100 * seed + 1 + i for seed in seeds for i in range(20)}
+    assert not seeds & untrained
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def fabricated(good: bool, made: int = 0, **more):
         claim = declared(probe)[name]
         draws = np.linspace(0.1, 0.2, 20)
         null = Null.of("re-initialised", value, draws, claim.side)
-        h = headline(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, units=100)
+        h = estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
         return subjects._plain(h)
 
     rng = np.random.default_rng(made)
@@ -178,7 +178,7 @@ def fabricated(good: bool, made: int = 0, **more):
         "facts": {"model_type": "gpt2", "layers": 1, "d_model": 8, "parameters": 100},
         "kl": 0.001 if good else 0.5 + made / 1000,
         "skill": 0.99 if good else 0.0,
-        "headlines": {
+        "estimates": {
             "value_manifold": {
                 "PC1 share": plain("value_manifold", "PC1 share", (0.6 if good else 0.1) + 0.05 * rng.random()),
                 "PC1+PC2 share": plain("value_manifold", "PC1+PC2 share", 0.3 + 0.05 * rng.random()),
@@ -274,12 +274,12 @@ def test_the_table_is_read_back(made, tmp_path):
         ('{"version": 1}', "signatures"),
     ):
         path.write_text(broken)
-        with pytest.raises(Refused, match=why):
+        with pytest.raises(UserError, match=why):
             Calibration.read(path)
 
 
 def test_one_task_makes_no_table():
-    with pytest.raises(Refused, match="nothing to compare"):
+    with pytest.raises(UserError, match="nothing to compare"):
         calibrate.calibration(list(given(tasks=1)))
 
 
@@ -315,7 +315,7 @@ def test_the_command_goes_on_and_prints(small, tmp_path):
 def line(value, low=0.1, high=0.2, side="upper", name="PC1 share"):
     claim = replace(declared("value_manifold")[name], side=side)
     null = Null("re-initialised", low, high, high, 0.04, 20)
-    return headline(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, units=100)
+    return estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
 
 
 def test_null_units():
@@ -327,7 +327,7 @@ def test_null_units():
     rng = np.random.default_rng(0)
     null = Null.of("normal", 3.0, rng.normal(1, 2, 20000))
     claim = replace(declared("value_manifold")["PC1 share"], scale="identity")
-    found = headline(claim, 5.0, Interval(4.0, 6.0, 0.95, ""), [null], n=9, units=9)
+    found = estimate(claim, 5.0, Interval(4.0, 6.0, 0.95, ""), [null], n=9, clusters=9)
     assert null_units(found) == pytest.approx(2, abs=0.05)
 
 

@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused, Unavailable, UnsupportedModel
+from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import attention as attention_module
 from llmgeom.model.attention import FUSED, PLAIN, Recorder, attached, recording
 from llmgeom.model.capture import OUTPUTS, ROWS, Site
@@ -301,10 +301,10 @@ def test_numbers_that_are_not_finite_are_traced_to_their_layer():
     mine = subject()
     with torch.no_grad():
         mine.model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
-    with pytest.raises(Refused, match=r"not finite on prompt 1; .* come from layer 1"):
+    with pytest.raises(UserError, match=r"not finite on prompt 1; .* come from layer 1"):
         mine.capture(ragged(), {Site.ENTROPY})
 
 
 def test_positions_are_query_or_all():
-    with pytest.raises(Refused, match="positions 'last': expected 'query' or 'all'"):
+    with pytest.raises(UserError, match="positions 'last': expected 'query' or 'all'"):
         subject().capture(ragged(), {Site.VALUE}, positions="last")

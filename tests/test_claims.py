@@ -1,4 +1,4 @@
-"""A headline has to beat every null it is held against, and a claim has to survive the company of the other claims."""
+"""A metric has to beat every null it is held against, and a claim has to survive the company of the other claims."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from llmgeom import probes
-from llmgeom.claims import Claim, Null, declared, digest, entries, headline, judge
+from llmgeom.claims import Claim, Null, declared, digest, entries, estimate, judge
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
@@ -31,15 +31,15 @@ def claim(**changes) -> Claim:
 def made(value, low, high, nulls, side="upper", **changes):
     found = [Null.of(name, value, draws, side) for name, draws in nulls.items()]
     interval = Interval(low, high, 0.95, "by hand")
-    return headline(claim(side=side, **changes), value, interval, found, n=80, units=40)
+    return estimate(claim(side=side, **changes), value, interval, found, n=80, clusters=40)
 
 
-def measured(*headlines) -> Measured:
-    return Measured("t", "m", "c", "n", "f", headlines, {}, {})
+def measured(*estimates) -> Measured:
+    return Measured("t", "m", "c", "n", "f", estimates, {}, {})
 
 
-def judged(*headlines):
-    return judge({"toy": measured(*headlines)})["toy"].headlines
+def judged(*estimates):
+    return judge({"toy": measured(*estimates)})["toy"].estimates
 
 
 @pytest.mark.parametrize("nulls", [{"easy": EASY, "hard": HARD}, {"hard": HARD, "easy": EASY}])
@@ -61,7 +61,7 @@ def test_p_alone_can_withhold_the_verdict():
     """A wide gap to the margin does not help where one null's p is large."""
     chance = Null("chance", 0.0, 0.1, 0.0, 0.3, 1000)
     interval = Interval(0.8, 1.0, 0.95, "by hand")
-    h = headline(claim(), 0.9, interval, [Null.of("easy", 0.9, EASY), chance], n=80, units=40)
+    h = estimate(claim(), 0.9, interval, [Null.of("easy", 0.9, EASY), chance], n=80, clusters=40)
     assert h.verdict == "undecided" and h.p == 0.3
 
 
@@ -75,18 +75,20 @@ def test_a_claim_below_its_null_turns_everything_but_the_numbers(low, high, verd
 
 
 def test_a_null_made_for_the_other_side_is_refused():
-    null = Null.of("twins", 0.1, HARD, "upper")
-    with pytest.raises(ValueError, match="x is declared 'lower', but null 'twins' was made for the other side"):
-        headline(claim(side="lower"), 0.1, Interval(0.0, 0.2, 0.95, ""), [null], n=80, units=40)
+    null = Null.of("untrained controls", 0.1, HARD, "upper")
+    with pytest.raises(
+        ValueError, match="x is declared 'lower', but null 'untrained controls' was made for the other side"
+    ):
+        estimate(claim(side="lower"), 0.1, Interval(0.0, 0.2, 0.95, ""), [null], n=80, clusters=40)
 
 
 def test_one_half_is_a_number_that_nobody_drew():
     interval = Interval(0.6, 0.8, 0.95, "by hand")
-    h = headline(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY), Null.half(0.7, interval, 40)], n=80, units=40)
+    h = estimate(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY), Null.half(0.7, interval, 40)], n=80, clusters=40)
     assert (h.null, h.null_low, h.null_high, h.margin) == ("one half", 0.5, 0.5, 0.5) and h.verdict == "above null"
     t = (0.7 - 0.5) / (0.1 / scipy_stats.t.ppf(0.975, 39))
     assert h.p_claim == pytest.approx(scipy_stats.t.sf(t, 39))
-    assert headline(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY)], n=80, units=40).null == "easy (20 draws)"
+    assert estimate(claim(), 0.7, interval, [Null.of("easy", 0.7, EASY)], n=80, clusters=40).null == "easy (20 draws)"
 
 
 WORDS = [
@@ -102,14 +104,16 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("low", "high", "p", "units", "word", "why"), WORDS)
-def test_verdict_words(low, high, p, units, word, why):
+@pytest.mark.parametrize(("low", "high", "p", "clusters", "word", "why"), WORDS)
+def test_verdict_words(low, high, p, clusters, word, why):
     null, asked = Null("chance", 0.2, 0.3, 0.3, p, 1000), claim(needed="correlation")
-    h = headline(asked, 0.45, Interval(low, high, 0.95, ""), [null], n=80, units=units)
+    h = estimate(asked, 0.45, Interval(low, high, 0.95, ""), [null], n=80, clusters=clusters)
     assert h.verdict == word and why in h.why
     # Everything turned is the same verdict on the other side.
     null = Null("chance", -0.3, -0.2, -0.3, p, 1000, side="lower")
-    turned = headline(replace(asked, side="lower"), -0.45, Interval(-high, -low, 0.95, ""), [null], n=80, units=units)
+    turned = estimate(
+        replace(asked, side="lower"), -0.45, Interval(-high, -low, 0.95, ""), [null], n=80, clusters=clusters
+    )
     assert turned.verdict == word.replace("above", "below")
     if "clears" in why:
         assert "stays under -0.3, p = " in turned.why
@@ -123,14 +127,14 @@ def test_verdict_words(low, high, p, units, word, why):
 def test_a_claim_s_p_is_the_largest_of_a_prediction_p_and_a_permutation_p():
     permuted = Null("permuted", 0.0, 0.1, 0.0, 0.0001, 10_000)
     interval = Interval(0.7, 0.9, 0.95, "")
-    h = headline(claim(), 0.8, interval, [Null.of("hard", 0.8, HARD), permuted], n=80, units=40)
+    h = estimate(claim(), 0.8, interval, [Null.of("hard", 0.8, HARD), permuted], n=80, clusters=40)
     t = (0.8 - HARD.mean()) / (HARD.std(ddof=1) * math.sqrt(1 + 1 / 20))
     assert h.p_claim == pytest.approx(scipy_stats.t.sf(t, 19)) and 1e-4 < h.p_claim < 1 / 21
-    on_logs = headline(claim(scale="log"), 0.8, interval, [Null.of("hard", 0.8, HARD), permuted], n=80, units=40)
+    on_logs = estimate(claim(scale="log"), 0.8, interval, [Null.of("hard", 0.8, HARD), permuted], n=80, clusters=40)
     logs = np.log(HARD)
     t = (math.log(0.8) - logs.mean()) / (logs.std(ddof=1) * math.sqrt(1 + 1 / 20))
     assert on_logs.p_claim == pytest.approx(scipy_stats.t.sf(t, 19))
-    alone = headline(claim(), 0.8, interval, [permuted], n=80, units=40)
+    alone = estimate(claim(), 0.8, interval, [permuted], n=80, clusters=40)
     assert alone.p_claim == 0.0001
 
 
@@ -144,7 +148,7 @@ def test_holm_runs_over_the_claims_of_all_probes_and_over_nothing_else():
     a, b, c = strong("a", 0.01), strong("b", 0.02), strong("c", 0.03)
     plain = replace(strong("d", 1e-6), claim="")
     found = judge({"one": measured(a, plain), "two": measured(b, c)})
-    (a, d), (b, c) = found["one"].headlines, found["two"].headlines
+    (a, d), (b, c) = found["one"].estimates, found["two"].estimates
     # .01 * 3, .02 * 2, .03 * 1, none below the one before
     assert [h.adjusted for h in (a, b, c)] == pytest.approx([0.03, 0.04, 0.04])
     assert {h.verdict for h in (a, b, c)} == {"PASS"}
@@ -201,7 +205,16 @@ def test_twenty_twins_can_pass_seven_claims_though_no_rank_p_could():
     rng = np.random.default_rng(0)
     found = judged(
         *(
-            made(1.2, 1.0, 1.4, {"twins": rng.normal(0.5, 0.05, 20)}, name=n, claim=n, source="s", published="p")
+            made(
+                1.2,
+                1.0,
+                1.4,
+                {"untrained controls": rng.normal(0.5, 0.05, 20)},
+                name=n,
+                claim=n,
+                source="s",
+                published="p",
+            )
             for n in "abcdefg"
         )
     )
@@ -213,8 +226,8 @@ def equal(value, half, **changes):
     """An equivalence claim with margin .1 around a null whose draws have the median 0.5."""
     interval = Interval(value - half, value + half, 0.95, "")
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
-    nulls = [Null.of("twins", value, np.linspace(0.4, 0.6, 21))]
-    return headline(claim(**{**given, **changes}), value, interval, nulls, n=80, units=40)
+    nulls = [Null.of("untrained controls", value, np.linspace(0.4, 0.6, 21))]
+    return estimate(claim(**{**given, **changes}), value, interval, nulls, n=80, clusters=40)
 
 
 def test_a_claim_of_no_effect_is_two_one_sided_tests():
@@ -244,9 +257,9 @@ def test_no_effect_must_hold_against_every_null():
     nulls = [Null.of("a", 0.5, np.linspace(0.4, 0.6, 21)), Null.of("b", 0.5, np.linspace(0.55, 0.75, 21))]
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
     interval = Interval(0.51, 0.57, 0.95, "")  # within .1 of the medians .5 and .65 lies .55 to .6
-    (found,) = judged(headline(claim(**given), 0.54, interval, nulls, n=80, units=40))
+    (found,) = judged(estimate(claim(**given), 0.54, interval, nulls, n=80, clusters=40))
     assert (found.margin_low, found.margin) == pytest.approx((0.55, 0.60)) and found.verdict == "INCONCLUSIVE"
-    (apart,) = judged(headline(claim(**given), 0.3, Interval(0.2, 0.54, 0.95, ""), nulls, n=80, units=40))
+    (apart,) = judged(estimate(claim(**given), 0.3, Interval(0.2, 0.54, 0.95, ""), nulls, n=80, clusters=40))
     assert apart.verdict == "FAIL"
 
 
@@ -254,7 +267,7 @@ def test_no_effect_must_hold_against_every_null():
 
 
 GOOD = """
-[[headline]]
+[[metric]]
 probe = "toy"
 name = "x"
 unit = "fraction"
@@ -262,7 +275,7 @@ side = "upper"
 effect = 0.1
 needed = "mean"
 """
-CLAIM = 'claim = "It holds."\nnull = "twins"\nsource = "Paper III"\npublished = "30 %"\nscale = "log"\n'
+CLAIM = 'claim = "It holds."\nnull = "untrained controls"\nsource = "Paper III"\npublished = "30 %"\nscale = "log"\n'
 
 
 def folder(tmp_path, text, name="one.toml"):
@@ -274,7 +287,7 @@ def test_entries_are_read_as_they_are_written_from_every_file(tmp_path):
     folder(tmp_path, GOOD + CLAIM)
     other = GOOD.replace('"x"', '"y"').replace("effect = 0.1", "equivalence = true\nmargin = 0.2") + CLAIM
     found = declared("toy", folder(tmp_path, other, "two.toml"))
-    whole = claim(scale="log", claim="It holds.", null="twins", source="Paper III", published="30 %")
+    whole = claim(scale="log", claim="It holds.", null="untrained controls", source="Paper III", published="30 %")
     assert found["x"] == whole and found["x"].smallest == 0.1
     assert found["y"] == replace(whole, name="y", effect=0.0, equivalence=True, margin=0.2)
     assert found["y"].smallest == 0.2
@@ -299,7 +312,7 @@ def test_entries_are_read_as_they_are_written_from_every_file(tmp_path):
         (GOOD + "equivalence = true\n", "give margin, a number above 0, and no effect"),
         (GOOD.replace("effect = 0.1", "margin = 0.1\nequivalence = true"), "equivalence is a claim; give its sentence"),
         (GOOD + GOOD, r"one.toml, entry 2 \(toy: x\) is declared twice"),
-        ('[headline]\nprobe = "toy"\n', "one.toml: .* holds one table"),
+        ('[metric]\nprobe = "toy"\n', "one.toml: .* holds one table"),
         ("[[claim]]\n", "one.toml holds claim; a claims file holds"),
         ("x =", "one.toml is not TOML"),
     ],
@@ -310,7 +323,7 @@ def test_a_malformed_entry_is_named_with_its_file(tmp_path, text, sentence):
 
 
 def test_a_probe_without_declarations_is_told_who_has_some(tmp_path):
-    with pytest.raises(ValueError, match="declares no headline of probe 'toys'; it has toy"):
+    with pytest.raises(ValueError, match="declares no metric of probe 'toys'; it has toy"):
         declared("toys", folder(tmp_path, GOOD))
 
 
@@ -338,12 +351,12 @@ def test_the_declared_claims_are_the_few_that_the_papers_stand_on():
 
 
 def test_a_declared_claim_is_read_by_a_person_with_its_rule():
-    upper = claim(claim="It holds.", null="twins", source="Paper III", published="30 %")
+    upper = claim(claim="It holds.", null="untrained controls", source="Paper III", published="30 %")
     assert upper.lines() == [
         "toy: x",
         "    It holds.",
         "    PASS above every null; FAIL where null + 0.1 fraction is excluded",
-        "    null: twins",
+        "    null: untrained controls",
         "    source: Paper III",
         "    published: 30 %",
     ]

@@ -49,7 +49,7 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     assert record.subject["parity"]["logits"] == 0
     assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150")
     for measured in record.results.values():
-        assert measured.headlines
+        assert measured.estimates
 
 
 def test_the_same_command_again_gives_the_same_bytes(run_folder, tmp_path):
@@ -187,7 +187,7 @@ def test_a_small_domain_is_scanned_with_what_it_can_give(tmp_path):
     for name in known():
         result = call("scan", "--domain", name, "--dry-run", "--json", "--out", str(tmp_path / name))
         n = json.loads(result.stdout)["sources"][name]["prompts"]
-        templates = len(set(Domain(name).sample(Domain(name).size(), 0).unit))
+        templates = len(set(Domain(name).sample(Domain(name).size(), 0).cluster))
         assert n == 75 if templates >= 60 else 40 <= n <= 2 * templates
     result = call("scan", "--domain", "code", "--nulls", "1", "--out", str(tmp_path / "code"), "-q")
     assert result.exit_code == 0, result.output
@@ -247,7 +247,7 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     body = json.loads(result.stdout)
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
-    # 6 samples through the model and 20 twins, 20 shuffles, 3 pools: more in tests/test_planning.py.
+    # 6 samples through the model and 20 untrained controls, 20 shuffles, 3 pools: more in tests/test_planning.py.
     assert math["prompts"] == 75 and math["passes"] > 6 * 21 + 20 + 3 and math["tokens"] > math["pool"]
     assert not (tmp_path / "x").exists()
     human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout

@@ -16,26 +16,26 @@ from scipy.stats import kstest, spearmanr, t
 from llmgeom import claims
 from llmgeom.commands import comparison as compare
 from llmgeom.commands.comparison import PLACES, RHO, SIGNATURES, alignment, gram, permuted, ranked
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import Record
-from llmgeom.result import Headline, Measured, Quantity
+from llmgeom.result import Estimate, Measured, Quantity
 from llmgeom.stats import core as stats
 
 PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
 
 
-def head(name, value, half=0.1, units=30, **other) -> Headline:
+def head(name, value, half=0.1, clusters=30, **other) -> Estimate:
     given = dict(unit="fraction", low=value - half, high=value + half, method="jackknife", null_low=0.0, null_high=0.1)
-    given |= dict(null="none", p=0.01, n=2 * units, units=units, verdict="above null", effect=0.3)
-    return Headline(name=name, value=value, **(given | other))
+    given |= dict(null="none", p=0.01, n=2 * clusters, clusters=clusters, verdict="above null", effect=0.3)
+    return Estimate(name=name, value=value, **(given | other))
 
 
-def record(scores, entropy, unit, *, name="a", headlines=(), subject=(), **changes) -> Record:
-    """A record of a value manifold whose first headline is what its scores and entropies give."""
-    rho = head(RHO, abs(stats.spearman(scores[:, 0], entropy)), unit="|rho|", units=len(set(unit)))
+def record(scores, entropy, unit, *, name="a", estimates=(), subject=(), **changes) -> Record:
+    """A record of a value manifold whose first metric is what its scores and entropies give."""
+    rho = head(RHO, abs(stats.spearman(scores[:, 0], entropy)), unit="|rho|", clusters=len(set(unit)))
     measured = Measured(
         title="", meaning="", computed="", null="", failure_modes="",
-        headlines=(rho, *headlines),
+        estimates=(rho, *estimates),
         quantities={"scores": Quantity(("prompt", "component"), "", "")},
         arrays={"scores": scores},
     )  # fmt: skip
@@ -55,13 +55,13 @@ def record(scores, entropy, unit, *, name="a", headlines=(), subject=(), **chang
     return Record(**{**parts, **changes})
 
 
-def two(rng, units=30, ours=0.6, theirs=0.6, alike=0.8, **changes) -> tuple[Record, Record]:
+def two(rng, clusters=30, ours=0.6, theirs=0.6, alike=0.8, **changes) -> tuple[Record, Record]:
     """Two models on the same prompts, two a unit: a score that follows each one's own entropy, with noise that the
     models share in part, and that the prompts of a unit share in part."""
-    unit = np.repeat(np.arange(units), 2)
+    unit = np.repeat(np.arange(clusters), 2)
 
     def drawn(columns=1):
-        return np.sqrt(0.5) * (rng.normal(size=(units, columns))[unit] + rng.normal(size=(2 * units, columns)))
+        return np.sqrt(0.5) * (rng.normal(size=(clusters, columns))[unit] + rng.normal(size=(2 * clusters, columns)))
 
     def both():
         shared = drawn()
@@ -75,14 +75,14 @@ def two(rng, units=30, ours=0.6, theirs=0.6, alike=0.8, **changes) -> tuple[Reco
 
 
 def rows(comparison) -> dict:
-    return {(d.probe, d.headline): d for pair in comparison.pairs for d in pair.differences}
+    return {(d.probe, d.estimate): d for pair in comparison.pairs for d in pair.differences}
 
 
 # ---- differences ----------------------------------------------------------------------------------------------------
 
 
 def test_a_record_does_not_differ_from_itself(tmp_path):
-    one, _ = two(np.random.default_rng(0), headlines=(head("PC1 share", 0.4, 0.02),))
+    one, _ = two(np.random.default_rng(0), estimates=(head("PC1 share", 0.4, 0.02),))
     one.save(tmp_path)
     found = compare.compare([one, Record.load(tmp_path)])
     assert {d.value for d in rows(found).values()} == {0.0} and {d.p for d in rows(found).values()} == {1.0}
@@ -94,7 +94,7 @@ def test_a_record_does_not_differ_from_itself(tmp_path):
 
 
 def test_a_planted_difference_is_found_in_its_direction_and_pairing_is_what_finds_it():
-    first, other = two(np.random.default_rng(1), units=60, ours=0.9, theirs=0.5)
+    first, other = two(np.random.default_rng(1), clusters=60, ours=0.9, theirs=0.5)
     d = rows(compare.compare([first, other]))[PAIRED]
     assert (d.verdict, d.method) == ("differs", "paired") and d.high < -0.1
     back = rows(compare.compare([other, first]))[PAIRED]
@@ -112,13 +112,13 @@ def test_the_sign_of_a_component_is_a_convention():
 
 
 def test_a_difference_without_error_is_not_certain_beyond_what_is_known_of_tails():
-    first, other = (two(np.random.default_rng(1), headlines=(head("PC1 share", v, 0),))[0] for v in (0.1, 0.9))
+    first, other = (two(np.random.default_rng(1), estimates=(head("PC1 share", v, 0),))[0] for v in (0.1, 0.9))
     d = rows(compare.compare([first, other]))[SHARE]
     assert (d.error, d.p, d.p_within, d.verdict) == (0, 2e-6, 1.0, "differs")
 
 
 def test_the_paired_interval_is_the_jackknife_of_the_difference_over_units():
-    first, other = two(np.random.default_rng(2), units=8)
+    first, other = two(np.random.default_rng(2), clusters=8)
     d = rows(compare.compare([first, other]))[PAIRED]
     unit = np.array(first.prompts["template"])
 
@@ -130,7 +130,7 @@ def test_the_paired_interval_is_the_jackknife_of_the_difference_over_units():
     without = np.array([rho(other, unit != u) - rho(first, unit != u) for u in dict.fromkeys(unit)])
     error = math.sqrt(7 / 8 * np.square(without - without.mean()).sum())
     whole = rho(other, unit != "") - rho(first, unit != "")
-    assert (d.value, d.error, d.units) == pytest.approx((whole, error, 8))
+    assert (d.value, d.error, d.clusters) == pytest.approx((whole, error, 8))
     assert (d.low, d.high) == pytest.approx((whole - t.ppf(0.975, 7) * error, whole + t.ppf(0.975, 7) * error))
     assert d.p == pytest.approx(2 * t.sf(abs(whole) / error, 7))  # a single row: Holm changes nothing
     assert d.p_within == pytest.approx(t.sf((0.3 - abs(whole)) / error, 7))
@@ -152,16 +152,16 @@ def test_the_paired_interval_covers(ours, theirs, truth):
 
 def _arguments(first, other, place=0):
     probe = "value_manifold"
-    a, b = (r.results[probe].headlines[place] for r in (first, other))
+    a, b = (r.results[probe].estimates[place] for r in (first, other))
     return probe, a, first, b, other
 
 
 def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_longer_half():
-    a, b = head("PC1 share", 0.4, 0.06, units=40), head("PC1 share", 0.5, units=30, low=0.5, high=0.58)
-    (first, _), (_, other) = (two(np.random.default_rng(4), headlines=(h,)) for h in (a, b))
+    a, b = head("PC1 share", 0.4, 0.06, clusters=40), head("PC1 share", 0.5, clusters=30, low=0.5, high=0.58)
+    (first, _), (_, other) = (two(np.random.default_rng(4), estimates=(h,)) for h in (a, b))
     d = rows(compare.compare([first, other]))[SHARE]
     error = math.hypot(0.06 / t.ppf(0.975, 39), 0.08 / t.ppf(0.975, 29))
-    assert (d.method, d.units, d.error, d.value) == ("unpaired", 30, pytest.approx(error), pytest.approx(0.1))
+    assert (d.method, d.clusters, d.error, d.value) == ("unpaired", 30, pytest.approx(error), pytest.approx(0.1))
     assert d.high - d.value == pytest.approx(t.ppf(0.975, 29) * error) == d.value - d.low
     assert any(
         note.startswith("unpaired: ") and "conservative" in note for note in compare.compare([first, other]).notes
@@ -171,8 +171,8 @@ def test_unpaired_adds_the_variances_of_the_stored_intervals_and_believes_the_lo
 def test_a_headline_that_stored_arrays_do_not_give_again_is_not_paired():
     first, other = two(np.random.default_rng(5))
     measured = other.results["value_manifold"]
-    moved = replace(measured.headlines[0], value=measured.headlines[0].value + 0.01)
-    changed = replace(other, results={"value_manifold": replace(measured, headlines=(moved,))})
+    moved = replace(measured.estimates[0], value=measured.estimates[0].value + 0.01)
+    changed = replace(other, results={"value_manifold": replace(measured, estimates=(moved,))})
     assert rows(compare.compare([first, other]))[PAIRED].method == "paired"
     assert rows(compare.compare([first, changed]))[PAIRED].method == "unpaired"
     fewer = replace(measured, arrays={"scores": measured.arrays["scores"][1:]})
@@ -183,12 +183,12 @@ def test_a_headline_that_stored_arrays_do_not_give_again_is_not_paired():
 
 def test_p_is_corrected_for_every_row_of_every_pair():
     rng = np.random.default_rng(6)
-    first, _ = two(rng, headlines=(head("PC1 share", 0.4), head("PC1+PC2 share", 0.6)))
-    others = [two(rng, headlines=(head("PC1 share", v), head("PC1+PC2 share", v + 0.3)))[1] for v in (0.5, 0.7)]
+    first, _ = two(rng, estimates=(head("PC1 share", 0.4), head("PC1+PC2 share", 0.6)))
+    others = [two(rng, estimates=(head("PC1 share", v), head("PC1+PC2 share", v + 0.3)))[1] for v in (0.5, 0.7)]
     found = compare.compare([first, *others])
     every = [d for pair in found.pairs for d in pair.differences]
-    raw = [2 * t.sf(abs(d.value) / d.error, d.units - 1) for d in every]
-    within = [t.sf((d.effect - abs(d.value)) / d.error, d.units - 1) for d in every]
+    raw = [2 * t.sf(abs(d.value) / d.error, d.clusters - 1) for d in every]
+    within = [t.sf((d.effect - abs(d.value)) / d.error, d.clusters - 1) for d in every]
     assert [pair.record for pair in found.pairs] == ["b (run 2)", "b (run 3)"]
     assert [[d.theirs for d in pair.differences[1:]] for pair in found.pairs] == [[0.5, 0.8], [0.7, 1.0]]
     assert len(every) == 6
@@ -207,7 +207,7 @@ def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
         p = 2 * t.sf(abs(value) / error, n - 1)
         within = stats.equivalence_p(value, stats.Interval(low, high, 0.95, ""), -effect, effect, n)
         found = (0, value, value, low, high, error, "paired", n, effect, p, within, "")
-        return next(compare._judged([compare.Difference("probe", "headline", "bits", *found)]))
+        return next(compare._judged([compare.Difference("probe", "metric", "bits", *found)]))
 
     needed = judged(rng.normal(0, 0.9, 100_000)).needed
     assert 90 < needed < 110
@@ -225,24 +225,24 @@ def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
 
 def test_more_rows_ask_for_more_units():
     one, many = ([head(f"h{i}", 0.4, 0.3) for i in range(n)] for n in (1, 20))
-    needed = [rows(compare.compare(list(two(np.random.default_rng(8), headlines=h))))[("value_manifold", "h0")].needed
+    needed = [rows(compare.compare(list(two(np.random.default_rng(8), estimates=h))))[("value_manifold", "h0")].needed
               for h in (one, many)]  # fmt: skip
     assert needed[1] > 1.4 * needed[0]
 
 
 def test_other_numbers_of_coordinates_make_shares_arithmetic_and_ranks_not():
     wide = {"kv_heads": 1, "head_dim": 8}
-    first, other = two(np.random.default_rng(9), headlines=(head("PC1 share", 0.4),))
+    first, other = two(np.random.default_rng(9), estimates=(head("PC1 share", 0.4),))
     found = rows(compare.compare([first, replace(other, subject={**other.subject, **wide})]))
     assert found[SHARE].note == "partly arithmetic: kv_heads x head_dim is 1 x 8 against 4 x 8"
     assert found[PAIRED].note == "" and rows(compare.compare([first, other]))[SHARE].note == ""
 
 
 def test_what_cannot_be_compared_is_a_sentence():
-    first, other = two(np.random.default_rng(10), headlines=(head("PC1 share", 0.4), head("old", 0.4, effect=0.0)))
+    first, other = two(np.random.default_rng(10), estimates=(head("PC1 share", 0.4), head("old", 0.4, effect=0.0)))
     more = {**first.results, "attention_focus": first.results["value_manifold"]}
     still = replace(other.results["value_manifold"], arrays={"scores": np.ones((60, 2))})
-    still = replace(still, headlines=other.results["value_manifold"].headlines[2:])
+    still = replace(still, estimates=other.results["value_manifold"].estimates[2:])
     found = compare.compare([
         replace(first, results=more),
         replace(other, results={"value_manifold": still}, unmeasured={"attention_focus": "it has no attention"}),
@@ -263,7 +263,7 @@ def test_what_cannot_be_compared_is_a_sentence():
 
 
 def test_fewer_than_two_runs_are_refused():
-    with pytest.raises(Refused, match="1 run was given, a comparison needs two or more: llmgeom compare RUN RUN"):
+    with pytest.raises(UserError, match="1 run was given, a comparison needs two or more: llmgeom compare RUN RUN"):
         compare.compare(two(np.random.default_rng(0))[:1])
 
 
@@ -285,14 +285,14 @@ def test_fewer_than_two_runs_are_refused():
 def test_records_that_do_not_compare_are_refused_by_the_field_that_differs(field, change, sentence):
     first, other = two(np.random.default_rng(0))
     other = replace(other, **{field: {**getattr(other, field), **change}})
-    with pytest.raises(Refused, match=rf"b cannot be compared with a \(run 1\): {sentence}"):
+    with pytest.raises(UserError, match=rf"b cannot be compared with a \(run 1\): {sentence}"):
         compare.compare([first, first, other])
 
 
 def test_the_first_field_that_differs_is_named_and_token_hashes_do_not_matter():
     first, other = two(np.random.default_rng(0))
     other = replace(other, facts={**other.facts, "prompts_hash": "another tokenizer's", "nulls": 1, "seed": 1})
-    with pytest.raises(Refused, match="nulls 1, expected 20"):
+    with pytest.raises(UserError, match="nulls 1, expected 20"):
         compare.compare([first, other])
     compare.compare([first, replace(other, facts={**first.facts, "prompts_hash": "another tokenizer's"})])
 
@@ -373,7 +373,7 @@ def test_related_records_beat_the_null_and_say_of_what_they_are_related():
     cka, rsa = compare.compare([first, other]).pairs[0].similarities
     assert (cka.measure, rsa.measure) == ("CKA", "RSA") and cka.of == "CKA of the first 2 components"
     for s in (cka, rsa):
-        assert s.p == 1 / 2000 and s.null_high < s.low < s.value < s.high < 1 and (s.n, s.units) == (60, 30)
+        assert s.p == 1 / 2000 and s.null_high < s.low < s.value < s.high < 1 and (s.n, s.clusters) == (60, 30)
     x, y = (r.results["value_manifold"].arrays["scores"] for r in (first, other))
     unit = np.array(first.prompts["template"])
     without = np.array([alignment(ranked(x[unit != u]), ranked(y[unit != u])) for u in dict.fromkeys(unit)])
@@ -412,7 +412,7 @@ def test_the_kind_of_attention_is_read_from_the_heads(heads, kv_heads, name):
 
 
 def test_each_record_has_a_row_with_its_kind_its_window_and_its_signatures():
-    first, other = two(np.random.default_rng(6), headlines=(head("PC1+PC2 share", 0.6),))
+    first, other = two(np.random.default_rng(6), estimates=(head("PC1+PC2 share", 0.6),))
     third = replace(other, subject={**other.subject, "name": "c", "kv_heads": 1, "window": 4})
     fourth = replace(other, subject={"name": "d", "window": 9})
     found = compare.compare([first, third, fourth]).architectures
@@ -429,7 +429,7 @@ def test_titles_and_headlines_are_those_of_the_claims_and_of_the_experiment_on_k
     from studies import attention_variants as kinds
 
     ours = {place: nature for nature, titles in SIGNATURES.items() for place in titles.values()}
-    theirs = {(s.probe, s.headline): s.nature for s in kinds.SIGNATURES if s.probe != "kinds"}
+    theirs = {(s.probe, s.estimate): s.nature for s in kinds.SIGNATURES if s.probe != "kinds"}
     assert theirs.items() <= ours.items() and ours.keys() - theirs.keys() == {("key_orthogonality", "columns of W_K")}
     assert ours.keys() | PLACES.keys() <= {(entry.probe, entry.name) for entry in claims.entries()}
     assert RHO == cloud.RHO and ("value_manifold", value_manifold.ORDER) in PLACES
@@ -441,11 +441,11 @@ def test_titles_and_headlines_are_those_of_the_claims_and_of_the_experiment_on_k
 
 def test_a_comparison_is_plain_data_and_safe_lines():
     hostile = {"name": "\x1b[31mevil\n"}
-    first, other = two(np.random.default_rng(7), headlines=(head("PC1 share", 0.4, 0.5),), subject=hostile)
+    first, other = two(np.random.default_rng(7), estimates=(head("PC1 share", 0.4, 0.5),), subject=hostile)
     first = replace(first, source={"name": "math", "stratified": {"n": 60}})
     found = compare.compare([first, other])
     body = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert body["pairs"][0]["differences"][0]["headline"] == RHO and body["prompts"] == 60
+    assert body["pairs"][0]["differences"][0]["metric"] == RHO and body["prompts"] == 60
     assert body["architectures"][0]["attention"] == "MHA"
     text = "\n".join(found.lines())
     assert "\x1b" not in text and "\\x1b[31mevil\\n (run 2) less \\x1b[31mevil\\n (run 1)" in text

@@ -11,7 +11,7 @@ import torch
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.batch import Posterior
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes import contribution, known
 from llmgeom.probes.contribution import MOST, OfEvidence, Replaced
@@ -34,7 +34,7 @@ def test_effects_norms_and_evidence_are_what_hooks_on_the_writers_do(name):
     batch = replace(random_prompts(), posterior=Posterior(exact, outcomes=outcomes))
     made = contribution.replaced(subject, batch)
     assert made.effect.shape == made.evidence.shape == made.norm.shape == (2, 2, 12)
-    assert list(made.units) == list(batch.unit)
+    assert list(made.clusters) == list(batch.cluster)
 
     def missed(ids, p, *handles) -> float:
         with hooked(*handles):
@@ -60,18 +60,18 @@ def test_effects_norms_and_evidence_are_what_hooks_on_the_writers_do(name):
 
 def test_one_row_a_unit_and_not_more_than_said():
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
-    two_each = random_prompts(units=8, each=2)
-    assert contribution.replaced(subject, two_each).units.tolist() == list(two_each.unit[::2])
+    two_each = random_prompts(clusters=8, each=2)
+    assert contribution.replaced(subject, two_each).clusters.tolist() == list(two_each.cluster[::2])
     alone_first = contribution.replaced(subject, two_each.take(range(0, 16, 2)))
     np.testing.assert_allclose(contribution.replaced(subject, two_each).effect, alone_first.effect, atol=1e-6)
-    assert len(contribution.replaced(subject, random_prompts(units=MOST + 7)).units) == MOST == 40
-    with pytest.raises(Refused, match="4 units: a contribution needs at least 5; add templates"):
-        contribution.replaced(subject, random_prompts(units=4))
+    assert len(contribution.replaced(subject, random_prompts(clusters=MOST + 7)).clusters) == MOST == 40
+    with pytest.raises(UserError, match="4 units: a contribution needs at least 5; add templates"):
+        contribution.replaced(subject, random_prompts(clusters=4))
 
 
 def test_a_real_valued_answer_is_refused():
     batch = replace(random_prompts(), posterior=Posterior(torch.zeros(12, 1, 2)))
-    with pytest.raises(Refused, match="what is asked is a real number"):
+    with pytest.raises(UserError, match="what is asked is a real number"):
         contribution.replaced(Subject.of(FAMILIES["llama"].model(), name="llama"), batch)
 
 
@@ -83,17 +83,17 @@ def drawn(attention: float, mlp: float, seed: int, size: float = 1.0, evidence: 
     rng = np.random.default_rng(seed)
     scale = size * np.array([attention, mlp])[:, None, None]
     effect = scale * np.exp(0.4 * rng.standard_normal((2, 2, 30)) - 0.08)
-    units = np.array([f"u{i}" for i in range(30)])
-    return Replaced(effect, 0.5 * effect if evidence else None, np.array([4.0, 9.0])[:, None, None] * effect, units)
+    clusters = np.array([f"u{i}" for i in range(30)])
+    return Replaced(effect, 0.5 * effect if evidence else None, np.array([4.0, 9.0])[:, None, None] * effect, clusters)
 
 
-def view(own: Replaced, twins: list[Replaced]) -> SimpleNamespace:
-    return SimpleNamespace(reading=own, twin_readings=tuple(twins))
+def view(own: Replaced, untrained: list[Replaced]) -> SimpleNamespace:
+    return SimpleNamespace(reading=own, control_readings=tuple(untrained))
 
 
-def judged(own: Replaced, twins: list[Replaced]) -> dict:
-    made = contribution.measure(view(own, twins))
-    return {h.name: h for h in claims.judge({"contribution": made.lowered()})["contribution"].headlines}
+def judged(own: Replaced, untrained: list[Replaced]) -> dict:
+    made = contribution.measure(view(own, untrained))
+    return {h.name: h for h in claims.judge({"contribution": made.lowered()})["contribution"].estimates}
 
 
 SMALL = [drawn(1, 9, 100 + i, size=0.01, evidence=True) for i in range(20)]
@@ -126,23 +126,23 @@ def test_who_changes_the_answer_has_the_share(attention, mlp, verdict):
 
 def test_twins_are_held_against_what_the_model_itself_loses_in_all():
     """Their MLPs' bits over its total, not over their own: small effects make no large share."""
-    own, twins = drawn(1, 3, 0), [drawn(1, 3, 100 + i) for i in range(20)]
-    found = judged(own, twins)["MLPs' share of the effects"]
+    own, untrained = drawn(1, 3, 0), [drawn(1, 3, 100 + i) for i in range(20)]
+    found = judged(own, untrained)["MLPs' share of the effects"]
     total = own.effect.mean(2).sum()
-    shares = [twin.effect[1].mean(1).sum() / total for twin in twins]
+    shares = [control.effect[1].mean(1).sum() / total for control in untrained]
     assert min(shares) > 0.5 and (found.null_low, found.null_high) == pytest.approx(tuple(band(np.array(shares))))
 
 
 def test_a_branch_that_writes_nothing_has_no_ratio_of_norms():
     own = drawn(0, 2, 3)
     made = contribution.measure(view(own, SMALL))
-    assert [h.name for h in made.headlines] == ["MLPs' share of the effects"] and "writes nothing" in made.warnings[0]
+    assert [h.name for h in made.estimates] == ["MLPs' share of the effects"] and "writes nothing" in made.warnings[0]
     made = contribution.measure(view(drawn(1, 2, 3), [own, *SMALL]))
-    assert len(made.headlines) == 1 and "or in a re-initialised model" in made.warnings[0]
+    assert len(made.estimates) == 1 and "or in a re-initialised model" in made.warnings[0]
 
 
 def test_an_untrained_model_does_not_pass_however_much_its_mlps_do():
-    """Nine tenths of its effects are the MLPs', as in its twins."""
+    """Nine tenths of its effects are the MLPs', as in its untrained controls."""
     passed = 0
     for seed in range(10):
         rng = np.random.default_rng(seed)
@@ -157,9 +157,9 @@ def test_evidence_that_is_not_lost_is_not_shared_out():
     own = drawn(1, 3, 0, evidence=True)
     noise = np.random.default_rng(0).standard_normal(own.effect.shape)
     made = contribution.measure(view(replace(own, evidence=noise - noise.mean()), SMALL))
-    assert [h.name for h in made.headlines] == ["MLPs' share of the effects", "MLPs over attentions, by norm"]
+    assert [h.name for h in made.estimates] == ["MLPs' share of the effects", "MLPs over attentions, by norm"]
     assert "not distinguishable from 0: there is no evidence to share out" in made.warnings[0]
-    with pytest.raises(Refused, match="no branch changes what this model says"):
+    with pytest.raises(UserError, match="no branch changes what this model says"):
         contribution.measure(view(replace(own, effect=0 * own.effect), SMALL))
 
 

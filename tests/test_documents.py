@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts import documents
 from llmgeom.prompts.documents import WORDS
 
@@ -66,7 +66,7 @@ def test_a_prompt_is_the_opening_of_a_document_and_never_all_of_it(spec):
 
 def test_the_unit_is_the_document_and_the_source_says_what_was_read(spec):
     batch = documents.read(spec, 20, seed=0)
-    assert len(set(batch.unit)) == 20 and batch.columns["template"] == batch.unit
+    assert len(set(batch.cluster)) == 20 and batch.columns["template"] == batch.cluster
     assert {k: batch.source[k] for k in ("kind", "name", "n", "seed", "column", "config", "split")} == {
         "kind": "documents", "name": spec, "n": 20, "seed": 0, "column": "text", "config": "default", "split": "train",
     }  # fmt: skip
@@ -100,10 +100,10 @@ def test_the_same_documents_give_the_same_prompts_in_every_format(spec, tmp_path
 
 def test_what_is_short_empty_hostile_or_met_before_is_passed_over(tmp_path):
     good = DOCUMENTS[:10]
-    twin = " ".join([*good[0].split()[:-1], "else"])
-    bad = ["", "only eight words are in this very text", "a\0b " + prose(99), twin, good[1], None]
+    control = " ".join([*good[0].split()[:-1], "else"])
+    bad = ["", "only eight words are in this very text", "a\0b " + prose(99), control, good[1], None]
     found = documents.read(jsonl(tmp_path / "set", [{"text": text} for text in [*good, *bad]]), 16, seed=1)
-    openings = [d for t in found.text for d in {*good, twin} if d.startswith(t)]
+    openings = [d for t in found.text for d in {*good, control} if d.startswith(t)]
     assert len(found) == 10
     assert len({" ".join(d.split()[:5]) for d in openings}) == 10
     assert not any("\0" in text for text in found.text)
@@ -131,7 +131,7 @@ def test_a_config_is_named_or_the_refusal_lists_them(tmp_path):
     assert batch.source["config"] == "two"
     assert all(any(d.startswith(t) for d in DOCUMENTS[30:]) for t in batch.text)
     for asked, what in (("", "has several configs"), (":three", "has no such config")):
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(UserError) as refusal:
             documents.read(whole + asked, 20)
         assert str(refusal.value) == f"{whole}{asked} {what} (it has 'one', 'two'); give hf:NAME:CONFIG"
 
@@ -148,7 +148,7 @@ def test_a_column_is_found_named_or_the_refusal_lists_them(tmp_path):
         ("::n", f"column 'n' holds no text; its columns: {listed}; {remedy}"),
         ("::text", f"column 'text' holds no text; its columns: {listed}; {remedy}"),
     ):
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(UserError) as refusal:
             documents.read(several + asked, 20)
         assert str(refusal.value) == f"{several}{asked}: {sentence}"
 
@@ -173,7 +173,7 @@ def test_what_holds_no_documents_is_refused(tmp_path):
         ("hf:", f"hf:: {shape}"),
         ("hf:a:b:c:d", f"hf:a:b:c:d: {shape}"),
     ):
-        with pytest.raises(Refused) as refusal:
+        with pytest.raises(UserError) as refusal:
             documents.read(asked, 20)
         assert str(refusal.value) == sentence
 
@@ -195,7 +195,7 @@ def test_without_a_network_the_refusal_comes_within_four_seconds(case, monkeypat
 
     offline = datasets.config.HF_HUB_OFFLINE
     start = time.monotonic()
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         documents.read("hf:someone/something", 20, offline=case == "asked for")
     assert time.monotonic() - start < 4
     assert str(refusal.value) == (

@@ -11,7 +11,7 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes import domain_restriction
 from llmgeom.probes.domain_restriction import gain
@@ -39,24 +39,26 @@ def counts(wanted=(500, 30, 30), start=(600, 45, 30), reached=(500, 30, 30)) -> 
     return {"name": "mixed", "as_diverse": {"n": N, "wanted": wanted, "start": start, "reached": reached}}
 
 
-def view(own: float, mixed: float, matched: float, twins=(0.3, 0.3, 0.3), seed=0, source: dict | None = None) -> View:
-    """Strengths of the planted plane in each sample, and in each sample's twins."""
+def view(
+    own: float, mixed: float, matched: float, untrained=(0.3, 0.3, 0.3), seed=0, source: dict | None = None
+) -> View:
+    """Strengths of the planted plane in each sample, and in each sample's untrained controls."""
     rng = np.random.default_rng(seed)
 
-    def sample(strength: float, twin: float, told: dict) -> Sample:
-        null = tuple(capture(rng, twin) for _ in range(20))
+    def sample(strength: float, control: float, told: dict) -> Sample:
+        null = tuple(capture(rng, control) for _ in range(20))
         return Sample(capture(rng, strength, told), np.linspace(0, 8, N), null)
 
-    main = sample(own, twins[0], {"name": "math"})
+    main = sample(own, untrained[0], {"name": "math"})
     samples = {
-        MIXED: sample(mixed, twins[1], {"name": "mixed"}),
-        MATCHED: sample(matched, twins[2], source or counts()),
+        MIXED: sample(mixed, untrained[1], {"name": "mixed"}),
+        MATCHED: sample(matched, untrained[2], source or counts()),
     }
-    return View(main.capture, main.entropy, main.twins, samples=samples, seed=seed)
+    return View(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
 
 
 def found(result) -> dict:
-    return {h.name: h for h in result.headlines}
+    return {h.name: h for h in result.estimates}
 
 
 def test_gains_are_differences_of_scikit_learn_s_shares():
@@ -79,9 +81,12 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
     heads = found(result)
     assert heads["gain in PC1 share"].value == pytest.approx(own[0] - mixed[0])
     assert heads["change in participation ratio"].value == pytest.approx(own[2] - mixed[2])
-    twin = [numbers(a, 1)[1] - numbers(b, 1)[1] for a, b in zip(given.twins, given.samples[MATCHED].twins, strict=True)]
-    assert (heads[CLAIM].null_low, heads[CLAIM].null_high) == pytest.approx((min(twin), max(twin)))
-    np.testing.assert_allclose(result.pc12_null[1], (min(twin), max(twin)))
+    control = [
+        numbers(a, 1)[1] - numbers(b, 1)[1]
+        for a, b in zip(given.untrained, given.samples[MATCHED].untrained, strict=True)
+    ]
+    assert (heads[CLAIM].null_low, heads[CLAIM].null_high) == pytest.approx((min(control), max(control)))
+    np.testing.assert_allclose(result.pc12_null[1], (min(control), max(control)))
 
 
 def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
@@ -90,7 +95,7 @@ def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
     assert all(heads[name].verdict == "above null" for name in (CLAIM, "gain in PC1+PC2 share"))
     assert heads["change in participation ratio, as diverse"].verdict == "below null"
     assert abs(result.pc12[0]) < 0.05 < 0.2 < result.pc12[1]
-    assert heads[CLAIM].claim and sum(bool(h.claim) for h in result.headlines) == 1
+    assert heads[CLAIM].claim and sum(bool(h.claim) for h in result.estimates) == 1
 
 
 def test_what_poor_vocabulary_does_alone_is_a_gain_over_mixed_prompts_but_not_over_as_diverse_ones():
@@ -100,12 +105,12 @@ def test_what_poor_vocabulary_does_alone_is_a_gain_over_mixed_prompts_but_not_ov
 
 
 def test_a_gain_that_untrained_models_have_too_is_none():
-    heads = found(domain_restriction.measure(view(1.6, 0.4, 0.4, twins=(1.6, 0.4, 0.4))))
+    heads = found(domain_restriction.measure(view(1.6, 0.4, 0.4, untrained=(1.6, 0.4, 0.4))))
     assert heads[CLAIM].value > 0.2 and heads[CLAIM].verdict != "above null"
 
 
 def test_to_lose_less_than_untrained_models_is_no_gain():
-    heads = found(domain_restriction.measure(view(0.6, 0.6, 0.6, twins=(0.2, 2.0, 2.0))))
+    heads = found(domain_restriction.measure(view(0.6, 0.6, 0.6, untrained=(0.2, 2.0, 2.0))))
     assert heads[CLAIM].null_high < -0.2 and heads[CLAIM].p < 0.05
     assert heads[CLAIM].margin == 0 and heads[CLAIM].verdict == "not above null"
     ratio = heads["change in participation ratio, as diverse"]
@@ -116,26 +121,29 @@ def test_noise_is_seldom_called_a_gain():
     called = [
         h.verdict in ("above null", "below null")
         for seed in range(12)
-        for h in domain_restriction.measure(view(0.8, 0.8, 0.8, twins=(0.8, 0.8, 0.8), seed=40 + seed)).headlines
+        for h in domain_restriction.measure(view(0.8, 0.8, 0.8, untrained=(0.8, 0.8, 0.8), seed=40 + seed)).estimates
     ]
     assert np.mean(called) < 0.05
 
 
 def test_the_limits_are_those_one_can_do_by_hand():
-    one, two = Interval(0.47, 0.54, 0.95, "jackknife over 9 units, log"), Interval(0.16, 0.24, 0.95, "jackknife over 8")
+    one, two = (
+        Interval(0.47, 0.54, 0.95, "jackknife over 9 clusters, log"),
+        Interval(0.16, 0.24, 0.95, "jackknife over 8"),
+    )
     both = gain((0.5, one), (0.2, two))
     assert (both.low, both.high) == pytest.approx((0.3 - 0.05, 0.3 + 0.32**0.5 / 10))
-    assert both.method == "jackknife over 9 units, and 8 of mixed prompts"
+    assert both.method == "jackknife over 9 clusters, and 8 of mixed prompts"
 
 
 def coverage(repetitions: int) -> float:
     """Of the interval of a PC1+PC2 gain of about .13: two Gaussian factor models, prompts in pairs of templates."""
     rng = np.random.default_rng(3)
-    units = np.repeat(np.arange(30), 2)
+    clusters = np.repeat(np.arange(30), 2)
     axes = rng.standard_normal((5, 64))
 
     def sample(strengths):
-        shared = rng.standard_normal((30, 5))[units]
+        shared = rng.standard_normal((30, 5))[clusters]
         factors = (shared + rng.standard_normal((60, 5))) / 2**0.5
         return factors * strengths @ axes + rng.standard_normal((60, 64))
 
@@ -143,7 +151,7 @@ def coverage(repetitions: int) -> float:
     truth = np.subtract(*(np.mean([shares(sample(s)).pc12 for _ in range(600)]) for s in (strong, weak)))
     hits = 0
     for _ in range(repetitions):
-        both = [(shares(x).pc12, share_intervals(x, units)[1]) for x in (sample(strong), sample(weak))]
+        both = [(shares(x).pc12, share_intervals(x, clusters)[1]) for x in (sample(strong), sample(weak))]
         limits = gain(*both)
         hits += limits.low <= truth <= limits.high
     return hits / repetitions
@@ -184,5 +192,5 @@ def test_samples_of_unequal_size_are_refused():
     given = view(0.5, 0.5, 0.5)
     rng = np.random.default_rng(0)
     small = Sample(capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20)))
-    with pytest.raises(Refused, match="60 prompts of the domain and 40 mixed ones: shares of unequal samples do not"):
+    with pytest.raises(UserError, match="60 prompts of the domain and 40 mixed ones: shares of unequal samples do not"):
         domain_restriction.measure(replace(given, samples=given.samples | {MATCHED: small}))

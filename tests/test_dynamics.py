@@ -22,13 +22,13 @@ from llmgeom.commands.comparison import alignment, gram
 from llmgeom.commands.dynamics import Request, over_training, perform, table
 from llmgeom.dynamics.drift import Drifts, drifts, fallen, less_p, mean_log, settled, state
 from llmgeom.dynamics.trajectories import Course, Run, sections
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import signals
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.wind_tunnels import named
 from llmgeom.wind_tunnels.training import Training, train
 from tests.test_primitives import InProcess
@@ -87,7 +87,7 @@ def test_of_the_largest_value_where_that_is_asked_for():
 
 
 def test_what_does_not_move_does_not_settle():
-    with pytest.raises(Refused, match="nothing to fall from"):
+    with pytest.raises(UserError, match="nothing to fall from"):
         settled((0, 1, 3), np.array([1e-16, 0.0, 0.0]))
 
 
@@ -96,7 +96,7 @@ def test_log_precision_has_done_95_percent_of_its_fall():
     assert fallen(precision) == pytest.approx([1.0, 0.6, 0.2, 0.1, 0.0])
     assert settled((0, 1, 3, 7, 15), fallen(precision)).step == pytest.approx(2**3.5 - 1)
     for never in ([1.0, 0.5, 1.0], [1.0, 0.5, 0.0]):
-        with pytest.raises(Refused, match="log P does not fall"):
+        with pytest.raises(UserError, match="log P does not fall"):
             fallen(np.array(never))
 
 
@@ -109,7 +109,7 @@ def test_identical_snapshots_have_not_drifted(runs):
     found = drifts([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
     (drift,) = sections([Course(Run("a", (0, 1, 2), (), TASK), found)]).values()
-    assert not drift.headlines  # precision ends where it began, and nothing else moves
+    assert not drift.estimates  # precision ends where it began, and nothing else moves
     assert any("nothing to fall from" in note for note in drift.notes)
 
 
@@ -165,7 +165,7 @@ def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     assert one.pull("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
     assert one.pull("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
     still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
-    with pytest.raises(Refused, match="score gradient of a is 0 at every snapshot"):
+    with pytest.raises(UserError, match="score gradient of a is 0 at every snapshot"):
         Course(Run("a", (0, 1, 2), ()), None, still).pull("score_gradient")
 
 
@@ -201,10 +201,10 @@ def course(seed: int, corrupt: float, frame: float, value: float, precision: flo
     return Course(run, found, pull)
 
 
-def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Headline]:
+def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Estimate]:
     made = [course(s, 0.0, *own, noise) for s in range(seeds)] + [course(s, 1.0, *null, noise) for s in range(random)]
     found = sections(made)
-    return {h.name: h for measured in found.values() for h in measured.headlines}
+    return {h.name: h for measured in found.values() for h in measured.estimates}
 
 
 def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():
@@ -226,7 +226,7 @@ def test_a_ratio_that_models_with_nothing_to_learn_have_too_does_not_pass():
 def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
     own = [course(s, 0.0, 60, 90, 120, 0.4) for s in range(5)]
     null = [course(s, 1.0, 80, 70, 20, 0.9) for s in range(5)]
-    found = {h.name: h for m in sections([*own, *null]).values() for h in m.headlines}
+    found = {h.name: h for m in sections([*own, *null]).values() for h in m.estimates}
     for name, first, second, level in (
         ("frame over precision", "frame", "precision", 0.05),
         ("frame over values", "frame", "value", 0.05),
@@ -308,9 +308,9 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
         0.95, 1, loc=measured.arrays["value"][0], scale=stats.sem([d.value[0] for d in each[:2]])
     )
     assert measured.arrays["value_interval"][0] == pytest.approx((low, high))
-    h = next(h for h in measured.headlines if h.name == "frame over values, half-way")
+    h = next(h for h in measured.estimates if h.name == "frame over values, half-way")
     by_hand = [crossing(d.frame) / crossing(d.value) for d in each[:2]]
-    assert h.value == pytest.approx(stats.gmean(by_hand), rel=1e-3) and h.n == h.units == 2
+    assert h.value == pytest.approx(stats.gmean(by_hand), rel=1e-3) and h.n == h.clusters == 2
     pull = signals(Run.of(runs["run1"]).load(2), dynamics.probe_batch(task, Request(runs=("a",), n=12), 0.0))
     most = max(
         signals(
@@ -334,9 +334,9 @@ def crossing(curve: np.ndarray, level: float = 0.5) -> float:
 def test_every_headline_of_every_snapshot_is_in_its_curve(followed):
     out, record, told = followed
     measured = record.results["attention_write"]
-    each = [Record.load(out / f"step{step}").results["attention_write"].headlines for step in STEPS]
+    each = [Record.load(out / f"step{step}").results["attention_write"].estimates for step in STEPS]
     curves = {q.meaning: name for name, q in measured.quantities.items() if q.figure}
-    assert set(curves) == {h.name for headlines in each for h in headlines} and len(curves) > 2
+    assert set(curves) == {h.name for estimates in each for h in estimates} and len(curves) > 2
     for i, step in enumerate(STEPS):
         for h in each[i]:
             name = curves[h.name]
@@ -355,7 +355,7 @@ def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):
     out, *_ = followed
     records = {step: Record.load(out / f"step{step}") for step in STEPS}
     measured = records[1].results["attention_write"]
-    less = replace(measured, headlines=measured.headlines[1:])
+    less = replace(measured, estimates=measured.estimates[1:])
     found = over_training(STEPS, records | {1: replace(records[1], results={"attention_write": less})})[
         "attention_write"
     ]
@@ -464,7 +464,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     by_hand = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item() / np.log(2)
     assert precision[1] == pytest.approx(by_hand, rel=1e-6) and precision[2] == 0
     assert precision[0] > precision[1] > 0 and record.results["drift"].arrays["frame"][1] > 0
-    assert {h.verdict for h in record.results["drift"].headlines} <= {"INCONCLUSIVE", "undecided"}
+    assert {h.verdict for h in record.results["drift"].estimates} <= {"INCONCLUSIVE", "undecided"}
     assert any("log P does not fall" in note for note in record.results["drift"].notes)
     assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --n 10 --probes '' --offline"
     assert Request(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
@@ -485,7 +485,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     ],
 )
 def test_what_cannot_be_asked_is_refused(given, why):
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(UserError, match=why):
         Request(**given)
 
 
@@ -498,7 +498,7 @@ def test_what_cannot_be_asked_is_refused(given, why):
     ],
 )
 def test_revisions_are_ascending_steps(revisions, why):
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(UserError, match=why):
         Run.at("a/b", revisions)
 
 
@@ -512,7 +512,7 @@ def test_snapshots_are_in_the_order_of_their_steps(runs, monkeypatch):
 
 def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     def refused(why, *folders):
-        with pytest.raises(Refused, match=why):
+        with pytest.raises(UserError, match=why):
             perform(Request(runs=folders, probes=(), out=str(tmp_path / "out")))
         assert not (tmp_path / "out").exists()
 
@@ -532,12 +532,12 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     (tmp_path / "bad/training.json").write_text("{}")
     refused("bad/training.json cannot be read", str(tmp_path / "bad"))
     done = CliRunner().invoke(main, ["dynamics", str(tmp_path)], standalone_mode=False)
-    assert isinstance(done.exception, Refused)
+    assert isinstance(done.exception, UserError)
 
 
 def test_another_run_s_folder_is_not_written_into(followed, runs):
     out, *_ = followed
-    with pytest.raises(Refused, match="holds another run"):
+    with pytest.raises(UserError, match="holds another run"):
         perform(Request(runs=(runs["run0"],), probes=("attention_write",), n=12, nulls=2, out=str(out)))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import POINTS, Edit, Where
@@ -216,24 +216,26 @@ def llama() -> Subject:
 
 @pytest.mark.parametrize("layers", [(2,), (0, 99), (-1,)])
 def test_an_edit_of_a_layer_that_does_not_exist_is_refused(llama, layers):
-    with pytest.raises(Refused, match=rf"edit of layer {layers[-1]}: this model has layers 0 to 1; nothing was edited"):
+    with pytest.raises(
+        UserError, match=rf"edit of layer {layers[-1]}: this model has layers 0 to 1; nothing was edited"
+    ):
         llama.capture(ragged(), {Site.VALUE}, [Edit("value", lambda x, _: x, layers=layers)])
 
 
 def test_an_edit_of_no_layers_is_refused():
-    with pytest.raises(Refused, match="an edit of no layers would change nothing"):
+    with pytest.raises(UserError, match="an edit of no layers would change nothing"):
         Edit("value", lambda x, _: x, layers=())
 
 
 def test_an_edit_that_is_never_reached_is_refused(llama, monkeypatch):
     monkeypatch.setattr(Recorder, "edit", lambda self, point, layer, x: x)
-    with pytest.raises(Refused, match=r"the edit at z of layers \(1,\) touched no layer; nothing was edited"):
+    with pytest.raises(UserError, match=r"the edit at z of layers \(1,\) touched no layer; nothing was edited"):
         llama.capture(ragged(), {Site.VALUE}, [Edit("z", lambda x, _: x, layers=(1,))])
 
 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_edit_that_changes_the_shape_is_refused(llama, point):
-    with pytest.raises(Refused, match=rf"the edit at {point} returned shape \(.*4\) for \(4, 23, .* keeps the shape"):
+    with pytest.raises(UserError, match=rf"the edit at {point} returned shape \(.*4\) for \(4, 23, .* keeps the shape"):
         llama.capture(ragged(), {Site.VALUE}, [Edit(point, lambda x, _: x[..., :4])])
     assert llama.model.config._attn_implementation == "sdpa"
 
@@ -246,5 +248,5 @@ def test_an_edit_that_changes_the_shape_is_refused(llama, point):
     ],
 )
 def test_a_misspelt_edit_is_refused_when_it_is_made(wrong, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UserError, match=message):
         Edit(function=lambda x, _: x, **wrong)

@@ -13,7 +13,7 @@ import torch
 from scipy import stats
 from scipy.integrate import quad
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import gaussian_regression
 from llmgeom.stats.information import bits, entropy
 from llmgeom.task import seeded
@@ -485,5 +485,5 @@ REFUSED = [
 
 @pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said[:40] for _, said in REFUSED])
 def test_a_field_out_of_range_is_refused_with_what_was_expected(make, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         make()

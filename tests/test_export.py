@@ -19,7 +19,7 @@ from safetensors import safe_open
 from llmgeom import optional as extras
 from llmgeom.cli import main
 from llmgeom.commands import doctor
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.exports import card, export, latex
 from llmgeom.exports.tables import tables
 from llmgeom.record import Record
@@ -41,7 +41,7 @@ def measured(**changes) -> Measured:
     }
     claim = head(name="holds", verdict="PASS", claim=f"It holds {HOSTILE}.", value=-1.5, low=-2.5, high=-0.5)
     given = {
-        "headlines": (head(name=HOSTILE, null=f"shuffled {HOSTILE}"), claim, head(name="none", verdict="no null")),
+        "estimates": (head(name=HOSTILE, null=f"shuffled {HOSTILE}"), claim, head(name="none", verdict="no null")),
         "quantities": {name: q for name, (q, _) in parts.items()},
         "arrays": {name: array for name, (_, array) in parts.items()},
         "warnings": (f"look out {HOSTILE}",),
@@ -78,8 +78,8 @@ def test_parquet_holds_prompts_layers_and_headlines(run):
 
     place, *said = export(str(run), "parquet")
     assert place == str(run / "parquet") and len(said) == 3
-    prompts, layers, headlines = (
-        parquet.read_table(run / "parquet" / f"{name}.parquet") for name in ("prompts", "layers", "headlines")
+    prompts, layers, estimates = (
+        parquet.read_table(run / "parquet" / f"{name}.parquet") for name in ("prompts", "layers", "estimates")
     )
     assert prompts["text"].to_pylist() == [HOSTILE, "b", "c"]
     assert prompts["entropy"].to_pylist() == [1.5, 2.0, 0.25]  # an int among floats is a number still
@@ -89,7 +89,7 @@ def test_parquet_holds_prompts_layers_and_headlines(run):
     assert rows["curve", 7, ""] == 2.5 and rows["band", 7, "low"] == 2 and rows["band", 3, "high"] == 1
     assert rows["heads", 7, "1"] == 4 and len(rows) == 2 + 4 + 6
     assert {(r["axis"], r["unit"]) for r in layers.to_pylist() if r["quantity"] == "heads"} == {("head", "bits")}
-    assert headlines["value"].to_pylist() == [h.value for h in measured().headlines]
+    assert estimates["value"].to_pylist() == [h.value for h in measured().estimates]
     assert json.loads(prompts.schema.metadata[b"llmgeom"])["subject"]["weights"] == "abc"
 
 
@@ -112,7 +112,7 @@ def test_safetensors_holds_every_array_and_says_what_it_is(run):
         assert told["quantities"][f"toy.{name}"]["axes"] == list(record.results["toy"].quantities[name].axes)
     assert held["prompts.entropy"].tolist() == [1.5, 2.0, 0.25] and "prompts.text" not in held
     assert told["quantities"]["toy.heads"]["ticks"] == {"layer": [3, 7]}
-    assert told["headlines"]["toy"][1]["verdict"] == "PASS"
+    assert told["estimates"]["toy"][1]["verdict"] == "PASS"
     assert told["record"]["facts"]["command"] == "llmgeom scan --domain math"
     before = (run / "record.safetensors").read_bytes()
     export(str(run), "safetensors")
@@ -183,7 +183,9 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
     assert holds[-1].strip() == "PASS" and "^{1}" in holds[3]
     none = next(row for row in cells(source) if row[0].strip() == "none")
     assert none[3].strip() == "--" and none[4].strip() == "--"
-    assert source.count(f"$^{{1}}$ {latex.escaped('twin')}.") == 1  # named below the claims, by the number beside them
+    assert (
+        source.count(f"$^{{1}}$ {latex.escaped('control')}.") == 1
+    )  # named below the claims, by the number beside them
     assert "Not measured: other (no keys 50\\%" in source
 
 
@@ -252,10 +254,10 @@ def test_images_without_a_browser_are_one_sentence(run, monkeypatch, tmp_path):
     pytest.importorskip("kaleido")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("BROWSER_PATH", raising=False)
-    with pytest.raises(Refused, match="no Chromium or Chrome was found; install one"):
+    with pytest.raises(UserError, match="no Chromium or Chrome was found; install one"):
         export(str(run), "png")
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
-    with pytest.raises(Refused, match="set BROWSER_PATH"):
+    with pytest.raises(UserError, match="set BROWSER_PATH"):
         export(str(run), "png")
     for name in ("chromium", "mine"):
         (tmp_path / name).write_text("#!/bin/sh\n")
@@ -279,7 +281,7 @@ def test_images_are_drawn_by_the_browser(run, form, magic):
 def test_out_is_a_place_that_is_made(run, tmp_path):
     assert export(str(run), "card", str(tmp_path / "deep" / "er" / "x.md"))[0].endswith("x.md")
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match="could not be written"):
+    with pytest.raises(UserError, match="could not be written"):
         export(str(run), "card", str(tmp_path / "file" / "x.md"))
 
 

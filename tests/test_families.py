@@ -258,7 +258,7 @@ def test_queried_positions_are_the_rows_kept_in_order(case):
     query = torch.zeros(len(LENGTHS), max(LENGTHS), dtype=torch.bool)
     query[0, [3, 20]] = query[2, 0] = True  # and nothing of the other two
     query[3, 5] = True  # beyond the end of its prompt: not a position
-    capture = case.subject.capture(Batch(case.batch.inputs, case.batch.unit, {}, query=query), Site, batch_tokens=23)
+    capture = case.subject.capture(Batch(case.batch.inputs, case.batch.cluster, {}, query=query), Site, batch_tokens=23)
     assert list(zip(capture.prompt.tolist(), capture.position.tolist(), strict=True)) == [(0, 3), (0, 20), (2, 0)]
     starts = torch.tensor((0, *LENGTHS)).cumsum(0)
     same = [int(starts[prompt]) + position for prompt, position in ((0, 3), (0, 20), (2, 0))]

@@ -17,7 +17,7 @@ from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys as fingerprint
 from llmgeom.cache import shards as store
 from llmgeom.cache.shards import digest
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import batching as plan
 from llmgeom.model import hub
 from llmgeom.model.capture import Site
@@ -130,8 +130,9 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 @pytest.mark.parametrize("name", store.CODE)
 def test_whoever_edits_what_captures_is_not_given_what_the_old_code_captured(monkeypatch, tmp_path, name):
     for module in store.CODE:
-        shutil.copy(Path(store.__file__).with_name(f"{module}.py"), tmp_path)
-    monkeypatch.setattr(store, "__file__", str(tmp_path / "store.py"))
+        (tmp_path / module).parent.mkdir(exist_ok=True)
+        shutil.copy(Path(store.__file__).parent.parent / f"{module}.py", tmp_path / f"{module}.py")
+    monkeypatch.setattr(store, "__file__", str(tmp_path / "cache" / "shards.py"))
     same = store.code.__wrapped__()
     assert same == store.code()
     (tmp_path / f"{name}.py").write_text((tmp_path / f"{name}.py").read_text() + "\n")
@@ -147,10 +148,10 @@ def test_how_batches_share_shards_is_in_the_key(monkeypatch):
 
 def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
     subject = tiny()
-    keys = [key(subject), key(subject.twin(1)), key(subject.twin(2))]
+    keys = [key(subject), key(subject.untrained(1)), key(subject.untrained(2))]
     assert len({run for run, _ in keys}) == 1 and len({spec for _, spec in keys}) == 3
-    assert key(tiny().twin(1)) == keys[1]
-    assert key(tiny(initializer_range=0.5).twin(1))[0] != keys[1][0], "the config that they are drawn from"
+    assert key(tiny().untrained(1)) == keys[1]
+    assert key(tiny(initializer_range=0.5).untrained(1))[0] != keys[1][0], "the config that they are drawn from"
 
 
 # ---- a model of files ------------------------------------------------------------------------------------------------
@@ -235,11 +236,11 @@ def test_a_loaded_model_is_kept_by_its_files_and_its_tokenizer(folder):
 def test_untrained_is_not_trained():
     trained, untrained = Subject.load("pocket:pythia"), Subject.load("pocket:pythia@step0")
     assert key(trained, TEXTS) != key(untrained, TEXTS)
-    assert key(untrained, TEXTS) != key(trained.twin(1), TEXTS)
+    assert key(untrained, TEXTS) != key(trained.untrained(1), TEXTS)
 
 
 def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
-    with pytest.raises(Refused, match="is offloaded and was not read from files: capture without store, or load it"):
+    with pytest.raises(UserError, match="is offloaded and was not read from files: capture without store, or load it"):
         _ = Subject.of(model, name="tiny").identity

@@ -17,7 +17,7 @@ from scipy import integrate, stats
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
 from llmgeom.commands.grade import Request, Told, examine, grade, perform, table
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior import scores as grades
@@ -45,7 +45,7 @@ class Written(torch.nn.Module):
 
 @dataclass(frozen=True, eq=False)
 class Fake(Subject):
-    def twin(self, seed):
+    def untrained(self, seed):
         return of(self.model.task, noise(self.model.task, seed), "re-initialised")
 
 
@@ -81,11 +81,11 @@ def uniform(task):
 
 
 def verdicts(record):
-    return {(probe, h.name): h.verdict for probe, m in record.results.items() for h in m.headlines}
+    return {(probe, h.name): h.verdict for probe, m in record.results.items() for h in m.estimates}
 
 
 def found(record, probe, name):
-    return next(h for h in record.results[probe].headlines if h.name == name)
+    return next(h for h in record.results[probe].estimates if h.name == name)
 
 
 KL, SKILL, LESS = "KL to the posterior", "skill over the best trivial predictor", "KL, held-out less seen"
@@ -338,8 +338,8 @@ def test_past_the_horizon_is_told_apart():
     past = record.results["posterior_horizon"]
     np.testing.assert_allclose(past.arrays["kl"], [0] * 4 + owed[4:], atol=1e-6)
     assert past.ticks["query"] == (1, 2, 3, 4, 5, 6)
-    assert [h.name for h in past.headlines] == ["KL past the horizon"]
-    assert past.headlines[0].value == pytest.approx(np.mean(owed[4:]), abs=1e-6)
+    assert [h.name for h in past.estimates] == ["KL past the horizon"]
+    assert past.estimates[0].value == pytest.approx(np.mean(owed[4:]), abs=1e-6)
     assert "no ratio" in past.notes[1] and past.notes[0] == "the horizon is query 4"
     assert record.results["posterior"].arrays["kl"].shape == (4,)
 
@@ -365,7 +365,11 @@ def test_intervals_are_over_sequences():
         return stats.t.interval(0.95, len(x) - 1, x.mean(), stats.sem(x))
 
     h = found(record, "posterior", KL)
-    assert (h.low, h.high) == pytest.approx(interval(kl.mean(1))) and (h.n, h.units, h.counts) == (50, 50, "sequences")
+    assert (h.low, h.high) == pytest.approx(interval(kl.mean(1))) and (h.n, h.clusters, h.counts) == (
+        50,
+        50,
+        "sequences",
+    )
     np.testing.assert_allclose(record.results["posterior"].arrays["kl_interval"][3], interval(kl[:, 3]), atol=1e-9)
     seen = grades.graded(of(task, uniform(task)), task, task.sample(50, 0, "seen")).kl.mean(1)
     less = found(record, "posterior_memory", LESS)
@@ -413,20 +417,20 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
         np.testing.assert_allclose(record.prompts[column], of_each[:, :4].mean(1), atol=1e-6)
     h = found(record, "posterior", KL)
     assert h.p == h.p_claim > 0.99
-    twins = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
+    untrained = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
     h = found(record, "posterior_memory", "KL, seen")
-    assert (h.null_low, h.null_high) == pytest.approx((min(twins), max(twins)))
+    assert (h.null_low, h.null_high) == pytest.approx((min(untrained), max(untrained)))
 
 
 def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     task = REPLACED
     record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=30, seed=7, nulls=5)
-    twins = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
+    untrained = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
     band = record.results["posterior"].arrays["kl_null"]
-    kl = np.array([twin.own.kl.mean(0) for twin in twins])
+    kl = np.array([control.own.kl.mean(0) for control in untrained])
     np.testing.assert_allclose(band, np.stack([kl.min(0), kl.max(0)], 1))
     for name in ("mae_abs", "mae_mean"):
-        h, each = found(record, "posterior", name), [getattr(twin, name) for twin in twins]
+        h, each = found(record, "posterior", name), [getattr(control, name) for control in untrained]
         assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
     assert record.warnings == ("only 5 draws of each null: at least 20 are needed to decide at p < .05",)
 
@@ -447,15 +451,15 @@ def test_corrupted_labels_are_graded_against_both_answers():
     np.testing.assert_allclose(arrays["owed"], arrays["said"], atol=1e-6)
     assert record.results["posterior_mixture"].title == "Nearness to the mixture it was trained on"
     assert "2^9.5 hypotheses; training drew 12,800 sequences; the model has 1 parameters" in record.facts["sizes"]
-    # So are the seen ones, and what the twins are held against.
+    # So are the seen ones, and what the untrained controls are held against.
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
-    twins = [grade(of(task, noise(task, 1 + i)), task, 400, corrupt=p).own.tally.sum((0, 1)) for i in range(20)]
-    errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 2400 for one in twins]
+    untrained = [grade(of(task, noise(task, 1 + i)), task, 400, corrupt=p).own.tally.sum((0, 1)) for i in range(20)]
+    errors = [np.abs(one[:, 0] - one[:, 1]).sum() / 2400 for one in untrained]
     h = found(record, "posterior_calibration", "calibration error")
     assert (h.null_low, h.null_high) == pytest.approx((min(errors), max(errors)))
     # Trivial predictors are of corrupted labels too: the bag of values is exact for these as it is for the others.
     assert grade(of(task, says), task, 50, corrupt=p).as_exact == ("bag of values",)
-    names = [h.name for m in record.results.values() for h in m.headlines]
+    names = [h.name for m in record.results.values() for h in m.estimates]
     assert len(names) == len(set(names))
     lines = list(table(record))
     assert next(filter(None, lines)).split()[0] == "posterior" and any("mixture" in line for line in lines)
@@ -497,7 +501,7 @@ class Mean(Task):
 
 
 def test_real_answers_are_no_mixture_of_labels():
-    with pytest.raises(Refused, match="asks for real numbers, not outcomes"):
+    with pytest.raises(UserError, match="asks for real numbers, not outcomes"):
         grade(of(Mean(), Mean().log_predictive), Mean(), 5, corrupt=0.3)
 
 
@@ -560,23 +564,23 @@ def test_logits_that_are_not_finite_are_named_with_their_query():
         return logits
 
     with pytest.raises(
-        Refused, match=r"fake gives logits that are not finite at query 3 \(position 4\) of sequence 130"
+        UserError, match=r"fake gives logits that are not finite at query 3 \(position 4\) of sequence 130"
     ):
         grade(of(task, broken), task, grades.AT_ONCE + 10)
 
 
 def test_an_answer_infinitely_far_is_refused():
     task = Mean()
-    with pytest.raises(Refused, match="fake is infinitely far from the exact answer at query 1 of sequence 1"):
+    with pytest.raises(UserError, match="fake is infinitely far from the exact answer at query 1 of sequence 1"):
         grade(of(task, lambda rows: torch.full((len(rows), 4, 2), -2000.0)), task, 10)
 
 
 def test_what_cannot_be_read_is_refused():
     small = of(Bijection(vocab=4, pairs=4), uniform(Bijection(vocab=4, pairs=4)))
-    with pytest.raises(Refused, match="fake has 8 outputs; bijection:vocab=6,pairs=6 needs 12: give --task"):
+    with pytest.raises(UserError, match="fake has 8 outputs; bijection:vocab=6,pairs=6 needs 12: give --task"):
         grade(small, PLAIN, 10)
     edit = Edit("value", (0,), lambda x, *_: x)
-    with pytest.raises(Refused, match="fake is edited"):
+    with pytest.raises(UserError, match="fake is edited"):
         grade(replace(of(PLAIN, uniform(PLAIN)), edits=(edit,)), PLAIN, 10)
 
 
@@ -681,5 +685,5 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
     facts = {"task": "bijection", "trained_queries": 7}
     save_model(model, tmp_path / "copy", facts)
     (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
-    with pytest.raises(Refused, match=r"task\.json is corrupt \(it does not say what was trained"):
+    with pytest.raises(UserError, match=r"task\.json is corrupt \(it does not say what was trained"):
         perform(Request(model=str(tmp_path / "copy")))

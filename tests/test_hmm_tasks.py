@@ -12,7 +12,7 @@ import pytest
 import torch
 from scipy.integrate import dblquad
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import beta_bernoulli, dirichlet_multinomial, forward_filter
 from llmgeom.stats.information import bits, entropy, kl
 from llmgeom.task import held_out, seeded
@@ -390,7 +390,7 @@ def test_a_chain_of_two_symbols_has_enough_cells_to_hold_a_tenth_out():
 
 @pytest.mark.parametrize("task", [task for task in EVERY if task.memorisable], ids=spelt)
 def test_what_is_always_the_same_is_not_held_out(task):
-    with pytest.raises(Refused, match="holds no hypotheses out"):
+    with pytest.raises(UserError, match="holds no hypotheses out"):
         task.drawn(3, seeded("any", 0), "seen")
     many = task.hypothesis(5, seeded("any", 3))
     assert torch.equal(many, task.hypothesis(1, seeded("any", 4)).expand_as(many))
@@ -493,7 +493,7 @@ def test_a_horizon_is_the_first_steps_and_none_is_all():
     ],
 )
 def test_a_field_that_cannot_be_is_named(spec, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UserError, match=message):
         named(spec)
 
 

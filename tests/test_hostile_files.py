@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from llmgeom.commands import grade as grading
 from llmgeom.commands import scan as scanning
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.prompts import files
 from llmgeom.record import Record
@@ -121,7 +121,7 @@ def reads_or_refuses(path: Path, expected: list[str] | None) -> None:
     """The prompts as they were written, or one sentence that names the file."""
     try:
         found = files.read(str(path))
-    except Refused as refusal:
+    except UserError as refusal:
         assert str(path) in str(refusal) and "\n" not in str(refusal)
         return
     if expected is not None:
@@ -227,7 +227,7 @@ def broken(tmp_path_factory):
     patch = pytest.MonkeyPatch()
 
     def stop(*_, **__):
-        raise Refused(READ_ON)
+        raise UserError(READ_ON)
 
     patch.setattr(grading, "examine", stop)
     patch.setattr(scanning, "sampled", stop)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmgeom.bench import sweep
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper2
 from llmgeom.wind_tunnels import training as trainer
@@ -46,7 +46,7 @@ MORE = [
 @pytest.fixture(autouse=True)
 def nothing_runs(monkeypatch, tmp_path):
     def stop(*_, **__):
-        raise Refused(LOADS)
+        raise UserError(LOADS)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -15,7 +15,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model import hub
 
 COMMIT, OLDER = "a" * 40, "b" * 40
@@ -134,7 +134,7 @@ def snapshot(cache: Path, model: str, revision: str = "main", commit: str = OLDE
 
 
 def refusal(model, revision=None, **how) -> str:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(UserError) as caught:
         hub.locate(str(model), revision, **how)
     assert "\n" not in str(caught.value)
     return str(caught.value)
@@ -368,10 +368,10 @@ SCRIPT = """
 import sys, time
 {before}
 from llmgeom.model import hub
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 try:
     hub.locate("EleutherAI/pythia-410m")
-except Refused as refused:
+except UserError as refused:
     print(refused)
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
@@ -449,26 +449,26 @@ def wrong_dtype(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "kind", "words"),
     [
-        (wrong_dtype, Refused, "its weights are corrupt (SafetensorError"),
+        (wrong_dtype, UserError, "its weights are corrupt (SafetensorError"),
         (lambda p: changed(p, model_type="nosuch"), UnsupportedModel, "has model type `nosuch`"),
         (lambda p: changed(p, model_type="vit"), UnsupportedModel, "it is not a causal language model"),
-        (lambda p: changed(p, hidden_size=16), Refused, "do not fit the sizes in its config.json"),
+        (lambda p: changed(p, hidden_size=16), UserError, "do not fit the sizes in its config.json"),
         (
             lambda p: changed(p, num_attention_heads=3),
             UnsupportedModel,
             "not a multiple of the number of attention heads",
         ),
         (lambda p: changed(p, hidden_act="nosuch"), UnsupportedModel, "cannot use (KeyError: 'nosuch')"),
-        (lambda p: changed(p, quantization_config={"quant_method": "gptq", "bits": 4}), Refused, "not installed"),
-        (lambda p: (p / "tokenizer.json").unlink(), Refused, "its tokenizer cannot be read"),
+        (lambda p: changed(p, quantization_config={"quant_method": "gptq", "bits": 4}), UserError, "not installed"),
+        (lambda p: (p / "tokenizer.json").unlink(), UserError, "its tokenizer cannot be read"),
         (
             lambda p: (p / "tokenizer.json").write_text("{"),
-            Refused,
+            UserError,
             "it could not be loaded (JSONDecodeError: Expecting",
         ),
         (
             lambda p: changed(p, model_type="nosuch", auto_map={"AutoConfig": "c.C"}),
-            Refused,
+            UserError,
             "pass --trust-remote-code",
         ),
     ],
@@ -479,7 +479,7 @@ def test_what_transformers_raises_becomes_one_sentence(tiny, tmp_path, damage, k
     located = hub.Located("mine", str(path), None, "local")
     with pytest.raises(Exception) as raised:
         load(located)
-    assert not isinstance(raised.value, Refused)
+    assert not isinstance(raised.value, UserError)
     sentence = hub.explain(raised.value, located)
     assert type(sentence) is kind
     assert str(sentence).startswith("mine: ") and words in str(sentence) and "\n" not in str(sentence)

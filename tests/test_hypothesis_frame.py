@@ -12,14 +12,14 @@ from scipy.linalg import subspace_angles
 from torch import nn
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.probes import hypothesis_frame
 from llmgeom.probes.hypothesis_frame import (
     KEY_VALUE,
-    TWINS,
+    UNTRAINED,
     VALUE_OUT,
     Frames,
     centred,
@@ -81,7 +81,7 @@ def unequal(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_haar_refuses_what_does_not_fit():
-    with pytest.raises(Refused, match="subspaces of 3 and 9 dimensions in 8: give 1 to 8"):
+    with pytest.raises(UserError, match="subspaces of 3 and 9 dimensions in 8: give 1 to 8"):
         haar(3, 9, 8)
 
 
@@ -225,7 +225,7 @@ def coinciding(sign: float) -> Subject:
 def test_a_model_that_writes_hypotheses_where_they_are_read_out():
     record = scan(coinciding(1.0), RECALL.cut(60, 0), {"hypothesis_frame": hypothesis_frame})
     measured = record.results["hypothesis_frame"]
-    found = {h.name: h for h in measured.headlines}
+    found = {h.name: h for h in measured.estimates}
     assert found[VALUE_OUT].verdict == "above null" and found[VALUE_OUT].value > 0.4
     assert found[KEY_VALUE].verdict != "above null"
     # Each head has half of the coordinates: the cosine is the root of a half, its sign the head's.
@@ -260,9 +260,9 @@ def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
     capture = small(RECALL).capture(batch, set())
     for i, own in enumerate(pool):
         others = tuple(pool[(i + j) % 40] for j in range(1, 21))
-        for h in hypothesis_frame.measure(View(capture, np.zeros(40), reading=own, twin_readings=others)).headlines:
+        for h in hypothesis_frame.measure(View(capture, np.zeros(40), reading=own, control_readings=others)).estimates:
             above[h.name] += h.verdict == "above null"
-            assert h.null.startswith(TWINS)
+            assert h.null.startswith(UNTRAINED)
     # At 5 % 2 of 40 are expected; 6 or more come with probability 1.4 %.
     assert max(above.values()) <= 5, above
 
@@ -287,21 +287,21 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
     others = found.others.of(np.arange(32))[VALUE_OUT][-1].mean()
     assert measured.notes[1].startswith("of as many other tokens, those that the prompts hold most often: ")
     # The null is read at those other tokens.
-    assert measured.headlines[0].null_low == pytest.approx(others) and f"{others:.3f}" in measured.notes[1]
+    assert measured.estimates[0].null_low == pytest.approx(others) and f"{others:.3f}" in measured.notes[1]
 
 
 def test_what_has_no_frame_is_refused_with_the_reason():
     subject = small(RECALL)
-    with pytest.raises(Refused, match="2 hypotheses span no frame to be told from chance; 5 are needed"):
+    with pytest.raises(UserError, match="2 hypotheses span no frame to be told from chance; 5 are needed"):
         read(small(named("coin")), named("coin:flips=12").cut(20, 0))
     hidden = named("hmm:encoding=tokens,steps=2,states=5")
-    with pytest.raises(Refused, match="outcome 103 of this task is never shown to the model"):
+    with pytest.raises(UserError, match="outcome 103 of this task is never shown to the model"):
         read(small(hidden), hidden.cut(8, 0))
     rows = named("hmm")
     with pytest.raises(Unavailable, match="the model reads rows of real numbers: hypotheses have no embedding, and so"):
         read(subject, rows.cut(5, 0))
     batch = RECALL.cut(40, 0)
-    with pytest.raises(Refused, match="scan with --nulls 20"):
+    with pytest.raises(UserError, match="scan with --nulls 20"):
         hypothesis_frame.measure(View(subject.capture(batch, set()), np.zeros(40), reading=read(subject, batch)))
 
 

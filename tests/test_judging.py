@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from llmgeom.claims import Claim, Null, headline
-from llmgeom.errors import Refused
+from llmgeom.claims import Claim, Null, estimate
+from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.papers.verdicts import NONE, Judged, combined, judged, over_seeds, pose
 from llmgeom.stats.core import Interval, needed_n_mean
@@ -30,7 +30,7 @@ def verdict(values, test: Check, *, others: int = 0, **given):
     sure = asks("above", bound=0.0)
     rows = [Judged(entry(test), test, over_seeds(values, "bits", test.scale, **given), "")]
     rows += [Judged(entry(sure, f"o{i}"), sure, over_seeds([5, 5.001, 5.002], "bits"), "") for i in range(others)]
-    return judged(rows)[0].headline
+    return judged(rows)[0].estimate
 
 
 VALUES = (0.30, 0.34, 0.29, 0.35, 0.31)
@@ -39,14 +39,14 @@ VALUES = (0.30, 0.34, 0.29, 0.35, 0.31)
 def test_intervals_are_student_s():
     h = over_seeds(VALUES, "bits")
     assert (h.low, h.high) == pytest.approx(stats.t.interval(0.95, 4, np.mean(VALUES), stats.sem(VALUES)))
-    assert (h.value, h.n, h.units) == (pytest.approx(np.mean(VALUES)), 5, 5)
+    assert (h.value, h.n, h.clusters) == (pytest.approx(np.mean(VALUES)), 5, 5)
     h, logs = over_seeds(VALUES, "times", "log"), np.log(VALUES)
     assert h.value == pytest.approx(stats.gmean(VALUES))
     ends = stats.t.interval(0.95, 4, logs.mean(), stats.sem(logs))
     assert (h.low, h.high) == pytest.approx(tuple(np.exp(ends)))
-    with pytest.raises(Refused, match="1 training was finished"):
+    with pytest.raises(UserError, match="1 training was finished"):
         over_seeds([1.0], "bits")
-    with pytest.raises(Refused, match="has no logarithm"):
+    with pytest.raises(UserError, match="has no logarithm"):
         over_seeds([1.0, 0.0], "times", "log")
 
 
@@ -156,14 +156,14 @@ def drawn(value: float, null: np.ndarray, claim: str = "", side: str = "upper"):
     said = {"claim": claim} if claim else {}
     declared = Claim(probe="p", name="n", unit="bits", side=side, needed="mean", effect=0.1, **said)
     at = Interval(value - 0.05, value + 0.05, 0.95, "jackknife")
-    return headline(declared, value, at, [Null.of("twins", value, null, side)], n=40, units=40)
+    return estimate(declared, value, at, [Null.of("untrained controls", value, null, side)], n=40, clusters=40)
 
 
 def test_trainings_are_held_against_the_hardest_of_their_nulls():
     rng = np.random.default_rng(2)
     low, high = rng.normal(0, 0.01, 20), rng.normal(1.0, 0.01, 20)
     h = combined([drawn(0.9, low), drawn(0.92, high), drawn(0.91, low)])
-    assert h.value == pytest.approx(0.91) and h.units == 3 and h.null_high == pytest.approx(high.max(), abs=0.01)
+    assert h.value == pytest.approx(0.91) and h.clusters == 3 and h.null_high == pytest.approx(high.max(), abs=0.01)
     assert h.p == 1.0 and "hardest of 3 trainings" in h.null
     test = asks("above", bound=0.5)
     (one,) = judged([Judged(entry(test), test, h, "")])
@@ -192,7 +192,7 @@ def test_a_claim_keeps_its_own_terms():
     rows = [Judged(entry(test), test, h, "")]
     assert judged(rows)[0].verdict == "PASS"
     unsure = Judged(entry(test), test, drawn(0.9, np.zeros(40), claim="It is so."), "")
-    lacking = [Judged(unsure.entry, test, _inconclusive(unsure.headline), "")]
+    lacking = [Judged(unsure.entry, test, _inconclusive(unsure.estimate), "")]
     (one,) = judged(lacking)
     assert one.verdict == "INCONCLUSIVE" and one.why == "needs 5 training seeds, has 2"
 
@@ -207,5 +207,5 @@ def test_what_was_not_measured_stays_not_tested():
     test = asks("above", bound=0.5)
     rows = [Judged(entry(test), None, None, "no code"), Judged(entry(test), test, over_seeds(VALUES, "bits"), "")]
     found = judged(rows)
-    assert found[0].verdict == "NOT TESTED" and found[0].why == "no code" and found[1].headline.null == NONE
+    assert found[0].verdict == "NOT TESTED" and found[0].why == "no code" and found[1].estimate.null == NONE
     assert "Holm over 1 claim" in found[1].why

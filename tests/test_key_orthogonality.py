@@ -11,7 +11,7 @@ import transformers
 from scipy.stats import ortho_group, t
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import key_orthogonality as probe
@@ -223,15 +223,15 @@ def view(seed=0, planted=False, strength=0.0, twin_planted=False, columns=None, 
     return View(
         capture=capture(rng, strength, columns, per=per),
         entropy=np.linspace(0, 8, 72),
-        twins=tuple(capture(rng, 0.0, columns, per=per) for _ in range(20)),
+        untrained=tuple(capture(rng, 0.0, columns, per=per) for _ in range(20)),
         reading=reading(rng, planted, **more),
-        twin_readings=tuple(reading(rng, twin_planted, **more) for _ in range(20)),
+        control_readings=tuple(reading(rng, twin_planted, **more) for _ in range(20)),
         seed=seed,
     )
 
 
 def heads(result: Result) -> dict:
-    return {h.name: h for h in result.headlines}
+    return {h.name: h for h in result.estimates}
 
 
 def test_planted_orthogonal_heads_are_found_where_they_are():
@@ -255,7 +255,7 @@ def test_gaussian_models_lie_on_their_references_and_are_not_called_orthogonal()
     assert (result.head_gaussian, result.whole_gaussian) == (random_cosine(DIM), random_cosine(KV * DIM))
     assert result.tokens_simplex == pytest.approx(1 / 39)
     for seed in range(1, 4):
-        assert "below null" not in {h.verdict for h in probe.measure(view(seed=seed)).headlines}
+        assert "below null" not in {h.verdict for h in probe.measure(view(seed=seed)).estimates}
 
 
 def test_what_untrained_models_have_too_is_not_below_null_and_less_than_they_have_is_said():
@@ -271,7 +271,7 @@ def test_what_untrained_models_have_too_is_not_below_null_and_less_than_they_hav
 def test_orthogonal_classes_are_found_at_the_last_layer_and_not_before():
     result = probe.measure(view(seed=5, strength=4.0))
     row = heads(result)[CLASSES]
-    assert row.verdict == "below null" and (row.n, row.units) == (72, 36)
+    assert row.verdict == "below null" and (row.n, row.clusters) == (72, 36)
     assert row.value == pytest.approx(result.class_simplex, rel=0.2) and result.class_simplex == pytest.approx(0.2)
     assert result.class_means[-1] < result.class_means_null[-1, 0]
     assert result.class_means_null[0, 0] < result.class_means[0] < result.class_means_null[0, 1]
@@ -289,7 +289,7 @@ def test_classes_are_the_first_tags_where_there_is_one_domain_and_rare_ones_are_
         "3 other templates are left out"
     )
     row = heads(result)[CLASSES]
-    assert (row.units, row.n) == (33, 66)
+    assert (row.clusters, row.n) == (33, 66)
 
 
 @pytest.mark.parametrize("columns", [{}, {"domain": ("math",) * 72, "tags": ("",) * 72}])
@@ -307,24 +307,24 @@ def test_two_classes_are_not_enough():
 def test_every_row_says_what_its_interval_is_over():
     found = heads(probe.measure(view(seed=6)))
     over = {COLUMNS: "6 heads", WHOLE: "40 tokens", SEEN: "40 tokens", CLASSES: "36 templates"}
-    for name, units in over.items():
-        assert found[name].method == f"jackknife over {units}"
+    for name, clusters in over.items():
+        assert found[name].method == f"jackknife over {clusters}"
         assert found[name].low <= found[name].value <= found[name].high
 
 
 @pytest.mark.parametrize(
-    ("tokens", "centre", "units", "what"),
+    ("tokens", "centre", "clusters", "what"),
     [(40, True, 40, "tokens"), (160, True, 32, "groups of tokens"), (40, False, 40, "tokens")],
 )
-def test_the_jackknife_error_of_token_keys_is_the_spread_over_samples_of_tokens(tokens, centre, units, what):
+def test_the_jackknife_error_of_token_keys_is_the_spread_over_samples_of_tokens(tokens, centre, clusters, what):
     """Uneven keys, 60 samples: half widths over Student's quantile average their standard deviation."""
     rng, values, errors = np.random.default_rng(8), [], []
     for _ in range(60):
         x = rng.standard_normal((1, tokens, DIM)) * np.linspace(0.3, 2, DIM)
         value, interval = probe._tokens(x, centre)
         values.append(value)
-        errors.append((interval.high - interval.low) / 2 / t.ppf(0.975, units - 1))
-        assert interval.method == f"jackknife over {units} {what}"
+        errors.append((interval.high - interval.low) / 2 / t.ppf(0.975, clusters - 1))
+        assert interval.method == f"jackknife over {clusters} {what}"
     assert np.mean(errors) == pytest.approx(np.std(values), rel=0.25)
 
 
@@ -344,8 +344,8 @@ def test_what_cannot_be_read_is_a_row_with_its_reason():
         probe.measure(replace(view(), reading=why))
     few = Batch(Tokens(torch.tensor([[4, 5, 4, 5]]), torch.tensor([4])), ("a",), {})
     assert probe.read(Subject.of(FAMILIES["llama"].model()), few).startswith("the prompts hold 2 different tokens")
-    with pytest.raises(Refused, match="no re-initialised model was read"):
-        probe.measure(replace(view(), twin_readings=()))
+    with pytest.raises(UserError, match="no re-initialised model was read"):
+        probe.measure(replace(view(), control_readings=()))
 
 
 def test_the_last_layers_are_told_from_the_others():
@@ -358,10 +358,10 @@ def test_the_last_layers_are_told_from_the_others():
         keys = np.zeros((1, 3, 2))
         return Reading(columns, columns, keys, keys, 8, False)
 
-    own, twins = reading(0.3), [reading(0.0) for _ in range(20)]
-    (found,) = probe._depth(own, twins)
+    own, untrained = reading(0.3), [reading(0.0) for _ in range(20)]
+    (found,) = probe._depth(own, untrained)
     expected = own.columns[-2:, :, 0].mean() - own.columns[:-2, :, 0].mean()
     assert found.value == pytest.approx(expected) and found.verdict == "above null" and found.n == 24
-    assert probe._depth(reading(-0.05), twins)[0].verdict != "above null"
+    assert probe._depth(reading(-0.05), untrained)[0].verdict != "above null"
     one_layer = replace(own, columns=own.columns[:1])
-    assert probe._depth(one_layer, twins) == []
+    assert probe._depth(one_layer, untrained) == []

@@ -14,7 +14,7 @@ import transformers
 from scipy import stats as scipy_stats
 
 from llmgeom.claims import declared
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from studies import attention_variants as kinds
@@ -40,7 +40,7 @@ def of(kind, window, spec=TINY):
 def test_signatures_are_declared_headlines_with_the_effects_of_their_claims():
     for s in SIGNATURES:
         if s.probe != "kinds":
-            assert s.effect == (0.1 if s.headline.startswith("focusing") else declared(s.probe)[s.headline].smallest), s
+            assert s.effect == (0.1 if s.estimate.startswith("focusing") else declared(s.probe)[s.estimate].smallest), s
     assert BY_NAME["columns of W_K"].effect == declared("key_orthogonality")["columns of W_K"].smallest
     assert BY_NAME[SHARE].effect == BY_NAME["values: PC1+PC2 share"].effect
 
@@ -73,7 +73,7 @@ def test_every_kind_has_the_same_number_of_parameters(spec):
 
 
 def test_widths_that_cannot_be_matched_are_refused():
-    with pytest.raises(Refused, match=r"differ by more than 2 %: choose a width that is a multiple of 3 x heads"):
+    with pytest.raises(UserError, match=r"differ by more than 2 %: choose a width that is a multiple of 3 x heads"):
         matched(replace(SPEC, hidden=4, heads=2, ffn=1, vocabulary=8, layers=4))
 
 
@@ -108,7 +108,7 @@ def test_the_window_is_active_on_the_prompts(material):
 def test_prompts_fit_a_training_window_and_come_from_many_templates(material):
     batch = material.prompts
     assert int(batch.inputs.lengths.max()) <= TINY.context
-    assert len(batch) == TINY.prompts and max(batch.unit.count(unit) for unit in batch.unit) <= 2
+    assert len(batch) == TINY.prompts and max(batch.cluster.count(unit) for unit in batch.cluster) <= 2
 
 
 # ---- the text -------------------------------------------------------------------------------------------------------
@@ -281,7 +281,7 @@ def test_without_its_cell_a_model_is_measured_again_and_not_trained_again(done):
     [({"steps": 5}, "steps is 4, this one's 5"), ({"prompts": 23}, "prompts is 24, this one's 23")],
 )
 def test_cells_of_another_spec_are_refused(done, change, what):
-    with pytest.raises(Refused, match=f"is of another run: {what}; choose another --out"):
+    with pytest.raises(UserError, match=f"is of another run: {what}; choose another --out"):
         kinds.run(done[0], replace(TINY, **change), 2)
 
 
@@ -295,7 +295,7 @@ def test_what_cannot_be_run_is_refused(tmp_path, capsys):
 def test_cells_that_did_not_read_the_same_text_are_not_compared(done):
     cells = [dict(c) for c in done[1]["cells"]]
     cells[0]["windows_sha256"] = "0"
-    with pytest.raises(Refused, match="the cells of seed 0 did not read the same text"):
+    with pytest.raises(UserError, match="the cells of seed 0 did not read the same text"):
         kinds.analyse(cells)
 
 

@@ -16,7 +16,7 @@ from llmgeom.batch import NO_EXACT
 from llmgeom.claims import judge
 from llmgeom.cli import main
 from llmgeom.commands.grade import Told, examine
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
@@ -54,14 +54,14 @@ def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> View:
     batch, said = answers(mixed, seed=seed, n=n)
     own = capture(batch, said)
     noise = [torch.Generator().manual_seed(i) for i in range(20)]
-    twins = tuple(capture(batch, torch.randn(said.shape, generator=each).log_softmax(-1)) for each in noise)
-    sample = Sample(own, np.zeros(n * ASKED), twins)
+    untrained = tuple(capture(batch, torch.randn(said.shape, generator=each).log_softmax(-1)) for each in noise)
+    sample = Sample(own, np.zeros(n * ASKED), untrained)
     return View(own, np.zeros(n * ASKED), samples={WHOLE: sample}, reading=Reach(trained, "hmm"))
 
 
 def found(given: View) -> dict:
     result = length_cliff.measure(given)
-    return {h.name: h for h in judge({"length_cliff": result.lowered()})["length_cliff"].headlines}
+    return {h.name: h for h in judge({"length_cliff": result.lowered()})["length_cliff"].estimates}
 
 
 def by_hand(mixed, seed: int = 0, n: int = N) -> np.ndarray:
@@ -74,7 +74,7 @@ def test_exact_up_to_the_horizon_and_even_after_has_no_ratio():
     mixed = [0.0] * H + [1.0] * 3
     result = length_cliff.measure(view(mixed))
     np.testing.assert_allclose(result.kl, by_hand(mixed).mean(0), atol=1e-6)
-    assert [h.name for h in result.headlines] == [PAST]
+    assert [h.name for h in result.estimates] == [PAST]
     assert result.notes == ("the horizon is query 5", "no ratio: within the horizon the answers are exact")
     assert result.within < 1e-6 and result.first == pytest.approx(by_hand(mixed)[:, H].mean(), rel=1e-5)
     # An even answer is what is left to infer: the trivial predictor is not much better.
@@ -97,7 +97,7 @@ def test_a_cliff_fails_with_the_ratio_of_the_means():
     half = t.ppf(0.975, N - 1) * math.sqrt((N - 1) / N * np.square(without - without.mean()).sum())
     assert judged[RATIO].low == pytest.approx(judged[RATIO].value * math.exp(-half), rel=1e-4)
     assert judged[RATIO].high == pytest.approx(judged[RATIO].value * math.exp(half), rel=1e-4)
-    assert judged[RATIO].units == N
+    assert judged[RATIO].clusters == N
 
 
 def test_an_error_that_stays_passes_and_one_that_doubles_is_open():
@@ -118,9 +118,9 @@ def test_whoever_learnt_nothing_does_not_pass(share):
     given = view([share if share else 1.0] * ASKED)
     if not share:
         sample = given.samples[WHOLE]
-        given = replace(given, samples={WHOLE: replace(sample, capture=sample.twins[0])})
+        given = replace(given, samples={WHOLE: replace(sample, capture=sample.untrained[0])})
     result = length_cliff.measure(given)
-    assert [h.name for h in result.headlines] == [PAST]
+    assert [h.name for h in result.estimates] == [PAST]
     (warning,) = result.warnings
     assert warning.startswith("no ratio: within the horizon") and "little that could be carried on" in warning
 
@@ -135,7 +135,7 @@ def test_outcomes_that_were_ruled_out_count_against_a_model_and_leaked_probabili
     never = said.clone()
     never[3, 2] = -math.inf
     sample = replace(sample, capture=capture(batch, never))
-    with pytest.raises(Refused, match="infinitely far from the exact answer at query 3 of sequence 4"):
+    with pytest.raises(UserError, match="infinitely far from the exact answer at query 3 of sequence 4"):
         length_cliff.measure(replace(given, samples={WHOLE: sample}))
 
 
@@ -155,7 +155,7 @@ def test_grade_says_the_same_of_the_same_sequences():
         return ((1 - share) * p + share / 6).log()
 
     record = examine(graded_subject(task, saying(task, predictive)), task, Told(task.title, 4), n=60, nulls=20)
-    graded = {h.name: h for h in record.results["posterior_horizon"].headlines}
+    graded = {h.name: h for h in record.results["posterior_horizon"].estimates}
     batch = task.sample(60, 0, "held-out")
     log_p = torch.full((60, 6, task.vocabulary), -1e9, dtype=torch.float64)
     log_p[..., list(task.answers.tokens)] = predictive(batch.inputs.ids)
@@ -189,7 +189,9 @@ def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
 
 
 def test_nothing_past_the_horizon_is_refused():
-    with pytest.raises(Refused, match="all 8 queries are within the 8 that a loss was on: nothing lies past the horiz"):
+    with pytest.raises(
+        UserError, match="all 8 queries are within the 8 that a loss was on: nothing lies past the horiz"
+    ):
         length_cliff.measure(view([0.1] * ASKED, trained=8))
 
 
@@ -218,7 +220,7 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     folder = train(replace(asked, targets="soft"), tmp_path / "model").out
     assert hub.tunnel_facts(str(folder)) == {"trained_on": "hmm:steps=4", "trained_queries": 4}
     subject = Subject.load(str(folder))
-    assert subject.facts["trained_queries"] == 4 and "trained_queries" not in subject.twin(0).facts
+    assert subject.facts["trained_queries"] == 4 and "trained_queries" not in subject.untrained(0).facts
     flags = ["--n", "60", "--nulls", "20", "-q", "--probes", "length_cliff", "--out", str(tmp_path / "run")]
     shown = CliRunner().invoke(main, ["scan", "--model", str(folder), "--task", "hmm:steps=8", *flags])
     assert shown.exit_code == 0, shown.output
@@ -229,13 +231,13 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     said = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)
     kl = entropy(batch.posterior.predictive.exp().numpy(), said.numpy(), base=2, axis=-1)
     np.testing.assert_allclose(past.arrays["kl"], kl.mean(0), rtol=1e-4)
-    twin = subject.twin(1).capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)
-    theirs = entropy(batch.posterior.predictive.exp().numpy(), twin.numpy(), base=2, axis=-1).mean(0)
+    control = subject.untrained(1).capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)
+    theirs = entropy(batch.posterior.predictive.exp().numpy(), control.numpy(), base=2, axis=-1).mean(0)
     low, high = past.arrays["kl_null"].T
     assert (low - 1e-6 <= theirs).all() and (theirs <= high + 1e-6).all()
     flags[-1] = str(tmp_path / "own")
     shown = CliRunner().invoke(main, ["scan", "--model", str(folder), *flags])
     assert "all 4 queries are within the 4" in Record.load(tmp_path / "own").unmeasured["length_cliff"]
     (folder / hub.TUNNEL).write_text('{"task": "hmm:steps=4"}')
-    with pytest.raises(Refused, match='it does not say what was trained: expected "task"'):
+    with pytest.raises(UserError, match='it does not say what was trained: expected "task"'):
         Subject.load(str(folder))

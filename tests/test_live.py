@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.exports import export
 from llmgeom.exports.live import LARGEST, TASKS, contents
 from llmgeom.model.subject import Subject
@@ -126,7 +126,7 @@ def test_it_is_the_report_with_one_section_more_and_the_same_for_the_same_run(ru
 
 
 def test_a_task_whose_answer_the_page_does_not_know_is_refused(tmp_path):
-    with pytest.raises(Refused, match="the page knows the exact answer of bijection, coin, markov, not of recall"):
+    with pytest.raises(UserError, match="the page knows the exact answer of bijection, coin, markov, not of recall"):
         export(graded(tmp_path, "recall"), "live")
     assert not (tmp_path / "run" / "live.html").exists()
 
@@ -135,17 +135,17 @@ def test_a_model_of_no_wind_tunnel_other_weights_and_other_shapes_are_refused(ru
     record = Record.load(run)
     own = {key: value for key, value in record.subject.items() if key != "trained_on"}
     type(record)(**{**vars(record), "subject": own}).save(tmp_path / "own")
-    with pytest.raises(Refused, match="was trained in no wind tunnel"):
+    with pytest.raises(UserError, match="was trained in no wind tunnel"):
         export(str(tmp_path / "own"), "live")
     type(record)(**{**vars(record), "subject": {**record.subject, "weights": "0" * 64}}).save(tmp_path / "other")
-    with pytest.raises(Refused, match="has other weights than when it was measured"):
+    with pytest.raises(UserError, match="has other weights than when it was measured"):
         export(str(tmp_path / "other"), "live")
     lstm = build("lstm", vocabulary=3, length=9, width=16)
-    with pytest.raises(Refused, match="is a llmgeom_tunnel model; the page can run gpt2, gpt_neox, llama, mistral"):
+    with pytest.raises(UserError, match="is a llmgeom_tunnel model; the page can run gpt2, gpt_neox, llama, mistral"):
         contents(Subject.of(lstm, name="x"))
     wide = build("llama", vocabulary=3, length=9, width=96)
     assert sum(p.numel() for p in wide.parameters()) > LARGEST
-    with pytest.raises(Refused, match=r"parameters; a page holds up to 200,000: train a smaller one"):
+    with pytest.raises(UserError, match=r"parameters; a page holds up to 200,000: train a smaller one"):
         contents(Subject.of(wide, name="x"))
 
 

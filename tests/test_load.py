@@ -10,7 +10,7 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 
@@ -29,7 +29,7 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path):
     weights = load_file(tmp_path / "cut" / "model.safetensors")
     weights.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
     save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(Refused, match=r"weights lack 1 tensors .* first gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
+    with pytest.raises(UserError, match=r"weights lack 1 tensors .* first gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
         Subject.load(str(tmp_path / "cut"))
 
 
@@ -46,7 +46,7 @@ def test_a_loaded_model_is_the_file_upcast_and_checked():
 
 def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
     untrained, trained = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
-    assert untrained.weight_hash == trained.twin(0).weight_hash != trained.weight_hash
+    assert untrained.weight_hash == trained.untrained(0).weight_hash != trained.weight_hash
     assert untrained.name == "pocket:pythia@step0"
 
 
@@ -58,5 +58,5 @@ def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
     ],
 )
 def test_unknown_settings_are_refused(given, sentence):
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Subject.load("pocket:pythia", **given)

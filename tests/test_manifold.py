@@ -9,7 +9,7 @@ from sklearn.datasets import make_swiss_roll
 from sklearn.manifold import Isomap
 from sklearn.neighbors import NearestNeighbors
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.manifold import (
     distances,
     distinct,
@@ -144,8 +144,8 @@ def test_one_row_a_unit_counts_and_coinciding_rows_once():
     rng = np.random.default_rng(8)
     x = rng.standard_normal((40, 12))
     doubled = np.vstack([x, x + 1e-3 * rng.standard_normal(x.shape)])
-    units = np.tile(np.arange(40), 2)
-    alone, both = intrinsic_dimension(x, np.arange(40), 9, 0), intrinsic_dimension(doubled, units, 9, 0)
+    clusters = np.tile(np.arange(40), 2)
+    alone, both = intrinsic_dimension(x, np.arange(40), 9, 0), intrinsic_dimension(doubled, clusters, 9, 0)
     assert both.twonn == pytest.approx(alone.twonn) and both.points == 40
     assert intrinsic_dimension(doubled, np.arange(80), 9, 0).twonn < alone.twonn
     copies = np.vstack([x, x[:7]])
@@ -205,11 +205,11 @@ def test_pieces_are_joined_and_coinciding_rows_share_a_place():
 
 def test_too_few_points_and_coinciding_ones_are_refused():
     x = np.random.default_rng(0).standard_normal((9, 3))
-    with pytest.raises(Refused, match=r"an intrinsic dimension of 9 distinct points; it needs 10"):
+    with pytest.raises(UserError, match=r"an intrinsic dimension of 9 distinct points; it needs 10"):
         twonn(distances(x))
-    with pytest.raises(Refused, match=r"an intrinsic dimension of 11 distinct points; it needs 12"):
+    with pytest.raises(UserError, match=r"an intrinsic dimension of 11 distinct points; it needs 12"):
         levina_bickel(distances(np.random.default_rng(0).standard_normal((11, 3))))
-    with pytest.raises(Refused, match=r"coinciding points is not defined; keep one of each"):
+    with pytest.raises(UserError, match=r"coinciding points is not defined; keep one of each"):
         twonn(distances(np.vstack([x, x])))
-    with pytest.raises(Refused, match=r"2 distinct rows among 4 lie on no curve; at least 3 are needed"):
+    with pytest.raises(UserError, match=r"2 distinct rows among 4 lie on no curve; at least 3 are needed"):
         unroll(np.array([[0.0, 1], [0, 1], [5, 2], [5, 2]]))

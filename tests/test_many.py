@@ -43,14 +43,14 @@ def measured(model: Subject, batch: Batch, probes: dict, store: Path | None = No
 
 
 def heads(record: Record, probe: str) -> dict:
-    return {h.name: h for h in record.results[probe].headlines}
+    return {h.name: h for h in record.results[probe].estimates}
 
 
 def same(a: Record, b: Record) -> None:
     for probe, found in a.results.items():
         for name, array in found.arrays.items():
             np.testing.assert_array_equal(array, b.results[probe].arrays[name])
-        assert found.headlines == b.results[probe].headlines and found.warnings == b.results[probe].warnings
+        assert found.estimates == b.results[probe].estimates and found.warnings == b.results[probe].warnings
     assert a.prompts == b.prompts and a.warnings == b.warnings and a.facts == b.facts
 
 
@@ -79,7 +79,7 @@ def test_some_prompts_of_a_capture_are_their_rows(model, tmp_path, monkeypatch, 
     for part in (whole.take(chosen), left.take(chosen), left.take(torch.arange(1, 70)).take(chosen - 1)):
         for name in ("prompt", "position", "lengths"):
             assert torch.equal(getattr(part, name), getattr(alone, name))
-        assert part.batch.unit == alone.batch.unit
+        assert part.batch.cluster == alone.batch.cluster
         for key, tensor in whole.tensors.items():
             assert torch.equal(part.tensors[key], tensor[torch.isin(whole.prompt, chosen)])
             assert part.tensors[key].shape[0] == alone.tensors[key].shape[0]
@@ -186,11 +186,11 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
     tokens = prompts().inputs
     chosen = [next(i for i in range(N) if torch.equal(tokens.ids[i], row)) for row in batch.inputs.ids]
     assert chosen == sorted(set(chosen)) and len(chosen) == FEW and max(chosen) > FEW
-    assert batch.unit == tuple(f"t{i // 2}" for i in chosen)
-    twin = model.twin(6).capture(prompts().take(chosen), few.capture.tensors and {Site.ATTENTION_ENTROPY})
-    for layer, theirs in enumerate(twin.layers(Site.ATTENTION_ENTROPY)):
-        torch.testing.assert_close(few.twins[0].tensors[Site.ATTENTION_ENTROPY, layer], theirs, atol=1e-6, rtol=0)
-    assert all(len(one.prompt) == FEW for one in (*few.twins, *few.shuffled))
+    assert batch.cluster == tuple(f"t{i // 2}" for i in chosen)
+    control = model.untrained(6).capture(prompts().take(chosen), few.capture.tensors and {Site.ATTENTION_ENTROPY})
+    for layer, theirs in enumerate(control.layers(Site.ATTENTION_ENTROPY)):
+        torch.testing.assert_close(few.untrained[0].tensors[Site.ATTENTION_ENTROPY, layer], theirs, atol=1e-6, rtol=0)
+    assert all(len(one.prompt) == FEW for one in (*few.untrained, *few.shuffled))
 
 
 def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
@@ -202,12 +202,14 @@ def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
 
     def measure(view):
         views.append(view)
-        raise scanning.Refused("enough")
+        raise scanning.UserError("enough")
 
     module.measure = measure
     measured(model, prompts(), {"seen": module}, samples={"other": prompts(100, seed=8)}, nulls=2)
     (view,) = views
     assert len(view.entropy) == N == len(view.capture.prompt) and len(view.held.entropy) == FEW
     sample = view.samples["other"]
-    assert len(sample.entropy) == FEW == len(sample.units) and all(len(twin.prompt) == FEW for twin in sample.twins)
-    assert view.twins == () and len(view.held.twins) == 2
+    assert len(sample.entropy) == FEW == len(sample.clusters) and all(
+        len(control.prompt) == FEW for control in sample.untrained
+    )
+    assert view.untrained == () and len(view.held.untrained) == 2

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.lexicon import lexicon
 from llmgeom.prompts.nonce import FORMATS, LABELS, LONGEST, Evidence, Part, carriers, leads, pairs, sequences
@@ -109,7 +109,7 @@ def test_a_prompt_holds_k_observations_and_ends_where_its_posterior_answers(name
         expected = torch.from_numpy(FORMATS[name].predictive(n1, k - n1))
         torch.testing.assert_close(batch.posterior.predictive[i, 0], expected)
     assert set(Counter(zip(batch.columns["pair"], batch.columns["k"], strict=True)).values()) == {1}
-    assert len(set(batch.unit)) == len(batch)
+    assert len(set(batch.cluster)) == len(batch)
 
 
 def test_the_same_seed_gives_the_same_prompts_whatever_ran_before():
@@ -135,11 +135,11 @@ def test_a_source_is_plain_data():
 
 
 def test_what_cannot_be_asked_is_refused():
-    with pytest.raises(Refused, match="unknown format 'colom': did you mean 'colon'"):
+    with pytest.raises(UserError, match="unknown format 'colom': did you mean 'colon'"):
         Evidence("colom")
-    with pytest.raises(Refused, match="5 to 4 observations"):
+    with pytest.raises(UserError, match="5 to 4 observations"):
         Evidence(least=5, most=4)
-    with pytest.raises(Refused, match="0 to 11 observations"):
+    with pytest.raises(UserError, match="0 to 11 observations"):
         Evidence(least=0, most=nonce.LONGEST + 1)
-    with pytest.raises(Refused, match="0 prompts of 'is'"):
+    with pytest.raises(UserError, match="0 prompts of 'is'"):
         Evidence("is").sample(0, seed=0)

@@ -146,9 +146,9 @@ def test_the_records_shown_are_the_records_saved(run):
     shown = [html for html in run.shown("text/html") if 'class="verdicts"' in html]
     assert shown == [panel(record) for record in records]
     for record, html in zip(records, shown, strict=True):
-        headlines = [h for measured in record.results.values() for h in measured.headlines]
-        assert len(headlines) > 3 and html.count('data-label="verdict"') == len(headlines)
-        assert all(f"</span> {h.verdict}</b>" in html for h in headlines)
+        estimates = [h for measured in record.results.values() for h in measured.estimates]
+        assert len(estimates) > 3 and html.count('data-label="verdict"') == len(estimates)
+        assert all(f"</span> {h.verdict}</b>" in html for h in estimates)
         assert html.count("not measured, because") == len(record.unmeasured)
     drawn = page(records)
     if run.name == "dynamics":
@@ -234,7 +234,7 @@ def test_a_probe_of_one_s_own_passes_where_the_model_infers_and_nowhere_else(run
     (exchanged,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "exchanged" in out["text"]]
     assert float(exchanged.split()[-1]) > 0.95
     trained, untrained = (Record.load(run.folder / name).results["odds_line"] for name in SAVED["your_own"])
-    (own,), (other,) = trained.headlines, untrained.headlines
+    (own,), (other,) = trained.estimates, untrained.estimates
     assert own.verdict == "PASS" and own.value < 0.01 and other.verdict != "PASS"
     assert own.value == trained.arrays["missed"][-1] < trained.arrays["missed_null"][-1, 0]
 
@@ -253,7 +253,7 @@ def test_hostile_strings_leave_no_element_and_no_attribute_in_what_a_notebook_sh
 
 def test_what_a_notebook_shows_has_the_numbers_and_the_gaps():
     text = Tree(synthetic()._repr_html_()).text
-    for words in ("0.412 fraction", "0.392 to 0.432", "0.110 to 0.190: re-initialised twins, 20 draws", "0.048",
+    for words in ("0.412 fraction", "0.392 to 0.432", "0.110 to 0.190: untrained controls, 20 draws", "0.048",
                   "75 prompts, 38 units", "above null", "undecided", "because the model has no tokenizer for digits",
                   "a pocket model checks the instrument", "pocket:pythia @ step143000"):  # fmt: skip
         assert words in text, words

@@ -62,12 +62,12 @@ def test_what_is_partly_on_disk_is_captured_as_ever(folder, tmp_path):
 def test_its_twin_is_spread_alike_and_is_the_twin(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     whole, spread = load(folder, None), load(folder, spread_of(folder))
-    twin = spread.twin(3)
-    assert twin.model.hf_device_map == spread.model.hf_device_map and twin.weight_hash == OFFLOADED
-    assert same(twin.capture(ragged(), Site), whole.twin(3).capture(ragged(), Site))
+    control = spread.untrained(3)
+    assert control.model.hf_device_map == spread.model.hf_device_map and control.weight_hash == OFFLOADED
+    assert same(control.capture(ragged(), Site), whole.untrained(3).capture(ragged(), Site))
     (made,) = tmp_path.iterdir()
     assert any(made.iterdir())
-    del twin
+    del control
     gc.collect()
     assert not any(tmp_path.iterdir()), "nothing is left on the disk"
 

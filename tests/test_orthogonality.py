@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import kstest, ortho_group
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.cosines import (
     class_cosine,
     gaussian_like,
@@ -145,17 +145,17 @@ def test_orthogonal_classes_lie_below_random_ones():
 
 
 def test_what_has_no_direction_is_refused():
-    with pytest.raises(Refused, match=r"1 vectors have no pair; .cosine. needs at least 2"):
+    with pytest.raises(UserError, match=r"1 vectors have no pair; .cosine. needs at least 2"):
         mean_abs_cosine(np.ones((1, 4)))
-    with pytest.raises(Refused, match="vector 2 has no length, so it has no direction"):
+    with pytest.raises(UserError, match="vector 2 has no length, so it has no direction"):
         mean_abs_cosine(np.eye(4) * [1, 1, 0, 1])
-    with pytest.raises(Refused, match="vector 0 has no length beside the mean"):
+    with pytest.raises(UserError, match="vector 0 has no length beside the mean"):
         mean_abs_cosine(np.ones((3, 4)), centre=True)
-    with pytest.raises(Refused, match="vector 1 holds nan; a cosine needs finite numbers"):
+    with pytest.raises(UserError, match="vector 1 holds nan; a cosine needs finite numbers"):
         mean_abs_cosine(np.array([[1.0, 2], [np.nan, 1]]))
-    with pytest.raises(Refused, match="2 classes: about their common mean two class means are opposite; give 3"):
+    with pytest.raises(UserError, match="2 classes: about their common mean two class means are opposite; give 3"):
         class_cosine(np.random.default_rng(0).standard_normal((6, 1, 4)), list("aaabbb"))
-    with pytest.raises(Refused, match="a simplex of 1 corners has no pair"):
+    with pytest.raises(UserError, match="a simplex of 1 corners has no pair"):
         simplex_cosine(1)
-    with pytest.raises(Refused, match="directions in 0 dimensions"):
+    with pytest.raises(UserError, match="directions in 0 dimensions"):
         random_cosine(0)

@@ -93,12 +93,12 @@ from typing import assert_type
 
 from llmgeom import Record, Subject
 from llmgeom.reports import page
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 
 record = Record.load("run")
 assert_type(record, Record)
-assert_type(record.results["value_manifold"].headlines, tuple[Headline, ...])
-assert_type(record.results["value_manifold"].headlines[0].value, float)
+assert_type(record.results["value_manifold"].metrics, tuple[Estimate, ...])
+assert_type(record.results["value_manifold"].metrics[0].value, float)
 assert_type(page([record]), str)
 assert_type(Subject.load("pocket:pythia"), Subject)
 Record.load(3)

@@ -16,7 +16,7 @@ from llmgeom.reports import page, table
 from llmgeom.reports.figures import draw, pictured
 from llmgeom.reports.prompts import COLOURS, SHAPES
 from llmgeom.reports.text import numbers, plotly_text, visible
-from llmgeom.result import Figure, Headline, Measured, Quantity
+from llmgeom.result import Estimate, Figure, Measured, Quantity
 
 HOSTILE = (
     "</script><script>alert(1)</script>",
@@ -28,13 +28,13 @@ HOSTILE = (
 )
 
 
-def headline(name, verdict="above null", value=0.412, spread=0.02, **other):
-    """A plausible headline."""
+def estimate(name, verdict="above null", value=0.412, spread=0.02, **other):
+    """A plausible metric."""
     given = dict(
         unit="fraction", low=value - spread, high=value + spread, method="jackknife over templates", null_low=0.11,
-        null_high=0.19, null="re-initialised twins, 20 draws", p=0.0476, n=75, units=38, verdict=verdict,
+        null_high=0.19, null="untrained controls, 20 draws", p=0.0476, n=75, clusters=38, verdict=verdict,
     )  # fmt: skip
-    return Headline(name=name, value=value, **(given | other))
+    return Estimate(name=name, value=value, **(given | other))
 
 
 def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia", source="mixed"):
@@ -54,13 +54,13 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         computed="PCA of standardised values over prompts; share of the first component.",
         null="The same model re-initialised, 20 times.",
         failure_modes="One outlier token can carry the whole first component.",
-        headlines=(
-            headline("PC1 share, last layer"),
-            headline("PC1+PC2 share", "undecided", 0.31, 0.2, why="n >= 120"),
+        estimates=(
+            estimate("PC1 share, last layer"),
+            estimate("PC1+PC2 share", "undecided", 0.31, 0.2, why="n >= 120"),
         ),
         quantities={
             "share": Quantity(("layer",), "fraction", "share of variance of PC1", Figure("curve", band="share_null")),
-            "share_null": Quantity(("layer", "bound"), "fraction", "95 % of 20 re-initialised twins"),
+            "share_null": Quantity(("layer", "bound"), "fraction", "95 % of 20 untrained controls"),
             "scores": Quantity(
                 ("prompt", "component"),
                 "standard units",
@@ -79,10 +79,10 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         computed="Entropy of the final query's attention row.",
         null="Uniform attention over the prompt.",
         failure_modes="The first token is a sink.",
-        headlines=(
-            headline("mean focus", "below null", -1.25, 0.1, unit="bits", p=0.001),
-            headline("focus change with depth", "not above null", 0.003, 0.004, unit="bits", p=0.41),
-            headline("focus of the sink", "no null", 2.0, 0.0, unit="bits", p=1.0),
+        estimates=(
+            estimate("mean focus", "below null", -1.25, 0.1, unit="bits", p=0.001),
+            estimate("focus change with depth", "not above null", 0.003, 0.004, unit="bits", p=0.41),
+            estimate("focus of the sink", "no null", 2.0, 0.0, unit="bits", p=1.0),
         ),
         quantities={
             "entropy": Quantity(("layer", "head"), "bits", "attention entropy", Figure("heatmap")),
@@ -218,7 +218,7 @@ def test_table_says_each_headline_and_each_gap():
         "name": "PC1 share, last layer",
         "value": "0.412 fraction",
         "interval": "0.392 to 0.432",
-        "null": "0.110 to 0.190: re-initialised twins, 20 draws",
+        "null": "0.110 to 0.190: untrained controls, 20 draws",
         "p": "0.048",
         "n": "75 prompts, 38 units",
         "verdict": "above null",
@@ -261,7 +261,7 @@ def test_each_claim_stands_above_its_own_verdicts():
     record = synthetic()
     measured = record.results["focus"]
     of = {
-        probe: replace(measured, headlines=(headline("KL of the edit", "FAIL", claim=f"Claim of {probe}."),))
+        probe: replace(measured, estimates=(estimate("KL of the edit", "FAIL", claim=f"Claim of {probe}."),))
         for probe in ("a", "b")
     }
     record = replace(record, results=of, unmeasured={})
@@ -379,14 +379,14 @@ def test_a_page_needs_no_torch():
 def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_its_figure_holds():
     measured = synthetic().results["manifold"]
     value = float(measured.arrays["share"][3])
-    found = headline("PC1 share, layer 3", "PASS", value, claim="Values lie near a line.")
-    others = headline("of another unit", value=value, unit="bits"), headline("of another value", value=value * 1.00001)
-    measured = replace(measured, headlines=(found, *others))
+    found = estimate("PC1 share, layer 3", "PASS", value, claim="Values lie near a line.")
+    others = estimate("of another unit", value=value, unit="bits"), estimate("of another value", value=value * 1.00001)
+    measured = replace(measured, estimates=(found, *others))
     held = draw(measured, "share", "f", 0, {}).caption
-    said = "At layer 3, the headline “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 units: PASS."
+    said = "At layer 3, the metric “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 units: PASS."
     assert said.format(*numbers(value, found.low, found.high)) in held and "another" not in held
     assert held.endswith("Claim: Values lie near a line.")
-    # A figure from which no headline can be read says how many prompts it is of.
+    # A figure from which no metric can be read says how many prompts it is of.
     assert draw(measured, "scores", "f", 0, {}).caption.endswith("n = 75 prompts, 38 units.")
 
 
@@ -478,7 +478,7 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     first, second = synthetic(), synthetic(seed=0, name="pocket:llama")
     made = []
     for record, value in ((first, 0.4), (second, 0.55)):
-        measured = replace(record.results["manifold"], headlines=(headline(NAMED, value=value, effect=0.1),))
+        measured = replace(record.results["manifold"], estimates=(estimate(NAMED, value=value, effect=0.1),))
         made.append(replace(record, results={"manifold": measured}))
     from llmgeom.commands.comparison import compare
 

@@ -223,7 +223,7 @@ def test_the_layer_slider_moves_points_lines_rows_and_numbers(view):
     assert view.evaluate(f"byId('{scatter}').data[0].x") == pytest.approx(EVERY[3][:, 0], rel=1e-5)
     assert ring(view, scatter) == pytest.approx(tuple(EVERY[3][8, :2]), rel=1e-5)
     figure = view.locator("figure:has(select)").first
-    assert "layer 3; headlines are of the last" in figure.locator(".shown").text_content()
+    assert "layer 3; metrics are of the last" in figure.locator(".shown").text_content()
     cells = figure.locator("details tbody tr").nth(8).locator("td").all_text_contents()
     assert [float(c) for c in cells] == pytest.approx([8, *EVERY[3][8, :2]], rel=1e-3)
     # A model of four layers shows its last: 3.

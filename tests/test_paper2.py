@@ -224,7 +224,7 @@ def bench(**steps):
 
 def verdict(value, controls):
     h = speed(bench(V=value, **controls), CLAIM.small, "V", list(controls))
-    return judged([Judged(CLAIM, CLAIM.small, h, "")])[0].headline
+    return judged([Judged(CLAIM, CLAIM.small, h, "")])[0].estimate
 
 
 def test_the_verdict_can_go_either_way_and_the_hardest_control_decides():
@@ -246,7 +246,7 @@ def test_a_ratio_is_student_s_over_paired_seeds_on_the_log_scale():
     both = ttest_rel(np.log(over), np.log(under)).confidence_interval(0.95)
     assert h.p == pytest.approx(max(test.pvalue, 1e-6))
     assert (h.low, h.high) == pytest.approx((math.exp(both.low), math.exp(both.high)))
-    assert (h.n, h.units, h.margin) == (5, 5, 1.0)
+    assert (h.n, h.clusters, h.margin) == (5, 5, 1.0)
 
 
 def test_steps_are_counted_whole():
@@ -260,7 +260,7 @@ def test_the_way_to_the_least_loss_is_the_share_of_what_there_is():
     rows = (paper2.Row("plain", (), (), (), (3.0, (3 + floor) / 2, floor)),)
     check = next(entry for entry in table("paper2") if entry.id == "near-the-minimum").small
     h = paper2.fall(paper2.Chain(rows, None, True, Path()), check, "plain")
-    assert h.value == pytest.approx(0.5) and h.units == 3
+    assert h.value == pytest.approx(0.5) and h.clusters == 3
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -284,7 +284,7 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     assert result.exit_code == 0, result.output
     rows = {row["id"]: row for row in json.loads(result.stdout)["rows"]}
     assert rows["em-steps"]["verdict"] == "NOT TESTED" and "--quick" in rows["em-steps"]["why"]
-    assert rows["em-equal-sum"]["headline"]["units"] == 5 and rows["gradient-law"]["verdict"] == "PASS"
+    assert rows["em-equal-sum"]["metric"]["clusters"] == 5 and rows["gradient-law"]["verdict"] == "PASS"
     assert {row["verdict"] for row in rows.values()} <= {"PASS", "FAIL", "INCONCLUSIVE", "NOT TESTED"}
     record = Record.load(tmp_path)
     measured = record.results["schedules"]
@@ -300,9 +300,9 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     ]
     assert found[f"V, {TEN}"].tolist() == steps
     speed = math.exp(np.log(60 / found[ALTERNATING]).mean())
-    assert rows["em-closed-form"]["headline"]["value"] == pytest.approx(speed)
-    assert {h.name for h in record.results["paper2"].headlines} == {
-        row["quantity"] for row in rows.values() if row["headline"]
+    assert rows["em-closed-form"]["metric"]["value"] == pytest.approx(speed)
+    assert {h.name for h in record.results["paper2"].estimates} == {
+        row["quantity"] for row in rows.values() if row["metric"]
     }
     assert "sticky chain" in (tmp_path / "report.html").read_text()
 

@@ -13,7 +13,7 @@ import pytest
 from llmgeom.claims import declared
 from llmgeom.papers.published_numbers import PAPERS, Check, table
 
-# What was printed, in the order in which the notes on the papers number it: headline results; the numbers of Paper III;
+# What was printed, in the order in which the notes on the papers number it: metric results; the numbers of Paper III;
 # predictions restated as tests.
 ROWS = {
     "3.1": "bijection transformer 0.003 (v1)",
@@ -117,14 +117,14 @@ def test_every_row_is_measured_or_says_why_not():
 
 @pytest.mark.parametrize(("paper", "test"), TESTS)
 def test_what_an_entry_asks_for_is_there(paper, test):
-    """The measure takes what it is given; a headline is declared, for the side that is asked, as a claim where its
+    """The measure takes what it is given; a metric is declared, for the side that is asked, as a claim where its
     verdict is taken over."""
     module = importlib.import_module(f"llmgeom.papers.{paper}")
     bench = {"paper1": "Tunnels", "paper2": "Chain", "paper3": "Model"}[paper]
     inspect.signature(getattr(module, bench).MEASURES[test.measure]).bind(None, test, **test.of)
     places = test.of.get("at", [])
-    if "headline" in test.of:
-        places = [("", test.of.get("probe") or test.of.get("section") or "routing_law", test.of["headline"])]
+    if "metric" in test.of:
+        places = [("", test.of.get("probe") or test.of.get("section") or "routing_law", test.of["metric"])]
     for _, probe, name in places:
         claim = declared(probe)[name]
         if test.compare == "claim":
@@ -175,7 +175,7 @@ def test_a_good_table_is_read(tmp_path):
     [
         ("[[entry]]", "[[entry", "bad.toml is not TOML"),
         ("[[entry]]", "[entry]", r"may hold \[\[entry\]\] alone"),
-        ("[[entry]]", "[[headline]]\nx = 1\n[[entry]]", "holds entry, headline"),
+        ("[[entry]]", "[[metric]]\nx = 1\n[[entry]]", "holds entry, metric"),
         ('quantity = "q"\n', "", r"entry 1 \(one\): quantity missing"),
         ('quantity = "q"', 'quantity = ""', "quantity missing"),
         ('source = "s"', 'sauce = "s"', "unknown key 'sauce'; known: id, rows"),

@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 from llmgeom.cache.shards import digest
 from llmgeom.cli import main
 from llmgeom.commands.ablate import Request, perform
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import components as parts
@@ -27,9 +27,9 @@ from llmgeom.probes.interventions.components import (
     SECOND,
     SHARE,
     WEAKEST,
+    estimates,
     examine,
     found_apart,
-    headlines,
     of_blocks,
     of_heads,
 )
@@ -65,7 +65,7 @@ def llama() -> Subject:
 
 
 def outcome(record: Record, probe: str) -> dict:
-    return {h.name: h for h in record.results[probe].headlines}
+    return {h.name: h for h in record.results[probe].estimates}
 
 
 # ---- answers known beforehand ---------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(n
         for one in (0, 1):
             weight = family.part(model, one, family.output).weight.unflatten(1, (HEADS, -1))
             weight[:, [h for h in range(HEADS) if (one, h) != (layer, head)]] = 0
-    record = examine(Subject.of(model, name=name), random_prompts(units=14), "heads", nulls=3)
+    record = examine(Subject.of(model, name=name), random_prompts(clusters=14), "heads", nulls=3)
     assert not record.unmeasured
     for way in WAYS["heads"]:
         measured, found = record.results[f"heads_{way}"], outcome(record, f"heads_{way}")
@@ -109,7 +109,7 @@ def test_a_middle_block_that_writes_nothing_is_the_weakest():
     with torch.no_grad():
         for path in ("self_attn.o_proj", "mlp.down_proj"):
             family.layer(model, 2).get_submodule(path).weight.zero_()
-    record = examine(Subject.of(model, name="llama"), random_prompts(units=14), "blocks", nulls=3)
+    record = examine(Subject.of(model, name="llama"), random_prompts(clusters=14), "blocks", nulls=3)
     for way in WAYS["blocks"]:
         measured, found = record.results[f"blocks_{way}"], outcome(record, f"blocks_{way}")
         assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST}
@@ -160,22 +160,22 @@ def test_fractions_of_heads_and_blocks_by_hand():
 
 
 def test_intervals_delete_whole_units(llama):
-    batch = random_prompts(units=12, each=2)
+    batch = random_prompts(clusters=12, each=2)
     record = examine(llama, batch, "heads", nulls=1)
     made = replaced(llama, "heads", batch=batch)
-    names, half = np.unique(made.units), folds(made.units, 0, 2)
+    names, half = np.unique(made.clusters), folds(made.clusters, 0, 2)
     quantile = scipy_stats.t.ppf(0.975, len(names) - 1)
-    assert len(made.units) == 2 * len(names)
+    assert len(made.clusters) == 2 * len(names)
     for way in WAYS["heads"]:
         kl = made.effects[way]["kl"]
         above, below = of_heads({"kl": kl}, half)[SHARE]
-        logs = np.log([above[made.units != name].sum() / below[made.units != name].sum() for name in names])
+        logs = np.log([above[made.clusters != name].sum() / below[made.clusters != name].sum() for name in names])
         error = np.sqrt((len(names) - 1) * np.square(logs - logs.mean()).mean())
         h = outcome(record, f"heads_{way}")[SHARE]
         ends = np.exp(np.log(h.value) + np.array([-1, 1]) * quantile * error)
-        assert (h.low, h.high) == pytest.approx(ends) and (h.n, h.units) == (len(made.units), len(names))
+        assert (h.low, h.high) == pytest.approx(ends) and (h.n, h.clusters) == (len(made.clusters), len(names))
         # The jackknife of a mean over units of one size is Student's interval of the units' means.
-        means = np.array([kl[:, made.units == name].mean(1) for name in names])
+        means = np.array([kl[:, made.clusters == name].mean(1) for name in names])
         half_width = quantile * means.std(0, ddof=1) / np.sqrt(len(names))
         arrays = record.results[f"heads_{way}"].arrays
         np.testing.assert_allclose(arrays["interval"][..., 1].ravel(), means.mean(0) + half_width)
@@ -186,7 +186,7 @@ def test_intervals_delete_whole_units(llama):
 def test_a_share_of_few_prompts_is_at_most_the_whole():
     largest = np.array([100.0, 1, 1, 1, 1, 1])
     fractions = {SHARE: (largest, largest + 1.5)}
-    (h,) = headlines("heads", fractions, [fractions], np.arange(6))
+    (h,) = estimates("heads", fractions, [fractions], np.arange(6))
     assert 0 < h.low < h.value < h.high == 1
 
 
@@ -208,13 +208,13 @@ def test_without_a_middle_only_the_branches_are_compared(subject):
 
 def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
     record = examine(llama, BATCH, "heads", nulls=1, seed=3)
-    alone = examine(llama.twin(4), BATCH, "heads", nulls=1, seed=3)
+    alone = examine(llama.untrained(4), BATCH, "heads", nulls=1, seed=3)
     for way in WAYS["heads"]:
         for name, h in outcome(record, f"heads_{way}").items():
             assert h.null_low == h.null_high == outcome(alone, f"heads_{way}")[name].value
-            assert h.null == "re-initialised twins (1 draws)"
+            assert h.null == "untrained controls (1 draws)"
     assert "only 1 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings
-    blocks, other = (examine(who, BATCH, "blocks", nulls=1, seed=3) for who in (llama, llama.twin(4)))
+    blocks, other = (examine(who, BATCH, "blocks", nulls=1, seed=3) for who in (llama, llama.untrained(4)))
     for name in ("attention", "mlp", "block", "relative"):
         null = blocks.results["blocks_mean"].arrays[f"{name}_null"]
         np.testing.assert_array_equal(null, np.repeat(other.results["blocks_mean"].arrays[name][:, None], 2, 1))
@@ -233,13 +233,13 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
 
 
 def test_two_halves_that_disagree_are_told(llama):
-    record = examine(llama, random_prompts(units=14), "heads", nulls=1)
+    record = examine(llama, random_prompts(clusters=14), "heads", nulls=1)
     told = [m.warnings for m in record.results.values() if len({*m.notes[1].split(": ")[1].split(", ")}) == 2]
     assert told and all("the two halves of the units find two largest heads" in w[0] for w in told)
 
 
 def test_a_largest_head_that_does_next_to_nothing_is_told(llama):
-    record = examine(llama.twin(0), BATCH, "heads", nulls=1)
+    record = examine(llama.untrained(0), BATCH, "heads", nulls=1)
     assert all("less than 0.01: shares of so little" in m.warnings[-1] for m in record.results.values())
 
 
@@ -251,7 +251,9 @@ def test_writes_that_are_not_known_are_refused(llama):
 
 def test_a_batch_with_positions_of_its_own_is_refused(llama):
     query = torch.ones(BATCH.inputs.ids.shape, dtype=torch.bool)
-    with pytest.raises(Refused, match="an edit is made where a prompt ends; this batch examines positions of its own"):
+    with pytest.raises(
+        UserError, match="an edit is made where a prompt ends; this batch examines positions of its own"
+    ):
         examine(llama, replace(BATCH, query=query), "heads", nulls=1)
 
 
@@ -265,7 +267,7 @@ def pythia() -> Subject:
 
 def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
     batch = Sula(available(pythia.tokenizer), ks=(1, 2)).sample(12, 0)
-    held = batch.take(np.flatnonzero(folds(batch.unit, 0, 2) == 1))
+    held = batch.take(np.flatnonzero(folds(batch.cluster, 0, 2) == 1))
     record = examine(pythia, batch, "blocks", nulls=1)
     assert {EVIDENCE, BRANCH} < set(outcome(record, "blocks_zero"))
     pair = [[pythia.tokenizer(f" {w}")["input_ids"][0] for w in two] for two in
@@ -322,18 +324,18 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
     monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(UserError, match=says):
         perform(Request(**wrong))
 
 
 def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypatch):
     def stop(folder, spec):
-        raise Refused(spec)
+        raise UserError(spec)
 
     monkeypatch.setattr("llmgeom.commands.config.check_folder", stop)
 
     def spec(**asked) -> str:
-        with pytest.raises(Refused) as told:
+        with pytest.raises(UserError) as told:
             perform(Request(offline=True, **asked))
         return str(told.value)
 
@@ -351,6 +353,6 @@ def test_the_door_refuses_in_one_sentence():
 
 def test_every_headline_of_the_parts_is_declared(subject):
     names = {h.name for kind in WAYS for m in examine(subject, BATCH, kind, nulls=1).results.values()
-             for h in m.headlines}  # fmt: skip
+             for h in m.estimates}  # fmt: skip
     declared = {*parts.declared("heads"), *parts.declared("blocks")}
     assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE, HALVED}

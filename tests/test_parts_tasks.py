@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.interventions.components import (
@@ -23,8 +23,8 @@ from llmgeom.probes.interventions.components import (
     HALVED,
     SECOND,
     TENFOLD,
+    estimates,
     examine,
-    headlines,
     measure_trainings,
     of_blocks,
     of_heads,
@@ -68,7 +68,7 @@ def batch_of(task, n: int = 20):
 
 
 def halved(batch) -> list[torch.Tensor]:
-    half = folds(batch.unit, 0, 2)
+    half = folds(batch.cluster, 0, 2)
     return [batch.inputs.data[np.flatnonzero(half == one)] for one in (0, 1)]
 
 
@@ -144,7 +144,7 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
     assert tuple(made.effects) == WAYS["heads"], "positions mean the same in all sequences: even all can be exchanged"
     fit, held = halved(batch)
     at = torch.tensor(task.query) if positions == "query" else torch.arange(task.length)
-    given = donors(made.units.tolist(), DONORS, 0)
+    given = donors(made.clusters.tolist(), DONORS, 0)
     for layer, head in ((0, 1), (1, 0)):
         block, part = one.blocks[layer], 2 * layer + head
         mean = torch.stack([z_of(task, one.model, block, inputs)[:, head] for inputs in fit]).mean(0)
@@ -209,7 +209,7 @@ def test_the_record_holds_each_effect_s_mean(subject):
                 np.testing.assert_allclose(arrays["block"], mean["kl"][6:])
                 np.testing.assert_allclose(arrays["evidence"], mean["evidence"][6:])
                 np.testing.assert_allclose(arrays["error"], mean["mae"][6:] / clean)
-                times = next(h for h in record.results[f"blocks_{way}"].headlines if h.name == TENFOLD)
+                times = next(h for h in record.results[f"blocks_{way}"].estimates if h.name == TENFOLD)
                 assert times.value == pytest.approx(mean["mae"][7] / clean)
             assert record.results[f"{kind}_{way}"].notes[0].startswith("replaced at every position, the means being")
     assert record.prompts["entropy"][0] == pytest.approx(
@@ -224,16 +224,16 @@ def test_only_parts_set_to_0_are_claimed_about_and_only_of_a_task(subject):
     task = wind_tunnels.named(HMM)
     for kind, name in (("heads", SECOND), ("blocks", TENFOLD)):
         record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
-        claimed = {(probe, h.name) for probe, m in record.results.items() for h in m.headlines if h.claim}
+        claimed = {(probe, h.name) for probe, m in record.results.items() for h in m.estimates if h.claim}
         assert claimed == {(f"{kind}_{CLAIMED}", name)}
     assert {
         name for probe in ("heads_task", "blocks_task") for name, c in parts.declared(probe).items() if c.claim
     } == {*BOUNDS}
 
 
-def times(each, units=40, layers=3, seed=0):
-    """Headlines of blocks of which the middle one multiplies an error of .1 by `each`, with a scatter of a half."""
-    rng, n = np.random.default_rng(seed), units
+def times(each, clusters=40, layers=3, seed=0):
+    """Metrics of blocks of which the middle one multiplies an error of .1 by `each`, with a scatter of a half."""
+    rng, n = np.random.default_rng(seed), clusters
     error = np.ones((3 * layers, n))
     error[2 * layers + 1] = each * np.exp(0.5 * rng.standard_normal(n)) * 0.1
     effects = {"kl": np.ones((3 * layers, n)), "evidence": error, "mae": error, "clean_mae": np.full_like(error, 0.1)}
@@ -244,17 +244,17 @@ def times(each, units=40, layers=3, seed=0):
 @pytest.mark.parametrize(("each", "word"), [(15, "PASS"), (10.05, "INCONCLUSIVE"), (7, "FAIL")])
 def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
     made, half = times(each)
-    twins = [of_blocks(times(1.5, seed=i + 1)[0], half) for i in range(20)]
-    found = headlines("blocks_task", of_blocks(made, half), twins, np.arange(40))
+    untrained = [of_blocks(times(1.5, seed=i + 1)[0], half) for i in range(20)]
+    found = estimates("blocks_task", of_blocks(made, half), untrained, np.arange(40))
 
     measured = Measured("", "", "", "", "", found, {}, {})
-    h = next(h for h in claims.judge({"x": measured})["x"].headlines if h.name == TENFOLD)
+    h = next(h for h in claims.judge({"x": measured})["x"].estimates if h.name == TENFOLD)
     assert h.value == pytest.approx(made["mae"][7].mean() / 0.1) and h.verdict == word
     natural = (h.value - h.low) / scipy_stats.t.ppf(0.975, 39)  # of the side that is asked: the interval is a log's
     p = scipy_stats.t.sf((h.value - 10) / natural, 39)
     assert h.p == pytest.approx(max(p, 1 / 21))
-    of_twins = [of_blocks(times(20, seed=i + 1)[0], half) for i in range(20)]
-    other = headlines("blocks_task", of_blocks(made, half), of_twins, np.arange(40))
+    of_untrained = [of_blocks(times(20, seed=i + 1)[0], half) for i in range(20)]
+    other = estimates("blocks_task", of_blocks(made, half), of_untrained, np.arange(40))
     assert next(h for h in other if h.name == TENFOLD).p > 0.9, "an untrained model that loses more leaves no claim"
 
 
@@ -266,8 +266,8 @@ def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
         one = np.array([[1.0], [second], [0.1], [0.1]]) * scatter
         return {"kl": one, "evidence": one, "mae": one, "clean_mae": 0 * one}
 
-    twins = [of_heads(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
-    found = {second: {h.name: h for h in headlines("heads_task", of_heads(kl(second), half, 2), twins, np.arange(40))}
+    untrained = [of_heads(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
+    found = {second: {h.name: h for h in estimates("heads_task", of_heads(kl(second), half, 2), untrained, np.arange(40))}
              for second in (0.3, 0.6)}  # fmt: skip
     assert found[0.3][SECOND].p < 0.05 and found[0.3][SECOND].high < 0.5 == found[0.3][SECOND].margin
     assert found[0.6][SECOND].p > 0.5 and found[0.6][SECOND].low > 0.5
@@ -282,10 +282,10 @@ def test_over_trainings_every_model_counts_once(subject):
     task = wind_tunnels.named(BIJECTION)
     every = [subject(BIJECTION, "neox", seed) for seed in range(5)]
     record = examine(every[0], batch_of(task), "heads", task=task, also=every[1:], positions="all", nulls=2)
-    half = folds(Sequences.of(every[0], batch_of(task), task, 0, 4096).held.unit, 0, 2)
+    half = folds(Sequences.of(every[0], batch_of(task), task, 0, 4096).held.cluster, 0, 2)
     for way in WAYS["heads"]:
         measured = record.results[f"heads_{way}_trainings"]
-        found = {h.name: h for h in measured.headlines}
+        found = {h.name: h for h in measured.estimates}
         seconds, halves = [], []
         for one in every:
             kl = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "heads", "all").effects[way]["kl"]
@@ -294,7 +294,7 @@ def test_over_trainings_every_model_counts_once(subject):
             halves.append(sum(kl.mean(1) > kl.mean(1).max() / 2))
         for name, each in ((SECOND, seconds), (HALVED, halves)):
             h = found[f"{name}, over trainings"]
-            assert h.value == pytest.approx(np.mean(each)) and h.n == h.units == 5 and h.counts == "trainings"
+            assert h.value == pytest.approx(np.mean(each)) and h.n == h.clusters == 5 and h.counts == "trainings"
             width = scipy_stats.t.ppf(0.975, 4) * np.std(each, ddof=1) / np.sqrt(5)
             assert (h.low, h.high) == pytest.approx((np.mean(each) - width, np.mean(each) + width))
             row = measured.ticks["statistic"].index(name)
@@ -309,11 +309,11 @@ def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
     task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
     record = examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 1)], nulls=1)
     assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
-    with pytest.raises(Refused, match=r"has 6 heads, .* 4: no such training"):
+    with pytest.raises(UserError, match=r"has 6 heads, .* 4: no such training"):
         examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 0, 3)], nulls=1)
     made = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
-    five = measure_trainings("blocks", "zero", [made] * 5, "abcde", [made], folds(made.units, 0, 2))
-    assert HALVED not in five.ticks["statistic"] and five.headlines[0].low == five.headlines[0].high
+    five = measure_trainings("blocks", "zero", [made] * 5, "abcde", [made], folds(made.clusters, 0, 2))
+    assert HALVED not in five.ticks["statistic"] and five.estimates[0].low == five.estimates[0].high
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------

@@ -77,13 +77,15 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     assert cost["disk_bytes"] == row["capture_bytes"] + planning.PAGE
     assert cost["memory_bytes"] > row["capture_bytes"] + 2 * cost["weight_bytes"]
     assert cost["parameters"] == record.subject["parameters"] and cost["weight_bytes"] == 4 * cost["parameters"]
-    assert row["prompts"] == record.facts["prompts"] and abs(row["units"] - record.facts["units"]) <= 3
-    judged = {(probe, h.name) for probe, m in record.results.items() for h in m.headlines if h.claim}
+    assert row["prompts"] == record.facts["prompts"] and abs(row["clusters"] - record.facts["clusters"]) <= 3
+    judged = {(probe, h.name) for probe, m in record.results.items() for h in m.estimates if h.claim}
     told = {(one["probe"], one["name"]) for one in row["claims"] if one["probe"] not in record.unmeasured}
     assert judged <= told and len(told - judged) <= 2
-    units = {(probe, h.name): h.units for probe, m in record.results.items() for h in m.headlines}
+    clusters = {(probe, h.name): h.clusters for probe, m in record.results.items() for h in m.estimates}
     assert all(
-        abs(one["units"] - units[key]) <= 3 for one in row["claims"] if (key := (one["probe"], one["name"])) in judged
+        abs(one["clusters"] - clusters[key]) <= 3
+        for one in row["claims"]
+        if (key := (one["probe"], one["name"])) in judged
     )
 
 
@@ -97,7 +99,7 @@ def test_minutes_follow_tokens_and_twins(tunnel, tmp_path):
         return planning._minutes(planning.Source.of(plan, who, name), plan, planning.Speed(1e-9, 1e-5, 1e-8))
 
     few, many, more = minutes(nulls=2), minutes(nulls=4), minutes(nulls=2, n=400)
-    assert many[planning.TWINS] == pytest.approx(2 * few[planning.TWINS])
+    assert many[planning.UNTRAINED] == pytest.approx(2 * few[planning.UNTRAINED])
     assert many["measuring"] == pytest.approx(5 / 3 * few["measuring"])
     assert more["measuring"] == pytest.approx(2 * few["measuring"])
     layers, parameters = 2, 13_000
@@ -131,14 +133,14 @@ def test_each_claim_is_planned_by_its_own_design(tmp_path):
     claim = claims.declared("value_manifold")["PC1+PC2 share"]
     design = power.Design(claim, claim.spread, claim.null_spread, 20, len(rows))
     assert share["needed_units"] == power.needed(design) and share["effect"] == 0.1
-    assert share["detectable"] == pytest.approx(power.detectable(design, share["units"]))
+    assert share["detectable"] == pytest.approx(power.detectable(design, share["clusters"]))
     assert share["interval_units"] <= share["needed_units"] <= share["needed_prompts"]
     rho = rows["|rho| of PC1 and entropy"]
     assert rho["interval_units"] == 120 and rho["any_layer_units"] == power.needed_in_any_layer(0.3, 4) > 120
     assert rho["needed_units"] is None and "no number of units" in rho["why"] and rho["spread"] is None
     # Of a weight matrix prompts tell nothing: its heads are what there is.
     columns = rows["columns of W_K"]
-    assert columns["units"] == columns["most_units"] == 16 and columns["needed_prompts"] is None
+    assert columns["clusters"] == columns["most_units"] == 16 and columns["needed_prompts"] is None
     assert columns["why"] == f"needs {columns['needed_units']} units, and there are 16"
 
 
@@ -147,15 +149,15 @@ def test_a_pool_that_has_too_few_templates_is_said_to(tmp_path):
     file.write_text("\n".join(f"The number {i} follows the number" for i in range(30)))
     rows = findings(tmp_path, prompts_file=str(file))
     assert rows["PC1+PC2 share"]["why"] == f"needs {rows['PC1+PC2 share']['needed_units']} units, and there are 30"
-    assert rows["focusing"]["why"] == "" and rows["focusing"]["units"] == 30
+    assert rows["focusing"]["why"] == "" and rows["focusing"]["clusters"] == 30
 
 
 def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path):
     rows = findings(tmp_path, model=str(tunnel), n=300)
-    assert rows["MLPs' share of the effects"]["units"] == rows["MLPs' share of the effects"]["most_units"] == 40
-    assert rows["law against autograd"]["units"] == 32 and rows["law against autograd"]["why"] == ""
-    assert rows["PC1+PC2 share"]["units"] == 300 and rows["PC1+PC2 share"]["most_units"] is None
-    assert rows["MLPs' share of the fall"]["units"] == 300
+    assert rows["MLPs' share of the effects"]["clusters"] == rows["MLPs' share of the effects"]["most_units"] == 40
+    assert rows["law against autograd"]["clusters"] == 32 and rows["law against autograd"]["why"] == ""
+    assert rows["PC1+PC2 share"]["clusters"] == 300 and rows["PC1+PC2 share"]["most_units"] is None
+    assert rows["MLPs' share of the fall"]["clusters"] == 300
 
 
 def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
@@ -201,11 +203,11 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():
-    row = {"name": "law", "effect": 1e-9, "unit": "of it", "units": 32, "interval_units": 2, "needed_units": 5}
+    row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_units": 2, "needed_units": 5}
     row |= {"needed_prompts": 5, "any_layer_units": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
     assert planning._cells(row) == ("law", "1e-09 of it", "2", "5", "-", "4.2e-15 at 32", "5e-15", "-")
     none = row | {"needed_units": None, "needed_prompts": None, "detectable": None, "spread": None}
     assert planning._cells(none)[3:] == ("-", "-", "nothing at 32", "-", "-")
-    unplanned = {key: row[key] for key in ("name", "effect", "unit", "units")}
+    unplanned = {key: row[key] for key in ("name", "effect", "unit", "clusters")}
     assert planning._cells(unplanned)[2:] == ("-",) * 6
     assert planning._cells(row | {"needed_prompts": 7})[3] == "5 (7 prompts)"

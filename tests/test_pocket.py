@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, nonce
@@ -285,7 +285,7 @@ def test_a_label_of_several_tokens_is_refused(monkeypatch):
     subject = Subject.of(pocket.Pocket("any", "llama", hidden=32, vocabulary=512).start(), read.tokenizer)
     batch = Evidence().sample(2, seed=0)
     monkeypatch.setattr(nonce, "LABELS", (*nonce.LABELS, "incomprehensible"))
-    with pytest.raises(Refused, match="the labels incomprehensible are several tokens each"):
+    with pytest.raises(UserError, match="the labels incomprehensible are several tokens each"):
         exam.answers(subject, batch)
 
 
@@ -309,7 +309,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
 def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny):
     folder, card, _ = tiny
     subject = exam.stored(folder)
-    again = exam.evidence(subject, 1, sets=("held-out",)), exam.evidence(subject.twin(0), 1, sets=("held-out",))
+    again = exam.evidence(subject, 1, sets=("held-out",)), exam.evidence(subject.untrained(0), 1, sets=("held-out",))
     page = (folder / "card.md").read_text()
     for name in nonce.FORMATS:
         for found, key in zip(again, ("skills", "skills_at_step_0"), strict=True):
@@ -333,7 +333,7 @@ def test_every_architecture_learns_and_is_what_its_name_says(name, tiny):
     assert read.tokenizer.get_vocab() == exam.stored(tiny[0]).tokenizer.get_vocab()
     subject = Subject.of(model, read.tokenizer)
     assert subject.facts["model_type"] == spec.architecture and curve[-1]["loss"] < 7
-    assert Subject.of(spec.start()).weight_hash == subject.twin(0).weight_hash != subject.weight_hash
+    assert Subject.of(spec.start()).weight_hash == subject.untrained(0).weight_hash != subject.weight_hash
     assert subject.facts["kv_heads"] == (2 if spec.architecture in ("llama", "mistral") else 4)
 
 
@@ -355,7 +355,7 @@ def test_loss_is_that_of_transformers(tiny):
 def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     folder, card, _ = tiny
     torch.manual_seed(99)
-    assert exam.stored(folder).twin(card["seed"]).weight_hash == card["weights"]["start"]
+    assert exam.stored(folder).untrained(card["seed"]).weight_hash == card["weights"]["start"]
     assert exam.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
 
 
@@ -367,7 +367,7 @@ def test_the_same_build_gives_the_same_weights(tiny, tmp_path):
 
 
 def test_a_model_that_misses_the_demands_is_not_shipped(tmp_path, capsys):
-    with pytest.raises(Refused, match=r"not shipped: \d\.\d+ nats a token .* at most 0.6 of unigram's .* trigram"):
+    with pytest.raises(UserError, match=r"not shipped: \d\.\d+ nats a token .* at most 0.6 of unigram's .* trigram"):
         build("pythia", tmp_path / "pythia", **TINY | {"steps": 2})
     (kept,) = tmp_path.iterdir()
     assert kept.name == "pythia.refused" and json.loads((kept / "card.json").read_text())["misses_of_the_usual_demands"]
@@ -405,11 +405,11 @@ def test_a_model_that_was_told_nothing_must_know_nothing():
 
 def test_what_cannot_be_built_is_refused_before_anything_is_trained(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("mine")
-    with pytest.raises(Refused, match="not a pocket model"):
+    with pytest.raises(UserError, match="not a pocket model"):
         build("pythia", tmp_path)
-    with pytest.raises(Refused, match="known are pythia, phi, llama, mistral, llama-noicl"):
+    with pytest.raises(UserError, match="known are pythia, phi, llama, mistral, llama-noicl"):
         build("pithia", tmp_path / "new")
-    with pytest.raises(Refused, match="--steps 0: give at least 1"):
+    with pytest.raises(UserError, match="--steps 0: give at least 1"):
         build("pythia", tmp_path / "new", steps=0)
     assert pocket.main(["pythia", "--out", str(tmp_path)]) == 1
     assert "not a pocket model" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import spearmanr
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
@@ -34,9 +34,9 @@ def test_each_fifth_of_the_entropies_gives_its_share(n):
 )
 def test_at_most_two_of_a_template_none_twice_and_the_seed_decides(draw):
     one = draw(1)
-    assert max(Counter(one.unit).values()) <= 2
+    assert max(Counter(one.cluster).values()) <= 2
     assert len(set(number(one))) == 75
-    assert all(unit == f"t{i // 3}" for unit, i in zip(one.unit, number(one), strict=True))
+    assert all(unit == f"t{i // 3}" for unit, i in zip(one.cluster, number(one), strict=True))
     np.random.seed(9)
     assert draw(1).text == one.text != draw(2).text
 
@@ -47,14 +47,14 @@ def test_a_plain_sample_does_not_look_at_entropy():
 
 
 def test_too_large_a_sample_is_refused_with_what_the_bin_gives():
-    with pytest.raises(Refused, match="--n 301: the pool has 300 prompts"):
+    with pytest.raises(UserError, match="--n 301: the pool has 300 prompts"):
         stratify(POOL, ENTROPY, 301)
     few = POOL.take(range(30))
     with pytest.raises(
-        Refused, match=r"--n 30: entropy bin \d of 5 gives \d of 6 prompts with at most 2 of a template"
+        UserError, match=r"--n 30: entropy bin \d of 5 gives \d of 6 prompts with at most 2 of a template"
     ):
         stratify(few, ENTROPY[:30], 30)
-    with pytest.raises(Refused, match="--n 25: the pool has 20 prompts with at most 2 of a template"):
+    with pytest.raises(UserError, match="--n 25: the pool has 20 prompts with at most 2 of a template"):
         plain(few, 25)
 
 
@@ -89,7 +89,7 @@ def test_a_length_matched_sample_has_each_fifth_of_entropy_alike_and_at_most_two
         rows = number(batch)
         assert len(set(rows)) == len(batch) == 70, "fifths are equal: 72 prompts are 14 each"
         assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [14] * 5
-        assert max(Counter(batch.unit).values()) <= 2
+        assert max(Counter(batch.cluster).values()) <= 2
         assert batch.source["length_matched"] == {"n": 70, "bins": 5, "per_template": 2, "seed": seed}
 
 
@@ -102,7 +102,7 @@ def test_a_length_matched_sample_is_its_seed_s():
 
 def test_lengths_that_cannot_be_matched_are_refused():
     """Length is the order of entropy itself: no class of lengths holds prompts of two fifths."""
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         matched(lengths=BITS.argsort().argsort().tolist())
     assert str(refusal.value) == (
         "--n 75: 0 prompts of equal lengths in every fifth of entropy can be had from the pool of 1000; "
@@ -135,7 +135,7 @@ def counted(batch: Batch) -> tuple[int, int, int]:
     return (
         len(set().union(*(IDS[i] for i in rows))),
         len({IDS[i][-1] for i in rows}),
-        len({LARGE.unit[i] for i in rows}),
+        len({LARGE.cluster[i] for i in rows}),
     )
 
 
@@ -170,19 +170,19 @@ def test_a_sample_as_diverse_keeps_fifths_templates_and_its_seed():
         rows = number(batch)
         assert len(set(rows)) == 75
         assert np.bincount(np.searchsorted(edges, BITS[rows])).tolist() == [15] * 5
-        assert max(Counter(batch.unit).values()) <= 2
+        assert max(Counter(batch.cluster).values()) <= 2
     assert alike((250, 25, 50), 1).text == batch.text != alike((250, 25, 50), 0).text
 
 
 def test_a_class_of_lengths_that_cannot_be_filled_gives_its_templates_back():
     """Two classes have low entropies only, all of template t; of the other pairs two need t, and both get it."""
-    lengths, entropy, units = [], [], []
+    lengths, entropy, clusters = [], [], []
     for place in range(10):
         kinds = "ll" if place < 2 else "hh" if place > 7 else "lh"
         for i, kind in enumerate(kinds):
             lengths.append(10 * place + i)
             entropy.append((0 if kind == "l" else 50) + place + i / 2)
-            units.append("t" if kind == "l" and place < 4 else f"u{place}{i}")
-    pool = Batch(Text(tuple(f"prompt {i}" for i in range(20))), tuple(units), {"name": "pool"})
+            clusters.append("t" if kind == "l" and place < 4 else f"u{place}{i}")
+    pool = Batch(Text(tuple(f"prompt {i}" for i in range(20))), tuple(clusters), {"name": "pool"})
     batch = length_matched(pool, np.array(entropy), lengths, n=12, bins=2)
     assert sorted(number(batch)) == list(range(4, 16))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from llmgeom.claims import Claim, Null, headline, judge
+from llmgeom.claims import Claim, Null, estimate, judge
 from llmgeom.probes.shared.representation_geometry import correlation
 from llmgeom.result import Measured
 from llmgeom.stats import core as stats
@@ -27,37 +27,37 @@ def passes(found, claims: int) -> bool:
     """Whether it is a PASS in a record whose other claims are nowhere near theirs."""
     others = [replace(found, name=f"other {i}", p_claim=1.0) for i in range(claims - 1)]
     made = Measured("", "", "", "", "", (found, *others), {}, {})
-    return judge({"toy": made})["toy"].headlines[0].verdict == "PASS"
+    return judge({"toy": made})["toy"].estimates[0].verdict == "PASS"
 
 
 def share_passed(experiment, many: int) -> float:
     return float(np.mean([experiment(np.random.default_rng(seed)) for seed in range(many)]))
 
 
-def clusters(rng, units: int, sd: float, alike: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
+def clustered(rng, clusters: int, sd: float, alike: float = 0.7) -> tuple[np.ndarray, np.ndarray]:
     """[prompt] deviations whose unit means have this sd, and the unit of each."""
-    own, shared = rng.normal(size=(units, TWO_EACH)), rng.normal(size=(units, 1))
+    own, shared = rng.normal(size=(clusters, TWO_EACH)), rng.normal(size=(clusters, 1))
     x = math.sqrt(alike) * shared + math.sqrt((1 - alike) * TWO_EACH) * own
-    return (sd * x).ravel(), np.repeat(np.arange(units), TWO_EACH)
+    return (sd * x).ravel(), np.repeat(np.arange(clusters), TWO_EACH)
 
 
-def of_a_mean(design: Design, units: int, truth: float):
+def of_a_mean(design: Design, clusters: int, truth: float):
     """One experiment: the mean of prompts in clusters, against draws around 0, permutations, or the number 0."""
     claim = design.claim
 
     def experiment(rng) -> bool:
-        x, unit = clusters(rng, units, design.spread)
+        x, unit = clustered(rng, clusters, design.spread)
         x = x + (truth if claim.side == "upper" else -truth)
         span, value = stats.jackknife(np.mean, x, unit), float(x.mean())
-        draws = Null.of("twins", value, rng.normal(0, design.null_spread, design.draws), claim.side)
-        nulls = [Null("a number", 0.0, 0.0, 0.0, stats.equivalence_p(value, span, 0.0, math.inf, units), 0)]
+        draws = Null.of("untrained controls", value, rng.normal(0, design.null_spread, design.draws), claim.side)
+        nulls = [Null("a number", 0.0, 0.0, 0.0, stats.equivalence_p(value, span, 0.0, math.inf, clusters), 0)]
         if claim.null_margin == "centre":
-            error = design.spread / math.sqrt(units)
+            error = design.spread / math.sqrt(clusters)
             permuted = Null("permuted", -2 * error, 2 * error, 0.0, scipy_stats.norm.sf(value / error), 10_000)
             nulls = [replace(draws, margin=draws.centre), permuted]
         elif claim.null_margin == "end" and not claim.equivalence:
             nulls = [draws]
-        return passes(headline(claim, value, span, nulls, n=len(x), units=units), design.claims)
+        return passes(estimate(claim, value, span, nulls, n=len(x), clusters=clusters), design.claims)
 
     return experiment
 
@@ -78,29 +78,29 @@ EXPECTED_MAX = scipy_stats.norm.expect(lambda z: 20 * z * scipy_stats.norm.cdf(z
 )
 def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_spread, claims):
     design = Design(replace(MEAN, **changes), 0.2, null_spread, 20, claims)
-    units, claim = needed(design), design.claim
+    clusters, claim = needed(design), design.claim
     beyond = EXPECTED_MAX * null_spread if claim.null_margin == "end" else 0.0
     truth = 0.0 if claim.equivalence else 0.1 + beyond
-    for n, low, high in ((units, 0.85, 0.95), (units // 2, 0.0, 0.72)):
+    for n, low, high in ((clusters, 0.85, 0.95), (clusters // 2, 0.0, 0.72)):
         found = share_passed(of_a_mean(design, n, truth), 300)
         assert low < found < high
         assert found == pytest.approx(power(design, n), abs=0.07)
 
 
-def of_a_correlation(design: Design, units: int, rho: float):
-    """One experiment: |rho| of scores and entropy of prompts in clusters, against twins and permutations."""
+def of_a_correlation(design: Design, clusters: int, rho: float):
+    """One experiment: |rho| of scores and entropy of prompts in clusters, against controls and permutations."""
 
     def experiment(rng) -> bool:
-        entropy, unit = clusters(rng, units, 1.0, 0.99)
+        entropy, unit = clustered(rng, clusters, 1.0, 0.99)
 
         def scores(true: float) -> np.ndarray:
             r = 2 * math.sin(math.pi * true / 6)  # the Pearson correlation whose Spearman's is `true`
-            return r * entropy + math.sqrt(1 - r**2) * clusters(rng, units, 1.0, 0.99)[0]
+            return r * entropy + math.sqrt(1 - r**2) * clustered(rng, clusters, 1.0, 0.99)[0]
 
-        twins = [abs(stats.spearman(scores(math.tanh(z)), entropy)) for z in rng.normal(0, design.null_spread, 20)]
+        untrained = [abs(stats.spearman(scores(math.tanh(z)), entropy)) for z in rng.normal(0, design.null_spread, 20)]
         own = scores(rho)
         test = stats.correlation_test(own, entropy, unit, 1000, 0)
-        found = correlation(design.claim, own, entropy, unit, test, {"twins": np.array(twins)})
+        found = correlation(design.claim, own, entropy, unit, test, {"untrained controls": np.array(untrained)})
         return passes(found, design.claims)
 
     return experiment
@@ -108,9 +108,9 @@ def of_a_correlation(design: Design, units: int, rho: float):
 
 def test_the_planned_units_find_a_correlation_in_nine_of_ten_experiments():
     design = Design(RHO, 0.0, 0.03, 20, 2)
-    units = needed(design)
+    clusters = needed(design)
     rho = 0.3 + math.tanh(scipy_stats.norm.ppf(0.75) * 0.03)
-    for n, low, high in ((units, 0.83, 0.97), (units // 2, 0.3, 0.65)):
+    for n, low, high in ((clusters, 0.83, 0.97), (clusters // 2, 0.3, 0.65)):
         found = share_passed(of_a_correlation(design, n, rho), 80)
         assert low < found < high
         assert found == pytest.approx(power(design, n), abs=0.1)
@@ -119,22 +119,22 @@ def test_the_planned_units_find_a_correlation_in_nine_of_ten_experiments():
 def test_one_layer_of_several_is_found_by_the_p_of_the_largest():
     layers, many = 6, 150
 
-    def share(units: int, rho: float, alone: bool = False) -> float:
+    def share(clusters: int, rho: float, alone: bool = False) -> float:
         found = 0
         for seed in range(many):
             rng = np.random.default_rng(seed)
-            entropy = rng.normal(size=units)
-            scores = rng.normal(size=(layers, units))
+            entropy = rng.normal(size=clusters)
+            scores = rng.normal(size=(layers, clusters))
             r = 2 * math.sin(math.pi * rho / 6)
             scores[3] = r * entropy + math.sqrt(1 - r**2) * scores[3]
-            corrected = stats.max_statistic(scores, entropy, np.arange(units), 600, seed)[1]
+            corrected = stats.max_statistic(scores, entropy, np.arange(clusters), 600, seed)[1]
             found += corrected[3] < 0.05
         return found / many
 
-    units = needed_in_any_layer(0.3, layers)
-    whole, half = share(units, 0.3), share(units // 2, 0.3)
+    clusters = needed_in_any_layer(0.3, layers)
+    whole, half = share(clusters, 0.3), share(clusters // 2, 0.3)
     assert whole == pytest.approx(0.9, abs=0.06) and half < 0.7
-    assert needed_in_any_layer(0.3, 1) < units < needed_in_any_layer(0.3, 24)
+    assert needed_in_any_layer(0.3, 1) < clusters < needed_in_any_layer(0.3, 24)
 
 
 def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
@@ -142,9 +142,11 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     assert needed_in_any_layer(0.3, 1) == math.ceil(3 + (3.2415 / math.atanh(0.3)) ** 2 * 1.045)
     design = Design(replace(MEAN, null_margin="fixed"), 0.3, 0.0, 20, 1)
     assert 95 <= needed(design) <= stats.needed_n_mean(0.1, 0.3) == 97
-    for units in (10, 40, 100):
-        exact = scipy_stats.nct.sf(scipy_stats.t.isf(0.025, units - 1), units - 1, 0.1 * math.sqrt(units) / 0.3)
-        assert power(design, units) == pytest.approx(exact, abs=0.015)
+    for clusters in (10, 40, 100):
+        exact = scipy_stats.nct.sf(
+            scipy_stats.t.isf(0.025, clusters - 1), clusters - 1, 0.1 * math.sqrt(clusters) / 0.3
+        )
+        assert power(design, clusters) == pytest.approx(exact, abs=0.015)
 
 
 @pytest.mark.parametrize(
@@ -158,12 +160,12 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     ],
 )
 def test_the_effect_found_with_the_units_needed_is_the_declared_one(design):
-    units = needed(design)
-    assert power(design, units) >= 0.9 > power(design, units - 1)
-    assert detectable(design, units) == pytest.approx(design.claim.smallest, rel=0.03)
-    assert detectable(design, units) <= design.claim.smallest * 1.002
-    assert detectable(design, 2 * units) < detectable(design, units) < detectable(design, units // 2)
-    assert needed(design, 0.5) < units <= needed(replace(design, claims=design.claims + 20))
+    clusters = needed(design)
+    assert power(design, clusters) >= 0.9 > power(design, clusters - 1)
+    assert detectable(design, clusters) == pytest.approx(design.claim.smallest, rel=0.03)
+    assert detectable(design, clusters) <= design.claim.smallest * 1.002
+    assert detectable(design, 2 * clusters) < detectable(design, clusters) < detectable(design, clusters // 2)
+    assert needed(design, 0.5) < clusters <= needed(replace(design, claims=design.claims + 20))
 
 
 def test_more_claims_wider_draws_and_larger_spreads_need_more():

@@ -16,7 +16,7 @@ from scipy import stats
 
 from llmgeom import wind_tunnels
 from llmgeom.bench import sweep
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import primitives
 from llmgeom.papers.primitives import Request, perform
@@ -143,7 +143,7 @@ def test_the_table_is_what_was_graded(here):
 def test_a_verdict_is_students_t_against_the_best_trivial_predictor(kl, verdict):
     cell = {"mae_abs": 0.0, "skill": 0.5, "cpu_seconds": 1.0, "best_trivial": "uniform", "kl_trivial": 1.0}
     row = primitives._row("binding", "lstm", [cell | {"kl": k, "lr": 1e-3, "parameters": 10} for k in kl])
-    found = primitives._headline(row)
+    found = primitives._estimate(row)
     assert found.verdict == verdict
     assert found.p == pytest.approx(stats.ttest_1samp(kl, 1.0, alternative="less").pvalue)
 
@@ -175,11 +175,11 @@ def test_the_record_is_the_table(here):
     kl = record.results["primitives"].arrays["kl"]
     assert kl.shape == (3, 2) and kl.reshape(-1).tolist() == pytest.approx([row.kl for row in found.rows])
     assert (out / "report.html").stat().st_size > 1000
-    headlines = record.results["primitives"].headlines
-    assert [h.value for h in headlines] == pytest.approx([row.mean for row in found.rows])
-    for h in headlines:
+    estimates = record.results["primitives"].estimates
+    assert [h.value for h in estimates] == pytest.approx([row.mean for row in found.rows])
+    for h in estimates:
         seeds = [row for row in found.rows if h.name == f"{row.primitive}, {row.arch}: KL to the posterior"]
-        assert (h.low, h.high, h.null_low, h.units) == (*((r.low_end, r.high, r.kl_trivial, 2) for r in seeds),)[0]
+        assert (h.low, h.high, h.null_low, h.clusters) == (*((r.low_end, r.high, r.kl_trivial, 2) for r in seeds),)[0]
     assert record.facts["command"] == "llmgeom primitives --seeds 2 --dose-seeds 2"
 
 
@@ -188,7 +188,7 @@ def test_an_architecture_that_lacks_a_cell_has_no_column(here):
     lacking = tuple(row for row in found.rows if (row.primitive, row.arch) != ("binding", "mlp"))
     profile = primitives._profile(lacking)
     assert profile.ticks["architecture"] == ("lstm",) and profile.kl.shape == (3, 1)
-    with pytest.raises(Refused, match="no architecture could be trained on every primitive"):
+    with pytest.raises(UserError, match="no architecture could be trained on every primitive"):
         primitives._profile(tuple(row for row in lacking if row.primitive == "binding"))
 
 
@@ -199,7 +199,7 @@ def test_quick_is_a_fifth_of_the_steps():
 
 
 def test_one_seed_gives_no_interval():
-    with pytest.raises(Refused, match="--seeds 1: an interval over seeds needs at least 2"):
+    with pytest.raises(UserError, match="--seeds 1: an interval over seeds needs at least 2"):
         Request(seeds=1)
 
 
@@ -209,7 +209,7 @@ def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
     monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names if n not in lost])
     kept = (out / "record.json").read_text()
     (out / "record.json").write_text('{"facts": {"spec": "of another run"}}')
-    with pytest.raises(Refused, match="holds another run; choose another --out"):
+    with pytest.raises(UserError, match="holds another run; choose another --out"):
         perform(Request(seeds=2, dose_seeds=2, out=str(out)))
     assert "of another run" in (out / "record.json").read_text()
     (out / "record.json").write_text(kept)
@@ -219,5 +219,5 @@ def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
     ]  # fmt: skip
     assert found.dose["dose"] == [0.0, 0.25, 1.0] and len(found.dose["kl_clean"]) == 3
     monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names][:1])
-    with pytest.raises(Refused, match="no dose of"):
+    with pytest.raises(UserError, match="no dose of"):
         perform(Request(seeds=2, dose_seeds=2, out=str(out)))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.probes import known, names
 
 PROBES = Path(__file__).parent.parent / "probes"
@@ -26,6 +26,8 @@ def test_every_probe_has_a_test_file_of_its_own():
 
 
 def test_an_unknown_probe_gets_a_suggestion():
-    with pytest.raises(Refused, match=r"unknown probe 'value_manifolds': did you mean 'value_manifold'\? known: atten"):
+    with pytest.raises(
+        UserError, match=r"unknown probe 'value_manifolds': did you mean 'value_manifold'\? known: atten"
+    ):
         known(["value_manifolds"])
     assert names() == tuple(sorted(path.stem for path in PROBES.glob("*.py") if path.stem != "__init__"))

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.prompts import corpus, files, overlap
 from llmgeom.prompts.domains import PER_TEMPLATE, Domain, known, members
 from llmgeom.prompts.grammar import cuts, fill, parse, templates
@@ -64,7 +64,7 @@ def test_listing_the_domains_loads_neither_torch_nor_transformers():
     ],
 )
 def test_refusals_say_what_is_known(ask, sentence):
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         ask()
     assert str(refusal.value) == sentence
 
@@ -73,19 +73,19 @@ def test_refusals_say_what_is_known(ask, sentence):
 def test_a_pool_has_1000_prompts_from_200_templates(name):
     batch = Domain(name).sample(1000, seed=1)
     assert len(batch) == len(set(batch.text)) == 1000
-    assert len(set(batch.unit)) >= 200
+    assert len(set(batch.cluster)) >= 200
     assert Domain(name).size() >= 1000
     assert sum(len(templates(member)) for member in members(name)) >= 200
-    assert batch.unit == batch.columns["template"]
+    assert batch.cluster == batch.columns["template"]
     assert batch.source == {"kind": "domain", "name": name, "n": 1000, "seed": 1}
     by_id = {template.id: template for template in EVERY}
-    assert batch.columns["domain"] == tuple(by_id[unit].domain for unit in batch.unit)
-    assert batch.columns["tags"] == tuple(" ".join(by_id[unit].tags) for unit in batch.unit)
+    assert batch.columns["domain"] == tuple(by_id[unit].domain for unit in batch.cluster)
+    assert batch.columns["tags"] == tuple(" ".join(by_id[unit].tags) for unit in batch.cluster)
 
 
 def test_a_sample_spreads_evenly_over_templates_and_mixed_over_domains():
     n = len(templates("math"))
-    assert set(Counter(Domain("math").sample(n, seed=5).unit).values()) == {1}
+    assert set(Counter(Domain("math").sample(n, seed=5).cluster).values()) == {1}
     counts = Counter(Domain("mixed").sample(120, seed=5).columns["domain"])
     assert set(counts) == set(members("mixed"))
     assert max(counts.values()) - min(counts.values()) <= 1
@@ -198,7 +198,7 @@ def test_a_text_goes_on_after_a_final_word_that_is_one_of_all_its_places():
 
 
 def test_a_final_word_that_no_text_holds_is_refused():
-    with pytest.raises(Refused, match="'math' gave 0 of 20 prompts with seed 0; ask for fewer"):
+    with pytest.raises(UserError, match="'math' gave 0 of 20 prompts with seed 0; ask for fewer"):
         Domain("math").sample(20, 0, final="zyzzyva")
 
 
@@ -209,9 +209,9 @@ def test_a_final_word_of_one_template_gives_what_that_template_can():
         (template,) = [t for t in EVERY if f" {word} " in t.text]
         try:
             batch = Domain(template.domain).sample(100, 0, final=word)
-        except Refused:  # it stands too early, or last
+        except UserError:  # it stands too early, or last
             continue
-        assert template.id in batch.unit and all(text.endswith(f" {word}") for text in batch.text)
+        assert template.id in batch.cluster and all(text.endswith(f" {word}") for text in batch.text)
         sizes.append(len(batch))
     assert len(sizes) >= 6 and min(sizes) < 100, "fewer than asked for is no refusal"
 
@@ -438,7 +438,7 @@ def test_the_corpus_is_seeded_endless_and_leaves_out_what_it_is_told():
 def lines(batch: Batch) -> str:
     blank = ("",) * len(batch)
     columns = zip(
-        batch.text, batch.unit, batch.columns.get("domain", blank), batch.columns.get("tags", blank), strict=True
+        batch.text, batch.cluster, batch.columns.get("domain", blank), batch.columns.get("tags", blank), strict=True
     )
     return "".join(
         json.dumps(dict(zip(("text", "template", "domain", "tags"), row, strict=True)), ensure_ascii=False) + "\n"
@@ -451,7 +451,7 @@ def test_a_saved_pool_reads_back_to_the_same_prompts(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(lines(batch), encoding="utf-8")
     again = files.read(str(path))
-    assert (again.inputs, again.unit, dict(again.columns)) == (batch.inputs, batch.unit, dict(batch.columns))
+    assert (again.inputs, again.cluster, dict(again.columns)) == (batch.inputs, batch.cluster, dict(batch.columns))
 
 
 HOSTILE = (
@@ -471,7 +471,7 @@ def test_hostile_prompts_come_through_untouched(tmp_path):
     (tmp_path / "a.txt").write_text("\n".join(HOSTILE) + "\n\n", encoding="utf-8")
     read = files.read(str(tmp_path / "a.txt"))
     assert read.text == HOSTILE
-    assert read.unit == tuple(f"line-{i}" for i in range(1, 7))
+    assert read.cluster == tuple(f"line-{i}" for i in range(1, 7))
     assert read.source == {"kind": "file", "name": "a.txt", "n": 6}
 
 
@@ -487,7 +487,7 @@ def test_hostile_prompts_come_through_untouched(tmp_path):
 def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(blob)))
     if text is None:
-        with pytest.raises(Refused, match="standard input, line 1 is a blank prompt"):
+        with pytest.raises(UserError, match="standard input, line 1 is a blank prompt"):
             files.read("-")
     else:
         assert files.read("-").text == text
@@ -538,19 +538,19 @@ def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkey
 def test_refusals_of_files(name, blob, sentence, tmp_path):
     path = tmp_path / name
     path.write_bytes(blob)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         files.read(str(path))
     assert str(refusal.value) == sentence.format(path)
 
 
 def test_refusals_of_what_is_no_file(tmp_path):
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         files.read(str(tmp_path / "absent.txt"))
     assert str(refusal.value) == (
         f"{tmp_path}/absent.txt does not exist: give a .jsonl or .txt file, or - for standard input"
     )
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         files.read(str(tmp_path))
     assert str(refusal.value).startswith(f"{tmp_path} is a folder: give a .jsonl or .txt file in it")
-    with pytest.raises(Refused, match="cannot be read"):
+    with pytest.raises(UserError, match="cannot be read"):
         files.read("a\0b")

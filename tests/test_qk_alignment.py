@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import qk_alignment
@@ -56,23 +56,23 @@ def on_bearing(batch: Batch) -> np.ndarray:
     return (x / np.maximum(x.sum(-1, keepdims=True), 1))[:, :, None]
 
 
-def measured(task, batch: Batch, rows: list[np.ndarray], seed: int = 0, twins=None):
+def measured(task, batch: Batch, rows: list[np.ndarray], seed: int = 0, untrained=None):
     rng = np.random.default_rng(seed)
     n, heads = len(batch), rows[0].shape[2]
-    twins = twins or [[noisy(task, n, rng, heads) for _ in rows] for _ in range(20)]
+    untrained = untrained or [[noisy(task, n, rng, heads) for _ in rows] for _ in range(20)]
 
     def read() -> Cosines:
         spread = rng.uniform(0.1, 0.2, (len(rows), heads, n))
         return Cosines(spread, spread if batch.posterior.bearing is not None else None)
 
-    whole = Sample(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in twins))
+    whole = Sample(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in untrained))
     main = replace(whole.capture, lengths=torch.full((n,), task.length))
     readings = tuple(read() for _ in range(20))
     return qk_alignment.measure(View(main, np.zeros(n), (), (), {WHOLE: whole}, read(), readings, seed))
 
 
 def heads(result) -> dict:
-    return {h.name: h for h in result.headlines}
+    return {h.name: h for h in result.estimates}
 
 
 # ---- attention on bearing positions ----------------------------------------------------------------------------------
@@ -163,11 +163,11 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
 def test_a_window_s_even_attention_has_no_excess_either():
     task = named("bijection")
     batch, rows = task.sample(30, 4), even(task, 30, window=4)
-    twins = [[even(task, 30), rows]] * 20
-    result = measured(task, batch, [even(task, 30), rows], twins=twins)
+    untrained = [[even(task, 30), rows]] * 20
+    result = measured(task, batch, [even(task, 30), rows], untrained=untrained)
     np.testing.assert_allclose(result.excess, 0, atol=1e-6)
     rows = noisy(task, 30, np.random.default_rng(0)) * (rows > 0)
-    assert measured(task, batch, [rows], twins=[[rows]] * 20).excess[0, 1] == pytest.approx(
+    assert measured(task, batch, [rows], untrained=[[rows]] * 20).excess[0, 1] == pytest.approx(
         by_hand(batch, rows, 1, back=3), abs=1e-6
     )
 
@@ -265,7 +265,7 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
         for q in task.query:
             place = x.index(x[q])  # the first position does not count: there the pair's value alone bears, unseen
             expected.append(0.0 if place == 0 else 0.5 * (1 - 2 / (q - 1)))
-    found = {h.name: h for h in record.results["qk_alignment"].headlines}
+    found = {h.name: h for h in record.results["qk_alignment"].estimates}
     for name in (LAST, CHANGE):
         assert found[name].value == pytest.approx(np.mean(expected), abs=1e-3)
         assert found[name].verdict == "PASS"
@@ -348,7 +348,7 @@ def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
     lengths = main.inputs.lengths.clone()
     lengths[:4] = 4
     short = replace(main, inputs=Tokens(main.inputs.ids, lengths))
-    with pytest.raises(Refused, match="4 prompts have 5 tokens or more; query-key cosines need 5 units of them"):
+    with pytest.raises(UserError, match="4 prompts have 5 tokens or more; query-key cosines need 5 units of them"):
         cosines(subject, short)
     lengths[:1] = 5
     assert cosines(subject, short).spread.shape == (2, 2, 5)
@@ -357,5 +357,5 @@ def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
 def test_without_twins_the_probe_refuses():
     batch = RECALL.sample(10, 0)
     view = View(captured(batch, [even(RECALL, 10)]), np.zeros(10), reading=Cosines(np.ones((1, 2, 10)), None))
-    with pytest.raises(Refused, match="scan with --nulls 20"):
+    with pytest.raises(UserError, match="scan with --nulls 20"):
         qk_alignment.measure(view)

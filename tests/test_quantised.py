@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from llmgeom.cli import main
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import weights
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
@@ -44,9 +44,9 @@ def test_what_its_weights_say_is_refused_and_its_twin_is_whole(eight):
     for read in (weights.query_weight, weights.output_weight):
         with pytest.raises(Unavailable, match=r"weights of pocket:llama are quantised \(bitsandbytes, 8bit\)"):
             read(eight, 0, 0)
-    twin, other = eight.twin(3), Subject.load("pocket:llama", dtype="float16").twin(3)
-    assert twin.facts["quantised"] is None and twin.weight_hash == other.weight_hash
-    assert twin.facts["dtype"] == "float16" and weights.query_weight(twin, 0, 0).dtype == torch.float16
+    control, other = eight.untrained(3), Subject.load("pocket:llama", dtype="float16").untrained(3)
+    assert control.facts["quantised"] is None and control.weight_hash == other.weight_hash
+    assert control.facts["dtype"] == "float16" and weights.query_weight(control, 0, 0).dtype == torch.float16
 
 
 def test_a_checkpoint_that_is_quantised_needs_no_flag(eight, tmp_path):
@@ -76,10 +76,10 @@ def test_a_scan_says_so_first(tmp_path, capsys):
 
 @pytest.mark.parametrize(("model", "why"), [("pocket:pythia@step0", "no language model's trained weights")])
 def test_what_cannot_be_quantised_is_refused(model, why, monkeypatch):
-    with pytest.raises(Refused, match=why):
+    with pytest.raises(UserError, match=why):
         Subject.load(model, quantize="8bit")
-    with pytest.raises(Refused, match="--quantize 3bit: expected 8bit or 4bit"):
+    with pytest.raises(UserError, match="--quantize 3bit: expected 8bit or 4bit"):
         Subject.load("pocket:pythia", quantize="3bit")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Refused, match=r"needs bitsandbytes: pip install 'llmgeom\[quantised\]'"):
+    with pytest.raises(UserError, match=r"needs bitsandbytes: pip install 'llmgeom\[quantised\]'"):
         Subject.load("pocket:pythia", quantize="4bit")

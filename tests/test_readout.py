@@ -9,8 +9,8 @@ from sklearn.linear_model import Ridge
 from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
-from llmgeom.errors import Refused
-from llmgeom.stats.core import permute_units
+from llmgeom.errors import UserError
+from llmgeom.stats.core import permute_clusters
 from llmgeom.stats.ridge_probe import (
     PENALTIES,
     decodability,
@@ -87,25 +87,25 @@ def test_what_units_share_does_not_leak_across_folds():
     random_rows, by_unit = [], []
     for seed in range(10):
         rng = np.random.default_rng(seed)
-        units = np.repeat(np.arange(20), 4)
-        x = rng.standard_normal((20, 40))[units] + 0.3 * rng.standard_normal((80, 40))
-        y = rng.standard_normal(20)[units] + 0.3 * rng.standard_normal(80)
+        clusters = np.repeat(np.arange(20), 4)
+        x = rng.standard_normal((20, 40))[clusters] + 0.3 * rng.standard_normal((80, 40))
+        y = rng.standard_normal(20)[clusters] + 0.3 * rng.standard_normal(80)
         random_rows.append(decodability(x, y, _fold(80)))
-        by_unit.append(decodability(x, y, folds(units, seed)))
+        by_unit.append(decodability(x, y, folds(clusters, seed)))
     assert np.mean(random_rows) > 0.5
     assert np.mean(by_unit) < 0
 
 
 def test_folds_hold_whole_units_of_even_number_and_depend_on_the_seed_alone():
-    units = np.array([f"t{i // 2 if i < 40 else i}" for i in range(75)])
-    fold = folds(units, 3)
-    for unit in set(units):
-        assert len(set(fold[units == unit])) == 1
+    clusters = np.array([f"t{i // 2 if i < 40 else i}" for i in range(75)])
+    fold = folds(clusters, 3)
+    for unit in set(clusters):
+        assert len(set(fold[clusters == unit])) == 1
     assert sorted(np.bincount(fold)) == [15] * 5
     np.random.seed(1)
-    np.testing.assert_array_equal(fold, folds(units, 3))
-    assert (fold != folds(units, 4)).any()
-    renamed = np.array([f"{hash(u) % 997}-{u}" for u in units])
+    np.testing.assert_array_equal(fold, folds(clusters, 3))
+    assert (fold != folds(clusters, 4)).any()
+    renamed = np.array([f"{hash(u) % 997}-{u}" for u in clusters])
     np.testing.assert_array_equal(fold, folds(renamed, 3))
     assert folds(list("aabbcde"), 0).max() == 4
 
@@ -128,31 +128,31 @@ def test_where_nothing_varies_the_mean_of_other_units_is_predicted():
 
 def test_permuted_readouts_are_those_of_each_permutation_alone():
     x, y = rows(40, 60, 7)
-    units = np.arange(40) // 2
-    fold = folds(units, 0)
-    order = permute_units(np.random.default_rng(9), units, 6)
+    clusters = np.arange(40) // 2
+    fold = folds(clusters, 0)
+    order = permute_clusters(np.random.default_rng(9), clusters, 6)
     expected = [decodability(x, y[one], fold) for one in order]
-    np.testing.assert_allclose(permuted_decodability(x, y, fold, units, 6, 9), expected)
+    np.testing.assert_allclose(permuted_decodability(x, y, fold, clusters, 6, 9), expected)
 
 
 def test_the_interval_is_the_jackknife_over_groups_of_units():
     """12 units are 12 groups; each left out in turn, scikit-learn fits anew with the penalties that were chosen."""
     x, y = rows(30, 15, 11)
-    units = np.array([f"u{i}" for i in np.arange(30) % 12])
-    fold = folds(units, 2)
+    clusters = np.array([f"u{i}" for i in np.arange(30) % 12])
+    fold = folds(clusters, 2)
     found = read(x, y[:, None], fold)
     without = []
-    for unit in sorted(set(units)):
-        kept = units != unit
+    for unit in sorted(set(clusters)):
+        kept = clusters != unit
         predicted, _ = by_scikit_learn(x[kept], y[kept], fold[kept], found.penalty[:, 0])
         without.append(r2_score(y[kept], predicted))
     half = t.ppf(0.975, 11) * np.sqrt(11 / 12 * np.square(without - np.mean(without)).sum())
-    made = decodability_interval(x, found, units)
+    made = decodability_interval(x, found, clusters)
     assert (made.low, made.high) == pytest.approx((found.r2[0] - half, found.r2[0] + half))
-    assert made.method == "jackknife over 12 groups of 12 units"
+    assert made.method == "jackknife over 12 groups of 12 clusters"
     x, y = rows(40, 15, 11)
     found = read(x, y[:, None], _fold(40))
-    assert decodability_interval(x, found, np.arange(40)).method == "jackknife over 25 groups of 40 units"
+    assert decodability_interval(x, found, np.arange(40)).method == "jackknife over 25 groups of 40 clusters"
 
 
 @pytest.mark.soak
@@ -174,9 +174,11 @@ def test_the_interval_covers_the_expected_r2(noise):
 
 def test_what_cannot_be_read_is_refused_in_a_sentence():
     x, y = rows(20, 5, 0)
-    with pytest.raises(Refused, match=r"what is to be read is constant over 16 rows: nothing can be learnt from them"):
+    with pytest.raises(
+        UserError, match=r"what is to be read is constant over 16 rows: nothing can be learnt from them"
+    ):
         decodability(x, np.ones(20), _fold(20))
-    with pytest.raises(Refused, match=r"values that are not finite; drop those rows"):
+    with pytest.raises(UserError, match=r"values that are not finite; drop those rows"):
         decodability(np.where(x > 6, np.nan, x), np.where(y > 0, np.inf, y), _fold(20))
-    with pytest.raises(Refused, match=r"a readout over 4 units needs at least 5: add templates or documents"):
+    with pytest.raises(UserError, match=r"a readout over 4 units needs at least 5: add templates or documents"):
         folds([1, 2, 3, 4, 4], 0)

@@ -8,11 +8,11 @@ import os
 import numpy as np
 import pytest
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import Record, write_whole
 from tests.test_result import Toy, head
 
-# What a headline had before claims were declared.
+# What a metric had before claims were declared.
 OLDER = (
     "name",
     "value",
@@ -25,14 +25,14 @@ OLDER = (
     "null",
     "p",
     "n",
-    "units",
+    "clusters",
     "verdict",
 )
 
 
 def record(**changes) -> Record:
     heat = np.ones((2, 3), np.float32)
-    toy = Toy(curve=np.arange(2.0), heat=heat, whole=2.5, headlines=(head(),), warnings=("look out",))
+    toy = Toy(curve=np.arange(2.0), heat=heat, whole=2.5, estimates=(head(),), warnings=("look out",))
     parts = {
         "results": {"toy": toy.lowered()},
         "unmeasured": {"other": "an LSTM has no keys"},
@@ -51,7 +51,7 @@ def test_a_record_comes_back_as_it_was(tmp_path):
     back = Record.load(tmp_path)
     assert back.prompts == record().prompts
     assert back.unmeasured == record().unmeasured and back.warnings == ("w",)
-    assert back.results["toy"].headlines == record().results["toy"].headlines
+    assert back.results["toy"].estimates == record().results["toy"].estimates
     assert back.results["toy"].quantities == record().results["toy"].quantities
     assert back.results["toy"].arrays["heat"].dtype == np.float32
     assert back.results["toy"].arrays["whole"].shape == ()
@@ -61,14 +61,14 @@ def test_a_record_comes_back_as_it_was(tmp_path):
 
 def test_a_claim_comes_back_and_a_record_older_than_claims_can_still_be_read(tmp_path):
     claim = head(verdict="PASS", claim="It holds.", source="s", margin=0.2, needed=40, p_claim=0.001, adjusted=0.004)
-    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, headlines=(claim,))
+    toy = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.5, estimates=(claim,))
     record(results={"toy": toy.lowered()}).save(tmp_path)
-    assert Record.load(tmp_path).results["toy"].headlines == (claim,)
+    assert Record.load(tmp_path).results["toy"].estimates == (claim,)
     body = json.loads((tmp_path / "record.json").read_text())
-    (stored,) = body["results"]["toy"]["headlines"]
-    body["results"]["toy"]["headlines"] = [{key: stored[key] for key in OLDER}]
+    (stored,) = body["results"]["toy"]["estimates"]
+    body["results"]["toy"]["estimates"] = [{key: stored[key] for key in OLDER}]
     (tmp_path / "record.json").write_text(json.dumps(body))
-    assert Record.load(tmp_path).results["toy"].headlines == (head(verdict="PASS"),)
+    assert Record.load(tmp_path).results["toy"].estimates == (head(verdict="PASS"),)
 
 
 def test_equal_runs_differ_only_under_run(tmp_path):
@@ -93,7 +93,7 @@ def test_equal_runs_differ_only_under_run(tmp_path):
 def test_a_damaged_folder_is_refused_with_the_reason(tmp_path, spoil, sentence):
     record().save(tmp_path)
     spoil(tmp_path)
-    with pytest.raises(Refused, match=sentence):
+    with pytest.raises(UserError, match=sentence):
         Record.load(tmp_path)
 
 
@@ -101,7 +101,7 @@ def test_a_record_of_another_schema_is_refused(tmp_path):
     record().save(tmp_path)
     body = json.loads((tmp_path / "record.json").read_text())
     (tmp_path / "record.json").write_text(json.dumps({**body, "schema": 99}))
-    with pytest.raises(Refused, match="schema 99; this version reads 1"):
+    with pytest.raises(UserError, match="schema 99; this version reads 1"):
         Record.load(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path, monkeypatch
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(Refused, match="No space left on device"):
+    with pytest.raises(UserError, match="No space left on device"):
         write_whole(path, b"new")
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]

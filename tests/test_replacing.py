@@ -24,17 +24,17 @@ KINDS = ("gpt_neox", "llama")
 HEADS = 8
 
 
-def random_prompts(seed: int = 0, units: int = 12, each: int = 1) -> Batch:
+def random_prompts(seed: int = 0, clusters: int = 12, each: int = 1) -> Batch:
     """Prompts of 3 to 10 random tokens; the pads are random too."""
     rng = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCAB, (each * units, 10), generator=rng)
-    lengths = torch.randint(3, 11, (each * units,), generator=rng)
-    unit = tuple(str(i // each) for i in range(each * units))
+    ids = torch.randint(3, VOCAB, (each * clusters, 10), generator=rng)
+    lengths = torch.randint(3, 11, (each * clusters,), generator=rng)
+    unit = tuple(str(i // each) for i in range(each * clusters))
     return Batch(Tokens(ids, lengths), unit, {"kind": "random", "name": "r"})
 
 
 BATCH = random_prompts()
-HALF = folds(BATCH.unit, 0, 2)
+HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
@@ -132,7 +132,7 @@ def test_a_head_set_to_0_or_to_its_mean_is_what_hooks_before_w_o_do(family, subj
 
 def test_an_exchanged_head_is_what_a_hook_does_that_writes_the_donor_s(family, subject):
     model, made = subject.model, replaced(subject, "heads")
-    given = donors(HELD.unit, DONORS, 0)
+    given = donors(HELD.cluster, DONORS, 0)
     for layer, head in ((0, 2), (1, 5)):
         z = [heads_of(family, model, layer, ids)[-1, head] for ids in alone(HELD)]
         expected = [
@@ -187,7 +187,9 @@ def test_bypassing_all_that_writes_leaves_the_embedding(name, embedding, norm):
 def test_who_gives_to_himself_is_moved_by_exactly_nothing(subject, monkeypatch):
     before = replaced(subject, "heads").effects["interchange"]
     assert (before["kl"] > 0).all()
-    monkeypatch.setattr(replacing, "donors", lambda units, count, seed: np.tile(np.arange(len(units)), (count, 1)))
+    monkeypatch.setattr(
+        replacing, "donors", lambda clusters, count, seed: np.tile(np.arange(len(clusters)), (count, 1))
+    )
     after = replaced(subject, "heads").effects["interchange"]
     assert (after["kl"] == 0).all() and (after["odds"] == 0).all() and (after["error"] == 0).all()
 
@@ -195,25 +197,25 @@ def test_who_gives_to_himself_is_moved_by_exactly_nothing(subject, monkeypatch):
 # ---- donors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("units", [tuple("aabbbcdde"), tuple("abcdef"), tuple("eeeeeabcd")])
-def test_a_donor_is_of_another_unit_and_every_unit_gives_to_one(units):
-    found, names = donors(units, DONORS, 5), np.array(units)
-    assert found.shape == (DONORS, len(units))
+@pytest.mark.parametrize("clusters", [tuple("aabbbcdde"), tuple("abcdef"), tuple("eeeeeabcd")])
+def test_a_donor_is_of_another_unit_and_every_unit_gives_to_one(clusters):
+    found, names = donors(clusters, DONORS, 5), np.array(clusters)
+    assert found.shape == (DONORS, len(clusters))
     pairs = set()
     for draw in found:
-        to = {(own, names[donor]) for own, donor in zip(units, draw, strict=True)}
+        to = {(own, names[donor]) for own, donor in zip(clusters, draw, strict=True)}
         assert all(own != other for own, other in to)
-        assert len(to) == len({other for _, other in to}) == len(set(units)), "a permutation of units"
+        assert len(to) == len({other for _, other in to}) == len(set(clusters)), "a permutation of units"
         assert not pairs & to, "nobody gives twice to the same"
         pairs |= to
     random.seed(1)
     np.random.seed(1)
-    assert (donors(units, DONORS, 5) == found).all() and (donors(units, DONORS, 6) != found).any()
+    assert (donors(clusters, DONORS, 5) == found).all() and (donors(clusters, DONORS, 6) != found).any()
 
 
 def test_any_prompt_of_the_other_unit_may_be_the_donor():
-    units = tuple("aaabbbccc")
-    drawn = {int(d) for seed in range(40) for d in donors(units, 2, seed)[0]}
+    clusters = tuple("aaabbbccc")
+    drawn = {int(d) for seed in range(40) for d in donors(clusters, 2, seed)[0]}
     assert drawn == set(range(9))
 
 

@@ -18,7 +18,7 @@ from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands import reproduce
 from llmgeom.commands.reproduce import Request
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, paper3
@@ -53,8 +53,8 @@ ENTRIES = (
     entry("share", "graded", "below", task="bijection", arch="gpt2", what="mae_abs", over="uniform"),
     entry("rival", "graded", task="hmm", arch="lstm", what="mae_abs", over="gpt2"),
     entry("cliff", "horizon", task="hmm", arch="gpt2", what="first", times=1.5),
-    entry("plane", "probe", task="hmm", arch="gpt2", probe="value_manifold", headline="PC1 share"),
-    entry("keys", "probe", "within", task="hmm", arch="lstm", probe="key_orthogonality", headline="columns of W_K"),
+    entry("plane", "probe", task="hmm", arch="gpt2", probe="value_manifold", estimate="PC1 share"),
+    entry("keys", "probe", "within", task="hmm", arch="lstm", probe="key_orthogonality", estimate="columns of W_K"),
     entry("head", "replaced", "below", task="deep", arch="gpt2", kind="heads", what="second head over the largest"),
     entry("state", "final", "within", task="hmm", arch="lstm", what="pc1"),
     Entry(id="gone", rows=("3.5",), quantity="g", published="p", source="s", not_tested="there is no code for it"),
@@ -99,7 +99,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
         monkeypatch.setattr(place, name, never)
     again = reproduce.perform(asked)[1]
     assert again.to_dict() == found.to_dict() and again.lines() == found.lines() and out == tmp_path
-    with pytest.raises(Refused, match="holds another run"):
+    with pytest.raises(UserError, match="holds another run"):
         reproduce.perform(replace(asked, quick=False))
 
 
@@ -110,10 +110,10 @@ def test_the_table_the_record_and_the_page_say_the_same(tiny, tmp_path):
     assert rows["gone"].verdict == "NOT TESTED" and rows["gone"].why == "there is no code for it"
     assert rows["keys"].verdict == "NOT TESTED" and "not be measured" in rows["keys"].why  # an LSTM has none
     record, text = Record.load(tmp_path), "\n".join(found.lines())
-    made = {h.name: h for h in record.results["paper1"].headlines}
+    made = {h.name: h for h in record.results["paper1"].estimates}
     for name, one in rows.items():
         assert name in text and one.verdict in text
-        if one.headline:
+        if one.estimate:
             assert made[one.entry.quantity].verdict == one.verdict in ("PASS", "FAIL", "INCONCLUSIVE")
             assert made[one.entry.quantity].published == "30 u"
     assert set(record.unmeasured) == {"paper1: gone", "paper1: keys"}
@@ -220,7 +220,7 @@ def test_entropy_that_the_state_holds_is_read_and_noise_is_not(bench, monkeypatc
             seen.final = torch.from_numpy(x(paper1._exact(seen)))
             return seen
 
-        return SimpleNamespace(capture=capture, twin=lambda seed: told(lambda h: rng.normal(size=(len(h), 3))))
+        return SimpleNamespace(capture=capture, control=lambda seed: told(lambda h: rng.normal(size=(len(h), 3))))
 
     told_apart = np.eye(10).repeat(4, 0)  # of which sequence a row is: it tells nothing about the others
     for x, low, high in (
@@ -244,10 +244,10 @@ def test_what_a_cut_multiplies_is_the_error_of_the_records(bench):
             each = whole * arrays["error"] if kind == "blocks" else whole + arrays["error"]
             times.append(pick(each.flatten().tolist()) / whole)
         assert len(times) == 2 and h.value == pytest.approx(np.mean(times))
-    with pytest.raises(Refused, match="100 is no loss"):
+    with pytest.raises(UserError, match="100 is no loss"):
         paper1.replaced(bench, check(bound=100.0), **of, kind="blocks", what="least")
     h = paper1.replaced(bench, check(), **of, kind="heads", what="second head over the largest")
-    assert h.units == 2 and "re-initialised" in h.null and h.side == "lower"
+    assert h.clusters == 2 and "re-initialised" in h.null and h.side == "lower"
 
 
 def test_counts_that_are_all_alike_are_as_certain_as_their_number_allows(bench):
@@ -267,16 +267,16 @@ def test_counts_that_are_all_alike_are_as_certain_as_their_number_allows(bench):
 def test_a_cell_that_could_not_be_trained_is_not_tested(bench):
     why = {"refused": "no such width"}
     lost = replace(bench, numbers={name: why for name in bench.numbers if name.endswith("seed0")})
-    with pytest.raises(Refused, match="no such width"):
+    with pytest.raises(UserError, match="no such width"):
         paper1.graded(lost, check(), "hmm", "gpt2", "kl")
     assert all("no such width" in warning for warning in lost.warnings())
     # A seed that one architecture lacks is no pair for the other's.
     half = replace(bench, numbers={**bench.numbers, "hmm/lstm/seed0": why})
     assert half.seeds("hmm", "gpt2", "lstm") == ["hmm/gpt2/seed1"] == half.seeds("hmm", "gpt2")[1:]
-    with pytest.raises(Refused, match="1 training was finished"):
+    with pytest.raises(UserError, match="1 training was finished"):
         paper1.graded(half, check(), "hmm", "gpt2", "mae_abs", over="lstm")
     gone = replace(bench, numbers={**bench.numbers, "hmm/lstm/seed0": why, "hmm/lstm/seed1": why})
-    with pytest.raises(Refused, match="no such width"):
+    with pytest.raises(UserError, match="no such width"):
         paper1.graded(gone, check(), "hmm", "gpt2", "mae_abs", over="lstm")
 
 
@@ -288,9 +288,9 @@ def test_at_the_papers_scale_models_are_trained_one_by_one_on_the_device(tiny, t
     monkeypatch.setattr(reproduce, "table", lambda paper: ENTRIES[:1])
     asked = Request("paper1", scale="paper", device="cpu:0", out=str(tmp_path))
     _, found = reproduce.perform(asked)
-    assert found.rows["paper1"][0].headline.units == 2 and found.to_dict()["scale"] == "paper"
+    assert found.rows["paper1"][0].estimate.clusters == 2 and found.to_dict()["scale"] == "paper"
     if not torch.cuda.is_available():
-        with pytest.raises(Refused, match="it needs a GPU; or give --device cpu"):
+        with pytest.raises(UserError, match="it needs a GPU; or give --device cpu"):
             reproduce.perform(replace(asked, device=None, out=str(tmp_path / "other")))
 
 
@@ -373,7 +373,7 @@ def test_the_models_asked_for_by_default_are_the_pockets_and_at_the_papers_scale
 def test_a_model_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(trilogy, "perform", never)
     asked = Request("paper3", models=("pocket:pythia", "pocket:nobody"), out=str(tmp_path))
-    with pytest.raises(Refused, match="nobody"):
+    with pytest.raises(UserError, match="nobody"):
         reproduce.perform(asked)
 
 
@@ -385,7 +385,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_loaded(monkeypa
     ],
 )
 def test_what_there_is_not_is_refused(given, says):
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(UserError, match=says):
         Request(**given)
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from llmgeom.result import Headline, quantity
+from llmgeom.result import Estimate, quantity
 from llmgeom.result import Result as Base
 
 
@@ -17,13 +17,15 @@ class Toy(Base):
     curve: np.ndarray = quantity("layer", "bits", "a curve")
     heat: np.ndarray = quantity("layer head", "bits", "a map")
     whole: float = quantity("", "bits", "a number")
-    headlines: tuple = ()
+    estimates: tuple = ()
     warnings: tuple = ()
 
 
 def head(**changes):
     base = dict(name="x", value=1.0, unit="bits", low=0.5, high=1.5, method="m", null_low=0.0, null_high=0.2)
-    return Headline(**{**base, "null": "twin", "p": 0.01, "n": 10, "units": 5, "verdict": "above null", **changes})
+    return Estimate(
+        **{**base, "null": "untrained", "p": 0.01, "n": 10, "clusters": 5, "verdict": "above null", **changes}
+    )
 
 
 def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():
@@ -50,9 +52,9 @@ def test_no_nan_travels_in_a_headline(name):
 
 
 def test_lowering_keeps_every_declaration_and_array():
-    lowered = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.0, headlines=(head(),)).lowered()
+    lowered = Toy(curve=np.arange(2.0), heat=np.ones((2, 3)), whole=2.0, estimates=(head(),)).lowered()
     assert list(lowered.quantities) == ["curve", "heat", "whole"]
     assert lowered.quantities["heat"].axes == ("layer", "head")
     assert lowered.quantities["heat"].unit == "bits"
     np.testing.assert_array_equal(lowered.arrays["curve"], [0.0, 1.0])
-    assert lowered.headlines[0].value == 1.0
+    assert lowered.estimates[0].value == 1.0

@@ -18,7 +18,7 @@ from transformers.modeling_utils import AttentionInterface
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.claims import judge
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import attention_gradients as routing
 from llmgeom.model import unrolled
 from llmgeom.model.attention_gradients import asked, losses, signals, step
@@ -365,10 +365,10 @@ def test_a_scan_s_step_moves_its_shares():
 # ---- the probe -------------------------------------------------------------------------------------------------------
 
 
-def made(follows: float, seed: int = 0, units: int = 12, pulled: float | None = None, scan: bool = False) -> Reading:
+def made(follows: float, seed: int = 0, clusters: int = 12, pulled: float | None = None, scan: bool = False) -> Reading:
     """A reading in which the step follows the advantage on this share of attention, by head and sequence."""
     rng = np.random.default_rng(seed)
-    shape = (2, 3, units)
+    shape = (2, 3, clusters)
     mass, pull = rng.uniform(5, 9, shape), rng.uniform(5, 9, shape)
     noise = rng.normal(0, 0.02, shape)
     drawn = rng.normal(0.5, 0.01, (20, 2, 2, 3)) * np.stack([mass.sum(2), pull.sum(2)], 1)
@@ -387,7 +387,7 @@ def made(follows: float, seed: int = 0, units: int = 12, pulled: float | None = 
         map=np.zeros((4, 4)),
         where=(0, 0),
         names=("score", "value", "query", "key"),
-        units=np.array([f"t{i}" for i in range(units)]),
+        clusters=np.array([f"t{i}" for i in range(clusters)]),
         queries=99,
         scan=scan,
         expected=1e-4,
@@ -396,18 +396,18 @@ def made(follows: float, seed: int = 0, units: int = 12, pulled: float | None = 
 
 
 def said(ours: Reading, *theirs: Reading):
-    result = routing_law.measure(View(capture=None, entropy=None, reading=ours, twin_readings=theirs))
+    result = routing_law.measure(View(capture=None, entropy=None, reading=ours, control_readings=theirs))
     judged = judge({"routing_law": result.lowered()})["routing_law"]
-    return {h.name: h for h in judged.headlines}, result
+    return {h.name: h for h in judged.estimates}, result
 
 
 def test_a_step_that_follows_is_above_chance_and_one_that_does_not_is_not():
-    twins = [made(0.5, seed) for seed in range(1, 21)]
-    found, result = said(made(0.8), *twins)
+    untrained = [made(0.5, seed) for seed in range(1, 21)]
+    found, result = said(made(0.8), *untrained)
     assert [found[name].verdict for name in (NEXT, PULLED, BEYOND)] == ["above null"] * 3
-    assert found[NEXT].value == pytest.approx(0.8, abs=0.02) and found[NEXT].n == 99 and found[NEXT].units == 12
+    assert found[NEXT].value == pytest.approx(0.8, abs=0.02) and found[NEXT].n == 99 and found[NEXT].clusters == 12
     assert PART not in found and not result.warnings
-    found, _ = said(made(0.5, pulled=0.8), *twins)
+    found, _ = said(made(0.5, pulled=0.8), *untrained)
     assert found[NEXT].verdict == found[BEYOND].verdict == "not above null" and found[PULLED].verdict == "above null"
     found, _ = said(made(0.8), *[made(0.8, seed) for seed in range(1, 21)])
     assert found[NEXT].verdict == "above null" and found[BEYOND].verdict == "not above null"
@@ -453,7 +453,7 @@ def test_reading_a_model_counts_what_its_gradients_say():
     subject, batch = Subject.of(FAMILIES["llama"].model()), ragged(lengths=(9, 5, 7, 8, 6, 4))
     batch = replace(batch, unit=("a", "a", "b", "c", "d", "e"))
     found = routing_law.read(subject, batch)
-    assert found.units.tolist() == ["a", "b", "c", "d", "e"]
+    assert found.clusters.tolist() == ["a", "b", "c", "d", "e"]
     taken = step(subject, batch.take([0, 2, 3, 4, 5]))
     one, moved = taken.before.layers[1], taken.share[1]
     mass = agree = positive = pulled = 0.0
@@ -482,8 +482,8 @@ def test_without_its_baseline_the_law_is_wrong_and_with_one_a_scan_s_is():
 
 
 def test_fewer_than_five_units_are_refused():
-    with pytest.raises(Refused, match="4 templates"):
-        said(made(0.5, units=4))
+    with pytest.raises(UserError, match="4 templates"):
+        said(made(0.5, clusters=4))
 
 
 def test_the_advantage_s_part_of_a_scan_is_that_of_its_squared_gradient():

@@ -1,4 +1,4 @@
-"""A scan holds the same batch against re-initialised twins and scrambled text, and says what it could not measure."""
+"""A scan holds the same batch against untrained controls and scrambled text, and says what it could not measure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def batch() -> Batch:
 class Seen(Base):
     TITLE = MEANING = COMPUTED = NULL = FAILURE_MODES = "what the probe was given"
     mean: np.ndarray = quantity("layer", "1", "mean value", Figure("curve"))
-    headlines: tuple = ()
+    estimates: tuple = ()
     warnings: tuple = ()
 
 
@@ -69,13 +69,13 @@ def test_a_probe_gets_twins_and_shuffled_prompts_that_are_what_they_are_called(s
 
     record = scan(subject, batch, {"seen": probe(measure)}, nulls=3, seed=5)
     (view,) = views
-    assert len(view.twins) == len(view.shuffled) == 3
-    for i, twin in enumerate(view.twins):
-        alone = subject.twin(6 + i).capture(batch, {Site.VALUE})
-        torch.testing.assert_close(twin.value, alone.value, rtol=0, atol=0)
-        assert not torch.allclose(twin.value, view.capture.value, atol=1e-3)
+    assert len(view.untrained) == len(view.shuffled) == 3
+    for i, control in enumerate(view.untrained):
+        alone = subject.untrained(6 + i).capture(batch, {Site.VALUE})
+        torch.testing.assert_close(control.value, alone.value, rtol=0, atol=0)
+        assert not torch.allclose(control.value, view.capture.value, atol=1e-3)
     assert not torch.allclose(view.shuffled[0].value, view.shuffled[1].value, atol=1e-4)
-    assert record.facts["nulls"] == 3 and record.facts["prompts"] == N and record.facts["units"] == N // 2
+    assert record.facts["nulls"] == 3 and record.facts["prompts"] == N and record.facts["clusters"] == N // 2
     # At layer 0 a value depends on its own token only, and the final one is left in place: shuffling changes nothing.
     torch.testing.assert_close(view.shuffled[0].value[0], view.capture.value[0])
 
@@ -105,19 +105,19 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
     def cannot(view):
         raise Unavailable("an LSTM has no keys")
 
-    record = scan(subject, batch, {"keys": probe(cannot, twins=False, shuffled=False)}, nulls=1)
+    record = scan(subject, batch, {"keys": probe(cannot, untrained=False, shuffled=False)}, nulls=1)
     assert record.unmeasured == {"keys": "an LSTM has no keys"} and not record.results
 
     def broken(view):
         raise KeyError("typo")
 
     with pytest.raises(KeyError, match="typo"):
-        scan(subject, batch, {"keys": probe(broken, twins=False, shuffled=False)}, nulls=1)
+        scan(subject, batch, {"keys": probe(broken, untrained=False, shuffled=False)}, nulls=1)
 
 
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
-    needs = probe(lambda v: Seen(mean=np.zeros(2)), twins=False, shuffled=False)
+    needs = probe(lambda v: Seen(mean=np.zeros(2)), untrained=False, shuffled=False)
     scan(subject, batch, {"seen": needs}, nulls=20, progress=lambda *told: stages.append(told))
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
 
@@ -195,11 +195,11 @@ def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject
             alone = subject.capture(samples[name], {Site.VALUE, Site.ENTROPY})
             torch.testing.assert_close(sample.capture.value, alone.value, rtol=0, atol=0)
             np.testing.assert_array_equal(sample.entropy, bits(alone.entropy.double().numpy()))
-            assert sample.units.tolist() == list(samples[name].unit)
-            for i, twin in enumerate(sample.twins):
-                own = subject.twin(6 + i).capture(samples[name], {Site.VALUE})
-                torch.testing.assert_close(twin.value, own.value, rtol=0, atol=0)
-            assert len(sample.twins) == 2
+            assert sample.clusters.tolist() == list(samples[name].cluster)
+            for i, control in enumerate(sample.untrained):
+                own = subject.untrained(6 + i).capture(samples[name], {Site.VALUE})
+                torch.testing.assert_close(control.value, own.value, rtol=0, atol=0)
+            assert len(sample.untrained) == 2
 
 
 def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_probe(subject, batch):
@@ -219,10 +219,10 @@ def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_pr
     }
     scan(subject, batch, probes, nulls=2, seed=5)
     assert views["reads"].reading == norm(subject, batch)
-    assert views["reads"].twin_readings == tuple(norm(subject.twin(6 + i), batch) for i in range(2))
-    assert len({views["reads"].reading, *views["reads"].twin_readings}) == 3
-    assert views["names"].reading == "tiny" and views["names"].twin_readings == ("tiny re-initialised",) * 2
-    assert views["neither"].reading is None and views["neither"].twin_readings == ()
+    assert views["reads"].control_readings == tuple(norm(subject.untrained(6 + i), batch) for i in range(2))
+    assert len({views["reads"].reading, *views["reads"].control_readings}) == 3
+    assert views["names"].reading == "tiny" and views["names"].control_readings == ("tiny re-initialised",) * 2
+    assert views["neither"].reading is None and views["neither"].control_readings == ()
 
 
 def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(subject, batch):
@@ -258,20 +258,23 @@ def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
     assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings[2:]
 
 
-@pytest.mark.parametrize("where", ["twins", "shuffled"])
+@pytest.mark.parametrize("where", ["untrained controls", "shuffled"])
 def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatch, where):
     whole, passed = Subject._pass, []
 
     def scarce(self, work, members):
-        twin, shuffled = self.facts.get("twin") is not None, not torch.equal(work.tokens.data, batch.tokens.data)
-        passed.append((twin, shuffled, len(members)))
-        if {"twins": twin, "shuffled": shuffled}[where] and len(members) == N:
+        control, shuffled = (
+            self.facts.get("untrained") is not None,
+            not torch.equal(work.tokens.data, batch.tokens.data),
+        )
+        passed.append((control, shuffled, len(members)))
+        if {"untrained controls": control, "shuffled": shuffled}[where] and len(members) == N:
             raise torch.OutOfMemoryError("no memory")
         return whole(self, work, members)
 
     monkeypatch.setattr(Subject, "_pass", scarce)
     record = scan(subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, nulls=3, batch_tokens=10**6)
-    assert passed.count((where == "twins", where == "shuffled", N)) == 3
+    assert passed.count((where == "untrained controls", where == "shuffled", N)) == 3
     assert [w for w in record.warnings if "memory" in w] == [f"out of memory: a batch of {N} prompts was run in halves"]
 
 
@@ -304,8 +307,8 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     math, mixed = found["math"], found["mixed"]
     assert set(math.results) == set(probes) and not math.unmeasured
     restriction = math.results["domain_restriction"]
-    assert {(h.n, h.claim != "") for h in restriction.headlines} == {(30, True), (30, False)}
-    assert all(h.value == pytest.approx(0, abs=0.3) for h in restriction.headlines if h.unit == "fraction")
+    assert {(h.n, h.claim != "") for h in restriction.estimates} == {(30, True), (30, False)}
+    assert all(h.value == pytest.approx(0, abs=0.3) for h in restriction.estimates if h.unit == "fraction")
     (said,) = restriction.notes
     assert "different tokens, different final tokens and templates: math " in said
     assert set(mixed.results) == {"attention_focus"}
@@ -313,7 +316,7 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
         "domain_restriction": "domain restriction compares one domain with as many mixed prompts, and these come "
         "without: scan --domain math"
     }
-    focus = {h.name for h in math.results["attention_focus"].headlines}
+    focus = {h.name for h in math.results["attention_focus"].estimates}
     assert focus == {"focusing", "focusing without the first token", "weight on the first token", "monotonicity"}
 
 
@@ -334,14 +337,14 @@ def test_second_samples_are_what_they_are_called(folder):
     assert len({row[n - 1] for row, n in zip(tokens.ids.tolist(), tokens.lengths.tolist(), strict=True)}) == 1
     assert all(text.endswith(" the") for text in samples[ONE_TOKEN].text)
     for name in (UNSTRATIFIED, LENGTH):
-        assert set(samples[name].unit) <= set(
-            scanning.prepare(scanning.Request(seed=3), write=False).pools["math"].unit
+        assert set(samples[name].cluster) <= set(
+            scanning.prepare(scanning.Request(seed=3), write=False).pools["math"].cluster
         )
     for name in (MIXED, MATCHED):
         assert samples[name].source["name"] == "mixed" and samples[name].source["seed"] == 4
-        assert not {text.split("-")[0] for text in samples[name].unit} & {"math"}
+        assert not {text.split("-")[0] for text in samples[name].cluster} & {"math"}
     ids = [subject.tokenizer(text)["input_ids"] for text in batch.text]
-    counts = [len({t for row in ids for t in row}), len({row[-1] for row in ids}), len(set(batch.unit))]
+    counts = [len({t for row in ids for t in row}), len({row[-1] for row in ids}), len(set(batch.cluster))]
     assert samples[MATCHED].source["as_diverse"]["wanted"] == counts
 
 
@@ -375,7 +378,7 @@ def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):
     (record,) = perform(tmp_path / "run", prompts_file=f"hf:{tmp_path / 'set'}", **asked).values()
     assert record.source["kind"] == "documents"
     assert record.source["stratified"] == {"n": 20, "bins": 5, "per_template": 2, "seed": 0}
-    assert record.facts["prompts"] == record.facts["units"] == 20
+    assert record.facts["prompts"] == record.facts["clusters"] == 20
     assert set(record.unmeasured) == {"domain_restriction"}
     for text in record.prompts["text"]:
         assert any(whole.startswith(text) for whole in texts)

@@ -23,7 +23,7 @@ NAMED = [
     "a shard begun:9",  # of a capture that is half there
     "a file under its temporary name:6",
     "a file not yet on the disk:7",
-    "a twin:2",  # between two captures
+    "an untrained control:2",  # between two captures
     "a capture's folder:3",
     "any:7",  # run.json under its temporary name
     "a probe:1",  # all is captured, nothing is measured

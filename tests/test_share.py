@@ -18,7 +18,7 @@ from llmgeom.cache import distributed as share
 from llmgeom.cache.distributed import Share
 from llmgeom.cache.shards import Store
 from llmgeom.cli import main
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.scan import Passes
@@ -147,7 +147,7 @@ def test_every_shard_falls_to_exactly_one_process(count):
 def test_a_twin_that_is_not_built_is_known_by_the_key_of_the_one_that_is(tmp_path):
     subject = Subject.of(FAMILIES["llama"].model(), name="llama", revision="a" * 40)
     told = subject.planned(3, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of
-    assert subject.twin(3).work(ragged(), {Site.VALUE}, store=str(tmp_path)).store.of == told
+    assert subject.untrained(3).work(ragged(), {Site.VALUE}, store=str(tmp_path)).store.of == told
     assert subject.planned(None, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of != told
 
 
@@ -158,18 +158,20 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     asked = Passes.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     built, made = [], []
-    twin, shard = Subject.twin, Subject._shard
-    monkeypatch.setattr(Subject, "twin", lambda self, seed: built.append(seed) or twin(self, seed))
+    control, shard = Subject.untrained, Subject._shard
+    monkeypatch.setattr(Subject, "untrained", lambda self, seed: built.append(seed) or control(self, seed))
     monkeypatch.setattr(
         Subject, "_shard", lambda self, work, i: made.append((work.store.of, i)) or shard(self, work, i)
     )
     for i in range(count):
         Share(i, count).fill(subject, asked, progress=None, **options)
     assert len(made) == len(set(made))
-    assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, "of enough twins, each once"
+    assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, (
+        "of enough untrained controls, each once"
+    )
     monkeypatch.setattr(Subject, "_pass", None)
-    for seed in (None, *asked.twins):
-        who = subject if seed is None else twin(subject, seed)
+    for seed in (None, *asked.untrained):
+        who = subject if seed is None else control(subject, seed)
         for batch in asked.batches.values():
             who.capture(batch, asked.own_sites, **options)
     for i in range(3):
@@ -190,7 +192,9 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
     first.fill(subject, asked, progress=None, **options)
     monkeypatch.setattr(share, "PATIENCE", 0.1)
     monkeypatch.setattr(share, "LOOK", 0.02)
-    with pytest.raises(Refused, match=r"^3 of 6 shards are missing and none has come for 0 minutes.*same command goes"):
+    with pytest.raises(
+        UserError, match=r"^3 of 6 shards are missing and none has come for 0 minutes.*same command goes"
+    ):
         first.wait()
     waits = []
     other = Share(1, 2, launched=True)
@@ -207,7 +211,7 @@ def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp
 
 @pytest.mark.parametrize("text", ["3", "2/2", "a/b", "-1/2", "1/0", "1/2/3", ""])
 def test_a_share_that_is_none_is_refused_with_an_example(text):
-    with pytest.raises(Refused, match=f"^--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4$"):
+    with pytest.raises(UserError, match=f"^--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4$"):
         Share.given(text)
 
 
@@ -220,14 +224,14 @@ def test_who_we_are(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("RANK", "2")
     assert Share.given(None) == Share(2, 3, launched=True)
-    with pytest.raises(Refused, match="a launcher has already divided this run in 3; leave one out"):
+    with pytest.raises(UserError, match="a launcher has already divided this run in 3; leave one out"):
         Share.given("0/2")
     for rank in ("3", "-1", "x"):
         monkeypatch.setenv("RANK", rank)
-        with pytest.raises(Refused, match=f"WORLD_SIZE is 3 and RANK '{rank}': expected 0 to 2"):
+        with pytest.raises(UserError, match=f"WORLD_SIZE is 3 and RANK '{rank}': expected 0 to 2"):
             Share.given(None)
     monkeypatch.delenv("RANK")
-    with pytest.raises(Refused, match="RANK '': expected 0 to 2"):
+    with pytest.raises(UserError, match="RANK '': expected 0 to 2"):
         Share.given(None)
 
 

@@ -17,12 +17,12 @@ from llmgeom.commands import dry_run as planning
 from llmgeom.commands import scan as scanning
 from llmgeom.commands import stability
 from llmgeom.commands.stability import Row, Stability, Toggled, compared, conditions
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
-from llmgeom.result import Headline, Measured
+from llmgeom.result import Estimate, Measured
 from llmgeom.wind_tunnels.training import Training, train
 
 NULLS, PROBE = "5", "attention_write"
@@ -76,11 +76,11 @@ def runs(prompts, begins, tmp_path_factory) -> dict[str, tuple[Path, dict]]:
 
 
 def values(record: Record) -> dict[str, tuple]:
-    return {h.name: (h.value, h.low, h.high, h.null_low, h.p) for m in record.results.values() for h in m.headlines}
+    return {h.name: (h.value, h.low, h.high, h.null_low, h.p) for m in record.results.values() for h in m.estimates}
 
 
 def test_with_bos_is_the_model_that_has_one_and_without_is_the_one_that_has_none(runs):
-    """To the last bit: two roads to the same tokens, shuffles and twins."""
+    """To the last bit: two roads to the same tokens, shuffles and untrained controls."""
     plain, begins = runs["plain"][0], runs["begins"][0]
     own, other = Record.load(plain), Record.load(begins)
     assert not own.facts["bos_added"] and other.facts["bos_added"]
@@ -106,7 +106,7 @@ def test_each_condition_changes_one_thing_and_nothing_else(runs):
     assert {record.facts["condition"] for record in (rounded, quarter, bos)} == set(NAMES)
     assert rounded.facts["batch_tokens"] == bos.facts["batch_tokens"] == 4096
     assert bos.subject["dtype"] == quarter.subject["dtype"] == "float32"
-    # Other batches compute the same; rounded weights nearly: twins too, as their seeds are the same.
+    # Other batches compute the same; rounded weights nearly: untrained controls too, as their seeds are the same.
     for name, found in values(own).items():
         assert values(quarter)[name] == pytest.approx(found, rel=1e-4, abs=1e-6)
         assert values(rounded)[name][:4] == pytest.approx(found[:4], abs=0.1) and values(rounded)[name] != found
@@ -139,13 +139,13 @@ def test_what_flips_is_said_first_on_the_page_in_the_record_and_in_json(runs, pr
     for name in runs:
         folder, said = runs[name]
         record = Record.load(folder)
-        verdicts = {h.name: h.verdict for m in record.results.values() for h in m.headlines}
-        flips = {row["headline"]: row for row in said["stability"]["rows"] if row["flips"]}
+        verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates}
+        flips = {row["metric"]: row for row in said["stability"]["rows"] if row["flips"]}
         assert said["stability"]["flips"] == len(flips) and flips, "no verdict flips here: choose other prompts"
-        for headline, row in flips.items():
+        for estimate, row in flips.items():
             again = Record.load(folder / "stability" / row["flips"][0].replace(" ", "-"))
-            there = {h.name: h.verdict for m in again.results.values() for h in m.headlines}
-            assert row["verdict"] == verdicts[headline] != there[headline] == row["others"][row["flips"][0]]
+            there = {h.name: h.verdict for m in again.results.values() for h in m.estimates}
+            assert row["verdict"] == verdicts[estimate] != there[estimate] == row["others"][row["flips"][0]]
         first = record.warnings[: len(flips)]
         assert all(one.startswith("unstable: ") for one in first) and said["warnings"][: len(flips)] == list(first)
         assert not any(one.startswith("unstable: ") for one in record.warnings[len(flips) :])
@@ -168,7 +168,7 @@ def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
     table = result.stdout[result.stdout.index("stability of ") :]
     assert f"{said['stability']['flips']} of {len(said['stability']['rows'])} verdicts flip" in table
     for row in said["stability"]["rows"]:
-        (line,) = (line for line in table.splitlines() if line.startswith(row["headline"] + "  "))
+        (line,) = (line for line in table.splitlines() if line.startswith(row["metric"] + "  "))
         largest = max(row["changes"].values())
         assert line.endswith(f"{largest:.2g}") and all(f"({row['changes'][name]:.2g})" in line for name in NAMES)
         assert line.count("same") == 3 - len(row["flips"])
@@ -179,20 +179,20 @@ def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
 # ---- by hand --------------------------------------------------------------------------------------------------------
 
 
-def headline(name: str, value: float, verdict: str = "undecided", claim: str = "", half: float = 0.1) -> Headline:
-    return Headline(name, value, "fraction", value - half, value + half, "", 0, 0, "", 1, 9, 9, verdict, claim=claim)
+def estimate(name: str, value: float, verdict: str = "undecided", claim: str = "", half: float = 0.1) -> Estimate:
+    return Estimate(name, value, "fraction", value - half, value + half, "", 0, 0, "", 1, 9, 9, verdict, claim=claim)
 
 
-def record(*headlines: Headline) -> Record:
-    results = {"toy": Measured("", "", "", "", "", headlines, {}, {})}
+def record(*estimates: Estimate) -> Record:
+    results = {"toy": Measured("", "", "", "", "", estimates, {}, {})}
     return Record(results, {}, {}, {"name": "m"}, {"name": "s"}, {})
 
 
 def test_a_change_counts_in_half_the_width_of_the_main_interval():
-    own = record(headline("a", 0.5), headline("b", 0.5, half=0.0), headline("c", 0.5, "PASS", "It holds."))
-    there = record(headline("a", 0.45), headline("b", 0.7), headline("c", 0.9, "FAIL", "It holds."), headline("d", 1))
-    less = record(headline("a", 0.8, half=9.0))
-    rows = {row.headline: row for row in compared("s", own, {"x": there, "y": less})}
+    own = record(estimate("a", 0.5), estimate("b", 0.5, half=0.0), estimate("c", 0.5, "PASS", "It holds."))
+    there = record(estimate("a", 0.45), estimate("b", 0.7), estimate("c", 0.9, "FAIL", "It holds."), estimate("d", 1))
+    less = record(estimate("a", 0.8, half=9.0))
+    rows = {row.estimate: row for row in compared("s", own, {"x": there, "y": less})}
     assert rows["a"].changes == pytest.approx({"x": 0.5, "y": 3.0}) and rows["a"].flips == ()
     assert rows["b"].changes == {}  # an interval without width has no unit
     assert rows["c"].flips == ("x", "y") and rows["c"].others == {"x": "FAIL", "y": "not measured"}
@@ -273,7 +273,7 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
     monkeypatch.setattr(scanning.Request, "load", lambda self: refuse() if self.dtype == "bfloat16" else load(self))
 
     def refuse():
-        raise Refused("no bfloat16 on this device")
+        raise UserError("no bfloat16 on this device")
 
     (record,), found = stability.perform(plan)
     assert found.not_run == {

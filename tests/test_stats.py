@@ -12,8 +12,8 @@ from scipy import stats as scipy_stats
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
-from llmgeom.claims import Claim, Null, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Claim, Null, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.stats import core as stats
 from llmgeom.stats.core import Interval
 
@@ -97,12 +97,12 @@ def test_one_coordinate_has_one_component():
 
 def test_shares_refuse_what_has_no_spectrum():
     x = np.ones((5, 4))
-    with pytest.raises(Refused, match="all 4 coordinates are constant over 5 prompts"):
+    with pytest.raises(UserError, match="all 4 coordinates are constant over 5 prompts"):
         stats.shares(x)
-    with pytest.raises(Refused, match=r"at least 3 prompts, got shape \(2, 4\)"):
+    with pytest.raises(UserError, match=r"at least 3 prompts, got shape \(2, 4\)"):
         stats.shares(x[:2])
     x[3, 2] = np.nan
-    with pytest.raises(Refused, match="nan at row 3, column 2"):
+    with pytest.raises(UserError, match="nan at row 3, column 2"):
         stats.shares(x)
 
 
@@ -114,13 +114,13 @@ def test_jackknife_of_a_mean_is_the_t_interval():
     found = stats.jackknife(lambda rows: rows.mean(), x, np.arange(12))
     expected = scipy_stats.t.interval(0.95, 11, loc=x.mean(), scale=scipy_stats.sem(x[:, 0]))
     assert (found.low, found.high) == pytest.approx(expected)
-    assert (found.level, found.method) == (0.95, "jackknife over 12 units")
+    assert (found.level, found.method) == (0.95, "jackknife over 12 clusters")
 
 
 def test_jackknife_of_pairs_is_the_t_interval_of_the_pairs():
     pairs = draws(10).normal(size=(9, 2))
-    units = [f"template {i}" for i in range(9)] * 2
-    found = stats.jackknife(lambda rows: rows.mean(), pairs.T.ravel()[:, None], units, level=0.9)
+    clusters = [f"template {i}" for i in range(9)] * 2
+    found = stats.jackknife(lambda rows: rows.mean(), pairs.T.ravel()[:, None], clusters, level=0.9)
     means = pairs.mean(1)
     expected = scipy_stats.t.interval(0.9, 8, loc=means.mean(), scale=scipy_stats.sem(means))
     assert (found.low, found.high) == pytest.approx(expected)
@@ -128,24 +128,24 @@ def test_jackknife_of_pairs_is_the_t_interval_of_the_pairs():
 
 def test_share_intervals_match_a_loop_that_deletes_standardises_and_decomposes():
     rng = draws(11)
-    units = np.array([0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 8, 0])
+    clusters = np.array([0, 1, 1, 2, 3, 3, 4, 5, 5, 6, 7, 8, 8, 0])
     x = rng.normal(size=(14, 1)) * rng.normal(size=30) + rng.normal(size=(14, 30))
     x[:, 7] = 0.0
     x[0, 7] = 5.0  # constant once unit 0 is gone
     replicates = []
     for unit in range(9):
-        ratios = PCA().fit(StandardScaler().fit_transform(x[units != unit])).explained_variance_ratio_
+        ratios = PCA().fit(StandardScaler().fit_transform(x[clusters != unit])).explained_variance_ratio_
         replicates.append([ratios[0], ratios[0] + ratios[1], 1 / np.square(ratios).sum()])
     logs = np.log(replicates)
     whole = stats.shares(x)
     for i, value in enumerate([whole.pc1, whole.pc12, whole.participation_ratio]):
         error = math.sqrt(8 / 9 * sum((one - logs[:, i].mean()) ** 2 for one in logs[:, i]))
         half = scipy_stats.t.ppf(0.975, 8) * error
-        found = stats.share_intervals(x, units)[i]
+        found = stats.share_intervals(x, clusters)[i]
         ends = [value * math.exp(-half), value * math.exp(half)]
         ends = [max(ends[0], 1), ends[1]] if i == 2 else [ends[0], min(ends[1], 1)]
         assert [found.low, found.high] == pytest.approx(ends)
-        assert found.method == "jackknife over 9 units, log scale"
+        assert found.method == "jackknife over 9 clusters, log scale"
 
 
 def test_share_intervals_stay_where_a_share_can_be():
@@ -156,7 +156,7 @@ def test_share_intervals_stay_where_a_share_can_be():
 
 
 def test_jackknife_refuses_four_units():
-    with pytest.raises(Refused, match="an interval over 4 units needs at least 5"):
+    with pytest.raises(UserError, match="an interval over 4 units needs at least 5"):
         stats.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])
 
 
@@ -227,13 +227,15 @@ def test_partial_spearman_with_one_covariate_is_the_closed_form():
 
 def test_a_variable_that_does_not_vary_has_no_rank_correlation():
     a, b = np.arange(9.0), np.ones(9)
-    with pytest.raises(Refused, match="the second variable is constant over 9 prompts"):
+    with pytest.raises(UserError, match="the second variable is constant over 9 prompts"):
         stats.spearman(a, b)
-    with pytest.raises(Refused, match="the first variable is constant over 9 prompts, or determined by the covariates"):
+    with pytest.raises(
+        UserError, match="the first variable is constant over 9 prompts, or determined by the covariates"
+    ):
         stats.spearman(a, a[::-1] % 4, np.exp(a)[:, None])
-    with pytest.raises(Refused, match="7 independent covariates leave 10 prompts fewer than 3 degrees of freedom"):
+    with pytest.raises(UserError, match="7 independent covariates leave 10 prompts fewer than 3 degrees of freedom"):
         stats.spearman(np.arange(10.0), draws(0).normal(size=10), draws(1).normal(size=(10, 7)))
-    with pytest.raises(Refused, match="inf at prompt 2"):
+    with pytest.raises(UserError, match="inf at prompt 2"):
         stats.spearman(a, np.where(a == 2, np.inf, a))
     with pytest.raises(ValueError, match="8 unit labels for 9 prompts"):
         stats.correlation_test(a, a, np.arange(8))
@@ -251,49 +253,49 @@ def block_permutations(blocks):
 
 
 def test_permutations_are_every_arrangement_of_whole_units_equally_often():
-    units = ["a", "b", "a", "c", "d", "e", "b", "c", "d", "e", "alone"]
+    clusters = ["a", "b", "a", "c", "d", "e", "b", "c", "d", "e", "alone"]
     expected = [(*row, 10) for row in block_permutations([[0, 2], [1, 6], [3, 7], [4, 8], [5, 9]])]
-    found = stats.permute_units(draws(16), units, 12_000)
+    found = stats.permute_clusters(draws(16), clusters, 12_000)
     rows, counts = np.unique(found, axis=0, return_counts=True)
     assert sorted(map(tuple, rows.tolist())) == sorted(expected) and len(expected) == 120
     assert scipy_stats.chisquare(counts).pvalue > 0.01
 
 
 def test_a_permutation_keeps_units_together_and_in_order():
-    units = np.array([0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7, 7, 8])
-    for order in stats.permute_units(draws(17), units, 200):
+    clusters = np.array([0, 0, 1, 2, 2, 3, 4, 4, 5, 6, 7, 7, 8])
+    for order in stats.permute_clusters(draws(17), clusters, 200):
         assert sorted(order) == list(range(13))
         for unit in range(9):
-            source = order[units == unit]
-            assert len(set(units[source])) == 1 and (np.diff(source) == 1).all()
+            source = order[clusters == unit]
+            assert len(set(clusters[source])) == 1 and (np.diff(source) == 1).all()
 
 
 @pytest.mark.parametrize(
-    ("units", "found"),
+    ("clusters", "found"),
     [
         ([0, 1, 2, 3], "4 of 4 units can change places with one of equal size, in 24 ways"),
         ([0, 0, 1, 2, 2, 3, 3], "3 of 4 units .* in 6 ways"),
         ([0, 0, 1, 1, 2, 2, 3, 4], "5 of 5 units .* in 12 ways; a permutation test needs 5 units of one size"),
     ],
 )
-def test_too_few_exchangeable_units_are_refused(units, found):
-    with pytest.raises(Refused, match=found):
-        stats.permute_units(draws(0), units, 10)
-    assert stats.permute_units(draws(0), [0, 1, 2, 3, 4], 10).shape == (10, 5)
+def test_too_few_exchangeable_units_are_refused(clusters, found):
+    with pytest.raises(UserError, match=found):
+        stats.permute_clusters(draws(0), clusters, 10)
+    assert stats.permute_clusters(draws(0), [0, 1, 2, 3, 4], 10).shape == (10, 5)
 
 
 def test_p_is_the_one_of_all_arrangements():
     rng = draws(18)
-    units = np.repeat(np.arange(5), 2)
+    clusters = np.repeat(np.arange(5), 2)
     a, b = rng.integers(0, 4, size=10).astype(float), rng.normal(size=10)
     observed = scipy_stats.spearmanr(a, b).statistic
     blocks = [[2 * i, 2 * i + 1] for i in range(5)]
     null = np.array([scipy_stats.spearmanr(a, b[list(row)]).statistic for row in block_permutations(blocks)])
     exact = np.mean(np.abs(null) >= abs(observed) - 1e-9)
-    found = stats.correlation_test(a, b, units, n_permutations=40_000)
+    found = stats.correlation_test(a, b, clusters, n_permutations=40_000)
     assert 0.05 < exact < 0.95
     assert found.p == pytest.approx(exact, abs=5 * math.sqrt(exact * (1 - exact) / 40_000))
-    assert (found.value, found.n, found.units) == (pytest.approx(abs(observed)), 10, 5)
+    assert (found.value, found.n, found.clusters) == (pytest.approx(abs(observed)), 10, 5)
 
 
 def test_a_perfect_correlation_has_the_smallest_p_there_is():
@@ -304,10 +306,10 @@ def test_a_perfect_correlation_has_the_smallest_p_there_is():
 
 def test_partial_test_is_freedman_and_lanes_written_out():
     rng = draws(19)
-    n, units = 24, np.repeat(np.arange(12), 2)
+    n, clusters = 24, np.repeat(np.arange(12), 2)
     covariates = np.stack([rng.normal(size=n), rng.integers(0, 3, size=n), np.arange(n) % 5], axis=1).astype(float)
     target, scores = covariates[:, 0] + rng.normal(size=n), covariates[:, 0] - 0.5 * rng.normal(size=n)
-    found = stats.correlation_test(scores, target, units, 300, 5, covariates)
+    found = stats.correlation_test(scores, target, clusters, 300, 5, covariates)
 
     design = np.column_stack([np.ones(n), *(scipy_stats.rankdata(column) for column in covariates.T)])
     s, t = scipy_stats.rankdata(scores), scipy_stats.rankdata(target)
@@ -319,7 +321,7 @@ def test_partial_test_is_freedman_and_lanes_written_out():
         return np.corrcoef(residual(s), residual(y))[0, 1]
 
     left = residual(t)
-    null = [abs(partial(t - left + left[order])) for order in stats.permute_units(draws(5), units, 300)]
+    null = [abs(partial(t - left + left[order])) for order in stats.permute_clusters(draws(5), clusters, 300)]
     observed = abs(partial(t))
     assert found.value == pytest.approx(observed)
     assert found.p == (1 + sum(one >= observed for one in null)) / 301
@@ -328,13 +330,13 @@ def test_partial_test_is_freedman_and_lanes_written_out():
 
 def test_the_best_layer_pays_for_having_been_chosen():
     rng = draws(20)
-    scores, target, units = rng.normal(size=(24, 50)), rng.normal(size=50), np.arange(50)
-    tests, corrected = stats.max_statistic(scores, target, units, 600, seed=3)
-    permuted = target[stats.permute_units(draws(3), units, 600)]
+    scores, target, clusters = rng.normal(size=(24, 50)), rng.normal(size=50), np.arange(50)
+    tests, corrected = stats.max_statistic(scores, target, clusters, 600, seed=3)
+    permuted = target[stats.permute_clusters(draws(3), clusters, 600)]
     null = np.abs([scipy_stats.spearmanr(np.column_stack([row, scores.T])).statistic[0, 1:] for row in permuted])
     for layer, found in enumerate(tests):
-        alone = stats.correlation_test(scores[layer], target, units, 600, seed=3)
-        assert (found.p, found.n, found.units) == (alone.p, 50, 50)
+        alone = stats.correlation_test(scores[layer], target, clusters, 600, seed=3)
+        assert (found.p, found.n, found.clusters) == (alone.p, 50, 50)
         assert (found.value, found.null_high) == pytest.approx((alone.value, alone.null_high))
         assert found.p == (1 + (null[:, layer] >= found.value - 1e-9).sum()) / 601
         assert corrected[layer] == (1 + (null.max(1) >= found.value - 1e-9).sum()) / 601
@@ -357,18 +359,18 @@ def test_the_seed_decides_whatever_ran_before():
     assert stats.correlation_test(a, b, np.arange(20), 500, seed=2).p != first.p
 
 
-def clustered(rng, units=40, rows=2, within=0.2):
+def clustered(rng, clusters=40, rows=2, within=0.2):
     """A variable whose rows in one unit are nearly equal, and is independent of any other draw."""
-    return np.repeat(rng.normal(size=units), rows) + within * rng.normal(size=units * rows)
+    return np.repeat(rng.normal(size=clusters), rows) + within * rng.normal(size=clusters * rows)
 
 
 def rejections(repetitions):
     """p-values of two independent clustered variables, permuted by unit and, wrongly, by row."""
-    rng, units = draws(23), np.repeat(np.arange(40), 2)
+    rng, clusters = draws(23), np.repeat(np.arange(40), 2)
     by_unit, by_row = np.empty((2, repetitions))
     for i in range(repetitions):
         a, b = clustered(rng), clustered(rng)
-        by_unit[i] = stats.correlation_test(a, b, units, 499, seed=i).p
+        by_unit[i] = stats.correlation_test(a, b, clusters, 499, seed=i).p
         by_row[i] = stats.correlation_test(a, b, np.arange(80), 499, seed=i).p
     return by_unit, by_row
 
@@ -387,49 +389,49 @@ def test_unit_permutation_holds_five_per_cent_over_a_thousand_repetitions():
 
 
 def test_partial_test_holds_five_per_cent_under_a_confounder():
-    rng, units = draws(24), np.repeat(np.arange(40), 2)
+    rng, clusters = draws(24), np.repeat(np.arange(40), 2)
     partial, plain = 0, 0
     for i in range(200):
         length = clustered(rng)
         a, b = clustered(rng) + length, clustered(rng) + length
-        partial += stats.correlation_test(a, b, units, 499, i, length[:, None]).p <= 0.05
-        plain += stats.correlation_test(a, b, units, 499, i).p <= 0.05
+        partial += stats.correlation_test(a, b, clusters, 499, i, length[:, None]).p <= 0.05
+        plain += stats.correlation_test(a, b, clusters, 499, i).p <= 0.05
     assert contains(partial, 200, 0.05)
     assert plain > 150
 
 
 def test_a_planted_correlation_is_found():
-    rng, units = draws(25), np.repeat(np.arange(40), 2)
+    rng, clusters = draws(25), np.repeat(np.arange(40), 2)
     found = 0
     for i in range(100):
         a = clustered(rng)
-        found += stats.correlation_test(a, 0.75 * a + clustered(rng), units, 499, i).p < 0.05
+        found += stats.correlation_test(a, 0.75 * a + clustered(rng), clusters, 499, i).p < 0.05
     assert found >= 90  # rho about 0.6 at 40 units: Fisher's z gives 0.99
 
 
 def test_correlation_interval_is_the_jackknife_written_out():
     rng = draws(26)
-    units = np.repeat(np.arange(10), 2)
+    clusters = np.repeat(np.arange(10), 2)
     a = rng.normal(size=20)
     b = -2 * a + rng.normal(size=20)
-    z = [np.arctanh(scipy_stats.spearmanr(a[units != u], b[units != u]).statistic) for u in range(10)]
+    z = [np.arctanh(scipy_stats.spearmanr(a[clusters != u], b[clusters != u]).statistic) for u in range(10)]
     error = math.sqrt(9 / 10 * np.square(z - np.mean(z)).sum())
     centre = np.arctanh(scipy_stats.spearmanr(a, b).statistic)
     half = scipy_stats.t.ppf(0.975, 9) * error
-    signed = stats.correlation_interval(a, b, units, signed=True)
-    unsigned = stats.correlation_interval(a, b, units)
+    signed = stats.correlation_interval(a, b, clusters, signed=True)
+    unsigned = stats.correlation_interval(a, b, clusters)
     assert (signed.low, signed.high) == pytest.approx((np.tanh(centre - half), np.tanh(centre + half)))
     assert (unsigned.low, unsigned.high) == pytest.approx((-signed.high, -signed.low))
-    assert signed.method == "jackknife over 10 units, fisher scale"
-    noise = stats.correlation_interval(a, rng.normal(size=20), units)
+    assert signed.method == "jackknife over 10 clusters, fisher scale"
+    noise = stats.correlation_interval(a, rng.normal(size=20), clusters)
     assert noise.low == 0 < noise.high
-    perfect = stats.correlation_interval(a, a, units)
+    perfect = stats.correlation_interval(a, a, clusters)
     assert perfect.low == pytest.approx(1) and perfect.high <= 1
 
 
 @pytest.mark.parametrize("partial", [False, True])
 def test_correlation_interval_covers_the_correlation(partial):
-    rng, units, hits = draws(27), np.repeat(np.arange(40), 2), 0
+    rng, clusters, hits = draws(27), np.repeat(np.arange(40), 2), 0
 
     def sample(count):
         length = clustered(rng, count)
@@ -439,7 +441,7 @@ def test_correlation_interval_covers_the_correlation(partial):
     truth = stats.spearman(*sample(40_000))
     for _ in range(300):
         a, b, covariates = sample(40)
-        found = stats.correlation_interval(a, b, units, covariates)
+        found = stats.correlation_interval(a, b, clusters, covariates)
         hits += found.low <= truth <= found.high
     # Over 3,500 repetitions 96 %; a simulation of 300 is 1 % uncertain, so above 97 % must be beyond its own error.
     assert hits / 300 >= 0.92
@@ -472,8 +474,8 @@ def test_a_new_draw_falls_in_the_band_as_often_as_it_says():
 
 
 def test_the_null_that_reaches_farther_decides():
-    twins, shuffled = np.linspace(0.1, 0.3, 20), np.linspace(0.0, 0.4, 200)
-    layers = {"twins": np.stack([twins, twins], 1), "other": np.stack([shuffled, shuffled - 1], 1)}
+    untrained, shuffled = np.linspace(0.1, 0.3, 20), np.linspace(0.0, 0.4, 200)
+    layers = {"untrained controls": np.stack([untrained, untrained], 1), "other": np.stack([shuffled, shuffled - 1], 1)}
     assert layer_band(layers).tolist() == [[*stats.band(shuffled)], [0.1, 0.3]]
     assert layer_band(layers, "lower").tolist() == [[*stats.band(shuffled)], [*stats.band(shuffled - 1)]]
 
@@ -483,9 +485,9 @@ def test_tail_p_by_hand():
     assert stats.tail_p(21.0, null) == 1 / 21
     assert stats.tail_p(20.0, null) == 2 / 21
     assert stats.tail_p(2.0, null, "lower") == 3 / 21
-    with pytest.raises(Refused, match="nan at draw 1"):
+    with pytest.raises(UserError, match="nan at draw 1"):
         stats.tail_p(0.5, [0.1, math.nan])
-    with pytest.raises(Refused, match="at least one draw"):
+    with pytest.raises(UserError, match="at least one draw"):
         stats.band([])
 
 
@@ -526,7 +528,7 @@ def test_the_folded_scale_makes_half_normal_correlations_normal_enough():
 def test_prediction_p_falls_back_on_ranks_where_draws_tell_nothing_of_a_tail():
     assert stats.prediction_p(0.5, np.full(20, 0.4)) == 1 / 21
     assert stats.prediction_p(0.5, [0.4]) == 1 / 2
-    with pytest.raises(Refused, match=r"-0\.1 has no logarithm: declare scale 'identity'"):
+    with pytest.raises(UserError, match=r"-0\.1 has no logarithm: declare scale 'identity'"):
         stats.prediction_p(0.5, [0.4, -0.1, 0.3], "upper", "log")
 
 
@@ -575,7 +577,7 @@ def test_needed_n_gives_a_correlation_its_power_under_the_verdict_itself():
         b = pearson * a + math.sqrt(1 - pearson**2) * rng.normal(size=n)
         test, interval = stats.correlation_test(a, b, a, 499, i), stats.correlation_interval(a, b, a)
         null = Null("permuted", 0.0, test.null_high, 0.0, test.p, 499)
-        above += headline(claim, test.value, interval, [null], n=n, units=n).verdict == "above null"
+        above += estimate(claim, test.value, interval, [null], n=n, clusters=n).verdict == "above null"
     assert n == 45
     assert 0.83 <= above / 200 <= 0.96
 

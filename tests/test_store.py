@@ -16,7 +16,7 @@ import torch
 
 from llmgeom.cache import shards as store
 from llmgeom.cache.shards import ASIDE, Store
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import batching as plan
 from llmgeom.model import subject
 from llmgeom.model.batching import together
@@ -115,7 +115,7 @@ def test_a_capture_left_on_disk_equals_the_one_in_memory(model, tmp_path, monkey
     with pytest.raises(KeyError):
         left.tensors[Site.VALUE, 7]
     shutil.rmtree(tmp_path)
-    with pytest.raises(Refused, match="was there and cannot be read any more"):
+    with pytest.raises(UserError, match="was there and cannot be read any more"):
         _ = left.value
 
 
@@ -235,7 +235,7 @@ def test_what_a_killed_process_left_of_run_and_spec_goes_and_nobody_else_s(tmp_p
 
 def test_a_folder_that_cannot_be_made_is_refused_with_the_remedy(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(Refused, match=r"cannot be made .* set LLMGEOM_CACHE"):
+    with pytest.raises(UserError, match=r"cannot be made .* set LLMGEOM_CACHE"):
         Store(tmp_path / "file" / "cache", {}, {})
 
 
@@ -249,7 +249,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     monkeypatch.setattr(Subject, "_pass", None)
-    with pytest.raises(Refused) as refusal:
+    with pytest.raises(UserError) as refusal:
         capture(model, tmp_path)
     (sentence,) = str(refusal.value).splitlines()
     assert f"take about {store.said(needed)} and" in sentence and f"has {store.said(needed - 1)} free" in sentence
@@ -262,7 +262,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
 
 
 def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model, tmp_path, monkeypatch):
-    """The model's own capture would fit, those of its twins and of shuffled prompts beside it would not."""
+    """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
     probes = {"one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()))}
     options = {"nulls": 3, "batch_tokens": 24, "store": str(tmp_path)}
     own = 7 * nbytes(model.facts, frozenset({Site.VALUE, Site.ENTROPY, Site.LIKELY}), 1, 23)
@@ -271,7 +271,7 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     with monkeypatch.context() as only:
         only.setattr(Subject, "_pass", None)
-        with pytest.raises(Refused, match=f"^the captures take about {store.said(needed)} and "):
+        with pytest.raises(UserError, match=f"^the captures take about {store.said(needed)} and "):
             scan(model, ragged(lengths=LENGTHS), probes, **options)
     free[0] = needed
     record = scan(model, ragged(lengths=LENGTHS), probes, **options)
@@ -375,5 +375,5 @@ def test_an_edit_is_kept_apart_from_another_and_from_none(model, tmp_path):
     again = [capture(model, tmp_path, edits=edits) for edits in ((), (zero,), (double,), (later,))]
     assert all(same(a, b) for a, b in zip(kept, again, strict=True))
     assert not any(same(kept[i], kept[j]) for i in range(4) for j in range(i))
-    with pytest.raises(Refused, match="an edit without a spec cannot be stored"):
+    with pytest.raises(UserError, match="an edit without a spec cannot be stored"):
         capture(model, tmp_path, edits=(replace(zero, spec={}),))

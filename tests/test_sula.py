@@ -16,7 +16,7 @@ from scipy import stats as scipy_stats
 from llmgeom import claims
 from llmgeom.cli import main
 from llmgeom.commands import evidence as experiment
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence.answers import (
     Reading,
@@ -118,7 +118,7 @@ def test_pairs_that_pockets_were_trained_on_are_not_used_and_a_pair_keeps_its_le
     assert not {*SOURCE.pairs} & {*nonce.pairs(nonce.Part.TRAINED)}
     batch = SOURCE.sample(60, seed=0)
     leads = {}
-    for pair, lead in zip(batch.unit, batch.columns["lead"], strict=True):
+    for pair, lead in zip(batch.cluster, batch.columns["lead"], strict=True):
         assert leads.setdefault(pair, lead) == lead
     assert len(set(leads.values())) > 5
 
@@ -140,7 +140,7 @@ def test_pairs_that_pockets_were_trained_on_are_not_used_and_a_pair_keeps_its_le
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(make, says):
-    with pytest.raises(Refused, match=says):
+    with pytest.raises(UserError, match=says):
         make()
 
 
@@ -157,7 +157,7 @@ def test_labels_are_single_tokens_of_the_tokenizer(pythia):
         def __call__(self, text, add_special_tokens):
             return {"input_ids": list(text)}
 
-    with pytest.raises(Refused, match="0 syllables are single tokens"):
+    with pytest.raises(UserError, match="0 syllables are single tokens"):
         available(Letters())
 
 
@@ -224,7 +224,7 @@ def test_the_reader_that_answered_is_found(batch, name, values):
     bayesian = next(r.bayesian for r in readers(SOURCE.prior) if r.name == name)
     # Families overlap: a fitted reliability may come to the true one.
     assert found[name] <= min(found.values()) + 1e-3
-    gain = next(h for h in claims.judge({"sula": result.lowered()})["sula"].headlines if h.name.startswith("Bayesian"))
+    gain = next(h for h in claims.judge({"sula": result.lowered()})["sula"].estimates if h.name.startswith("Bayesian"))
     assert gain.verdict == ("PASS" if bayesian else "FAIL"), gain.why
 
 
@@ -249,7 +249,7 @@ def test_parameters_come_from_the_other_half_of_the_pairs(batch):
 def test_the_exact_answer_has_skill_one_and_no_error(batch):
     truth = Truth(batch)
     result = measure_evidence(SOURCE, batch, says(np.exp(truth.log_p[:, 0])), strangers(len(batch)))
-    found = {h.name: h for h in result.headlines}
+    found = {h.name: h for h in result.estimates}
     assert found["skill"].value == pytest.approx(1, abs=1e-9)
     assert found["Bayesian over other readers"].value == pytest.approx(1)
     assert found["error of H label, below a constant's"].value == pytest.approx(1, abs=1e-9)
@@ -278,7 +278,7 @@ def test_where_counting_and_bayes_agree_the_claim_is_left_out():
     source = Sula(LABELS, ks=(0, 2))
     batch = source.sample(60, 0)
     result = measure_evidence(source, batch, says(np.exp(Truth(batch).log_p[:, 0])), strangers(len(batch)))
-    assert result.attainable < 1e-9 and "Bayesian over other readers" not in {h.name for h in result.headlines}
+    assert result.attainable < 1e-9 and "Bayesian over other readers" not in {h.name for h in result.estimates}
     assert any("answers as one that counts" in warning for warning in result.warnings)
 
 
@@ -287,7 +287,7 @@ def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
     median = np.median(label_entropy(truth.log_p)[truth.told])
     p = next(p for p in np.linspace(0.5, 1, 100_001) if label_entropy(np.log([p, 1 - p + 1e-12])) <= median)
     p = p + 1e-6 * np.random.default_rng(0).random(len(batch))
-    found = measure_evidence(SOURCE, batch, says(p), strangers(len(batch))).headlines
+    found = measure_evidence(SOURCE, batch, says(p), strangers(len(batch))).estimates
     assert {h.name: h.value for h in found}["error of H label, below a constant's"] == pytest.approx(0, abs=1e-3)
 
 
@@ -295,7 +295,7 @@ def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     k, rng = Truth(batch).k, np.random.default_rng(0)
     p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
     result = measure_evidence(SOURCE, batch, says(p), strangers(len(batch)))
-    given = {h.name: h for h in result.headlines}["rho of H label and exact entropy, given k"]
+    given = {h.name: h for h in result.estimates}["rho of H label and exact entropy, given k"]
     assert abs(given.value) < 0.2 and given.verdict != "above null"
     exact = label_entropy(Truth(batch).log_p)
     assert scipy_stats.spearmanr(label_entropy(says(p).log_p)[k > 1], exact[k > 1])[0] > 0.2  # k would carry it
@@ -317,31 +317,31 @@ def test_what_knows_only_the_number_of_labels_holds_no_belief(batch):
     assert blind.decoded.max() < 0.05 and blind.odds.max() < 0.05
     knows = measure_belief(SOURCE, batch, told(10 * label_entropy(truth.log_p)), strangers_, 0)
     assert knows.decoded.min() > 0.5
-    assert {h.name: h.value for h in knows.headlines}["|rho| of PC1 and exact entropy, given k"] > 0.5
+    assert {h.name: h.value for h in knows.estimates}["|rho| of PC1 and exact entropy, given k"] > 0.5
 
 
 def test_what_is_said_before_any_evidence_enters_no_headline(batch):
-    truth, twins = Truth(batch), strangers(len(batch))
+    truth, untrained = Truth(batch), strangers(len(batch))
     p = 0.2 + 0.6 * np.exp(truth.log_p[:, 0])
     wild = np.where(truth.k == 0, 0.99, p)
-    usual, other = (measure_evidence(SOURCE, batch, says(one), twins) for one in (p, wild))
-    assert [replace(h, needed=0) for h in other.headlines] == [replace(h, needed=0) for h in usual.headlines]
+    usual, other = (measure_evidence(SOURCE, batch, says(one), untrained) for one in (p, wild))
+    assert [replace(h, needed=0) for h in other.estimates] == [replace(h, needed=0) for h in usual.estimates]
     assert other.error[0] > usual.error[0] + 0.5 and other.error[1:] == pytest.approx(usual.error[1:])
 
 
 def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
-    own, *twins = strangers(len(batch), 21)
-    for h in claims.judge({"sula": measure_evidence(SOURCE, batch, own, twins).lowered()})["sula"].headlines:
+    own, *untrained = strangers(len(batch), 21)
+    for h in claims.judge({"sula": measure_evidence(SOURCE, batch, own, untrained).lowered()})["sula"].estimates:
         assert h.verdict != "PASS"
 
 
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     batches = {name: replace(SOURCE, condition=name).sample(40, seed=0) for name in CONDITIONS}
     own = {name: says(np.exp(Truth(one).log_p[:, 0])) for name, one in batches.items()}
-    twins = [{name: twin for name in CONDITIONS} for twin in strangers(len(batches["main"]))]
-    result = measure_controls(batches, own, twins)
+    untrained = [{name: control for name in CONDITIONS} for control in strangers(len(batches["main"]))]
+    result = measure_controls(batches, own, untrained)
     assert result.movement == pytest.approx(0, abs=1e-9)
-    assert {h.name: h.value for h in result.headlines}["consistent against alternating"] == pytest.approx(1)
+    assert {h.name: h.value for h in result.estimates}["consistent against alternating"] == pytest.approx(1)
     assert result.published[:, 1] == pytest.approx(0, abs=1e-9)
     # Whoever copies the last label moves when the order does, and not when the words do.
     copied = {}
@@ -350,7 +350,7 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
         told = Truth(one).told
         p[told] = rule("copy-last", seen(one)[told], 0.1)
         copied[name] = says(p)
-    moved = dict(zip(result.ticks["control"], measure_controls(batches, copied, twins).movement, strict=True))
+    moved = dict(zip(result.ticks["control"], measure_controls(batches, copied, untrained).movement, strict=True))
     assert moved["permuted"] > 0.1 > moved["remap"] == pytest.approx(0, abs=1e-9)
 
 
@@ -371,7 +371,7 @@ def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
 
 
 def test_a_label_of_several_tokens_is_refused(pythia):
-    with pytest.raises(Refused, match="incomprehensible: not single tokens"):
+    with pytest.raises(UserError, match="incomprehensible: not single tokens"):
         listen(pythia, Sula((*LABELS, "incomprehensible")).sample(40, 0))
 
 
@@ -385,7 +385,7 @@ def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
     record = experiment.examine(subject, Sula(available(subject.tokenizer)), n=30)
     assert not record.unmeasured
-    verdicts = {h.name: h.verdict for m in record.results.values() for h in m.headlines if h.claim}
+    verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}
     assert len(verdicts) == 4
     wanted = ("skill", "Bayesian over other readers", "rho of H label and exact entropy, given k")
     assert all((verdicts[one] == "PASS") == learnt for one in wanted), verdicts
@@ -422,5 +422,5 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
 
 
 def test_a_protocol_that_there_is_not_is_refused():
-    with pytest.raises(Refused, match="--protocol loud: expected sound or published"):
+    with pytest.raises(UserError, match="--protocol loud: expected sound or published"):
         experiment.perform(experiment.Request(protocol="loud"))

@@ -17,7 +17,7 @@ from llmgeom import wind_tunnels
 from llmgeom.cli import main
 from llmgeom.commands import patch as swap
 from llmgeom.commands.patch import AS_FAR, PLACES, RANDOM, SWAP, WAY, Moved, Pairs, examine, frame, subspaces
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Where
 from llmgeom.model.subject import Subject
@@ -60,7 +60,7 @@ class Bayes:
     def __init__(self, deaf: bool = False):
         self.deaf = deaf
 
-    def twin(self, seed: int) -> Bayes:
+    def untrained(self, seed: int) -> Bayes:
         return Bayes(deaf=True)
 
     def capture(self, batch, sites, edits=(), *, positions="query", batch_tokens=0):
@@ -110,7 +110,7 @@ def ways(pairs: Pairs) -> list[float]:
 def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(record):
     a = record.results[SWAP].arrays
     pairs = Pairs.of(TASK, 60, 0, "any" if TASK.memorisable else "held-out")
-    half = folds(pairs.x.unit, 0, 2)
+    half = folds(pairs.x.cluster, 0, 2)
     way = np.mean(ways(pairs.take(np.flatnonzero(half == 1).tolist())))
     assert way > 2
     np.testing.assert_allclose(a["way"], way, rtol=1e-5)
@@ -124,20 +124,20 @@ def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(rec
 
 
 def test_its_claim_passes_and_after_the_first_layer_nothing_is_left(record):
-    found = {h.name: h for h in record.results[SWAP].headlines}
-    assert found[FRAME].verdict == "INCONCLUSIVE" and found[FRAME].p == 1 / 4, "three twins decide nothing"
+    found = {h.name: h for h in record.results[SWAP].estimates}
+    assert found[FRAME].verdict == "INCONCLUSIVE" and found[FRAME].p == 1 / 4, "three untrained controls decide nothing"
     assert found[f"{FRAME}, of the way"].value == pytest.approx(1)
     assert found[f"{FRAME}, of the way"].verdict == "above null"
     assert found[f"frame swap {PLACES[1]}"].verdict != "above null"
     assert found[f"frame swap {PLACES[1]}, of the way"].value == pytest.approx(0, abs=1e-6)
     passed = examine(Bayes(), TASK, n=60, nulls=20, layers=(0,))
-    assert {h.name: h.verdict for h in passed.results[SWAP].headlines}[FRAME] == "PASS"
+    assert {h.name: h.verdict for h in passed.results[SWAP].estimates}[FRAME] == "PASS"
 
 
 def test_of_a_model_that_does_not_follow_the_evidence_nothing_is_claimed():
     made = examine(Bayes(deaf=True), TASK, n=60, nulls=2, layers=(0,)).results[SWAP]
-    assert {h.name for h in made.headlines} == {WAY, FRAME} and not any(h.claim for h in made.headlines)
-    assert made.headlines[0].value == 0 and "PASS" not in {h.verdict for h in made.headlines}
+    assert {h.name for h in made.estimates} == {WAY, FRAME} and not any(h.claim for h in made.estimates)
+    assert made.estimates[0].value == 0 and "PASS" not in {h.verdict for h in made.estimates}
     assert "the answers do not follow the evidence: the way is 0 bits" in made.notes[0]
     assert made.warnings[0].startswith(
         "the way of the evidence is 0 bits, too little for 'frame swap at the embedding'"
@@ -405,9 +405,9 @@ def test_the_global_generators_change_nothing(folder):
     torch.manual_seed(9)
     np.random.seed(9)
     again = examine(subject, task, n=24, nulls=1, controls=3)
-    assert first.results[SWAP].headlines == again.results[SWAP].headlines
+    assert first.results[SWAP].estimates == again.results[SWAP].estimates
     other = examine(subject, task, n=24, nulls=1, controls=3, seed=1)
-    assert first.results[SWAP].headlines != other.results[SWAP].headlines
+    assert first.results[SWAP].estimates != other.results[SWAP].estimates
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     assert record.facts["command"].endswith("--n 40 --layers 1 --controls 3 --nulls 2")
     assert "only 2 draws of each null" in record.warnings[0]
     after = f"frame swap {PLACES[1]}"
-    assert {WAY, after} <= {h.name for h in record.results[SWAP].headlines} <= {WAY, after, f"{after}, of the way"}
+    assert {WAY, after} <= {h.name for h in record.results[SWAP].estimates} <= {WAY, after, f"{after}, of the way"}
     assert "Swap of evidence" in (tmp_path / "run" / "report.html").read_text()
 
 
@@ -466,10 +466,10 @@ def test_what_cannot_be_swapped_is_refused_in_one_sentence(folder, tmp_path, opt
 
 
 def test_a_task_without_counterfactuals_is_refused():
-    with pytest.raises(Refused, match="bijection:pairs=1 does not say which other evidence there might have been"):
+    with pytest.raises(UserError, match="bijection:pairs=1 does not say which other evidence there might have been"):
         Pairs.of(wind_tunnels.named("bijection:pairs=1"), 20, 0, "any")
     with pytest.raises(
-        Refused, match="markov: in 0 of 40 sequences other evidence changes a later answer; 10 are needed"
+        UserError, match="markov: in 0 of 40 sequences other evidence changes a later answer; 10 are needed"
     ):
         examine(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.named("markov"), n=40)
     certain = wind_tunnels.named("coin:prior=list:0.0,0.5")

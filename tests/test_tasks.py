@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from llmgeom.batch import Rows, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Task, held_out, on_device, seeded, uniform
 from llmgeom.wind_tunnels import named, names
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
@@ -113,7 +113,7 @@ def test_values_may_hold_commas_and_fields_come_in_any_order():
     ],
 )
 def test_a_spec_that_does_not_fit_is_refused_in_one_sentence(spec, said):
-    with pytest.raises(Refused, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)):
         named(spec)
 
 
@@ -143,13 +143,13 @@ def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
     ],
 )
 def test_what_a_file_of_one_s_own_lacks_is_named(own, rest, said):
-    with pytest.raises(Refused, match=re.escape(said)):
+    with pytest.raises(UserError, match=re.escape(said)):
         named(f"{own}{rest}")
 
 
 def test_a_file_without_a_task_is_said_to_have_none(tmp_path):
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
-    with pytest.raises(Refused, match="has no task 'X'; found none"):
+    with pytest.raises(UserError, match="has no task 'X'; found none"):
         named(f"{tmp_path / 'empty.py'}:X")
 
 
@@ -182,7 +182,7 @@ def test_splits_share_no_hypothesis(name):
     task = named(name)
     if task.memorisable:
         for split in ("seen", "held-out"):
-            with pytest.raises(Refused, match=re.escape(f"{name} holds no hypotheses out: {task.memorisable}")):
+            with pytest.raises(UserError, match=re.escape(f"{name} holds no hypotheses out: {task.memorisable}")):
                 task.drawn(2, seeded("here", 0), split)
         return
     for split in ("seen", "held-out"):
@@ -215,7 +215,7 @@ def test_where_the_reserve_is_too_small_hypotheses_come_twice():
 def test_a_prior_that_holds_nothing_out_is_refused_for_a_split():
     task = Bijection(2, 2)
     assert held_out(torch.tensor([[0, 1], [1, 0]])).sum() == 0
-    with pytest.raises(Refused, match=re.escape("0.00% of the prior is held-out; give it more hypotheses, or finer")):
+    with pytest.raises(UserError, match=re.escape("0.00% of the prior is held-out; give it more hypotheses, or finer")):
         task.drawn(3, seeded("here", 0), "held-out")
 
 
@@ -223,7 +223,7 @@ def test_a_task_without_hypotheses_holds_none_out(own):
     task = named(f"{own}:Die:sides=6")
     assert task.memorisable == "it gives no `hypothesis`" and not Bijection().memorisable and Coin().memorisable
     assert task.log2_hypotheses == math.inf
-    with pytest.raises(Refused, match="holds no hypotheses out: it gives no `hypothesis`"):
+    with pytest.raises(UserError, match="holds no hypotheses out: it gives no `hypothesis`"):
         task.drawn(3, seeded("here", 0), "seen")
 
 
@@ -281,7 +281,7 @@ def test_a_sample_carries_its_exact_answers_and_where_it_came_from(name):
     assert torch.equal(inputs, again.inputs.values if task.features else again.inputs.ids)
     assert torch.equal(batch.target, again.target) and not torch.equal(batch.target, other.target)
     assert batch.inputs.lengths.tolist() == [task.length] * 6
-    assert len(set(batch.unit)) == 6 and batch.query.sum(1).tolist() == [len(task.query)] * 6
+    assert len(set(batch.cluster)) == 6 and batch.query.sum(1).tolist() == [len(task.query)] * 6
     assert torch.equal(batch.posterior.predictive, task.log_predictive(inputs))
     assert batch.source == {
         "kind": "task", "name": name, "n": 6, "seed": 3, "split": "any", "spec": dataclasses.asdict(task),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused, Unavailable, UnsupportedModel
+from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import transformer_lens as tl
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
@@ -297,7 +297,7 @@ def test_sites_are_kept_after_edits_and_only_where_they_are_made(case):
     edit = Edit("z", lambda x, where: 0 * x, layers=(0,), positions="query")
     seen = case.subject.capture(case.batch, {Site.Z, Site.VALUE}, [edit])
     assert seen.z[0].abs().max() == 0 and seen.z[1].abs().max() > 0
-    with pytest.raises(Refused, match="layers 0 to"):
+    with pytest.raises(UserError, match="layers 0 to"):
         case.subject.capture(case.batch, {Site.Z}, [Edit("z", lambda x, where: x, layers=(9,))])
 
 
@@ -322,10 +322,10 @@ def test_the_given_model_is_left_as_it_came(case):
 
 
 def test_a_twin_is_read_by_the_same_backend(case):
-    twin = case.subject.twin(seed=3)
-    again = case.subject.twin(seed=3)
-    assert isinstance(twin, BridgeSubject) and twin.weight_hash == again.weight_hash != case.subject.weight_hash
-    twin.check()
+    control = case.subject.untrained(seed=3)
+    again = case.subject.untrained(seed=3)
+    assert isinstance(control, BridgeSubject) and control.weight_hash == again.weight_hash != case.subject.weight_hash
+    control.check()
 
 
 # ---- as a second opinion ---------------------------------------------------------------------------------------------
@@ -371,9 +371,9 @@ def test_a_class_without_adapter_is_refused():
 
 
 def test_load_refuses_what_no_backend_does_before_it_looks_for_the_model():
-    with pytest.raises(Refused, match="--backend hooked: expected transformers or tl"):
+    with pytest.raises(UserError, match="--backend hooked: expected transformers or tl"):
         Subject.load("nowhere", backend="hooked")
-    with pytest.raises(Refused, match="leave out --device-map"):
+    with pytest.raises(UserError, match="leave out --device-map"):
         Subject.load("nowhere", backend="tl", device_map="auto")
 
 

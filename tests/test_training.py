@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import training as trainer
@@ -75,11 +75,11 @@ def test_a_finished_folder_is_returned_and_another_is_refused(tmp_path, monkeypa
     first = train(SMALL, tmp_path / "a")
     monkeypatch.setattr(trainer._Run, "step", lambda *_: pytest.fail("trained again"))
     assert train(SMALL, tmp_path / "a") == first
-    with pytest.raises(Refused, match=r"holds another training \(bijection:vocab=4,pairs=3\); choose another --out"):
+    with pytest.raises(UserError, match=r"holds another training \(bijection:vocab=4,pairs=3\); choose another --out"):
         train(trainer.replace(SMALL, steps=61), tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.json").write_text("{}")
-    with pytest.raises(Refused, match="holds something that is no training"):
+    with pytest.raises(UserError, match="holds something that is no training"):
         train(SMALL, tmp_path / "b")
 
 
@@ -89,7 +89,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_step_and_the_last_good_state(t
     plain = trainer._Run.step
     bad = lambda run, i: torch.tensor(math.nan) if i == 27 else plain(run, i)  # noqa: E731
     monkeypatch.setattr(trainer._Run, "step", bad)
-    with pytest.raises(Refused, match=r"the loss is nan at step 27; the state of step 20 is in .*: lower --lr"):
+    with pytest.raises(UserError, match=r"the loss is nan at step 27; the state of step 20 is in .*: lower --lr"):
         train(SMALL, tmp_path / "a")
     assert not (tmp_path / "a/model.safetensors").exists()
     monkeypatch.setattr(trainer._Run, "step", plain)
@@ -108,10 +108,10 @@ def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
     state = tmp_path / "a/resume.safetensors"
     whole = state.read_bytes()
     state.write_bytes(whole.replace(b'\\"device\\": \\"cpu\\"', b'\\"device\\": \\"xpu\\"'))
-    with pytest.raises(Refused, match="was begun on xpu; go on with --device xpu"):
+    with pytest.raises(UserError, match="was begun on xpu; go on with --device xpu"):
         train(SMALL, tmp_path / "a")
     state.write_bytes(whole[:100])
-    with pytest.raises(Refused, match=r"resume.safetensors cannot be read .*; remove it, and the run starts anew"):
+    with pytest.raises(UserError, match=r"resume.safetensors cannot be read .*; remove it, and the run starts anew"):
         train(SMALL, tmp_path / "a")
 
 
@@ -127,7 +127,7 @@ def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name)
         return plain(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(Refused, match="could not be written \\(No space left on device\\)"):
+    with pytest.raises(UserError, match="could not be written \\(No space left on device\\)"):
         train(SMALL, tmp_path / "a")
     assert not list(tmp_path.rglob("*.tmp*"))
     monkeypatch.setattr(os, "replace", plain)
@@ -141,7 +141,7 @@ def test_snapshots_are_subjects_and_the_first_is_the_untrained_model(tmp_path):
     kept = {int(p.name.removeprefix("step")) for p in (done.out / "snapshots").iterdir()}
     assert kept == snapshot_steps(60, 12) and {0, 1, 60} <= kept
     first = Subject.load(str(done.out / "snapshots/step0"))
-    assert first.weight_hash == first.twin(SMALL.seed).weight_hash
+    assert first.weight_hash == first.untrained(SMALL.seed).weight_hash
     last = Subject.load(str(done.out / "snapshots/step60"))
     assert last.weight_hash == Subject.load(str(done.out)).weight_hash != first.weight_hash
 
@@ -249,7 +249,7 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
     assert second.gap == pytest.approx(first.gap, abs=1e-3)
     begun = Subject.load(str(second.out / "snapshots/step0"))
     assert begun.weight_hash == Subject.load(str(first.out)).weight_hash
-    with pytest.raises(Refused, match="it reads 8 tokens; bijection needs 16 tokens"):
+    with pytest.raises(UserError, match="it reads 8 tokens; bijection needs 16 tokens"):
         train(trainer.replace(asked, task="bijection"), tmp_path / "c")
 
 
@@ -274,7 +274,7 @@ def test_a_pocket_model_can_be_fine_tuned(tmp_path):
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_sentence(given, said):
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         Training("coin", **given)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, apart, ragged
@@ -124,5 +124,5 @@ def test_logits_that_are_not_finite_are_still_named():
     model = FAMILIES["llama"].model()
     with torch.no_grad():
         model.model.layers[1].mlp.down_proj.weight[0, 0] = torch.inf
-    with Counted(), pytest.raises(Refused, match=r"not finite on prompt 1; .* come from layer 1"):
+    with Counted(), pytest.raises(UserError, match=r"not finite on prompt 1; .* come from layer 1"):
         Subject.of(elsewhere(model)).capture(ragged(), {Site.ENTROPY})

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 
 from llmgeom.cli import main
 from llmgeom.commands import scan as scanning
-from llmgeom.errors import Refused, first_line, scrubbed
+from llmgeom.errors import UserError, first_line, redact
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import Training, train
@@ -167,7 +167,7 @@ def test_a_task_that_is_code_in_the_model_s_own_folder_is_not_run(tunnel, tmp_pa
 
 def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp_path):
     for folder in ("model", "model/snapshots/step1", "model/sub/.."):
-        with pytest.raises(Refused, match="is not run unasked"):
+        with pytest.raises(UserError, match="is not run unasked"):
             hub.trusted(f"{tmp_path}/model/own.py:Own", str(tmp_path / folder))
     for task in (f"{tmp_path}/own.py:Own", f"{tmp_path}/model2/own.py:Own", "coin:flips=4", "hmm"):
         assert hub.trusted(task, str(tmp_path / "model")) == task
@@ -197,15 +197,15 @@ OTHER = "a-token-of-another-kind-0123456789"
     ],
 )
 def test_what_is_scrubbed_and_what_is_not(text, shown):
-    assert scrubbed(text) == shown
-    assert str(Refused(text)) == shown
+    assert redact(text) == shown
+    assert str(UserError(text)) == shown
 
 
 def test_a_token_in_the_environment_is_scrubbed_whatever_it_looks_like(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", OTHER)
-    assert scrubbed(f"x{OTHER}y") == "x…y"
+    assert redact(f"x{OTHER}y") == "x…y"
     monkeypatch.setenv("HF_TOKEN", "a")  # no token
-    assert scrubbed("banana") == "banana"
+    assert redact("banana") == "banana"
 
 
 def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cli import main
-from llmgeom.errors import Refused, Unavailable, UnsupportedModel
+from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import self_check as parity
 from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject
@@ -126,7 +126,7 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     assert cost["parameters"] == Subject.load(str(folder)).facts["parameters"]
     row = cost["sources"]["bijection:vocab=4,pairs=3"]
     lengths = wind_tunnels.named("bijection:vocab=4,pairs=3").cut(250, 0, "held-out").inputs.lengths
-    assert row["prompts"] == 250 and row["tokens"] > 5 * int(lengths.sum())  # itself, twins and shuffles
+    assert row["prompts"] == 250 and row["tokens"] > 5 * int(lengths.sum())  # itself, untrained controls and shuffles
     assert not (tmp_path / "run").exists()
 
 
@@ -139,7 +139,7 @@ def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, comma
 
 def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
     (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(Refused, match=r"bad.py cannot be imported \(ModuleNotFoundError: .*\); mend it"):
+    with pytest.raises(UserError, match=r"bad.py cannot be imported \(ModuleNotFoundError: .*\); mend it"):
         wind_tunnels.named(f"{tmp_path / 'bad.py'}:Mine")
 
 
@@ -192,7 +192,7 @@ def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
 )
 def test_inputs_that_a_model_does_not_read_are_refused(trained, task, inputs, said):
     subject = Subject.load(str(trained(task, "neox")))
-    with pytest.raises(Refused, match=said):
+    with pytest.raises(UserError, match=said):
         subject.capture(Batch(inputs, ("a", "b"), {"kind": "test"}), {Site.ENTROPY})
 
 

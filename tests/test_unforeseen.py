@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from tests.hostile import commands, ended
 
@@ -63,7 +63,7 @@ def test_a_bug_is_one_sentence_and_a_traceback_where_asked(fails, error):
 
 
 def test_a_refusal_has_a_traceback_where_asked_and_its_cause(fails):
-    refusal = Refused("it cannot be: do that")
+    refusal = UserError("it cannot be: do that")
     refusal.__cause__ = ValueError("because")
     fails(refusal)
     assert ended(*SCAN).stderr == "llmgeom: it cannot be: do that\n"

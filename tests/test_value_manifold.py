@@ -13,7 +13,7 @@ from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
@@ -21,7 +21,7 @@ from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
 from llmgeom.scan import ONE_TOKEN, UNSTRATIFIED, Sample, View
 from llmgeom.stats.ridge_probe import decodability, folds
 
-N, LAYERS, KV, WIDTH, TWINS = 80, 2, 2, 16, 20
+N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 20
 
 
 def capture(tensors: dict) -> Capture:
@@ -49,8 +49,8 @@ def view(strength: float, seed: int, twin_strength: float = 0.0) -> View:
     return View(
         capture=capture(values(rng, factor, strength)),
         entropy=entropy,
-        twins=tuple(capture(values(rng, factor, twin_strength)) for _ in range(TWINS)),
-        shuffled=tuple(capture(values(rng, None)) for _ in range(TWINS)),
+        untrained=tuple(capture(values(rng, factor, twin_strength)) for _ in range(UNTRAINED)),
+        shuffled=tuple(capture(values(rng, None)) for _ in range(UNTRAINED)),
         seed=seed,
     )
 
@@ -61,7 +61,7 @@ def measured(strength: float, seed: int, twin_strength: float = 0.0):
 
 
 def verdicts(result) -> dict[str, str]:
-    return {h.name: h.verdict for h in result.headlines}
+    return {h.name: h.verdict for h in result.estimates}
 
 
 def last(of: Capture, layer: int = LAYERS - 1) -> np.ndarray:
@@ -83,10 +83,10 @@ def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
         assert result.pc12[layer] == pytest.approx(ratio[:2].sum())
         assert result.participation[layer] == pytest.approx(1 / (ratio**2).sum())
         assert result.rho[layer] == pytest.approx(abs(spearmanr(pca.transform(z)[:, 0], shown.entropy)[0]))
-        fold = folds(shown.units, shown.seed)
+        fold = folds(shown.clusters, shown.seed)
         assert result.r2[layer] == pytest.approx(decodability(z, shown.entropy, fold), abs=1e-6)
-        twins = [decodability(last(twin, layer), shown.entropy, fold) for twin in shown.twins]
-        assert result.r2_null[layer] == pytest.approx((min(twins), max(twins)))
+        untrained = [decodability(last(control, layer), shown.entropy, fold) for control in shown.untrained]
+        assert result.r2_null[layer] == pytest.approx((min(untrained), max(untrained)))
 
 
 def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
@@ -135,12 +135,12 @@ def test_a_curve_is_below_its_gaussian_unless_twins_are_curved_too():
     bent = replace(shown, capture=with_last(shown.capture, curved(0)))
     result = value_manifold.measure(bent)
     assert verdicts(result)[DIMENSION] == "below null"
-    headline = next(h for h in result.headlines if h.name == DIMENSION)
-    assert headline.value == pytest.approx(float(result.dimension / result.dimension_gaussian))
-    assert headline.n == headline.units == N // 2
+    estimate = next(h for h in result.estimates if h.name == DIMENSION)
+    assert estimate.value == pytest.approx(float(result.dimension / result.dimension_gaussian))
+    assert estimate.n == estimate.clusters == N // 2
     assert result.dimension_mle < result.dimension_mle_gaussian
-    twins = tuple(with_last(twin, curved(1 + i)) for i, twin in enumerate(shown.twins))
-    assert verdicts(value_manifold.measure(replace(bent, twins=twins)))[DIMENSION] != "below null"
+    untrained = tuple(with_last(control, curved(1 + i)) for i, control in enumerate(shown.untrained))
+    assert verdicts(value_manifold.measure(replace(bent, untrained=untrained)))[DIMENSION] != "below null"
 
 
 def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_token():
@@ -153,8 +153,8 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     ids = main.batch.inputs.ids.clone()
     ids[:, 11] = torch.from_numpy(token)
     main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
-    noise = tuple(capture(values(rng, None)) for _ in range(TWINS))
-    found = {h.name: h for h in value_manifold.measure(View(main, entropy, noise, noise)).headlines}
+    noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
+    found = {h.name: h for h in value_manifold.measure(View(main, entropy, noise, noise)).estimates}
     assert found[RHO].value > 0.9
     assert found[RHO].verdict == "above null"
     given = found[f"{RHO}, {GIVEN}"]
@@ -165,11 +165,11 @@ def test_each_second_sample_has_its_own_correlation():
     shown, samples = view(0.0, 7), {}
     for place, name in enumerate(SECOND):
         other = view(1.5 if name == UNSTRATIFIED else 0.0, 20 + place)
-        samples[name] = Sample(other.capture, other.entropy, other.twins)
+        samples[name] = Sample(other.capture, other.entropy, other.untrained)
     flat = with_last(samples[ONE_TOKEN].capture, np.ones((N, KV * WIDTH)))
     samples[ONE_TOKEN] = replace(samples[ONE_TOKEN], capture=flat)
     result = value_manifold.measure(replace(shown, samples=samples))
-    found = {h.name: h for h in result.headlines}
+    found = {h.name: h for h in result.estimates}
     for name in SECOND:
         if name != ONE_TOKEN:
             score = PCA().fit_transform(StandardScaler().fit_transform(last(samples[name].capture)))[:, 0]
@@ -183,9 +183,9 @@ def test_each_second_sample_has_its_own_correlation():
 
 def test_every_headline_has_n_units_interval_and_null():
     result = measured(1.5, 1)
-    assert len(result.headlines) == 7
-    for h in result.headlines:
-        assert h.units == N // 2 and h.n in (N, N // 2)
+    assert len(result.estimates) == 7
+    for h in result.estimates:
+        assert h.clusters == N // 2 and h.n in (N, N // 2)
         assert h.low <= h.value <= h.high
         assert h.null_low <= h.null_high and "draws" in h.null
         assert 0 < h.p <= 1
@@ -197,13 +197,13 @@ def test_a_layer_that_is_the_same_for_every_prompt_is_drawn_as_0_and_said():
     def flat(of: Capture) -> Capture:
         return with_last(of, np.ones((N, KV * WIDTH)), 0)
 
-    parts = {name: tuple(map(flat, getattr(shown, name))) for name in ("twins", "shuffled")}
+    parts = {name: tuple(map(flat, getattr(shown, name))) for name in ("untrained controls", "shuffled")}
     result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts))
     assert (result.pc1[0], result.participation[0], result.rho[0], result.rho_p[0]) == (0, 0, 0, 1)
     assert result.warnings == ("layer 0: the value vectors are the same for every prompt; drawn as 0",)
     assert result.pc1[-1] == pytest.approx(measured(1.5, 1).pc1[-1])
     same = with_last(shown.capture, np.ones((N, KV * WIDTH)))
-    with pytest.raises(Refused, match="the value vectors of the last layer are the same for all 80 prompts"):
+    with pytest.raises(UserError, match="the value vectors of the last layer are the same for all 80 prompts"):
         value_manifold.measure(replace(shown, capture=same))
 
 
@@ -235,19 +235,19 @@ def test_too_few_points_leave_the_dimension_out_and_say_so():
 
 
 def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_too():
-    """Twins whose PC1 follows their own entropy, and not ours, take the verdict away; twins of noise leave it."""
+    """Untrained controls whose PC1 follows their own entropy, and not ours, take the verdict away; controls of noise leave it."""
     main = view(1.5, 1)
     rng = np.random.default_rng(8)
 
-    def twin() -> Capture:
+    def untrained() -> Capture:
         own = rng.uniform(0, 8, N)
         tensors = values(rng, (own - own.mean()) / own.std(), 2.0)
         return capture(tensors | {(Site.ENTROPY, -1): torch.from_numpy(own.astype(np.float32))})
 
-    held = replace(main, twins=tuple(twin() for _ in range(TWINS)))
+    held = replace(main, untrained=tuple(control() for _ in range(UNTRAINED)))
     for name in (RHO, R2):
         left, taken = (
-            next(h for h in value_manifold.measure(seen).headlines if h.name == name) for seen in (main, held)
+            next(h for h in value_manifold.measure(seen).estimates if h.name == name) for seen in (main, held)
         )
         assert left.verdict == "above null" and left.value == taken.value
         assert taken.verdict != "above null" and taken.null == "re-initialised, own entropy (20 draws)"

@@ -1,8 +1,8 @@
 """Do the verdicts deserve trust? Simulated with the real probes on real untrained models: errors, power, coverage.
 
 An untrained model has nothing to show, so any verdict in its favour is an error. Each repetition takes one untrained
-model as the subject, twenty others of its shape as its twins, and its own passes over shuffled prompts; whatever
-headlines the probes have are counted, and claims are judged together. `python -m pytest tests/test_verdicts.py -s`
+model as the subject, twenty others of its shape as its controls, and its own passes over shuffled prompts; whatever
+metrics the probes have are counted, and claims are judged together. `python -m pytest tests/test_verdicts.py -s`
 prints the table; the mark `soak` repeats it a thousand times.
 """
 
@@ -21,14 +21,14 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
 from llmgeom import claims, scan
 from llmgeom.batch import Batch, Text, Tokens
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry as cloud
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.scan import NULLS, Sample, View, shuffle
 from llmgeom.stats.core import prediction_p
 from llmgeom.stats.information import bits
@@ -52,7 +52,7 @@ def pool(domain: str) -> Batch:
     """150 prompts, their last words only, up to five a template: templates are what is drawn independently."""
     drawn = Domain(domain).sample(min(900, Domain(domain).size()), seed=0)
     of_unit: dict[str, list[int]] = defaultdict(list)
-    for i, unit in enumerate(drawn.unit):
+    for i, unit in enumerate(drawn.cluster):
         of_unit[unit].append(i)
     fullest = sorted((members[:5] for members in of_unit.values()), key=len, reverse=True)
     drawn = drawn.take([i for members in fullest for i in members][:150])
@@ -101,7 +101,7 @@ def batches(width: int) -> dict[str, Batch]:
     own, mixed = pool(DOMAIN), pool(MIXED)
     entropy, theirs = (reference.entropy(tokens(one)) for one in (own, mixed))
     main = stratify(own, entropy, N, seed=0)
-    wanted = diversity(words(main), main.unit)
+    wanted = diversity(words(main), main.cluster)
     possible = {
         scan.UNSTRATIFIED: lambda: plain(own, N, seed=0),
         scan.LENGTH: lambda: length_matched(own, entropy, [len(row) for row in words(own)], 30, seed=0),
@@ -135,7 +135,7 @@ def shuffled(subject: Subject, batch: Batch, seed: int) -> tuple[Capture, ...]:
     draws = [shuffle(batch.inputs, 0, NULLS * seed + i) for i in range(NULLS)]
     n = len(batch)
     every = Tokens(torch.cat([draw.ids for draw in draws]), torch.cat([draw.lengths for draw in draws]))
-    whole = subject.capture(Batch(every, batch.unit * NULLS, batch.source), SITES, batch_tokens=10**6)
+    whole = subject.capture(Batch(every, batch.cluster * NULLS, batch.source), SITES, batch_tokens=10**6)
     return tuple(
         Capture(
             replace(batch, inputs=draw),
@@ -148,31 +148,31 @@ def shuffled(subject: Subject, batch: Batch, seed: int) -> tuple[Capture, ...]:
     )
 
 
-def view(own: Taken, twins: list[Taken], seed: int) -> View:
+def view(own: Taken, untrained: list[Taken], seed: int) -> View:
     """What `scan` would hand to a probe, but for its readings."""
 
     def sample(name: str) -> Sample:
         capture = own.captures[name]
         entropy = bits(capture.entropy.double().numpy())
-        return Sample(capture, entropy, tuple(twin.captures[name] for twin in twins))
+        return Sample(capture, entropy, tuple(control.captures[name] for control in untrained))
 
     main = sample("")
     samples = {name: sample(name) for name in own.captures if name}
-    return View(main.capture, main.entropy, main.twins, own.shuffled, samples, seed=seed)
+    return View(main.capture, main.entropy, main.untrained, own.shuffled, samples, seed=seed)
 
 
-def measure(own: Taken, twins: list[Taken], seed: int, of: tuple[str, ...]) -> list[tuple[str, Headline]]:
-    """Every headline of the probes `of` these names, judged together; a probe that refuses gives none."""
-    seen, results = view(own, twins, seed), {}
+def measure(own: Taken, untrained: list[Taken], seed: int, of: tuple[str, ...]) -> list[tuple[str, Estimate]]:
+    """Every metric of the probes `of` these names, judged together; a probe that refuses gives none."""
+    seen, results = view(own, untrained, seed), {}
     for name in of:
         probe = PROBES[name]
-        theirs = tuple(twin.readings.get(name) for twin in twins) if probe.NEEDS.read else ()
+        theirs = tuple(control.readings.get(name) for control in untrained) if probe.NEEDS.read else ()
         try:
-            found = probe.measure(replace(seen, reading=own.readings.get(name), twin_readings=theirs))
-        except Refused:
+            found = probe.measure(replace(seen, reading=own.readings.get(name), control_readings=theirs))
+        except UserError:
             continue
         results[name] = found.lowered()
-    return [(probe, h) for probe, result in claims.judge(results).items() for h in result.headlines]
+    return [(probe, h) for probe, result in claims.judge(results).items() for h in result.estimates]
 
 
 @cache
@@ -182,17 +182,17 @@ def bank(width: int, seeds: int) -> list[Taken]:
 
 @dataclass(frozen=True)
 class Trial:
-    """One repetition: the judged headlines by (probe, name), and the prediction p of each null made of draws."""
+    """One repetition: the judged metrics by (probe, name), and the prediction p of each null made of draws."""
 
     width: int
-    headlines: dict[tuple[str, str], Headline]
+    estimates: dict[tuple[str, str], Estimate]
     predicted: dict[tuple[str, str, str], float]
 
 
 def trials(
     count: int, seeds: int, change: Callable[[Taken, Taken, int], Taken], of: tuple[str, ...] = tuple(PROBES)
 ) -> list[Trial]:
-    """`count` subjects in turn, each with twenty twins of its width; `change` may alter it, given one model more."""
+    """`count` subjects in turn, each with twenty controls of its width; `change` may alter it, given one model more."""
     rng, found = np.random.default_rng(0), []
     for i in range(count):
         width = WIDTHS[i % len(WIDTHS)]
@@ -206,18 +206,18 @@ def trials(
 
 
 def watch(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
-    """Notes every null's own prediction p, of which a headline keeps the largest; and spares permutations."""
+    """Notes every null's own prediction p, of which a metric keeps the largest; and spares permutations."""
     predicted = {}
 
-    def headline(claim, value, interval, nulls, **counts):
+    def estimate(claim, value, interval, nulls, **counts):
         for null in nulls:
             if null.sample:
                 found = prediction_p(value, null.sample, claim.side, claim.scale)
                 predicted[claim.scale, claim.name, null.name] = found
-        return claims.headline(claim, value, interval, nulls, **counts)
+        return claims.estimate(claim, value, interval, nulls, **counts)
 
     for module in (*PROBES.values(), cloud):
-        patch.setattr(module, "headline", headline, raising=False)
+        patch.setattr(module, "metric", estimate, raising=False)
         if hasattr(module, "PERMUTATIONS"):
             patch.setattr(module, "PERMUTATIONS", 999)
     patch.setattr(cloud, "READOUT_PERMUTATIONS", 199)
@@ -232,7 +232,7 @@ def untrained(count: int, seeds: int) -> list[Trial]:
 
 @cache
 def strange(count: int, seeds: int) -> list[Trial]:
-    """Subjects whose entropy is another untrained model's: to that, theirs and their twins' values are alike."""
+    """Subjects whose entropy is another untrained model's: to that, theirs and their controls' values are alike."""
 
     def change(own: Taken, stranger: Taken, i: int) -> Taken:
         return replace(own, captures={name: lent(c, stranger.captures[name]) for name, c in own.captures.items()})
@@ -295,15 +295,15 @@ def holds(events: int, n: int, rate: float = 0.05, most: float = 0.07) -> bool:
     return bounds(events, n)[0] <= rate and (n < 200 or events / n <= most)
 
 
-def beyond(h: Headline) -> bool:
+def beyond(h: Estimate) -> bool:
     """The word above (or below) its null, whatever became of it as a claim."""
     return h.p < 0.05 and (h.low > h.margin if h.side == "upper" else h.high < h.margin)
 
 
-def of_each(found: list[Trial]) -> dict[str, list[Headline]]:
-    every: dict[str, list[Headline]] = defaultdict(list)
+def of_each(found: list[Trial]) -> dict[str, list[Estimate]]:
+    every: dict[str, list[Estimate]] = defaultdict(list)
     for trial in found:
-        for (probe, name), h in trial.headlines.items():
+        for (probe, name), h in trial.estimates.items():
             every[f"{probe}: {name}"].append(h)
     return every
 
@@ -316,12 +316,12 @@ LONG = pytest.param(1000, 200, id="1000", marks=pytest.mark.soak)
 def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitions, seeds):
     found = untrained(repetitions, seeds)
     wrong = []
-    for of, headlines in of_each(found).items():
-        seen = [count(f"above or below null, untrained {repetitions}", of, [beyond(h) for h in headlines])]
-        if headlines[0].claim:
-            seen.append(count(f"PASS, untrained {repetitions}", of, [h.verdict == "PASS" for h in headlines]))
+    for of, estimates in of_each(found).items():
+        seen = [count(f"above or below null, untrained {repetitions}", of, [beyond(h) for h in estimates])]
+        if estimates[0].claim:
+            seen.append(count(f"PASS, untrained {repetitions}", of, [h.verdict == "PASS" for h in estimates]))
         wrong += [(of, *numbers) for numbers in seen if not holds(*numbers)]
-    any_pass = [any(h.verdict == "PASS" for h in trial.headlines.values()) for trial in found]
+    any_pass = [any(h.verdict == "PASS" for h in trial.estimates.values()) for trial in found]
     if not holds(*count(f"PASS, untrained {repetitions}", "any claim of a record", any_pass)):
         wrong.append(("any claim", sum(any_pass), len(any_pass)))
     assert not wrong
@@ -329,11 +329,11 @@ def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitio
 
 @pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
 def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seeds):
-    """Values and entropy of different untrained models on clustered prompts: subject and twins are exchangeable."""
+    """Values and entropy of different untrained models on clustered prompts: subject and controls are exchangeable."""
     found = strange(repetitions, seeds)
     small = {}
-    for of, headlines in of_each(found).items():
-        p = np.array([h.p for h in headlines])
+    for of, estimates in of_each(found).items():
+        p = np.array([h.p for h in estimates])
         count(f"p < .05, exchangeable {repetitions}", of, [bool(one < 0.05) for one in p])
         tested = scipy_stats.kstest(p, "uniform", alternative="greater")
         if tested.pvalue < 0.01:
@@ -343,7 +343,7 @@ def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seed
 
 @pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
 def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(repetitions, seeds):
-    """Each null of twins alone, before the largest is taken: at .05, and at .05 / 8, which the strictest of 8 needs.
+    """Each null of controls alone, before the largest is taken: at .05, and at .05 / 8, which the strictest of 8 needs.
 
     Each of the nulls is asked at 5 % over all of them together (Bonferroni).
     """
@@ -366,10 +366,10 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
 def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
     every = of_each(planted(repetitions, seeds))
     for name in ("PC1+PC2 share", "|rho| of PC1 and entropy"):
-        headlines = every[f"value_manifold: {name}"]
+        estimates = every[f"value_manifold: {name}"]
         for word, power, events in (
-            ("above null", 0.7, [beyond(h) for h in headlines]),
-            ("PASS", 0.5, [h.verdict == "PASS" for h in headlines]),
+            ("above null", 0.7, [beyond(h) for h in estimates]),
+            ("PASS", 0.5, [h.verdict == "PASS" for h in estimates]),
         ):
             numbers = count(f"{word}, planted {repetitions}", f"value_manifold: {name}", events)
             assert bounds(*numbers)[1] >= power, (name, word, numbers)

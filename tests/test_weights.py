@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model import weights
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
@@ -123,7 +123,7 @@ def llama() -> Subject:
     ],
 )
 def test_a_head_that_is_not_there_is_refused(read, layer, head, message):
-    with pytest.raises(Refused, match=message):
+    with pytest.raises(UserError, match=message):
         read(llama(), layer, head)
 
 

@@ -12,7 +12,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 if TYPE_CHECKING:
     from llmgeom.task import Task
@@ -28,7 +28,7 @@ def names() -> tuple[str, ...]:
 def named(spec: str) -> Task:
     """`NAME`, `NAME:field=value,field=value`, or of a file of yours `path/to/file.py:CLASS[:field=value,...]`.
 
-    Raises Refused for what is not there, a field that the task does not have, and a value that does not fit it.
+    Raises UserError for what is not there, a field that the task does not have, and a value that does not fit it.
     """
     name, _, rest = spec.partition(":")
     if name.endswith(".py"):
@@ -39,7 +39,7 @@ def named(spec: str) -> Task:
     else:
         near = difflib.get_close_matches(name, names(), 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise Refused(f"unknown task {name!r}: {hint}known: {', '.join(names())}, or path/to/file.py:CLASS")
+        raise UserError(f"unknown task {name!r}: {hint}known: {', '.join(names())}, or path/to/file.py:CLASS")
     return kind(**_values(kind, spelt, rest))
 
 
@@ -58,16 +58,16 @@ def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
         key, equals, value = part.partition("=")
         if not equals or key not in known:
             flags = ", ".join(f"{f.name} ({hints[f.name].__name__}, {_default(f)})" for f in known.values())
-            raise Refused(f"{spelt}: no field {part!r}; it has {flags}")
+            raise UserError(f"{spelt}: no field {part!r}; it has {flags}")
         try:
             found[key] = _boolean(value) if hints[key] is bool else hints[key](value)
             if hints[key] in (int, float) and not abs(found[key]) < LARGEST:
                 raise ValueError
         except ValueError:
             below = f" below {LARGEST:,}" if hints[key] in (int, float) else ""
-            raise Refused(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}{below}") from None
+            raise UserError(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}{below}") from None
     if missing := [f.name for f in known.values() if f.default is MISSING and f.name not in found]:
-        raise Refused(f"{spelt}: no value for {', '.join(missing)}; give {spelt}:{missing[0]}=...")
+        raise UserError(f"{spelt}: no value for {', '.join(missing)}; give {spelt}:{missing[0]}=...")
     return found
 
 
@@ -96,20 +96,20 @@ def _of_file(path: str, name: str) -> type[Task]:
     place = Path(path)
     module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)
     if module_spec is None or module_spec.loader is None or not place.is_file():
-        raise Refused(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
+        raise UserError(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
     module = importlib.util.module_from_spec(module_spec)
     sys.modules[module_spec.name] = module  # where dataclasses look their module up
     try:
         module_spec.loader.exec_module(module)
     except Exception as error:
-        raise Refused(f"{path} cannot be imported ({type(error).__name__}: {error}); mend it") from error
+        raise UserError(f"{path} cannot be imported ({type(error).__name__}: {error}); mend it") from error
     own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task}
     if name not in own:
-        raise Refused(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")
+        raise UserError(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")
     kind = own[name]
     if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-        raise Refused(f"{path}: {name} is no frozen dataclass; write @dataclass(frozen=True) above it")
+        raise UserError(f"{path}: {name} is no frozen dataclass; write @dataclass(frozen=True) above it")
     if kind.__abstractmethods__:
-        raise Refused(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")
+        raise UserError(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")
     kind.SPELT = f"{place.resolve()}:{name}"
     return kind

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.loading import tensors_hash, undisturbed
 from llmgeom.record import tidy, write_whole
@@ -30,7 +30,7 @@ def snapshot_steps(steps: int, count: int) -> frozenset[int]:
 
 
 def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
-    """The model and what it was trained on; what else is in the folder stays. Raises Refused where it cannot be."""
+    """The model and what it was trained on; what else is in the folder stays. Raises UserError where it cannot be."""
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
@@ -51,7 +51,7 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
     except (OSError, SafetensorError) as error:
         # safetensors writes by itself, and has no number for what went wrong, only words.
         why = getattr(error, "strerror", None) or str(error)
-        raise Refused(f"{folder} could not be written ({why}); free space or change --out") from error
+        raise UserError(f"{folder} could not be written ({why}); free space or change --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -59,7 +59,7 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
 def held(out: Path, spec: str) -> dict[str, Any] | None:
     """The facts of the finished training in `out`; None where it is new or unfinished, and then the folder is made.
 
-    What a killed process left half-written is removed. Raises Refused for a folder that holds another training, or
+    What a killed process left half-written is removed. Raises UserError for a folder that holds another training, or
     something else.
     """
     if (out / TRAINING).exists():
@@ -67,27 +67,27 @@ def held(out: Path, spec: str) -> dict[str, Any] | None:
         if facts.get("spec") == spec:
             (out / RESUME).unlink(missing_ok=True)  # a kill may have come after the last file, and before this
             return facts
-        raise Refused(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
+        raise UserError(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
     begun = out / "snapshots" / "step0" / TRAINING
     if begun.exists():
         facts = told(begun)
         if facts.get("spec") != spec:
             other = f"another training, unfinished ({facts.get('task')})"
-            raise Refused(f"{out} holds {other}; choose another --out, or remove it")
+            raise UserError(f"{out} holds {other}; choose another --out, or remove it")
     elif any(out.glob("*.json")):
-        raise Refused(f"{out} holds something that is no training of llmgeom; choose another --out")
+        raise UserError(f"{out} holds something that is no training of llmgeom; choose another --out")
     for folder in (out, out / "snapshots"):
         tidy(folder)
     tidy(out.parent, of=out.name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise Refused(f"{out} cannot be written ({error.strerror}); choose another --out") from error
+        raise UserError(f"{out} cannot be written ({error.strerror}); choose another --out") from error
     return None
 
 
 def told(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """The facts of a training.json. Raises Refused for a file that is none, or that lacks what is needed."""
+    """The facts of a training.json. Raises UserError for a file that is none, or that lacks what is needed."""
     try:
         facts = dict(json.loads(path.read_bytes(), parse_constant=float))
         for name in (*needed, *FACTS.keys() & facts.keys()):
@@ -95,7 +95,7 @@ def told(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
                 raise ValueError(f"its {name} is {facts.get(name)!r}"[:200])
         return facts
     except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise Refused(f"{path} cannot be read ({error}); remove {path.parent}, and train again") from error
+        raise UserError(f"{path} cannot be read ({error}); remove {path.parent}, and train again") from error
 
 
 def _number(value: Any) -> bool:
@@ -141,7 +141,7 @@ def save_state(
 
 
 def state_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
-    """The facts of the state in `out`, None where there is none. Raises Refused for a file that is none, and where a
+    """The facts of the state in `out`, None where there is none. Raises UserError for a file that is none, and where a
     spec is given for one of another training."""
     if not (out / RESUME).exists():
         return None
@@ -165,13 +165,13 @@ def state_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
 def load_state(
     out: Path, spec: str, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
 ) -> dict[str, Any] | None:
-    """Put the state of `out` into model, optimiser and generator; its facts. Raises Refused as `state_facts`, for one
+    """Put the state of `out` into model, optimiser and generator; its facts. Raises UserError as `state_facts`, for one
     that was damaged, and for one of another kind of device, whose generator draws other data."""
     facts = state_facts(out, spec)
     if facts is None:
         return None
     if facts["device"] != generator.device.type:
-        raise Refused(f"{out} was begun on {facts['device']}; go on with --device {facts['device']}, or remove it")
+        raise UserError(f"{out} was begun on {facts['device']}; go on with --device {facts['device']}, or remove it")
     tensors = load_file(out / RESUME)
     if facts.get("sha256") != tensors_hash(tensors):
         raise _useless(out, "its tensors are not those that were saved")
@@ -183,8 +183,8 @@ def load_state(
     return facts
 
 
-def _useless(out: Path, why: str) -> Refused:
-    return Refused(f"{out / RESUME} cannot be read ({why}); remove it, and the run starts anew")
+def _useless(out: Path, why: str) -> UserError:
+    return UserError(f"{out / RESUME} cannot be read ({why}); remove it, and the run starts anew")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

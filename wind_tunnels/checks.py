@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.answers import Categorical
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats import information
 from llmgeom.task import Drawn, Task, held_out, seeded
 
@@ -41,14 +41,16 @@ def check(task: Task, n: int = 2000, seed: int = 0) -> tuple[Law, ...]:
 def obeyed(task: Task) -> tuple[Law, ...]:
     """The laws of a task of yours, before anything is trained or graded on it; none are asked of ours, whose tests ask.
 
-    Raises Refused with the first that is broken.
+    Raises UserError with the first that is broken.
     """
     if not task.own:
         return ()
     found = check(task)
     for law in found:
         if not law.holds:
-            raise Refused(f"{task.title}: its exact answer is not exact: {law.name!r} is broken, {law.detail}; mend it")
+            raise UserError(
+                f"{task.title}: its exact answer is not exact: {law.name!r} is broken, {law.detail}; mend it"
+            )
     return found
 
 
@@ -221,7 +223,7 @@ def _held_out(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
         return Law(name, True, f"not asked: it holds none out, since {task.memorisable}")
     try:
         seen, kept = (task._hypotheses(n, seeded(f"laws/{split}", seed), split) for split in ("seen", "held-out"))
-    except Refused as refusal:
+    except UserError as refusal:
         return Law(name, False, str(refusal))
     both = {tuple(cell) for cell in task.cell(seen).tolist()} & {tuple(cell) for cell in task.cell(kept).tolist()}
     one, other = (task.draw(hypotheses, seeded("laws/draw", seed)) for hypotheses in (seen, kept))

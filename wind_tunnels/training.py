@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from llmgeom import interrupt, wind_tunnels
 from llmgeom.answers import Categorical
 from llmgeom.cache.shards import digest
-from llmgeom.errors import Refused, bounded
+from llmgeom.errors import UserError, bounded
 from llmgeom.model import hub
 from llmgeom.model.loading import usable
 from llmgeom.progress import Progress
@@ -108,7 +108,7 @@ class Training:
         bounded(("--width", self.width, 1), ("--layers", self.layers, 1), ("--heads", self.heads, 0))
         bounded(("--snapshots", self.snapshots, 2), most=1000)
         if 12 * self.layers * self.width**2 > LONG:
-            raise Refused(
+            raise UserError(
                 f"--width {self.width} --layers {self.layers}: more than {LONG:,} parameters; a wind tunnel takes fewer"
             )
         for name, word, words in (
@@ -118,24 +118,28 @@ class Training:
             ("precision", self.precision, ("float32", "bf16")),
         ):
             if word not in words:
-                raise Refused(f"--{name} {word}: expected {' or '.join(words)}")
+                raise UserError(f"--{name} {word}: expected {' or '.join(words)}")
         if self.evidence != "kept" and self.targets == "soft":
-            raise Refused(f"--evidence {self.evidence}: soft targets are the exact answer itself; leave --targets out")
+            raise UserError(
+                f"--evidence {self.evidence}: soft targets are the exact answer itself; leave --targets out"
+            )
         if not 0 <= self.corrupt <= 1:
-            raise Refused(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
+            raise UserError(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
         for flag, value, fits in (
             ("clip", self.clip, 0 < self.clip < math.inf),
             ("weight-decay", self.weight_decay, 0 <= self.weight_decay < math.inf),
         ):
             if not fits:
-                raise Refused(f"--{flag} {value}: expected a number {'above 0' if flag == 'clip' else 'of 0 or more'}")
+                raise UserError(
+                    f"--{flag} {value}: expected a number {'above 0' if flag == 'clip' else 'of 0 or more'}"
+                )
         if self.lr != "auto":
             try:
                 good = 0 < float(self.lr) < math.inf
             except ValueError:
                 good = False
             if not good:
-                raise Refused(f"--lr {self.lr}: expected a number above 0, or auto")
+                raise UserError(f"--lr {self.lr}: expected a number above 0, or auto")
 
     def rate(self, step: int) -> float:
         """The learning rate of a step over the highest: linear warm-up, then cosine to 0 or constant."""
@@ -185,16 +189,16 @@ def train(
     """Train, and leave in `out` a folder that loads like any model, its snapshots in `out/snapshots/stepN`.
 
     The same call continues where an interrupted one was; in eager float32 on one machine it ends with the same bytes.
-    Raises Refused: a folder that holds something else, a loss that is not finite, a disk that is full.
+    Raises UserError: a folder that holds something else, a loss that is not finite, a disk that is full.
     """
     out = Path(out)
     task = wind_tunnels.named(asked.task)
     counted = [f"--corrupt {asked.corrupt}"] * bool(asked.corrupt) + ["--evidence sheet"] * (asked.evidence == "sheet")
     if counted and not isinstance(task.answers, Categorical):
-        raise Refused(f"{counted[0]}: {task.title} asks for real numbers, not outcomes")
+        raise UserError(f"{counted[0]}: {task.title} asks for real numbers, not outcomes")
     device = usable(device)
     if asked.graph and not device.startswith("cuda"):
-        raise Refused(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
+        raise UserError(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
     spec = digest(asdict(asked) | {"task": task.title})
     if (facts := held(out, spec)) is not None:
         return Trained.of(out, facts)
@@ -242,7 +246,7 @@ def train(
             save_model(_finite(run.plain, asked.steps, out), out / "snapshots" / f"step{asked.steps}", facts)
             kl = gap(run.plain, task, asked.corrupt, asked.seed, "train/judged")
             if not math.isfinite(kl):
-                raise Refused(f"KL(exact || model) is {kl} after {asked.steps} steps: lower --lr or raise --warmup")
+                raise UserError(f"KL(exact || model) is {kl} after {asked.steps} steps: lower --lr or raise --warmup")
             last = {
                 "curve": curve,
                 "tried": tried,
@@ -257,7 +261,7 @@ def train(
 
 
 def _check(losses: list[Tensor], step: int, out: Path, world: int) -> list[float]:
-    """The losses as numbers, means over the processes. Raises Refused where one is not finite; what was saved before
+    """The losses as numbers, means over the processes. Raises UserError where one is not finite; what was saved before
     stays."""
     whole = torch.stack(losses) if losses else torch.zeros(0)
     if world > 1:
@@ -270,17 +274,17 @@ def _check(losses: list[Tensor], step: int, out: Path, world: int) -> list[float
 
 
 def _finite(model: nn.Module, step: int, out: Path) -> nn.Module:
-    """The model as it is. Raises Refused where a weight is not finite: a loss is of the weights before it."""
+    """The model as it is. Raises UserError where a weight is not finite: a loss is of the weights before it."""
     for name, parameter in model.named_parameters():
         if not torch.isfinite(parameter).all():
             raise _burst(f"{name} is not finite after {step} steps", out)
     return model
 
 
-def _burst(what: str, out: Path) -> Refused:
+def _burst(what: str, out: Path) -> UserError:
     state = state_facts(out)
     last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
-    return Refused(f"{what}; {last}: lower --lr or raise --warmup")
+    return UserError(f"{what}; {last}: lower --lr or raise --warmup")
 
 
 def default_folder(asked: Training) -> Path:
@@ -331,7 +335,9 @@ class _Run:
         from accelerate import Accelerator
 
         if self.asked.batch % self.world:
-            raise Refused(f"--batch {self.asked.batch}: {self.world} processes cannot share it evenly; give a multiple")
+            raise UserError(
+                f"--batch {self.asked.batch}: {self.world} processes cannot share it evenly; give a multiple"
+            )
         return Accelerator(cpu=self.device == "cpu").prepare_model(self.plain)
 
     def step(self, step: int) -> Tensor:
@@ -453,7 +459,7 @@ def _loaded(start: str, task: Task) -> PreTrainedModel:
     features = getattr(model.config, "features", 0)
     known = model.config.get_text_config().vocab_size
     if features != task.features or known < task.vocabulary:
-        raise Refused(
+        raise UserError(
             f"--from {start}: it reads {f'rows of {features}' if features else f'{known} tokens'}; {task.title} needs "
             f"{f'rows of {task.features}' if task.features else f'{task.vocabulary} tokens'}"
         )
@@ -491,7 +497,7 @@ def floor(task: Task, corrupt: float, seed: int) -> float:
     exact = corrupted(exact, corrupt) if corrupt else exact
     found = float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
     if not math.isfinite(found):
-        raise Refused(f"{task.title}: the entropy of its exact answers is {found}; give it less extreme values")
+        raise UserError(f"{task.title}: the entropy of its exact answers is {found}; give it less extreme values")
     return found
 
 
@@ -505,7 +511,7 @@ def tune(
     steps, the better half for a quarter, with the schedule of a run that long; judged by KL(Bayes || model) on held-out
     sequences. Where nothing is learnt for long and then suddenly much, runs so short can mislead.
 
-    Returns it and what was seen, bits by rate by round. Raises Refused where no rate gives a finite loss."""
+    Returns it and what was seen, bits by rate by round. Raises UserError where no rate gives a finite loss."""
     task = wind_tunnels.named(asked.task)
     left, seen = list(rates), {}
     for part, divisor in enumerate((8, 4)):
@@ -524,7 +530,9 @@ def tune(
             f"{lr:g}": value for lr, value in found.items() if math.isfinite(value)
         }
         if not finite:
-            raise Refused(f"no learning rate of {', '.join(map(str, rates))} gives a finite loss; lower --clip or --lr")
+            raise UserError(
+                f"no learning rate of {', '.join(map(str, rates))} gives a finite loss; lower --clip or --lr"
+            )
         left = sorted(finite, key=found.__getitem__)[: (len(left) + 1) // 2]
     return left[0], seen
 

@@ -14,14 +14,14 @@ from llmgeom.bench.sweep import spread
 from llmgeom.cache.shards import digest
 from llmgeom.commands import grade as grading
 from llmgeom.commands import patch as swap
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.scan import NULLS, WHOLE, scan
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import Training, train
@@ -147,7 +147,9 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
     began = time.process_time()
     train(run.training, folder, device="cpu")
     trained_in, began = time.process_time() - began, time.process_time()
-    seed = 1000 + 100 * run.training.seed  # far from the seeds of the weights, so that no twin is a subject
+    seed = (
+        1000 + 100 * run.training.seed
+    )  # far from the seeds of the weights, so that no untrained control is a subject
     found = reading(folder / "snapshots" / f"step{step}", n, seed)
     found |= {
         "kind": kind if kind != "trained" or at_posterior(found) else "stopped",
@@ -162,7 +164,7 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
 
 
 def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
-    """What a model in a tunnel's folder is, and every headline of what can be measured of it on n sequences:
+    """What a model in a tunnel's folder is, and every metric of what can be measured of it on n sequences:
     `llmgeom scan` with all probes, `swap`, `ablate --heads` and `--blocks`, and `grade`."""
     subject = Subject.load(str(folder))
     told = grading.Told.of(str(folder))
@@ -179,32 +181,45 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
         "blocks": lambda: parts.examine(subject, whole, "blocks", task=task, positions="all", **common),
         "grade": lambda: grading.examine(subject, task, told, n=n, **common),
     }
-    headlines, unmeasured = {}, {}
+    estimates, unmeasured = {}, {}
     for name, make in every.items():
         try:
             made = make()
-        except Refused as refusal:
+        except UserError as refusal:
             unmeasured[name] = str(refusal)
             continue
         unmeasured |= made.unmeasured
         for probe, measured in made.results.items():
-            headlines[probe] = {h.name: _plain(h) for h in measured.headlines}
-    posterior = headlines[grading.POSTERIOR]
+            estimates[probe] = {h.name: _plain(h) for h in measured.estimates}
+    posterior = estimates[grading.POSTERIOR]
     facts = {key: subject.facts[key] for key in ("model_type", "layers", "d_model", "parameters")}
     return {
         "n": n,
         "facts": facts,
         "kl": posterior["KL to the posterior"]["value"],
         "skill": posterior["skill over the best trivial predictor"]["value"],
-        "headlines": headlines,
+        "estimates": estimates,
         "unmeasured": unmeasured,
     }
 
 
-KEPT = ("value", "low", "high", "unit", "null_low", "null_high", "p", "side", "verdict", "equivalence", "n", "units")
+KEPT = (
+    "value",
+    "low",
+    "high",
+    "unit",
+    "null_low",
+    "null_high",
+    "p",
+    "side",
+    "verdict",
+    "equivalence",
+    "n",
+    "clusters",
+)
 
 
-def _plain(h: Headline) -> dict[str, Any]:
+def _plain(h: Estimate) -> dict[str, Any]:
     return {key: getattr(h, key) for key in KEPT} | {"claim": bool(h.claim)}
 
 

@@ -20,7 +20,7 @@ import torch
 
 from llmgeom import interrupt, wind_tunnels
 from llmgeom.cache.shards import digest
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import Grade, Outcomes, Scores, grade, mae_abs, mae_mean
 from llmgeom.progress import Progress
@@ -172,7 +172,7 @@ def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[
         numbers = graded(made) | {"lr": done.lr, "parameters": done.parameters}
         if training.corrupt:
             numbers["kl_mixture"] = grade(subject, task, n, training.seed, corrupt=training.corrupt).kl
-    except Refused as refusal:
+    except UserError as refusal:
         return {"refused": str(refusal)}  # not kept: the next run tries again
     numbers["cpu_seconds"] = round(time.process_time() - began, 1)
     body = {"spec": _spec(training, n), "numbers": numbers}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.passes import Work
 from llmgeom.model.subject import Subject
 from llmgeom.progress import Progress
@@ -42,14 +42,16 @@ class Share:
         if text is not None:
             known = re.fullmatch(r"(\d+)/(\d+)", text)
             if known is None or not int(known[1]) < int(known[2]):
-                raise Refused(f"--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4")
+                raise UserError(f"--shard {text}: expected i/n with i from 0 to n - 1, e.g. 0/4")
             if world > 1:
-                raise Refused(f"--shard {text}: a launcher has already divided this run in {world}; leave one out")
+                raise UserError(f"--shard {text}: a launcher has already divided this run in {world}; leave one out")
             return cls(int(known[1]), int(known[2]))
         if world < 2:
             return None
         if not (rank := os.environ.get("RANK", "")).isdecimal() or not int(rank) < world:
-            raise Refused(f"WORLD_SIZE is {world} and RANK {rank!r}: expected 0 to {world - 1}, as a launcher sets it")
+            raise UserError(
+                f"WORLD_SIZE is {world} and RANK {rank!r}: expected 0 to {world - 1}, as a launcher sets it"
+            )
         return cls(int(rank), world, launched=True)
 
     def take(self, shards: int, whole: bool = False) -> list[int]:
@@ -61,21 +63,21 @@ class Share:
     def fill(
         self, subject: Subject, asked: Passes, *, batch_tokens: int, store: str, progress: Progress | None
     ) -> None:
-        """Make our shards of what a scan captures. A twin is built only where one of its shards is ours."""
+        """Make our shards of what a scan captures. An control is built only where one of its shards is ours."""
         options: dict[str, Any] = {"batch_tokens": batch_tokens, "store": store}
         called = f"share {self.index} of {self.count}"
-        for n, seed in enumerate((None, *asked.twins)):
+        for n, seed in enumerate((None, *asked.untrained)):
             who = subject if seed is None else None
-            # Building a twin costs more than a few prompts: where there are enough of them each stays with one process.
-            whole = seed is not None and len(asked.twins) >= self.count
+            # Building an control costs more than a few prompts: where there are enough of them each stays with one process.
+            whole = seed is not None and len(asked.untrained) >= self.count
             for batch in asked.of_model if seed is None else asked.batches.values():
                 work = subject.planned(seed, batch, asked.own_sites, **options)
                 if missing := self._missing(work, whole):
-                    who = who or subject.twin(seed)
+                    who = who or subject.untrained(seed)
                     who.fill(work, missing)
             self._turn += whole
             if progress:
-                progress(f"{called}: the model and its twins", n + 1, 1 + len(asked.twins))
+                progress(f"{called}: the model and its untrained controls", n + 1, 1 + len(asked.untrained))
         for i in range(len(asked.shuffles)):
             work = subject.work(asked.shuffled(i), asked.sites, **options)
             if missing := self._missing(work):
@@ -88,7 +90,7 @@ class Share:
         return work.missing(self.take(len(work.groups), whole))
 
     def wait(self, progress: Progress | None = None) -> None:
-        """Until the shards of the others are there. Raises Refused, and says how many are missing, where none has come
+        """Until the shards of the others are there. UserError, and says how many are missing, where none has come
         for half an hour."""
         total = sum(len(work.groups) for work in self.works)
         last, since = -1, time.monotonic()
@@ -96,7 +98,7 @@ class Share:
             if there != last:
                 last, since = there, time.monotonic()
             elif time.monotonic() - since > PATIENCE:
-                raise Refused(
+                raise UserError(
                     f"{self._lacking()} and none has come for {PATIENCE / 60:.0f} minutes: a process is lost, or its "
                     "LLMGEOM_CACHE is another folder. What is there is kept; the same command goes on"
                 )
@@ -123,7 +125,7 @@ class Share:
         missing, and how to go on."""
 
         def ended(*_: Any) -> None:
-            raise Refused(
+            raise UserError(
                 f"another of the {self.count} processes of this run was lost, and the launcher ended this one. So far "
                 f"{self._lacking()}; what is there is kept, and the same command goes on"
             )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.cache.shards import cache_folder, code, digest
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import write_whole
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ FRESH = 2.0  # seconds in which a file may change again and keep its time
 
 def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], dict[str, Any]]]:
     """What a `Store` is made with: what all captures of the model have in common, what tells this one from them, and
-    what is told of both. Raises Refused for an edit that does not say what it does."""
+    what is told of both. Raises UserError for an edit that does not say what it does."""
     if any(not edit.spec for edit in work.edits):
-        raise Refused("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
+        raise UserError("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
     facts, source = subject.facts, work.batch.source
     spec = {
-        "twin": facts.get("twin"),
+        "untrained": facts.get("untrained"),
         "tokens": of_tokens(work.tokens),
         "positions": hashlib.sha256(work.where.numpy().tobytes()).hexdigest(),
         "plan": digest({"batches": work.batches, "shards": [list(group) for group in work.groups]}),
         "sites": sorted(work.sites),
         "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in work.edits],
     }
-    origin = facts.get("twin_of") or {"name": facts["name"], "revision": facts.get("revision")}
+    origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
     about = {
         "of": str(source.get("name", source.get("kind", "prompts"))),
         "prompts": len(work.batch),
@@ -49,7 +49,7 @@ def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tu
 
 
 def of_run(subject: Subject) -> dict[str, Any]:
-    """What all captures of a model, and of its twins, have in common."""
+    """What all captures of a model, and of its untrained controls, have in common."""
     import torch
     import transformers
 
@@ -88,7 +88,7 @@ def of_files(folder: str | os.PathLike) -> str:
     for path in paths:
         found[path.name] = _named_by_hash(path) or _noted(path, known)
     if known != before:
-        with contextlib.suppress(OSError, Refused):  # a cache that cannot be written costs time only
+        with contextlib.suppress(OSError, UserError):  # a cache that cannot be written costs time only
             note.parent.mkdir(parents=True, exist_ok=True)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
     return digest(found)

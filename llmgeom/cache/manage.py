@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, held, said, taken
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import write_whole
 
 OLDER = "(kept by an older version; not read any more)"
@@ -20,14 +20,14 @@ OLDER = "(kept by an older version; not read any more)"
 
 @dataclass(frozen=True)
 class Kept:
-    """One capture: of which prompts, how many, and how many of its shards are there; its twin's seed, if of a twin."""
+    """One capture: of which prompts, how many, and how many of its shards are there; its control's seed, if of an untrained control."""
 
     folder: Path
     of: str
     prompts: int
     shards: int
     expected: int
-    twin: int | None
+    control: int | None
     sites: tuple[str, ...]
     size: int
     written: float
@@ -37,7 +37,7 @@ class Kept:
         return self.folder.name
 
     def line(self, now: float) -> str:
-        who = "" if self.twin is None else f", re-initialised with seed {self.twin}"
+        who = "" if self.control is None else f", re-initialised with seed {self.control}"
         there = f"{self.shards} of {self.expected} shards"
         what = f"{there}, {self.prompts} prompts of {self.of}{who}: {', '.join(self.sites)}"
         return f"{self.key[:12]}  {said(self.size):>9}  {_age(now - self.written):>10}  {what}"
@@ -85,15 +85,15 @@ def runs(root: Path | None = None) -> list[Run]:
 
 
 def chosen(keys: Iterable[str]) -> list[Run]:
-    """The runs whose key begins so. Raises Refused where none does, or several do."""
+    """The runs whose key begins so. Raises UserError where none does, or several do."""
     there, found = runs(), []
     for key in keys:
         if len(key) < 4:
-            raise Refused(f"{key!r}: expected at least 4 characters of a run's key; `llmgeom cache ls` shows them")
+            raise UserError(f"{key!r}: expected at least 4 characters of a run's key; `llmgeom cache ls` shows them")
         fitting = [run for run in there if run.key.startswith(key)]
         if len(fitting) != 1:
             why = f"{len(fitting)} runs begin so" if fitting else "no run begins so"
-            raise Refused(f"{key!r}: {why} in {captures_folder()}; `llmgeom cache ls` shows which there are")
+            raise UserError(f"{key!r}: {why} in {captures_folder()}; `llmgeom cache ls` shows which there are")
         found += fitting
     return found
 
@@ -107,12 +107,12 @@ def verify(of: Iterable[Run]) -> Iterator[tuple[Path, str]]:
 
 
 def remove(of: Iterable[Run]) -> int:
-    """Delete runs; how many bytes that freed. Raises Refused, before anything is deleted, where a process is making
+    """Delete runs; how many bytes that freed. Raises UserError, before anything is deleted, where a process is making
     one."""
     of = list(of)
     for run in of:
         if busy := next((one for one in run.captures if held(one.folder)), None):
-            raise Refused(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
+            raise UserError(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
     for run in of:
         shutil.rmtree(run.folder)
     return sum(run.size for run in of)
@@ -122,14 +122,14 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
     """Copy the shards of other caches into this one, each checked on the way.
 
     Where this cache has a shard of the same place but other bytes (another processor, a batch that was halved), ours
-    stays. Raises Refused for a folder without captures.
+    stays. Raises UserError for a folder without captures.
     """
     into, copied, size, there, left = captures_folder(), 0, 0, 0, []
     for given in map(Path, folders):
         root = given / "captures" if (given / "captures").is_dir() else given
         specs = sorted(root.glob(f"*/*/{SPEC}"))
         if not specs:
-            raise Refused(f"{given} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
+            raise UserError(f"{given} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
         for spec in specs:
             of = f"{spec.parent.parent.name}/{spec.parent.name}"
             target = into / of
@@ -179,7 +179,7 @@ def _kept(folder: Path) -> Kept:
         about.get("prompts", 0),
         len({known[1] for path in folder.iterdir() if (known := NAME.fullmatch(path.name))}),
         about.get("shards", 0),
-        spec.get("twin"),
+        spec.get("untrained"),
         tuple(spec.get("sites", ())),
         taken(folder),
         max((one.st_mtime for one in files(folder)), default=0.0),

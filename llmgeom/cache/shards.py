@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import write_whole
 
 if TYPE_CHECKING:
@@ -93,12 +93,12 @@ def taken(folder: Path) -> int:
 
 
 def room(folder: str | os.PathLike, needed: float) -> None:
-    """Raises Refused where the disk of `folder` has fewer than `needed` bytes free."""
+    """Raises UserError where the disk of `folder` has fewer than `needed` bytes free."""
     folder = Path(folder)
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     free = shutil.disk_usage(there).free
     if needed > free:
-        raise Refused(
+        raise UserError(
             f"the captures take about {said(needed)} and {folder} has {said(free)} free: free space "
             "(`llmgeom cache rm`), set LLMGEOM_CACHE to a folder on a larger disk, or ask for fewer prompts or probes"
         )
@@ -211,7 +211,7 @@ class Store:
                     if not path.exists() or path.read_bytes() != text:
                         write_whole(path, text, FREE)
         except OSError as error:
-            raise Refused(
+            raise UserError(
                 f"{self.folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written"
             ) from error
         self.refresh()
@@ -257,7 +257,7 @@ class Store:
             with safe_open(path, "pt") as file:
                 yield file
         except (OSError, SafetensorError) as error:
-            raise Refused(f"{path} was there and cannot be read any more ({error}); run the command again") from error
+            raise UserError(f"{path} was there and cannot be read any more ({error}); run the command again") from error
 
     def write(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
         """Write shard `index` whole, or not at all. `about` is kept in it as one sorted JSON string."""
@@ -303,5 +303,5 @@ class Store:
             place.parent.mkdir(exist_ok=True)
             os.replace(path, place)
         except OSError as error:
-            raise Refused(f"{path}: {why}, and it cannot be set aside ({error.strerror}); remove it") from error
+            raise UserError(f"{path}: {why}, and it cannot be set aside ({error.strerror}); remove it") from error
         _log.warning("%s: %s. It was set aside in %s and is captured again", path, why, place.parent)

@@ -18,7 +18,7 @@ from llmgeom.batch import Batch
 from llmgeom.claims import declared, layer_band
 from llmgeom.commands import config as request
 from llmgeom.commands.scan import POOL, SEQUENCES
-from llmgeom.errors import Refused, bounded
+from llmgeom.errors import UserError, bounded
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
@@ -34,7 +34,7 @@ from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
 from llmgeom.record import Record
-from llmgeom.result import Figure, Headline, Measured, Result, quantity
+from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
 from llmgeom.stats.core import jackknife, spearman
 from llmgeom.task import Task
@@ -100,7 +100,7 @@ class Ablation(Result):
         "units of the values",
         "spread sd u: what a shift of dose 1 adds to the edited layers' values",
     )
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -125,7 +125,7 @@ class Layers(Result):
     tenth: np.ndarray = quantity(
         "layer", "bits", "a tenth of the KL when the layer's values are replaced by their mean"
     )
-    headlines: tuple[Headline, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
     warnings: tuple[str, ...] = ()
 
 
@@ -154,7 +154,7 @@ class Found(Result):
         "dose", "bits", "|change of the log-odds of the two tokens|, mean", Figure("curve", band="odds_null")
     )
     odds_null: np.ndarray = quantity("dose bound", "bits", "band of random edits of the same size")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
 
@@ -205,9 +205,9 @@ def measure_axis(
     seed: int,
     tell: Progress | None,
 ) -> Ablation:
-    """The axes of `bench.places` edited together, against `count` draws of each control. Raises Refused: few units."""
+    """The axes of `bench.places` edited together, against `count` draws of each control. UserError: few units."""
     own, draws = _together(axes, mode, count, seed)
-    made, units, doses = Effects.of(bench, mode, own, draws, tell), np.array(bench.batch.unit), DOSES[mode]
+    made, clusters, doses = Effects.of(bench, mode, own, draws, tell), np.array(bench.batch.cluster), DOSES[mode]
     scale, warnings = _scale(bench, axes), []
     last = max(axes)
     c = axes[last].z(values[last]) @ axes[last].u
@@ -228,7 +228,7 @@ def measure_axis(
         )
     named = [(name, "kl", whole and is_open) for name, is_open in open_.items()] + [(ERROR, "error", True)]
     named += [(EVIDENCE, "evidence", True)] if bench.exact is not None else []
-    spans = [jackknife(np.mean, each, units) for each in made.own["kl"]]
+    spans = [jackknife(np.mean, each, clusters) for each in made.own["kl"]]
     return Ablation(
         dose=np.array(doses),
         kl=made.own["kl"].mean(1),
@@ -241,7 +241,7 @@ def measure_axis(
         tenth=scale / 10,
         share=float(np.mean([axis.share for axis in axes.values()])),
         rho=spearman(c.numpy(), bench.entropy),
-        headlines=tuple(made.headline(probe, name, effect, units, claimed) for name, effect, claimed in named),
+        estimates=tuple(made.estimate(probe, name, effect, clusters, claimed) for name, effect, claimed in named),
         step=np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
         ticks={"dose": doses, "edit": ("axis", *draws), "layer": tuple(axes)},
         warnings=tuple(warnings),
@@ -278,7 +278,7 @@ def measure_found(
         dose=np.array(DOSES["cut"]),
         odds=made.own["odds"].mean(1),
         odds_null=made.bands("odds"),
-        headlines=(made.headline(CONTROL, ODDS, "odds", np.array(bench.batch.unit)),),
+        estimates=(made.estimate(CONTROL, ODDS, "odds", np.array(bench.batch.cluster)),),
         ticks={"dose": DOSES["cut"]},
     )
 
@@ -302,18 +302,20 @@ def examine(
 ) -> Record:
     """Axes from one half of the units, effects of editing them on the other, `controls` draws of each kind.
 
-    Raises Refused: a layer that does not exist; fewer than 5 units in a half; a batch with positions of its own.
+    Raises UserError: a layer that does not exist; fewer than 5 units in a half; a batch with positions of its own.
     """
     started, last = time.time(), len(subject.blocks) - 1
     chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise Refused(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
+        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
     halves = Halves.of(subject, batch, {Site.VALUE}, seed, batch_tokens)
     entropy = halves.entropy
     value = {name: [x.flatten(1).double() for x in one.layers(Site.VALUE)] for name, one in halves.seen.items()}
 
     def axes(direction: str, layers: Sequence[int]) -> dict[int, Axis]:
-        return {n: Axis.of(value["fit"][n].numpy(), entropy["fit"], halves.fit.unit, direction, seed) for n in layers}
+        return {
+            n: Axis.of(value["fit"][n].numpy(), entropy["fit"], halves.fit.cluster, direction, seed) for n in layers
+        }
 
     def axis(direction: str) -> Ablation:
         probe, at = f"ablation_{direction}", halves.bench(chosen, positions)
@@ -346,7 +348,7 @@ def examine(
     for name, measure in measures.items():
         try:
             results[name] = measure().lowered()
-        except Refused as refusal:
+        except UserError as refusal:
             unmeasured[name] = str(refusal)
     results = claims.judge(results)
     edited = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
@@ -359,7 +361,7 @@ def examine(
 
 def _limits(subject: Subject, results: Mapping[str, Measured], controls: int) -> Iterator[str]:
     yield from few_draws(controls)
-    if CONTROL not in results or results[CONTROL].headlines[0].verdict != "PASS":
+    if CONTROL not in results or results[CONTROL].estimates[0].verdict != "PASS":
         yield "the positive control was not found: that an axis does no more than other edits says nothing here"
     if subject.facts.get("note"):
         yield subject.facts["note"]
@@ -396,17 +398,17 @@ class Request(request.Request):
 
     @property
     def kind(self) -> Kind | None:
-        """Heads, blocks, or None for an axis. Raises Refused where it is more than one of them."""
+        """Heads, blocks, or None for an axis. Raises UserError where it is more than one of them."""
         if self.heads and self.blocks:
-            raise Refused(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is replaced; give one")
+            raise UserError(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is replaced; give one")
         kind: Kind | None = "heads" if self.heads else "blocks" if self.blocks else None
         if kind and getattr(self, kind) != "all":
-            raise Refused(f"--{kind} {getattr(self, kind)}: expected all")
+            raise UserError(f"--{kind} {getattr(self, kind)}: expected all")
         for field in ("directions", "mode", "layers", "controls") if kind else ("nulls", "also"):
             given, default = getattr(self, field), getattr(Request, field)
             if given != default:
                 flag, said = self.FLAGS.get(field, f"--{field}"), given[0] if isinstance(given, tuple) else given
-                raise Refused(
+                raise UserError(
                     f"--{kind} with {flag} {said}: that says how an axis is edited; leave one out"
                     if kind
                     else f"{flag} {said}: an axis is held against --controls; leave it out, or give --heads or --blocks"
@@ -414,7 +416,7 @@ class Request(request.Request):
         return kind
 
     def tunnel(self, located: hub.Located) -> Task | None:
-        """The task that is asked for, or else the model's own where no prompts are asked for. Raises Refused for one
+        """The task that is asked for, or else the model's own where no prompts are asked for. Raises UserError for one
         that breaks its own laws, and beside prompts."""
         prompts = [
             flag
@@ -426,7 +428,7 @@ class Request(request.Request):
             if given
         ]
         if self.task and prompts:
-            raise Refused(f"--task {self.task} with {prompts[0]}: a task's sequences are no prompts; leave one out")
+            raise UserError(f"--task {self.task} with {prompts[0]}: a task's sequences are no prompts; leave one out")
         spelt = self.task or (hub.tunnel_task(located.path) if hub.tunnel(located.path) and not prompts else None)
         if spelt is None:
             return None
@@ -448,7 +450,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     located = asked.locate()
     task = asked.tunnel(located)
     if task and not kind:
-        raise Refused(f"{task.title}: an axis is edited in prompts; of a task give --heads all or --blocks all")
+        raise UserError(f"{task.title}: an axis is edited in prompts; of a task give --heads all or --blocks all")
     command = asked.command()
     # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
     positions = positions or ("all" if task else "query")
@@ -464,9 +466,11 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     )
     if asked.sula and (asked.domain != Request.domain or asked.limit):
         flag, value = ("--domain", asked.domain) if asked.domain != Request.domain else ("--limit", asked.limit)
-        raise Refused(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")
+        raise UserError(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")
     if asked.sula and min(asked.ks) < 1:
-        raise Refused(f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence")
+        raise UserError(
+            f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence"
+        )
     believed, domain = prior(asked.prior), Domain(asked.domain)
     # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
     without = (

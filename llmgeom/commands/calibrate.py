@@ -17,11 +17,11 @@ from llmgeom import __version__, claims, probes
 from llmgeom.bench.known_truth import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
 from llmgeom.cache.shards import digest
 from llmgeom.commands.config import check_folder, keep
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid, visible
-from llmgeom.result import Figure, Headline, Result, Verdict, quantity
+from llmgeom.result import Estimate, Figure, Result, Verdict, quantity
 from llmgeom.scan import took, versions
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, threshold, told_apart
 from llmgeom.validity import Calibration, Signature, null_units
@@ -58,7 +58,7 @@ class Told:
     """
 
     score: np.ndarray
-    units: bool
+    clusters: bool
     found: np.ndarray
     kind: np.ndarray
     cell: np.ndarray
@@ -68,19 +68,19 @@ class Told:
 
     @classmethod
     def of(cls, probe: str, name: str, given: Sequence[Mapping[str, Any]]) -> Told | None:
-        kept = [one for one in given if name in one["headlines"].get(probe, {})]
+        kept = [one for one in given if name in one["estimates"].get(probe, {})]
         if not kept:
             return None
-        plain = [one["headlines"][probe][name] for one in kept]
-        z = [null_units(_headline(h)) for h in plain]
-        units = None not in z
-        scores = z if units else [_sign(h) * (h["value"] - (h["null_low"] + h["null_high"]) / 2) for h in plain]
+        plain = [one["estimates"][probe][name] for one in kept]
+        z = [null_units(_estimate(h)) for h in plain]
+        clusters = None not in z
+        scores = z if clusters else [_sign(h) * (h["value"] - (h["null_low"] + h["null_high"]) / 2) for h in plain]
         columns = (np.array([one[key] for one in kept]) for key in ("kind", "cell", "task", "seed", "kl"))
-        return cls(np.array(scores, float), units, np.array([_found(h) for h in plain]), *columns)
+        return cls(np.array(scores, float), clusters, np.array([_found(h) for h in plain]), *columns)
 
     def __getitem__(self, kept: np.ndarray) -> Told:
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return Told(**{key: value if key == "units" else value[kept] for key, value in fields.items()})
+        return Told(**{key: value if key == "clusters" else value[kept] for key, value in fields.items()})
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -94,9 +94,9 @@ class Told:
         return area(these.score, these.kind == "trained", these.cell, these.task)
 
 
-def _headline(h: Mapping[str, Any]) -> Headline:
+def _estimate(h: Mapping[str, Any]) -> Estimate:
     given = {key: value for key, value in h.items() if key != "claim"}
-    return Headline(name="", method="", null="", **given)
+    return Estimate(name="", method="", null="", **given)
 
 
 def _sign(h: Mapping[str, Any]) -> int:
@@ -108,9 +108,9 @@ def _found(h: Mapping[str, Any]) -> bool:
 
 
 def calibration(given: Sequence[Mapping[str, Any]]) -> Calibration:
-    """The table from readings (`subjects.reading`), a signature for every headline of every probe."""
+    """The table from readings (`subjects.reading`), a signature for every metric of every probe."""
     whole = [one for one in given if one["n"] == SIZE]
-    names = list(dict.fromkeys((probe, name) for one in given for probe, hs in one["headlines"].items() for name in hs))
+    names = list(dict.fromkeys((probe, name) for one in given for probe, hs in one["estimates"].items() for name in hs))
     rows = [(probe, name, Told.of(probe, name, whole)) for probe, name in sorted(names)]
     areas = {(probe, name): made for probe, name, told in rows if told and (made := told.against("no inference"))}
     words = dict(zip(areas, told_apart([*areas.values()], SMALLEST), strict=True))
@@ -122,7 +122,7 @@ def calibration(given: Sequence[Mapping[str, Any]]) -> Calibration:
             why = ELSEWHERE.get(probe) or (said[0][0] if said else "no subject was asked")
             signatures.append(Signature(probe, "", f"not on the bench: {why}"))
     if not any(one.area is not None for one in signatures):
-        raise Refused("no headline was had of two tasks in both kinds: there is nothing to compare")
+        raise UserError("no metric was had of two tasks in both kinds: there is nothing to compare")
     return Calibration(tuple(signatures), _of_bench(given), *(
         (min(values), max(values))
         for values in (
@@ -151,7 +151,10 @@ def _of_bench(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _signature(probe: str, name: str, told: Told, word: str | None, given: Sequence[Mapping[str, Any]]) -> Signature:
     trained, idle = told[told.kind == "trained"], told[told.kind == "no inference"]
     areas = {kind: found for kind in NEGATIVES if (found := told.against(kind))}
-    numbers: dict[str, Any] = {"areas": {kind: asdict(found) for kind, found in areas.items()}, "units": told.units}
+    numbers: dict[str, Any] = {
+        "areas": {kind: asdict(found) for kind, found in areas.items()},
+        "clusters": told.clusters,
+    }
     numbers["verdict"] = {
         kind: asdict(rate(these.found, these.task)) for kind in KINDS if len((these := told[told.kind == kind]).found)
     }
@@ -177,7 +180,7 @@ def _signature(probe: str, name: str, told: Told, word: str | None, given: Seque
     if main is None:
         kinds = {kind: int((told.kind == kind).sum()) for kind in ("trained", "no inference")}
         return Signature(probe, name, f"too few tasks where both kinds give it ({kinds})", numbers=numbers)
-    spans = {"trained": trained.ends, "idle": idle.ends} if told.units else {}
+    spans = {"trained": trained.ends, "idle": idle.ends} if told.clusters else {}
     return Signature(probe, name, str(word), main.value, main.low, main.high, **spans, numbers=numbers)
 
 
@@ -186,31 +189,31 @@ def _signature(probe: str, name: str, told: Told, word: str | None, given: Seque
 
 @dataclass(frozen=True, kw_only=True)
 class Bench(Result):
-    """What every headline gave on models of known truth."""
+    """What every metric gave on models of known truth."""
 
     TITLE: ClassVar[str] = "Calibration"
     MEANING: ClassVar[str] = (
-        "A headline is worth believing where it is higher in models that infer than in models of the same task, shape "
+        "A metric is worth believing where it is higher in models that infer than in models of the same task, shape "
         "and training that could not infer. Where it is not, it says something of training or of the task, and not of "
         "inference."
     )
     COMPUTED: ClassVar[str] = (
         "AUC within task and architecture: the chance that a model trained to the posterior has the higher value, in "
         "units of its own null, than a model of the other kind. 95 % interval over tasks, on the logit. `yes` by Holm "
-        f"over all headlines; `no` where an AUC of {SMALLEST} is excluded."
+        f"over all metrics; `no` where an AUC of {SMALLEST} is excluded."
     )
-    NULL: ClassVar[str] = "An AUC of one half: the headline does not know the kinds."
+    NULL: ClassVar[str] = "An AUC of one half: the metric does not know the kinds."
     FAILURE_MODES: ClassVar[str] = (
         "Small models on a few tasks: tasks are the clusters, and there are few. An area says nothing of prompts or of "
         "large models. Models trained to the posterior are one per recipe and seed, and recipes that fail are not here."
     )
 
     auc: np.ndarray = quantity(
-        "headline against", "AUC", "trained to the posterior, against each kind", Figure("heatmap")
+        "metric against", "AUC", "trained to the posterior, against each kind", Figure("heatmap")
     )
-    found: np.ndarray = quantity("headline kind", "fraction", "verdicts that say it is there", Figure("heatmap"))
+    found: np.ndarray = quantity("metric kind", "fraction", "verdicts that say it is there", Figure("heatmap"))
 
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
@@ -240,7 +243,7 @@ class Found:
         return [
             f"{subjects}; {len(about['tasks'])} tasks; {about['cpu_minutes']} CPU minutes",
             *map(visible, [f"{DULL}:", *self.dull]),
-            *map(visible, grid("headline", head, rows)),
+            *map(visible, grid("metric", head, rows)),
             "",
             "AUC: trained to the posterior against trained without inference; untrained, position only, bag of values: "
             "AUC against those",
@@ -297,17 +300,17 @@ def measured(table: Calibration) -> Bench:
             len(rows), -1
         ),
         found=np.array([[one["k"] / one["n"] for one in row] for row in shares]).reshape(len(rows), -1),
-        headlines=tuple(map(_as_headline, rows)),
+        estimates=tuple(map(_as_headline, rows)),
         notes=_left_out(table),
         ticks={
-            "headline": tuple(map(_called, rows)),
+            "metric": tuple(map(_called, rows)),
             "against": tuple(against),
             "kind": tuple(kinds),
         },
     )
 
 
-def _as_headline(one: Signature) -> Headline:
+def _as_headline(one: Signature) -> Estimate:
     main = one.numbers["areas"]["no inference"]
     why = {
         "yes": "above one half: on these tasks by a rank test and Holm, on others by the interval",
@@ -315,7 +318,7 @@ def _as_headline(one: Signature) -> Headline:
         "reversed": "below one half, on these tasks and by the interval: it is higher in models that do not infer",
         "undecided": f"neither one half nor {SMALLEST} is excluded; more tasks would tell",
     }[one.word]
-    return Headline(
+    return Estimate(
         name=_called(one),
         value=main["value"],
         unit="AUC",
@@ -327,7 +330,7 @@ def _as_headline(one: Signature) -> Headline:
         null="no difference between the kinds",
         p=main["p"],
         n=main["positives"] + main["negatives"],
-        units=main["clusters"],
+        clusters=main["clusters"],
         verdict=WORDS[one.word],
         why=why,
         margin=0.5,

@@ -12,10 +12,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.stats import core as stats
 
 ALPHA, LEVEL = 0.05, 0.95
@@ -28,9 +28,9 @@ SHARE, WRITE = "PC1+PC2 share", "attention write: "
 Measure = Literal["CKA", "RSA"]
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
-# Headlines that stored arrays give again: |Spearman| of the array's first column and the record's entropy.
+# Metrics that stored arrays give again: |Spearman| of the array's first column and the record's entropy.
 PLACES = {(VALUES, RHO): "scores", (VALUES, ORDER): "unrolled", (WRITES, WRITE + RHO): "scores"}
-# What Paper III takes to change with the kind of attention ("dynamic") and what not: title -> probe and headline.
+# What Paper III takes to change with the kind of attention ("dynamic") and what not: title -> probe and metric.
 SIGNATURES = {
     "dynamic": {
         "focusing": (FOCUS, "focusing"),
@@ -68,7 +68,7 @@ STRATIFIED = (
 
 @dataclass(frozen=True)
 class Difference:
-    """One headline of two records.
+    """One metric of two records.
 
     ours, theirs  as the reference and the other record print it. value: theirs less ours. low, high: 95 % interval of
                   it, for this row alone; error: its standard error. All in `unit`.
@@ -83,7 +83,7 @@ class Difference:
     """
 
     probe: str
-    headline: str
+    estimate: str
     unit: str
     ours: float
     theirs: float
@@ -92,7 +92,7 @@ class Difference:
     high: float
     error: float
     method: Method
-    units: int
+    clusters: int
     effect: float
     p: float
     p_within: float
@@ -124,7 +124,7 @@ class Similarity:
     null_high: float
     p: float
     n: int
-    units: int
+    clusters: int
     of: str
 
 
@@ -156,7 +156,7 @@ class Comparison:
     """All that is said of records of the same prompts; the first is the reference of every pair."""
 
     prompts: int
-    units: int
+    clusters: int
     texts: str
     pairs: tuple[Pair, ...]
     architectures: tuple[Architecture, ...]
@@ -174,11 +174,11 @@ class Comparison:
 def compare(records: Sequence[Record]) -> Comparison:
     """Every record against the first. Two models have two tokenizers, so prompts are the same where their texts are.
 
-    Raises Refused for fewer than two records, and naming the first of these that differs: texts in order, their units,
+    UserError for fewer than two records, and naming the first of these that differs: texts in order, their units,
     claims, draws of the nulls, seed. (`Record.load` has already refused another schema.)
     """
     if len(records) < 2:
-        raise Refused(f"{len(records)} run was given, a comparison needs two or more: llmgeom compare RUN RUN")
+        raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom compare RUN RUN")
     names, first = [str(record.subject["name"]) for record in records], records[0]
     labels = [f"{name} (run {i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
     others = list(zip(labels, records, strict=True))[1:]
@@ -188,7 +188,7 @@ def compare(records: Sequence[Record]) -> Comparison:
     judged = _judged([d for pair in pairs for d in pair.differences])
     return Comparison(
         prompts=len(first.prompts["text"]),
-        units=len(set(first.prompts["template"])),
+        clusters=len(set(first.prompts["template"])),
         texts=_hash(first.prompts["text"]),
         pairs=tuple(replace(pair, differences=tuple(islice(judged, len(pair.differences)))) for pair in pairs),
         architectures=tuple(map(_architecture, labels, records)),
@@ -206,7 +206,7 @@ def _check(reference: str, first: Record, label: str, other: Record) -> None:
     ):
         ours, theirs = read(first), read(other)
         if ours != theirs:
-            raise Refused(
+            raise UserError(
                 f"{label} cannot be compared with {reference}: {name} {str(theirs)[:12]}, expected {str(ours)[:12]}; "
                 f"scan it again with --prompts-from RUN, the folder of {reference}{remedy.format(ours)}"
             )
@@ -226,7 +226,7 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
             left_out.append(f"{probe}: not measured in {who}: {record.unmeasured.get(probe, 'not asked for')}")
         if absent:
             continue
-        ours, theirs = ({h.name: h for h in r.results[probe].headlines} for r in (first, other))
+        ours, theirs = ({h.name: h for h in r.results[probe].estimates} for r in (first, other))
         for name in dict.fromkeys((*ours, *theirs)):
             if name not in ours or name not in theirs:
                 left_out.append(f"{probe}: {name}: not measured in {label if name in ours else reference}")
@@ -237,7 +237,7 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
         for measure, form in FORMS.items():
             try:
                 similarities += _similarity(probe, measure, form, first, other)
-            except Refused as refusal:
+            except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
     return Pair(reference, label, tuple(differences), tuple(similarities), tuple(left_out))
 
@@ -245,34 +245,36 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
 # ---- differences ----------------------------------------------------------------------------------------------------
 
 
-def _difference(probe: str, ours: Headline, first: Record, theirs: Headline, other: Record) -> Difference:
+def _difference(probe: str, ours: Estimate, first: Record, theirs: Estimate, other: Record) -> Difference:
     from scipy.stats import t
 
     method: Method
     a, b = _again(first, probe, ours), _again(other, probe, theirs)
     if a and b:
         labels, rows = first.prompts["template"], np.arange(len(first.prompts["text"]))
-        value, units, method = b(rows) - a(rows), len(set(labels)), "paired"
+        value, clusters, method = b(rows) - a(rows), len(set(labels)), "paired"
         over = stats.jackknife(lambda kept: b(kept) - a(kept), rows, labels)
-        error = (over.high - over.low) / 2 / t.ppf((1 + LEVEL) / 2, units - 1)
+        error = (over.high - over.low) / 2 / t.ppf((1 + LEVEL) / 2, clusters - 1)
     else:
         # One end may be cut off (|rho| at 0, a share at 1): the longer half of an interval is the honest one.
-        halves = [(max(h.value - h.low, h.high - h.value), max(h.units, 2)) for h in (ours, theirs)]
-        error = math.hypot(*(half / t.ppf((1 + LEVEL) / 2, units - 1) for half, units in halves))
-        value, units, method = theirs.value - ours.value, min(units for _, units in halves), "unpaired"
-    half, error = float(t.ppf((1 + LEVEL) / 2, units - 1) * error), float(error)
+        halves = [(max(h.value - h.low, h.high - h.value), max(h.clusters, 2)) for h in (ours, theirs)]
+        error = math.hypot(*(half / t.ppf((1 + LEVEL) / 2, clusters - 1) for half, clusters in halves))
+        value, clusters, method = theirs.value - ours.value, min(clusters for _, clusters in halves), "unpaired"
+    half, error = float(t.ppf((1 + LEVEL) / 2, clusters - 1) * error), float(error)
     low, high, effect = value - half, value + half, ours.effect
-    p = 2 * float(t.sf(abs(value) / error, units - 1)) if error > 0 else float(value == 0)
-    p_within = stats.equivalence_p(value, stats.Interval(low, high, LEVEL, method), -effect, effect, units)
+    p = 2 * float(t.sf(abs(value) / error, clusters - 1)) if error > 0 else float(value == 0)
+    p_within = stats.equivalence_p(value, stats.Interval(low, high, LEVEL, method), -effect, effect, clusters)
     sizes = [" x ".join(str(r.subject.get(name)) for name in WIDTHS.get(probe, ())) for r in (first, other)]
     arithmetic = "rho" not in ours.unit and sizes[0] != sizes[1]
     note = f"partly arithmetic: {' x '.join(WIDTHS[probe])} is {sizes[1]} against {sizes[0]}" if arithmetic else ""
     found = (ours.value, theirs.value, value, low, high, error)
-    return Difference(probe, ours.name, ours.unit, *found, method, units, effect, max(p, stats.LEAST_P), p_within, note)
+    return Difference(
+        probe, ours.name, ours.unit, *found, method, clusters, effect, max(p, stats.LEAST_P), p_within, note
+    )
 
 
-def _again(record: Record, probe: str, h: Headline) -> Callable[[np.ndarray], float] | None:
-    """The headline as a function of rows, in the direction that all rows have; None where arrays do not give it."""
+def _again(record: Record, probe: str, h: Estimate) -> Callable[[np.ndarray], float] | None:
+    """The metric as a function of rows, in the direction that all rows have; None where arrays do not give it."""
     place = record.results[probe].arrays.get(PLACES.get((probe, h.name), ""))
     entropy = np.array(record.prompts["entropy"])
     if place is None or len(place) != len(entropy):
@@ -287,14 +289,18 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
     adjusted, within = stats.holm([d.p for d in raw]).tolist(), stats.holm([d.p_within for d in raw]).tolist()
     over, alpha = f"by Holm over {len(raw)} rows", ALPHA / max(len(raw), 1)
     for d, p, p_within in zip(raw, adjusted, within, strict=True):
-        sd = max(d.error * d.units**0.5, 1e-12)
+        sd = max(d.error * d.clusters**0.5, 1e-12)
         # The two one-sided tests must both be won, each at alpha.
         needed = max(stats.needed_n_mean(d.effect, sd, *asked) for asked in ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha)))
         why = f"p = {p:.2g} of no difference and {p_within:.2g} of {d.effect:g} {d.unit} or more, {over}"
         verdict: Word = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
         if verdict == "undecided":
-            enough = f"{d.units} units suffice for {d.effect:g} {d.unit} (n >= {needed}); less is not excluded"
-            why = f"needs n >= {needed} units for {d.effect:g} {d.unit}, has {d.units}" if d.units < needed else enough
+            enough = f"{d.clusters} units suffice for {d.effect:g} {d.unit} (n >= {needed}); less is not excluded"
+            why = (
+                f"needs n >= {needed} units for {d.effect:g} {d.unit}, has {d.clusters}"
+                if d.clusters < needed
+                else enough
+            )
         yield replace(d, p=p, p_within=p_within, needed=needed, verdict=verdict, why=why)
 
 
@@ -308,11 +314,11 @@ def gram(x: np.ndarray) -> np.ndarray:
     0 on the diagonal, r their row sums, s the sum of these, n prompts. The sum of the products of two is n (n - 3)
     times the unbiased HSIC of Song et al. (JMLR 13, 2012), which Nguyen, Raghu and Kornblith (ICLR 2021) put in place
     of the biased one in the CKA of Kornblith et al. (ICML 2019): its mean is 0 where x and y are unrelated, so it can
-    be negative, while the biased form grows with components over prompts. Raises Refused for fewer than 4 prompts.
+    be negative, while the biased form grows with components over prompts. Raises UserError for fewer than 4 prompts.
     """
     n, x = len(x), x - x.mean(0)
     if n < 4:
-        raise Refused(f"{n} prompts were given to debiased CKA; it needs 4")
+        raise UserError(f"{n} prompts were given to debiased CKA; it needs 4")
     k = x @ x.T
     np.fill_diagonal(k, 0)
     rows = k.sum(0) / (n - 2)
@@ -335,16 +341,16 @@ FORMS: dict[Measure, Callable[[np.ndarray], np.ndarray]] = {"CKA": gram, "RSA": 
 
 
 def alignment(a: np.ndarray, b: np.ndarray) -> float:
-    """sum a b / sqrt(sum a^2 sum b^2) of two matrices. Raises Refused where one is 0: all prompts share a place."""
+    """sum a b / sqrt(sum a^2 sum b^2) of two matrices. Raises UserError where one is 0: all prompts share a place."""
     size = math.sqrt(np.vdot(a, a) * np.vdot(b, b))
     if size == 0:
-        raise Refused("all prompts share one place in one of the records; a similarity needs them to differ")
+        raise UserError("all prompts share one place in one of the records; a similarity needs them to differ")
     return float(np.vdot(a, b)) / size
 
 
-def permuted(a: np.ndarray, b: np.ndarray, units: Sequence, permutations: int, seed: int) -> np.ndarray:
-    """[draw] alignments of a with b, units of which have changed places. Raises Refused as `stats.permute_units`."""
-    orders = stats.permute_units(np.random.default_rng(seed), units, permutations)
+def permuted(a: np.ndarray, b: np.ndarray, clusters: Sequence, permutations: int, seed: int) -> np.ndarray:
+    """[draw] alignments of a with b, units of which have changed places. UserError as `stats.permute_clusters`."""
+    orders = stats.permute_clusters(np.random.default_rng(seed), clusters, permutations)
     return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
 
 
@@ -356,15 +362,15 @@ def _similarity(
     both = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in ours.keys() & theirs.keys())
     if not both:
         return []
-    name, units, seed = both[0][1], first.prompts["template"], first.facts.get("seed", 0)
+    name, clusters, seed = both[0][1], first.prompts["template"], first.facts.get("seed", 0)
     x, y = ours[name], theirs[name]
     a, b = form(x), form(y)
-    value, null = alignment(a, b), permuted(a, b, units, PERMUTATIONS, seed)
-    over = stats.jackknife(lambda rows: alignment(form(x[rows]), form(y[rows])), np.arange(len(x)), units, "fisher")
+    value, null = alignment(a, b), permuted(a, b, clusters, PERMUTATIONS, seed)
+    over = stats.jackknife(lambda rows: alignment(form(x[rows]), form(y[rows])), np.arange(len(x)), clusters, "fisher")
     found = (value, over.low, over.high, *stats.band(null, "upper"), stats.tail_p(value, null))
     few = (x.shape[1], y.shape[1])
     of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
-    return [Similarity(probe, name, measure, few, *found, len(x), len(set(units)), of)]
+    return [Similarity(probe, name, measure, few, *found, len(x), len(set(clusters)), of)]
 
 
 def _places(record: Record, probe: str) -> dict[str, np.ndarray]:
@@ -386,7 +392,7 @@ def _architecture(label: str, record: Record) -> Architecture:
     facts, longest = record.subject, max(record.prompts["tokens"])
     attention = kind(facts["heads"], facts["kv_heads"]) if facts.get("kv_heads") else "not recorded"
     window = "none" if not facts.get("window") else f"{facts['window']}{', inactive' * (longest <= facts['window'])}"
-    found = {(probe, h.name): (h.value, h.low, h.high) for probe, m in record.results.items() for h in m.headlines}
+    found = {(probe, h.name): (h.value, h.low, h.high) for probe, m in record.results.items() for h in m.estimates}
     held = [{t: found[place] for t, place in titles.items() if place in found} for titles in SIGNATURES.values()]
     return Architecture(label, attention, window, *held)
 
@@ -402,7 +408,7 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
 
 
 def _lines(c: Comparison) -> Iterator[str]:
-    yield f"{c.prompts} prompts of {c.units} units, sha256 of the texts {c.texts[:12]}"
+    yield f"{c.prompts} prompts of {c.clusters} units, sha256 of the texts {c.texts[:12]}"
     for pair in c.pairs:
         rows: list[tuple[str, ...]] = []
         for probe, found in groupby(pair.differences, key=lambda d: d.probe):
@@ -412,7 +418,7 @@ def _lines(c: Comparison) -> Iterator[str]:
         yield from (f"† {note}" for note in dict.fromkeys(d.note for d in pair.differences if d.note))
         rows = [
             (f"{s.probe}: {s.of}", f"{s.value:.2f}", f"{s.low:.2f} to {s.high:.2f}",
-             f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.units} units")
+             f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.clusters} units")
             for s in pair.similarities
         ]  # fmt: skip
         title = f"places of the prompts in {pair.record} and in {pair.reference}"
@@ -431,5 +437,5 @@ def _lines(c: Comparison) -> Iterator[str]:
 def _row(d: Difference) -> tuple[str, ...]:
     value, low, high = numbers(d.value, d.low, d.high)
     found = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
-    lacking = f" (needs n >= {d.needed} units)" if d.verdict == "undecided" and d.units < d.needed else ""
-    return (d.headline + " †" * bool(d.note), *found, d.verdict + lacking)
+    lacking = f" (needs n >= {d.needed} units)" if d.verdict == "undecided" and d.clusters < d.needed else ""
+    return (d.estimate + " †" * bool(d.note), *found, d.verdict + lacking)

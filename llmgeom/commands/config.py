@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from llmgeom.cache.shards import digest
-from llmgeom.errors import Refused, scrubbed
+from llmgeom.errors import UserError, redact
 from llmgeom.model import hub
 from llmgeom.record import Record, tidy, write_whole
 
@@ -58,7 +58,7 @@ class Request:
             else:
                 for one in value if isinstance(value, tuple) else (value,):
                     words += [flag, str(one)]
-        return scrubbed(shlex.join(words))
+        return redact(shlex.join(words))
 
     def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: str) -> str:
         """Hash of what decides the bytes of a run: every flag but `without`, where the output goes, what it runs on and
@@ -68,7 +68,7 @@ class Request:
         return digest(asked | {"revision": located.revision} | more)
 
     def locate(self) -> hub.Located:
-        """Where the model is. Raises Refused where it is not."""
+        """Where the model is. Raises UserError where it is not."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
 
     def load(self) -> Subject:
@@ -100,18 +100,18 @@ def safe(name: str) -> str:
 
 
 def numbers(flag: str, given: str, otherwise: str, example: str) -> tuple[int, ...]:
-    """Whole numbers with commas between. Raises Refused, with what else the flag takes."""
+    """Whole numbers with commas between. Raises UserError, with what else the flag takes."""
     if not all(part.strip().isdecimal() for part in given.split(",")):
-        raise Refused(f"{flag} {given}: expected {otherwise}, or numbers with commas between, e.g. {example}")
+        raise UserError(f"{flag} {given}: expected {otherwise}, or numbers with commas between, e.g. {example}")
     return tuple(int(part) for part in given.split(","))
 
 
 def one_of(flag: str, given: str, known: Sequence[Word]) -> Word:
-    """The one that was given. Raises Refused where it is none of them."""
+    """The one that was given. Raises UserError where it is none of them."""
     for one in known:
         if one == given:
             return one
-    raise Refused(f"{flag} {given}: expected {' or '.join(known)}")
+    raise UserError(f"{flag} {given}: expected {' or '.join(known)}")
 
 
 def keep(record: Record, out: Path) -> None:
@@ -123,7 +123,7 @@ def keep(record: Record, out: Path) -> None:
 
 
 def check_folder(folder: Path, spec: str) -> None:
-    """Make the run folder. Raises Refused where it cannot be written or holds another run."""
+    """Make the run folder. Raises UserError where it cannot be written or holds another run."""
     existing = folder / "record.json"
     if existing.exists():
         try:
@@ -131,9 +131,9 @@ def check_folder(folder: Path, spec: str) -> None:
         except (ValueError, OSError, AttributeError, RecursionError):
             other = "unreadable"
         if other != spec:
-            raise Refused(f"{folder} holds another run; choose another --out, or remove it first")
+            raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
     elif (folder / "report.html").exists():
-        raise Refused(f"{folder} holds a report.html that is not this run's; choose another --out")
+        raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tidy(folder)
@@ -141,4 +141,4 @@ def check_folder(folder: Path, spec: str) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise Refused(f"{folder} cannot be written ({error.strerror}); choose another --out") from error
+        raise UserError(f"{folder} cannot be written ({error.strerror}); choose another --out") from error

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator
 
 from llmgeom.cache.shards import cache_folder
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.optional import EXTRAS, NO_BROWSER, browser, there
 
@@ -48,7 +48,7 @@ def findings() -> Iterator[tuple[str, str]]:
     try:
         place = hub.locate("EleutherAI/pythia-14m")
         yield ("ok", "the model hub answers") if place.kind == "hub" else ("note", f"hub models: {place.note}")
-    except Refused as refusal:
+    except UserError as refusal:
         yield "note", f"hub models: {refusal}"
     for package, extra in EXTRAS.items():
         if there(package):

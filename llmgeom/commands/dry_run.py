@@ -33,14 +33,14 @@ from llmgeom.probes import belief_readout, contribution, key_orthogonality, leng
 from llmgeom.reports.text import grid
 from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
 from llmgeom.stats import power
-from llmgeom.stats.core import LEAST_UNITS, needed_n_correlation, needed_n_mean
+from llmgeom.stats.core import LEAST_CLUSTERS, needed_n_correlation, needed_n_mean
 
 # Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
 # takes than its products, and for how many small operations a layer it waits. Bytes of a report, and held by libraries.
 START, MEASURING, LONGER, LAUNCHES = 8.0, 6e-5, 1.6, 60
 PAGE, HELD = 3 * 2**20, 150 * 2**20
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
-TWINS, SHUFFLED = "re-initialised twins", "shuffled prompts"
+UNTRAINED, SHUFFLED = "untrained controls", "shuffled prompts"
 Runs = list[tuple[int, np.ndarray]]
 
 
@@ -55,7 +55,7 @@ class Weightless(Subject):
 
     @classmethod
     def found(cls, plan: Plan) -> Weightless:
-        """From the config, on torch's meta device. Raises Refused where the model could not be captured."""
+        """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
         asked, located = plan.request, plan.located
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = asked.trust_remote_code
@@ -97,7 +97,7 @@ def _of_prompts(who: Weightless, of: Batch) -> Runs:
 
 def _firsts(who: Weightless, of: Batch, most: int) -> np.ndarray:
     """Of the first row of each of the first units."""
-    first = {unit: i for i, unit in reversed(list(enumerate(of.unit)))}
+    first = {cluster: i for i, cluster in reversed(list(enumerate(of.cluster)))}
     return who.lengths(of)[sorted(first.values())[:most]]
 
 
@@ -111,7 +111,7 @@ def _routed(of: Batch) -> int:
     return routing_law.PROMPTS if of.target is None else routing_law.SEQUENCES
 
 
-# What a probe's NEEDS.read runs itself, of the subject and of every twin: times, lengths. A probe that is not here is
+# What a probe's NEEDS.read runs itself, of the subject and of every control: times, lengths. A probe that is not here is
 # taken to run all prompts once.
 READ: Mapping[str, Callable[[Weightless, Batch], Runs]] = {
     "attention_focus": lambda who, of: [(1, who.lengths(of).max(keepdims=True))],
@@ -166,7 +166,7 @@ class Source:
         batch, samples, _ = sampled(plan, who, name)
         measured, _ = able(who, batch, modules)
         asked = Passes.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
-        twins = len(asked.twins)
+        untrained = len(asked.untrained)
 
         def stage(called: str, times: int, of: Batch, sites: frozenset[Site]) -> Stage:
             return Stage(
@@ -176,11 +176,11 @@ class Source:
         stages = [Stage("check at load", 3, who.checked)]
         stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
         stages += [stage("prompts", 1, one, asked.own_sites) for one in asked.of_model]
-        stages += [stage(TWINS, twins, one, asked.own_sites) for one in asked.batches.values()]
+        stages += [stage(UNTRAINED, untrained, one, asked.own_sites) for one in asked.batches.values()]
         stages.append(stage(SHUFFLED, len(asked.shuffles), asked.batches[""], asked.sites))
         for probe in (probe for probe, module in measured.items() if module.NEEDS.read):
             runs = READ.get(probe, lambda who, of: [(1, who.lengths(of))])(who, batch)
-            stages += [Stage(f"read by {probe}", (1 + twins) * times, lengths) for times, lengths in runs]
+            stages += [Stage(f"read by {probe}", (1 + untrained) * times, lengths) for times, lengths in runs]
         kept = tuple(one for one in stages if one.times and len(one.lengths))
         samples = {name: samples[name] for name in asked.batches if name}
         return cls(who, plan.pools[name], batch, samples, measured, asked.sites, kept)
@@ -220,19 +220,19 @@ class Speed:
 
 def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
     """By stage: a weight is multiplied and added once a token (attention's own T^2 is left out, small at the lengths of
-    prompts); twins are drawn and hashed; and the probes measure."""
+    prompts); untrained controls are drawn and hashed; and the probes measure."""
     layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
     found: dict[str, float] = {}
     for one in source.stages:
         ran = one.batches(plan.request.batch_tokens)
         took = LONGER * parameters * sum(ran) * speed.product + len(ran) * layers * LAUNCHES * speed.launch
-        took += parameters * one.times * speed.number * (one.stage == TWINS)
+        took += parameters * one.times * speed.number * (one.stage == UNTRAINED)
         stage = "reading of the probes" if one.stage.startswith("read by") else one.stage
         found[stage] = found.get(stage, 0) + took / 60
     largest = max(
         len(one) if one.query is None else int(one.query.sum()) for one in (source.batch, *source.samples.values())
     )
-    models = 1 + max((one.times for one in source.stages if one.stage == TWINS), default=0)
+    models = 1 + max((one.times for one in source.stages if one.stage == UNTRAINED), default=0)
     rows = min(largest, belief_readout.MOST_ROWS)
     return found | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
 
@@ -241,8 +241,8 @@ def estimate(plan: Plan) -> dict[str, Any]:
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
     tokens are those of one scan's passes, without padding; capture_bytes lie in the store and in memory; memory_bytes
-    adds the weights, those of a twin and as much again while it is drawn and hashed, the largest batch and this
-    process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises Refused as a scan
+    adds the weights, those of an control and as much again while it is drawn and hashed, the largest batch and this
+    process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises UserError as a scan
     would.
     """
     who = Weightless.found(plan)
@@ -264,8 +264,8 @@ def estimate(plan: Plan) -> dict[str, Any]:
         rows[name] = {
             "pool": len(source.pool),
             "prompts": len(source.batch),
-            "units": len(set(source.batch.unit)),
-            "pool_units": len(set(source.pool.unit)),
+            "clusters": len(set(source.batch.cluster)),
+            "pool_units": len(set(source.pool.cluster)),
             "passes": sum(one.times for one in source.stages),
             "tokens": sum(one.tokens for one in source.stages),
             "longest": longest,
@@ -299,12 +299,12 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     asked = [
         claim for name in source.modules for claim in declared(name).values() if claim.claim and _judged(source, claim)
     ]
-    each = len(source.batch) / len(set(source.batch.unit))
+    each = len(source.batch) / len(set(source.batch.cluster))
     for claim in asked:
         rank = claim.needed == "correlation"
         have, most = _units(source, claim)
-        row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
-        row |= {"counts": claim.counts, "units": have, "most_units": most}
+        row = {"probe": claim.probe, "name": claim.name, "cluster": claim.unit, "effect": claim.smallest}
+        row |= {"counts": claim.counts, "clusters": have, "most_units": most}
         spread, null_spread = claim.spread, claim.null_spread
         if source.batch.posterior is not None:
             spread, null_spread = claim.task_spread, claim.task_null_spread
@@ -351,7 +351,7 @@ def _judged(source: Source, claim: Claim) -> bool:
     """Whether the scan will come to a verdict, as far as that is known without weights."""
     facts, exact = source.subject.facts, source.batch.posterior
     if claim.counts == KV_HEADS:
-        return _units(source, claim)[0] >= LEAST_UNITS
+        return _units(source, claim)[0] >= LEAST_CLUSTERS
     if claim.probe == "domain_restriction":
         return {MIXED, MATCHED} <= source.samples.keys()
     if claim.probe == "attention_focus":
@@ -387,7 +387,7 @@ def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
     batch, facts = source.batch, source.subject.facts
     if claim.counts == KV_HEADS:
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
-    have, most = len(set(batch.unit)), len(set(source.pool.unit)) if batch.posterior is None else None
+    have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
     if claim.probe == "contribution":
         most = contribution.MOST
     elif claim.probe == "routing_law":
@@ -408,7 +408,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     for name, row in cost["sources"].items():
         yield ""
         yield (
-            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['units']} of {row['pool_units']} units "
+            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['clusters']} of {row['pool_units']} units "
             f"(templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
@@ -432,15 +432,15 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     def said(key: str, form: str = "{}") -> str:
         return form.format(row[key]) if row.get(key) else "-"
 
-    units, prompts = row.get("needed_units"), row.get("needed_prompts")
+    clusters, prompts = row.get("needed_units"), row.get("needed_prompts")
     found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
     return (
         row["name"],
-        f"{row['effect']:g} {row['unit']}",
+        f"{row['effect']:g} {row['cluster']}",
         said("interval_units"),
-        said("needed_units") + f" ({prompts} prompts)" * bool(prompts and prompts != units),
+        said("needed_units") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
         said("any_layer_units"),
-        f"{found} at {row['units']}" if "detectable" in row else "-",
+        f"{found} at {row['clusters']}" if "detectable" in row else "-",
         said("spread", "{:g}"),
         said("null_spread", "{:g}"),
     )

@@ -1,4 +1,4 @@
-"""The whole of `llmgeom dynamics`: what settles first in training, and every probe's headline from step to step."""
+"""The whole of `llmgeom dynamics`: what settles first in training, and every probe's metric from step to step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmgeom.cache.shards import captures_folder, digest
 from llmgeom.commands import config as request
 from llmgeom.dynamics.drift import SEEDS, drifts, state
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Course, Run, sections
-from llmgeom.errors import Refused, Unavailable, bounded, scrubbed
+from llmgeom.errors import Unavailable, UserError, bounded, redact
 from llmgeom.model.attention_gradients import signals
 from llmgeom.probes.posterior.scores import drawn, graded_on
 from llmgeom.progress import Progress
@@ -58,9 +58,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.runs, self.model, self.task))) != 1:
-            raise Refused("give folders of `llmgeom train`, or --model with --revisions, or --task; one of the three")
+            raise UserError("give folders of `llmgeom train`, or --model with --revisions, or --task; one of the three")
         if bool(self.model) != bool(self.revisions):
-            raise Refused(
+            raise UserError(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
         bounded(("--nulls", self.nulls, 1), ("--seed", self.seed, 0), ("--n", self.n, 10))
@@ -81,7 +81,7 @@ class Request:
             words.append("--" + field.name)
             if value is not True:
                 words.append(",".join(value) if isinstance(value, tuple) else str(value))
-        return scrubbed(shlex.join(words))
+        return redact(shlex.join(words))
 
 
 def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
@@ -158,24 +158,24 @@ def table(record: Record) -> Iterator[str]:
 
 
 def _runs(asked: Request, progress: Progress | None) -> list[Run]:
-    """The runs, those that learn first. Raises Refused where they cannot be followed together."""
+    """The runs, those that learn first. Raises UserError where they cannot be followed together."""
     if asked.model:
         return [Run.at(asked.model, asked.revisions)]
     folders = _trained(asked, progress) if asked.task else asked.runs
     runs = sorted(map(Run.of, folders), key=lambda run: run.random)
     first = runs[0]
     if first.random:
-        raise Refused(f"{first.name} and all others had random targets (--corrupt 1); give a run that learns, too")
+        raise UserError(f"{first.name} and all others had random targets (--corrupt 1); give a run that learns, too")
     for other in runs[1:]:
         for what, ours, theirs in (("task", first.task, other.task), ("snapshots", first.steps, other.steps)):
             if ours != theirs:
-                raise Refused(
+                raise UserError(
                     f"{other.name} has another {what.rstrip('s')} than {first.name} ({_short(theirs)}, not "
                     f"{_short(ours)}); only runs that differ in seed and --corrupt are followed together"
                 )
     taken = [(run.random, run.training.get("seed")) for run in runs]
     if len(set(taken)) < len(taken):
-        raise Refused("two runs have the same seed; they are no two draws: train each with a --seed of its own")
+        raise UserError("two runs have the same seed; they are no two draws: train each with a --seed of its own")
     return _named_apart(runs)
 
 
@@ -204,7 +204,7 @@ def _trained(asked: Request, progress: Progress | None) -> list[str]:
     folder = _out(asked, digest(dataclasses.asdict(spec))) / "runs"
     for name, numbers in sweep(cells, folder, SEQUENCES, progress).items():
         if "refused" in numbers:
-            raise Refused(f"{name} could not be trained: {numbers['refused']}")
+            raise UserError(f"{name} could not be trained: {numbers['refused']}")
     return [str(folder / name) for name in cells]
 
 
@@ -270,7 +270,7 @@ def _scans(
 ) -> dict[int, Record]:
     """The probes at every snapshot of a run, by step; what is in OUT/stepN already is read.
 
-    The untrained twins are those of the config and seed, the same for every snapshot: their captures are stored once.
+    The controls are those of the config and seed, the same for every snapshot: their captures are stored once.
     """
     samples: dict[str, Batch] = {}
     if task is None:
@@ -326,15 +326,15 @@ def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: Request) -
 
 
 def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[str, Measured]:
-    """Every headline of every probe from snapshot to snapshot, with its interval and null band: a curve each."""
+    """Every metric of every probe from snapshot to snapshot, with its interval and null band: a curve each."""
     found: dict[str, Measured] = {}
     for probe in sorted({probe for record in records.values() for probe in record.results}):
         held = {step: record.results[probe] for step, record in records.items() if probe in record.results}
         first = next(iter(held.values()))
         quantities, arrays, ticks, notes = {}, {}, {}, []
-        names = dict.fromkeys(h.name for measured in held.values() for h in measured.headlines)
+        names = dict.fromkeys(h.name for measured in held.values() for h in measured.estimates)
         for i, name in enumerate(names):
-            each = {s: h for s, measured in held.items() for h in measured.headlines if h.name == name}
+            each = {s: h for s, measured in held.items() for h in measured.estimates if h.name == name}
             missing = [step for step in steps if step not in each]
             axis = "step" if not missing else f"step (not measured at {', '.join(map(str, missing))})"
             ticks[axis] = tuple(map(str, each))
@@ -356,7 +356,7 @@ def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[s
                 computed=first.computed,
                 null=first.null,
                 failure_modes=first.failure_modes,
-                headlines=(),
+                estimates=(),
                 quantities=quantities,
                 arrays=arrays,
                 notes=tuple(notes),

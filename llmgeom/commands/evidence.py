@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from llmgeom import claims
 from llmgeom.commands import config as request
-from llmgeom.errors import NO_TOKENIZER, Refused, bounded
+from llmgeom.errors import NO_TOKENIZER, UserError, bounded
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import published
 from llmgeom.probes.evidence.answers import (
@@ -46,15 +46,15 @@ def examine(
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
-    """Ask the model, and `nulls` re-initialised twins, `n` prompts a number of observations in every condition.
+    """Ask the model, and `nulls` untrained controls, `n` prompts a number of observations in every condition.
 
     protocol    "published": by Paper III's definitions, flaws included.
-    Raises Refused: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
+    Raises UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
     """
     if subject.tokenizer is None:
-        raise Refused(f"{subject.name} {NO_TOKENIZER}")
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
     if max(source.ks) < 2:
-        raise Refused(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
+        raise UserError(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
     started = time.time()
     conditions = CONDITIONS if protocol == "sound" else published.CONDITIONS
     batches = {name: replace(source, condition=name).sample(n, seed) for name in conditions}
@@ -63,27 +63,27 @@ def examine(
         return {name: listen(who, batch, inside=name == "main") for name, batch in batches.items()}
 
     own = listened(subject)
-    twins = []
+    untrained = []
     for i in range(nulls):
-        twins.append(listened(subject.twin(seed + 1 + i)))
+        untrained.append(listened(subject.untrained(seed + 1 + i)))
         if progress:
-            progress("re-initialised twins", i + 1, nulls)
+            progress("untrained controls", i + 1, nulls)
     main = batches["main"]
     measures = {
-        EVIDENCE: lambda: measure_evidence(source, main, own["main"], [twin["main"] for twin in twins]),
-        BELIEF: lambda: measure_belief(source, main, own["main"], [twin["main"] for twin in twins], seed),
-        CONTROLS: lambda: measure_controls(batches, own, twins),
+        EVIDENCE: lambda: measure_evidence(source, main, own["main"], [control["main"] for control in untrained]),
+        BELIEF: lambda: measure_belief(source, main, own["main"], [control["main"] for control in untrained], seed),
+        CONTROLS: lambda: measure_controls(batches, own, untrained),
     }
     if protocol == "published":
         truth = {name: Truth(batch) for name, batch in batches.items()}
-        measures = {published.PROBE: lambda: measure_published(source, truth, own, twins)}
+        measures = {published.PROBE: lambda: measure_published(source, truth, own, untrained)}
     results, unmeasured = {}, {}
     for i, (name, measure) in enumerate(measures.items()):
         if progress:
             progress(f"measuring {name}", i, len(measures))
         try:
             results[name] = measure().lowered()
-        except Refused as refusal:
+        except UserError as refusal:
             unmeasured[name] = str(refusal)
     tokens = subject.tokens(main)
     return Record(

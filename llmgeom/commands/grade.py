@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.commands import config as request
-from llmgeom.errors import Refused, bounded
+from llmgeom.errors import UserError, bounded
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.results import (
@@ -56,14 +56,16 @@ class Told:
         return cls(found["trained_on"], found["trained_queries"], told(beside) if beside.exists() else {}, folder)
 
     def asked(self, spec: str | None, model: str) -> Task:
-        """The task of a spec, or else the model's own. Raises Refused where there is neither, and for one that breaks
+        """The task of a spec, or else the model's own. Raises UserError where there is neither, and for one that breaks
         its laws, or is code that came with the model."""
         if not (spec or self.task):
-            raise Refused(f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task")
+            raise UserError(
+                f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task"
+            )
         try:
             task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
-        except Refused as refusal:
-            raise refusal if spec else Refused(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
+        except UserError as refusal:
+            raise refusal if spec else UserError(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
         laws.obeyed(task)
         return task
 
@@ -102,7 +104,7 @@ def examine(
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
-    """Grade the model and `nulls` re-initialised twins on n held-out sequences and as many seen ones."""
+    """Grade the model and `nulls` untrained controls on n held-out sequences and as many seen ones."""
     started, corrupt = time.time(), told.corrupt
     trained = min(task.trained, told.trained or task.trained)
     found = {POSTERIOR: grade(subject, task, n, seed, trained=trained)}
@@ -112,19 +114,20 @@ def examine(
     batches = {name: one.batch for name, one in found.items()}
     if not task.memorisable:
         batches[MEMORY] = drawn(task, n, seed, "seen", corrupt)
-    twins: dict[str, list[Scores]] = {name: [] for name in batches}
+    untrained: dict[str, list[Scores]] = {name: [] for name in batches}
     for i in range(nulls):
-        twin = subject.twin(seed + 1 + i)
+        control = subject.untrained(seed + 1 + i)
         for name, batch in batches.items():
-            twins[name].append(graded(twin, task, batch))
+            untrained[name].append(graded(control, task, batch))
         if progress:
-            progress("re-initialised twins", i + 1, nulls)
-    same = twins[MIXTURE if corrupt else POSTERIOR]
+            progress("untrained controls", i + 1, nulls)
+    same = untrained[MIXTURE if corrupt else POSTERIOR]
     sizes = told.sizes(task, subject.facts["parameters"])
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     drawn_from = [f"{n} sequences of {asked}", *[f"trained on {told.task}"] * (told.task not in ("", task.title))]
     measures: dict[str, Callable[[], Result]] = {
-        name: partial(measure_posterior, name, one, twins[name], (*drawn_from, sizes)) for name, one in found.items()
+        name: partial(measure_posterior, name, one, untrained[name], (*drawn_from, sizes))
+        for name, one in found.items()
     }
     measures[CALIBRATION] = lambda: measure_calibration(own, same)
     unmeasured = {}
@@ -132,14 +135,14 @@ def examine(
         unmeasured[MEMORY] = f"memorisable: {task.memorisable}"
     else:
         seen = graded(subject, task, batches[MEMORY])
-        measures[MEMORY] = lambda: measure_memory(own, seen, twins[MEMORY], (sizes,))
+        measures[MEMORY] = lambda: measure_memory(own, seen, untrained[MEMORY], (sizes,))
     if trained < len(task.query):
         measures[HORIZON] = lambda: measure_horizon(own, same)
     results = {}
     for done, (name, measure) in enumerate(measures.items(), 1):
         try:
             results[name] = measure().lowered()
-        except Refused as refusal:
+        except UserError as refusal:
             unmeasured[name] = str(refusal)
         if progress:
             progress("measuring", done, len(measures))
@@ -207,7 +210,7 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     """The whole of `llmgeom grade`: check, load, grade, save the record and its page; (folder, record)."""
     bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
     if asked.backend != "transformers":
-        raise Refused(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
+        raise UserError(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
     located = asked.locate()
     told = Told.of(located.path)
     task = told.asked(asked.task, asked.model)

@@ -19,7 +19,7 @@ from llmgeom.batch import Batch, Posterior
 from llmgeom.claims import declared, layer_band
 from llmgeom.commands import config as request
 from llmgeom.commands.grade import Told
-from llmgeom.errors import Refused, bounded
+from llmgeom.errors import UserError, bounded
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
@@ -30,9 +30,9 @@ from llmgeom.probes.interventions.splits import Split
 from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats.core import LEAST_UNITS, jackknife
+from llmgeom.stats.core import LEAST_CLUSTERS, jackknife
 from llmgeom.stats.information import bits
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Categorical, Task, seeded
@@ -41,7 +41,7 @@ from llmgeom.task import Split as Of
 SWAP = "swap"
 WAY = "way of the evidence"
 PLACES = {0: "at the embedding", 1: "after the first layer"}  # declared before: the inputs of layers 0 and 1
-RANDOM, AS_FAR, TWINS = "random subspaces", "random subspaces, moved as far", "re-initialised twins"
+RANDOM, AS_FAR, UNTRAINED = "random subspaces", "random subspaces, moved as far", "untrained controls"
 POOL = 4096  # sequences among which donors of the placebo are looked for
 DIFFER = 0.01  # of a probability: answers that differ by less cannot tell which of the two sequences was read
 
@@ -66,15 +66,15 @@ class Pairs:
 
     @classmethod
     def of(cls, task: Task, n: int, seed: int, split: Of) -> Pairs:
-        """Of n sequences those with a query that counts. Raises Refused: a task that does not say what other evidence
+        """Of n sequences those with a query that counts. Raises UserError: a task that does not say what other evidence
         there might be, or asks for real numbers."""
         if not isinstance(task.answers, Categorical):
-            raise Refused(f"{task.title} asks for real numbers; a swap is measured on answers among tokens")
+            raise UserError(f"{task.title} asks for real numbers; a swap is measured on answers among tokens")
         x = task.sample(n, seed, split)
         inputs = x.tokens.data
         swapped = task.swapped(inputs, seeded("swap", seed))
         if swapped is None:
-            raise Refused(f"{task.title} does not say which other evidence there might have been: give it `swapped`")
+            raise UserError(f"{task.title} does not say which other evidence there might have been: give it `swapped`")
         exact = Posterior(task.log_predictive(swapped), outcomes=x.exact.outcomes)
         other = replace(x, inputs=type(x.tokens)(swapped, x.tokens.lengths), posterior=exact)
         at = (swapped != inputs).reshape(*inputs.shape[:2], -1).any(-1)
@@ -94,7 +94,7 @@ class Pairs:
     def donors(self, seed: int, split: Of) -> tuple[Batch, Tensor]:
         """For every such position of x a sequence with the same input there, [row], and the position, [row].
 
-        Raises Refused where one is not found.
+        Raises UserError where one is not found.
         """
         pool = self.task.drawn(POOL, seeded("swap/donors", seed), split).inputs
         _, position = self.at.nonzero(as_tuple=True)
@@ -103,7 +103,7 @@ class Pairs:
             for j, mine in zip(position.tolist(), self.shown(self.x), strict=True)
         ])  # fmt: skip
         if not same.any(1).all():
-            raise Refused(f"none of {POOL} sequences holds the same evidence at the same position: no placebo")
+            raise UserError(f"none of {POOL} sequences holds the same evidence at the same position: no placebo")
         lots = torch.rand(same.shape, generator=seeded("swap/which donor", seed))
         chosen = pool[(lots * same).argmax(1)]
         kind, n = type(self.x.tokens), len(chosen)
@@ -292,22 +292,24 @@ class Swap(Result):
     placebo_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sequences")
     placebo_lost: np.ndarray = quantity("layer", "bits", "rise of KL(p || q) by the placebo, p the answer to x")
     dimensions: np.ndarray = quantity("layer", "dimensions", "of the frame")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
-def measure(own: Moved, twins: Sequence[Moved], layers: Sequence[int], units: np.ndarray) -> Swap:
-    """Raises Refused: fewer than 5 sequences."""
+def measure(own: Moved, untrained: Sequence[Moved], layers: Sequence[int], clusters: np.ndarray) -> Swap:
+    """Raises UserError: fewer than 5 sequences."""
     way, layers = own.way.mean(), tuple(layers)
     spans = {
-        kind: np.array([(s.low, s.high) for s in (jackknife(np.mean, one[0], units) for one in own.moved[kind])])
+        kind: np.array([(s.low, s.high) for s in (jackknife(np.mean, one[0], clusters) for one in own.moved[kind])])
         for kind in ("whole", "frame", "rest", "placebo")
     }
-    whole_way = jackknife(np.mean, own.way, units)
-    found = [beside(declared(SWAP)[WAY], way, whole_way, {TWINS: np.array([t.way.mean() for t in twins])}, units)]
-    warnings, rows = [], np.arange(len(units))
+    whole_way = jackknife(np.mean, own.way, clusters)
+    found = [
+        beside(declared(SWAP)[WAY], way, whole_way, {UNTRAINED: np.array([t.way.mean() for t in untrained])}, clusters)
+    ]
+    warnings, rows = [], np.arange(len(clusters))
     if follows := whole_way.low > 0:
         reached = own.moved["whole"][:, 0].mean(1) / way
         last = [layer for layer, share in zip(layers, reached, strict=True) if share > 0.5]
@@ -325,7 +327,7 @@ def measure(own: Moved, twins: Sequence[Moved], layers: Sequence[int], units: np
             continue
         name, mine = f"frame swap {PLACES[layer]}", own.moved["frame"][i, 0]
         null = {kind: own.moved[kind][i].mean(1) for kind in (RANDOM, AS_FAR)}
-        theirs = {TWINS: np.array([twin.moved["frame"][i, 0].mean() for twin in twins])}
+        theirs = {UNTRAINED: np.array([control.moved["frame"][i, 0].mean() for control in untrained])}
         claim = declared(SWAP)[name]
         if claim.claim and way <= claim.effect:
             claim = replace(claim, claim="")
@@ -333,11 +335,11 @@ def measure(own: Moved, twins: Sequence[Moved], layers: Sequence[int], units: np
                 f"the way of the evidence is {way:.3g} bits, too little for '{name}' to be decided by {claim.effect:g} "
                 "bits: it is a measurement and no claim"
             )
-        found.append(beside(claim, mine.mean(), jackknife(np.mean, mine, units), null | theirs, units))
+        found.append(beside(claim, mine.mean(), jackknife(np.mean, mine, clusters), null | theirs, clusters))
         if follows:
-            share = jackknife(partial(_of_the_way, mine, own.way), rows, units)
+            share = jackknife(partial(_of_the_way, mine, own.way), rows, clusters)
             claim = declared(SWAP)[f"{name}, of the way"]
-            found.append(beside(claim, mine.mean() / way, share, {k: v / way for k, v in null.items()}, units))
+            found.append(beside(claim, mine.mean() / way, share, {k: v / way for k, v in null.items()}, clusters))
     values = {kind: own.moved[kind][:, 0].mean(1) for kind in spans}
     bands = [layer_band({k: own.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))]
     return Swap(
@@ -349,7 +351,7 @@ def measure(own: Moved, twins: Sequence[Moved], layers: Sequence[int], units: np
         as_far=own.moved[AS_FAR].mean((1, 2)),
         placebo_lost=own.lost["placebo"][:, 0].mean(1),
         dimensions=np.array(own.dimensions, dtype=float),
-        headlines=tuple(found),
+        estimates=tuple(found),
         ticks={"layer": layers},
         warnings=tuple(warnings),
         notes=(note,),
@@ -379,30 +381,30 @@ def examine(
 ) -> Record:
     """The swap test of a model on a task. layers: whose inputs are edited, one at a time; all by default.
 
-    Raises Refused: a layer that does not exist; a task without counterfactuals (`Pairs.of`); fewer than 5 sequences in
+    UserError: a layer that does not exist; a task without counterfactuals (`Pairs.of`); fewer than 5 sequences in
     a half on which the answer changes.
     """
     started, last = time.time(), len(subject.blocks) - 1
     chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise Refused(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was swapped")
+        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was swapped")
     split = graded_on(task)
     pairs = Pairs.of(task, n, seed, split)
-    if len(pairs.x) < 2 * LEAST_UNITS:
-        raise Refused(
+    if len(pairs.x) < 2 * LEAST_CLUSTERS:
+        raise UserError(
             f"{task.title}: in {len(pairs.x)} of {n} sequences other evidence changes a later answer; "
-            f"{2 * LEAST_UNITS} are needed: give more --n, or another task"
+            f"{2 * LEAST_CLUSTERS} are needed: give more --n, or another task"
         )
-    half = folds(pairs.x.unit, seed, 2)
+    half = folds(pairs.x.cluster, seed, 2)
     fit, held = (pairs.take(np.flatnonzero(half == one).tolist()) for one in (0, 1))
     moved = partial(Moved.of, fit=fit, held=held, layers=chosen, seed=seed, batch_tokens=batch_tokens)
     own = moved(subject, controls=controls, donors=held.donors(seed, split), tell=progress)
-    twins = []
+    untrained = []
     for i in range(nulls):
-        twins.append(moved(subject.twin(seed + 1 + i)))
+        untrained.append(moved(subject.untrained(seed + 1 + i)))
         if progress:
-            progress(TWINS, i + 1, nulls)
-    made = measure(own, twins, chosen, np.array(held.x.unit)).lowered()
+            progress(UNTRAINED, i + 1, nulls)
+    made = measure(own, untrained, chosen, np.array(held.x.cluster)).lowered()
     nats = subject.capture(held.x, {Site.ENTROPY}, batch_tokens=batch_tokens).entropy
     entropy = bits(nats.double().numpy()).reshape(len(held.x), -1).mean(1)
     beginning = Split(subject, held.x, pairs.x, fit.x, held.x, seed, batch_tokens)

@@ -14,7 +14,7 @@ from typing import Any
 
 from llmgeom.cache.shards import digest
 from llmgeom.commands.config import check_folder, keep
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.papers import verdicts as judging
 from llmgeom.papers.published_numbers import PAPERS, Check, Entry, Size, table
 from llmgeom.papers.verdicts import Bench, Judged
@@ -46,11 +46,11 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.paper not in PAPERS or self.scale not in SIZES:
-            raise Refused(
+            raise UserError(
                 f"reproduce {self.paper} --scale {self.scale}: expected {' or '.join(PAPERS)}, small or paper"
             )
         if self.quick and self.scale == "paper":
-            raise Refused("--quick with --scale paper: one is small, the other is not; leave one out")
+            raise UserError("--quick with --scale paper: one is small, the other is not; leave one out")
 
     @property
     def size(self) -> Size:
@@ -94,7 +94,7 @@ class Found:
                     "asked": judging.asked(one.test, label),
                     "verdict": one.verdict,
                     "why": one.why,
-                    "headline": dataclasses.asdict(one.headline) if one.headline else None,
+                    "metric": dataclasses.asdict(one.estimate) if one.estimate else None,
                 }
                 for label, rows in self.rows.items()
                 for one in rows
@@ -129,7 +129,7 @@ class Found:
             null="Beside each value; what is asked to lie above or below a bound must clear its null, too.",
             failure_modes="An entry that fails here fails at this size and budget: where one is scale-free its "
             "definition says why it compares, where none is it is not tested.",
-            headlines=tuple(one.headline for one in rows if one.headline),
+            estimates=tuple(one.estimate for one in rows if one.estimate),
             quantities={},
             arrays={},
             notes=tuple(_note(one) for one in rows),
@@ -151,7 +151,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
         warnings += bench.warnings()
         name = f"{asked.paper} {bench.label}" if bench.label != asked.paper else bench.label
         results |= {name: Found(asked, rows).measured(bench.label), **bench.sections()}
-        unmeasured |= {f"{name}: {one.entry.id}": one.why for one in rows[bench.label] if one.headline is None}
+        unmeasured |= {f"{name}: {one.entry.id}": one.why for one in rows[bench.label] if one.estimate is None}
     found = Found(asked, rows, tuple(above))
     record = Record(
         results=results,
@@ -213,14 +213,14 @@ def _put(asked: Request, entry: Entry, bench: Bench) -> Judged:
     try:
         found = bench.measured(test)
         if test.compare == "claim" and not found.claim:
-            raise Refused("one of the nulls that its claim is held against could not be had")
-    except Refused as refusal:
+            raise UserError("one of the nulls that its claim is held against could not be had")
+    except UserError as refusal:
         return Judged(entry, None, None, f"it could not be measured: {refusal}")
     return Judged(entry, test, found, "")
 
 
 def _cells(one: Judged, label: str) -> tuple[str, ...]:
-    h = one.headline
+    h = one.estimate
     if h is None:
         return (f"{one.entry.id}", "", "", "", "", "", one.verdict)
     value, low, high = numbers(h.value, h.low, h.high)

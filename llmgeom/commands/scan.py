@@ -13,7 +13,7 @@ from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder, digest
 from llmgeom.commands import config as request
-from llmgeom.errors import Refused, bounded
+from llmgeom.errors import UserError, bounded
 from llmgeom.model import hub
 from llmgeom.progress import Progress, named
 from llmgeom.record import Record, write_whole
@@ -82,7 +82,7 @@ class Plan:
         """
         if not self.stratify:
             return len(self.pools[name])
-        return self.request.n or min(75, 4 * len(set(self.pools[name].unit)) // 15 * 5)
+        return self.request.n or min(75, 4 * len(set(self.pools[name].cluster)) // 15 * 5)
 
     @property
     def shared(self) -> str:
@@ -117,23 +117,23 @@ def _content(pool: Batch) -> Mapping[str, Any]:
     """What decides the prompts of a pool: a task's spec, or the texts themselves."""
     if pool.source.get("kind") == "task":
         return pool.source
-    return {"text": pool.text, "unit": pool.unit}
+    return {"text": pool.text, "cluster": pool.cluster}
 
 
 def prepare(asked: Request, write: bool = True) -> Plan:
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
-    Raises Refused.
+    Raises UserError.
     """
     given = (asked.domains, asked.tasks, asked.prompts_file is not None, asked.prompts_from is not None)
     if sum(map(bool, given)) > 1:
-        raise Refused("--domain, --task, --prompts and --prompts-from exclude each other; give one")
+        raise UserError("--domain, --task, --prompts and --prompts-from exclude each other; give one")
     if asked.n is not None and asked.n < FEWEST:
-        raise Refused(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
+        raise UserError(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
     own = asked.prompts_file is not None or asked.prompts_from is not None
     if asked.n is not None and own and not documents_asked:
-        raise Refused(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
+        raise UserError(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
     bounded(
         ("--n", asked.n, FEWEST),
         ("--nulls", asked.nulls, 1),
@@ -146,7 +146,7 @@ def prepare(asked: Request, write: bool = True) -> Plan:
         asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
     chosen = probes.chosen(asked.probes, asked.protocol, prompts=not asked.tasks)
     if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
-        raise Refused(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
+        raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
     pools = _pools(asked)
     stratify = documents_asked or not (own or asked.tasks)
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
@@ -166,7 +166,7 @@ def _pools(asked: Request) -> dict[str, Batch]:
         pool = documents.read(asked.prompts_file, size, asked.seed, offline=asked.offline)
         least = max(asked.n or FEWEST, FEWEST)
         if len(pool) < least:
-            raise Refused(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
+            raise UserError(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
         return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
     if asked.tasks:
         from llmgeom import wind_tunnels
@@ -185,14 +185,14 @@ def _pools(asked: Request) -> dict[str, Batch]:
         batch = files.read(path)
         batch = batch.take(range(min(len(batch), asked.limit or len(batch))))
         if len(batch) < FEWEST:
-            raise Refused(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
+            raise UserError(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
         return {name: batch}
     pools = {}
     for name in dict.fromkeys(asked.domains or ("mixed", "math")):
         domain = domains.Domain(name)
         size = min(POOL, asked.limit or POOL, domain.size())
         if asked.n is not None and asked.n > size:
-            raise Refused(f"--n {asked.n}: {name} gives a pool of {size} prompts; ask for at most that")
+            raise UserError(f"--n {asked.n}: {name} gives a pool of {size} prompts; ask for at most that")
         pools[name] = domain.sample(size, asked.seed)
     return pools
 
@@ -330,12 +330,12 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
             mixed = fitting(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
             theirs = entropy(mixed, "mixed prompts")
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
-            wanted = pools.diversity(ids(batch), batch.unit)
+            wanted = pools.diversity(ids(batch), batch.cluster)
             possible[MATCHED] = lambda: pools.as_diverse(mixed, theirs, ids(mixed), wanted, n, seed)
     samples = {}
     for what in sorted(asked_for & possible.keys()):
         try:
             samples[what] = possible[what]()
-        except Refused as refusal:  # a small pool cannot give each
+        except UserError as refusal:  # a small pool cannot give each
             notes.append(f"no sample of prompts '{what}': {refusal}")
     return batch, samples, notes

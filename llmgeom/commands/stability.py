@@ -9,13 +9,13 @@ from typing import Any
 
 from llmgeom.cache.distributed import Share
 from llmgeom.commands import scan as scanning
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.batching import plan as batches
 from llmgeom.model.subject import Subject
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 
 FOLDER = "stability"
 MISSING = "not measured"
@@ -79,16 +79,16 @@ def conditions(asked: scanning.Request, subject: Subject) -> tuple[Condition, Co
 
 @dataclass(frozen=True)
 class Row:
-    """One headline of one record under every condition that was run.
+    """One metric of one record under every condition that was run.
 
     verdict   of the main run; others: by condition.
     changes   by condition |change of the value| over half the width of the main run's interval; empty where that has no
-              width, or the headline was not measured there.
+              width, or the metric was not measured there.
     """
 
     record: str
     probe: str
-    headline: str
+    estimate: str
     claim: bool
     verdict: str
     others: Mapping[str, str]
@@ -109,7 +109,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Stability:
-    """All headlines of all records; not_run: conditions that could not be run, and why."""
+    """All metrics of all records; not_run: conditions that could not be run, and why."""
 
     rows: tuple[Row, ...]
     not_run: Mapping[str, str]
@@ -126,7 +126,7 @@ class Stability:
     def warnings(self, record: str) -> tuple[str, ...]:
         """A sentence a verdict that flips, for the page of that record; claims first."""
         return tuple(
-            f"unstable: {row.headline} is {row.verdict} here, and "
+            f"unstable: {row.estimate} is {row.verdict} here, and "
             + ", ".join(f"{row.others[name]} {_spelt(name)}" for name in row.flips)
             for row in sorted(self.flipped, key=lambda row: not row.claim)
             if row.record == record
@@ -140,12 +140,12 @@ class Stability:
         return {"stability": counts | {name: f"not run: {why}" for name, why in self.not_run.items()}}
 
     def lines(self) -> Iterator[str]:
-        """For a terminal: each headline, what its verdict becomes, and by how much its value changes."""
+        """For a terminal: each metric, what its verdict becomes, and by how much its value changes."""
         ran = tuple(dict.fromkeys(name for row in self.rows for name in row.others))
         for record in dict.fromkeys(row.record for row in self.rows):
             rows = [
                 (
-                    row.headline,
+                    row.estimate,
                     row.verdict,
                     *(row.cell(name) for name in ran),
                     f"{max(row.changes.values()):.2g}" if row.changes else "-",
@@ -166,20 +166,20 @@ def _spelt(name: str) -> str:
 
 
 def compared(name: str, main: Record, again: Mapping[str, Record]) -> Iterator[Row]:
-    """A row for every headline that the main record or a repetition has."""
+    """A row for every metric that the main record or a repetition has."""
 
-    def headlines(record: Record) -> dict[tuple[str, str], Headline]:
-        return {(probe, h.name): h for probe, m in record.results.items() for h in m.headlines}
+    def estimates(record: Record) -> dict[tuple[str, str], Estimate]:
+        return {(probe, h.name): h for probe, m in record.results.items() for h in m.estimates}
 
-    own, others = headlines(main), {condition: headlines(record) for condition, record in again.items()}
-    for probe, headline in dict.fromkeys(key for each in (own, *others.values()) for key in each):
-        key, here = (probe, headline), own.get((probe, headline))
+    own, others = estimates(main), {condition: estimates(record) for condition, record in again.items()}
+    for probe, estimate in dict.fromkeys(key for each in (own, *others.values()) for key in each):
+        key, here = (probe, estimate), own.get((probe, estimate))
         verdicts = {name: each[key].verdict if key in each else MISSING for name, each in others.items()}
         changes = {}
         if here is not None and (half := (here.high - here.low) / 2) > 0:
             changes = {name: abs(each[key].value - here.value) / half for name, each in others.items() if key in each}
         claim = any(bool(each[key].claim) for each in (own, *others.values()) if key in each)
-        yield Row(name, probe, headline, claim, MISSING if here is None else here.verdict, verdicts, changes)
+        yield Row(name, probe, estimate, claim, MISSING if here is None else here.verdict, verdicts, changes)
 
 
 def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list[Record], Stability]:
@@ -188,7 +188,7 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
     A repetition is a run folder of its own: stability/CONDITION in the main one.
     """
     if Share.given(plan.request.shard) is not None:
-        raise Refused("--stability scans in one process: leave --shard, or the launcher, out")
+        raise UserError("--stability scans in one process: leave --shard, or the launcher, out")
     subject = plan.request.load()
     main = dict(zip(plan.pools, (record for _, record in scanning.perform(plan, progress, subject)), strict=True))
     drawn = {name: scanning.sampled(plan, subject, name) for name in plan.pools}
@@ -197,7 +197,7 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
     for condition in conditions(plan.request, subject):
         try:
             made = dict(_repeated(plan, condition, drawn, progress))
-        except Refused as refusal:
+        except UserError as refusal:
             not_run[condition.name] = str(refusal)
             continue
         for name, record in made.items():
@@ -220,7 +220,7 @@ def _repeated(
     plan: scanning.Plan, condition: Condition, drawn: Mapping[str, scanning.Drawn], progress: Progress | None
 ) -> Iterator[tuple[str, Record]]:
     if condition.why:
-        raise Refused(condition.why)
+        raise UserError(condition.why)
     subject = condition.subject()
 
     def said(stage: str, done: int, total: int, note: str = "") -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import graded
@@ -109,12 +109,12 @@ class Settled:
 def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
     """The first step from which on the curve stays at or below `level` of `whole`, its first value unless given.
 
-    Between two snapshots the curve is taken as straight in log(1 + step). Raises Refused where `whole` is not above 0:
+    Between two snapshots the curve is taken as straight in log(1 + step). UserError where `whole` is not above 0:
     there is nothing to fall.
     """
     whole = float(curve[0]) if whole is None else whole
     if not whole > TINY:
-        raise Refused(f"a curve over training begins at {whole:.2g}; there is nothing to fall from")
+        raise UserError(f"a curve over training begins at {whole:.2g}; there is nothing to fall from")
     over = int(np.flatnonzero(curve > level * whole)[-1])
     if over == len(curve) - 1:
         return Settled(float(steps[-1]), True)
@@ -125,9 +125,9 @@ def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole
 
 def fallen(precision: np.ndarray) -> np.ndarray:
     """What is left of the fall of log P, 1 at the first snapshot and 0 at the last: (log P_t - log P_T) / (log P_0 -
-    log P_T). Raises Refused where precision does not fall, or ends in 0."""
+    log P_T). Raises UserError where precision does not fall, or ends in 0."""
     if not 0 < precision[-1] < precision[0]:
-        raise Refused(f"log P does not fall: P goes from {precision[0]:.3g} to {precision[-1]:.3g} bits")
+        raise UserError(f"log P does not fall: P goes from {precision[0]:.3g} to {precision[-1]:.3g} bits")
     logs = np.log(precision)
     return (logs - logs[-1]) / (logs[0] - logs[-1])
 

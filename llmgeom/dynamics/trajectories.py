@@ -13,12 +13,12 @@ import numpy as np
 
 from llmgeom import claims
 from llmgeom.dynamics.drift import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, less_p, mean_log, settled
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.attention_gradients import Signals
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.length_curves import spans
-from llmgeom.result import Figure, Headline, Measured, Quantity
+from llmgeom.result import Estimate, Figure, Measured, Quantity
 from llmgeom.stats.core import Interval
 from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 
@@ -42,10 +42,10 @@ class Run:
 
     @classmethod
     def of(cls, folder: str) -> Run:
-        """A folder that `llmgeom train` finished. Raises Refused for any other, and one of fewer than 3 snapshots."""
+        """A folder that `llmgeom train` finished. Raises UserError for any other, and one of fewer than 3 snapshots."""
         path = Path(folder)
         if not (path / TRAINING).exists():
-            raise Refused(f"{folder} is no finished run of `llmgeom train` (it has no training.json)")
+            raise UserError(f"{folder} is no finished run of `llmgeom train` (it has no training.json)")
         facts = told(path / TRAINING, ("training", "step", "task"))
         training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
         found = {
@@ -65,10 +65,10 @@ class Run:
         for revision in revisions:
             found = re.fullmatch(r"step(\d+)", revision)
             if not found:
-                raise Refused(f"--revisions {revision}: expected a revision named stepN, as Pythia's are")
+                raise UserError(f"--revisions {revision}: expected a revision named stepN, as Pythia's are")
             steps.append(int(found[1]))
         if steps != sorted(set(steps)):
-            raise Refused(f"--revisions {','.join(revisions)}: expected ascending steps; the last is the reference")
+            raise UserError(f"--revisions {','.join(revisions)}: expected ascending steps; the last is the reference")
         cls._enough(model, steps, "name more of them")
         return cls(model, tuple(steps), tuple((model, revision) for revision in revisions))
 
@@ -76,7 +76,7 @@ class Run:
     def _enough(what: str, steps: Any, remedy: str) -> None:
         if len(steps) < 3:
             count = {1: "no snapshot but its end", 2: "two snapshots"}.get(len(steps), "no snapshots")
-            raise Refused(f"{what} has {count}; what happens between takes at least 3: {remedy}")
+            raise UserError(f"{what} has {count}; what happens between takes at least 3: {remedy}")
 
     @property
     def corrupt(self) -> float:
@@ -101,20 +101,20 @@ class Course:
     signals: tuple[Signals, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
-        """[step]. Raises Refused where drifts were not had."""
+        """[step]. Raises UserError where drifts were not had."""
         if self.drifts is None:
-            raise Refused(f"the drifts of {self.run.name} were not measured")
+            raise UserError(f"the drifts of {self.run.name} were not measured")
         return getattr(self.drifts, name)
 
     def pull(self, name: str) -> np.ndarray:
         """[step], root mean square over layers (of the spread the mean), over its largest value in training.
 
-        Raises Refused where it is 0 throughout.
+        Raises UserError where it is 0 throughout.
         """
         each = np.array([getattr(one, name) for one in self.signals])
         curve = each.mean(1) if name == "spread" else np.sqrt(np.square(each).mean(1))
         if not curve.max() > 0:
-            raise Refused(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
+            raise UserError(f"the {name.replace('_', ' ')} of {self.run.name} is 0 at every snapshot")
         return curve / curve.max()
 
 
@@ -134,7 +134,7 @@ class Section:
         self.steps = courses[0].run.steps
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
-        self.headlines: list[Headline] = []
+        self.estimates: list[Estimate] = []
         self.lacking: dict[str, str] = {}
         self.notes: list[str] = []
 
@@ -142,7 +142,7 @@ class Section:
         """Mean over the runs that learn of `of(course)`, [step], with their interval and the others' range."""
         try:
             own, null = (np.array([of(course) for course in group]) for group in (self.own, self.null))
-        except Refused as refusal:
+        except UserError as refusal:
             self.notes.append(f"{meaning}: not measured, {refusal}")
             return
         interval, band = f"{name}_interval" * (len(own) > 1), f"{name}_null" * (len(null) > 0)
@@ -158,7 +158,7 @@ class Section:
         """When a curve settles, run by run."""
         try:
             found = [of(course) for course in (*self.own, *self.null)]
-        except Refused as refusal:
+        except UserError as refusal:
             self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
             return
         self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([one.step for one in found]))
@@ -169,7 +169,7 @@ class Section:
         """Of the runs that learn, against 1 and against those of random targets."""
         try:
             found, others = ([of(course) for course in group] for group in (self.own, self.null))
-        except Refused as refusal:
+        except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
         own, null = (np.array([ratio.value for ratio in each]) for each in (found, others))
@@ -182,7 +182,7 @@ class Section:
         if len(own) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
         claim, n = claims.declared(self.probe)[name], len(own)
-        self.headlines.append(claims.headline(claim, value, span, nulls, n=n, units=n))
+        self.estimates.append(claims.estimate(claim, value, span, nulls, n=n, clusters=n))
         open_, lacking = sum(ratio.open for ratio in found), []
         if open_:
             lacking.append(f"in {open_} of {n} runs neither settles before the last two snapshots: train longer")
@@ -195,7 +195,7 @@ class Section:
     def measured(self) -> Measured:
         return replace(
             TEXTS[self.probe],
-            headlines=tuple(self.headlines),
+            estimates=tuple(self.estimates),
             quantities=self.quantities,
             arrays=self.arrays,
             notes=tuple(self.notes),
@@ -233,7 +233,7 @@ DRIFT_TEXTS = Measured(
         "the tokens themselves keep it high from the start, so a drift at step 0 below 1 is no learning. Precision is "
         "held against the truth, the others against their own end."
     ),
-    headlines=(),
+    estimates=(),
     quantities={},
     arrays={},
 )
@@ -256,7 +256,7 @@ GRADIENT_TEXTS = Measured(
         "where it does; only their ratio speaks about routing. Scores and values have different scales and signs of "
         "life: a larger value vector makes the score gradient larger."
     ),
-    headlines=(),
+    estimates=(),
     quantities={},
     arrays={},
 )
@@ -270,12 +270,12 @@ def sections(courses: Sequence[Course]) -> dict[str, Measured]:
         made[GRADIENTS] = _gradients(courses)
     judged = claims.judge({probe: section.measured() for probe, section in made.items()})
     return {
-        probe: replace(measured, headlines=tuple(_final(h, made[probe].lacking) for h in measured.headlines))
+        probe: replace(measured, estimates=tuple(_final(h, made[probe].lacking) for h in measured.estimates))
         for probe, measured in judged.items()
     }
 
 
-def _final(h: Headline, lacking: Mapping[str, str]) -> Headline:
+def _final(h: Estimate, lacking: Mapping[str, str]) -> Estimate:
     if h.name not in lacking:
         return h
     return replace(h, verdict="INCONCLUSIVE" if h.claim else "undecided", why=lacking[h.name])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 # Format -> the module that writes it, and where it goes inside the run folder by default.
 FORMATS = {
@@ -28,14 +28,14 @@ def export(run: str, form: str, out: str | None = None, **options: Any) -> list[
     """Write one run in one format and return what there is to say of it, the place first.
 
     options   of gguf and steered: direction, dose, approximate (`exports.shift`).
-    Raises Refused: a folder that holds no run; options of another format; what a format cannot hold.
+    Raises UserError: a folder that holds no run; options of another format; what a format cannot hold.
     """
     from llmgeom.record import Record, unwritten
 
     module, name = FORMATS[form]
     given = {option: value for option, value in options.items() if value is not None}
     if given and module != "shift":
-        raise Refused(f"export {form} has no --{next(iter(given))}; leave it out (it is of gguf and steered)")
+        raise UserError(f"export {form} has no --{next(iter(given))}; leave it out (it is of gguf and steered)")
     record, path = Record.load(run), Path(out) if out else Path(run) / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from llmgeom.reports.prompts import numeric
 def write(record: Record, _form: str, out: Path) -> list[str]:
     """Arrays PROBE.QUANTITY as measured, and prompts.COLUMN for every column of numbers.
 
-    The metadata holds text: `record` (model, prompts, command, warnings, what was not measured), `headlines`, and
+    The metadata holds text: `record` (model, prompts, command, warnings, what was not measured), `estimates`, and
     `quantities` (axes, unit, meaning, and the names along an axis where it has any), each as JSON.
     """
     from safetensors.numpy import save
@@ -25,7 +25,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     arrays = record.arrays | columns
     told = {
         "record": about(record),
-        "headlines": {probe: list(map(dataclasses.asdict, m.headlines)) for probe, m in record.results.items()},
+        "estimates": {probe: list(map(dataclasses.asdict, m.estimates)) for probe, m in record.results.items()},
         "quantities": {
             f"{probe}.{name}": {
                 "axes": q.axes,

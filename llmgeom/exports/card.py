@@ -21,7 +21,7 @@ READ = (
 def write(record: Record, _form: str, out: Path) -> list[str]:
     """One Markdown section, to be pasted into a README.md of the model hub."""
     write_whole(out, ("\n".join(section(record)) + "\n").encode())
-    return [f"{sum(len(m.headlines) for m in record.results.values())} headlines"]
+    return [f"{sum(len(m.estimates) for m in record.results.values())} metrics"]
 
 
 def section(record: Record) -> Iterator[str]:
@@ -30,7 +30,7 @@ def section(record: Record) -> Iterator[str]:
     claims = [row for row in rows if row.claim]
     measured = [row for row in rows if not row.claim and row.verdict != "not measured"]
     missing = [row for row in rows if row.verdict == "not measured"]
-    count, units = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
+    count, clusters = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
     revision = f" at `{subject['revision']}`" if subject.get("revision") else ""
     yield from ("## How it holds its uncertainty", "")
     source, name, dtype = (
@@ -39,7 +39,7 @@ def section(record: Record) -> Iterator[str]:
     )
     weights = str(subject.get("weights", "not hashed"))[:12]
     version = f" {record.facts['llmgeom']}" if "llmgeom" in record.facts else ""
-    yield f"Measured by llmgeom{version} on {count} prompts ({units} units) of {source}."
+    yield f"Measured by llmgeom{version} on {count} prompts ({clusters} units) of {source}."
     yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
     yield from ("", READ)
     if claims:

@@ -41,7 +41,7 @@ HEAD = ("Quantity", "Value", r"95\,\% interval", r"95\,\% of the null", "$p$", "
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
-    """Tables of every headline, with what was not measured; they need the packages array and booktabs."""
+    """Tables of every metric, with what was not measured; they need the packages array and booktabs."""
     write_whole(out, ("\n".join(table(record)) + "\n").encode())
     return [r"\usepackage{array, booktabs} in the preamble, then \input it"]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.exports.shift import measured
 from llmgeom.model import weights
 from llmgeom.model.subject import Subject
@@ -60,13 +60,13 @@ FAMILIES = {
 
 
 def write(record: Record, form: str, out: Path) -> list[str]:
-    """The record's page with its model in it. Raises Refused for a model that was trained in no wind tunnel, is not the
+    """The record's page with its model in it. UserError for a model that was trained in no wind tunnel, is not the
     one that was measured, is too large or no transformer, and for a task whose exact answer the page cannot say."""
     spelt = record.subject.get("trained_on")
     if not isinstance(spelt, str):
-        raise Refused(f"export live: {record.subject['name']} was trained in no wind tunnel; scan one that was")
+        raise UserError(f"export live: {record.subject['name']} was trained in no wind tunnel; scan one that was")
     if (name := spelt.partition(":")[0]) not in TASKS:
-        raise Refused(f"export live: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
+        raise UserError(f"export live: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
     subject = measured(record)
     model = contents(subject)
     task = named(spelt)
@@ -98,17 +98,17 @@ def write(record: Record, form: str, out: Path) -> list[str]:
 
 
 def contents(subject: Subject) -> dict[str, Any]:
-    """The shape and weights of a transformer, every matrix as [out in] float32. Raises Refused for what is none of
+    """The shape and weights of a transformer, every matrix as [out in] float32. Raises UserError for what is none of
     FAMILIES, and for more than LARGEST parameters."""
     model, config = subject.model, subject.model.config
     family = FAMILIES.get(config.model_type)
     if family is None:
-        raise Refused(
+        raise UserError(
             f"export live: {subject.name} is a {config.model_type} model; the page can run {', '.join(FAMILIES)}"
         )
     parameters = sum(p.numel() for p in model.parameters())
     if parameters > LARGEST:
-        raise Refused(
+        raise UserError(
             f"export live: {subject.name} has {parameters:,} parameters; a page holds up to {LARGEST:,}: train a "
             f"smaller one (--match-params {LARGEST // 2})"
         )

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import weights
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
@@ -57,22 +57,22 @@ def write(
 
     dose         how many spreads of c the values are moved by.
     approximate  write a control vector also where it is not the same as the shift, and say by how much.
-    Raises Refused: a run of another kind; a model that is not the one that was measured; what is not exact.
+    Raises UserError: a run of another kind; a model that is not the one that was measured; what is not exact.
     """
     if form == "gguf":
         needed("gguf")
     direction, added = step(record, direction)
     if not np.isfinite(dose) or not dose:
-        raise Refused(f"--dose {dose}: expected a number other than 0; 1 moves the values by one spread")
+        raise UserError(f"--dose {dose}: expected a number other than 0; 1 moves the values by one spread")
     if form == "gguf" and 0 in added:
-        raise Refused("export gguf: llama.cpp adds no control vector at layer 0; export steered holds every layer")
+        raise UserError("export gguf: llama.cpp adds no control vector at layer 0; export steered holds every layer")
     subject = measured(record)
     values = {layer: dose * torch.from_numpy(one).double() for layer, one in added.items()}
     written = {layer: residual(subject, layer, one) for layer, one in values.items()}
     found = compared(subject, record.prompts["text"][:PROMPTS], values, places(subject, form, values), written)
     exact = found.apart <= max(EXACT, ROUNDING[subject.facts["dtype"]] * found.moved)
     if not exact and not (approximate and form == "gguf"):
-        raise Refused(
+        raise UserError(
             f"export {form}: not the same as the shift, log-probabilities differ by up to {found.apart:.2g} nats where "
             f"the shift moves them by up to {found.moved:.2g}; "
             + (
@@ -99,42 +99,42 @@ def write(
 
 
 def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, np.ndarray]]:
-    """The direction, and layer -> [coordinate] what dose 1 adds to its values. Raises Refused for other runs."""
+    """The direction, and layer -> [coordinate] what dose 1 adds to its values. Raises UserError for other runs."""
     done = record.facts.get("axis")
     if not isinstance(done, Mapping):
-        raise Refused(f"{record.title} found no axis that could be exported as a shift; run {REMEDY}")
+        raise UserError(f"{record.title} found no axis that could be exported as a shift; run {REMEDY}")
     if done["mode"] != "shift":
-        raise Refused(
+        raise UserError(
             f"this run made a {done['mode']}, which adds what depends on the input; only a shift adds a constant that "
             f"can be exported: run {REMEDY}"
         )
     if done["positions"] != "all":
-        raise Refused(
+        raise UserError(
             f"this run shifted the values of the {done['positions']} position alone, and what reaches the residual "
             f"stream then depends on how much it attends to itself: run {REMEDY}"
         )
     there = [name for name in done["directions"] if "step" in record.results[f"ablation_{name}"].arrays]
     if not there:
-        raise Refused(f"the run holds no step (it was made by an earlier version); run {REMEDY} again")
+        raise UserError(f"the run holds no step (it was made by an earlier version); run {REMEDY} again")
     if direction is None and len(there) > 1:
-        raise Refused(f"the run holds {' and '.join(there)}: say which, e.g. --direction {there[0]}")
+        raise UserError(f"the run holds {' and '.join(there)}: say which, e.g. --direction {there[0]}")
     chosen = direction or there[0]
     if chosen not in there:
-        raise Refused(f"--direction {chosen}: the run holds {' and '.join(there)}")
+        raise UserError(f"--direction {chosen}: the run holds {' and '.join(there)}")
     steps = record.results[f"ablation_{chosen}"].arrays["step"]
     return chosen, dict(zip(done["layers"], steps, strict=True))
 
 
 def measured(record: Record) -> Subject:
-    """The model of a record. Raises Refused where it is not there any more, or its weights are others."""
+    """The model of a record. Raises UserError where it is not there any more, or its weights are others."""
     facts = record.subject
     if how := facts.get("quantised"):
-        raise Refused(
+        raise UserError(
             f"{facts['name']} was measured quantised ({how}), and its weights are not kept so: measure it whole"
         )
     subject = Subject.load(facts["name"], facts.get("revision"), dtype=facts["dtype"])
     if subject.facts["weights"] != facts["weights"]:
-        raise Refused(
+        raise UserError(
             f"{facts['name']} has other weights than when it was measured ({str(subject.facts['weights'])[:12]}, the "
             f"record says {str(facts['weights'])[:12]}): measure it again"
         )

@@ -1,4 +1,4 @@
-"""A record as three Parquet tables: its prompts, its numbers layer by layer, and its headlines."""
+"""A record as three Parquet tables: its prompts, its numbers layer by layer, and its metrics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Columns = Mapping[str, list]
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
-    """prompts.parquet, layers.parquet and headlines.parquet in the folder `out`."""
+    """prompts.parquet, layers.parquet and metrics.parquet in the folder `out`."""
     needed("pyarrow")
     import pyarrow
     from pyarrow import parquet
@@ -38,12 +38,12 @@ def tables(record: Record) -> dict[str, Columns]:
     prompts    a row a prompt: its columns, and every quantity measured of each prompt, PROBE.QUANTITY.PLACE.
     layers     a row a number of a layer: probe, quantity, unit, layer, the axis and the place along it of a second
                axis (head 3, bound low; empty where there is none), value.
-    headlines  a row a headline, with all its fields.
+    metrics  a row a metric, with all its fields.
     """
     prompts = {name: _alike(column) for name, column in record.prompts.items()}
     count = len(next(iter(prompts.values()), ()))
     layers: dict[str, list] = {name: [] for name in ("probe", "quantity", "unit", "layer", "axis", "at", "value")}
-    headlines: dict[str, list] = {}
+    estimates: dict[str, list] = {}
     for probe, measured in sorted(record.results.items()):
         for name, quantity in measured.quantities.items():
             array, axes = np.asarray(measured.arrays[name]), quantity.axes
@@ -61,10 +61,10 @@ def tables(record: Record) -> dict[str, Columns]:
                         cells = (probe, name, quantity.unit, int(layer), axis, place, float(value))
                         for cell, kept in zip(cells, layers.values(), strict=True):
                             kept.append(cell)
-        for headline in measured.headlines:
-            for field, cell in {"probe": probe, **dataclasses.asdict(headline)}.items():
-                headlines.setdefault(field, []).append(cell)
-    return {"prompts": prompts, "layers": layers, "headlines": headlines}
+        for estimate in measured.estimates:
+            for field, cell in {"probe": probe, **dataclasses.asdict(estimate)}.items():
+                estimates.setdefault(field, []).append(cell)
+    return {"prompts": prompts, "layers": layers, "estimates": estimates}
 
 
 def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:

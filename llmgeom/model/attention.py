@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from llmgeom.errors import Refused, UnsupportedModel
+from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model.capture import ROWS, Key, Site
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.model.layers import Block
@@ -108,7 +108,9 @@ class Recorder:
                 "encoders and multimodal towers are not read"
             )
         if query.shape[2] != key.shape[2]:
-            raise Refused("capturing while decoding from a cache is not supported; pass the whole text in one forward")
+            raise UserError(
+                "capturing while decoding from a cache is not supported; pass the whole text in one forward"
+            )
         self.seen.append(layer)
         self.keep(Site.QUERY, layer, query.transpose(1, 2))
         self.keep(Site.KEY, layer, key.transpose(1, 2))

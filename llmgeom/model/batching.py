@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 BATCH_TOKENS = 4096
 SHARD = 64 * 2**20  # bytes
@@ -16,10 +16,10 @@ def plan(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tupl
 
     A pure function of its arguments: the same prompts, tokenizer and budget give the same plan on every machine, which
     is what makes a resumed run end with the same bytes. A prompt longer than the budget runs alone. Returns tuples of
-    prompt indices. Raises Refused for a budget below 1.
+    prompt indices. Raises UserError for a budget below 1.
     """
     if batch_tokens < 1:
-        raise Refused(f"--batch-tokens {batch_tokens}: expected at least 1")
+        raise UserError(f"--batch-tokens {batch_tokens}: expected at least 1")
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     batches: list[tuple[int, ...]] = []
     current: list[int] = []

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 Point = Literal["residual", "value", "z", "attention_write", "mlp_write"]
 POINTS: tuple[Point, ...] = ("residual", "value", "z", "attention_write", "mlp_write")
@@ -48,26 +48,26 @@ class Edit:
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
-            raise Refused(f"edit point {self.point!r} is unknown; an edit acts on one of {', '.join(POINTS)}")
+            raise UserError(f"edit point {self.point!r} is unknown; an edit acts on one of {', '.join(POINTS)}")
         if self.positions not in ("all", "query"):
-            raise Refused(f"edit positions {self.positions!r}: expected 'all' or 'query'")
+            raise UserError(f"edit positions {self.positions!r}: expected 'all' or 'query'")
         if self.layers is not None and not self.layers:
-            raise Refused("an edit of no layers would change nothing; name layers, or None for all")
+            raise UserError("an edit of no layers would change nothing; name layers, or None for all")
 
     def on(self, layers: int) -> tuple[int, ...]:
-        """The layers it touches in a model of `layers` layers. Raises Refused where one does not exist."""
+        """The layers it touches in a model of `layers` layers. Raises UserError where one does not exist."""
         if self.layers is None:
             return tuple(range(layers))
         wrong = [layer for layer in self.layers if not 0 <= layer < layers]
         if wrong:
-            raise Refused(f"edit of layer {wrong[0]}: this model has layers 0 to {layers - 1}; nothing was edited")
+            raise UserError(f"edit of layer {wrong[0]}: this model has layers 0 to {layers - 1}; nothing was edited")
         return self.layers
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
-        """The edited activation. Raises Refused where the function changes the shape."""
+        """The edited activation. Raises UserError where the function changes the shape."""
         edited = self.function(x, where)
         if edited.shape != x.shape:
-            raise Refused(
+            raise UserError(
                 f"the edit at {self.point} returned shape {tuple(edited.shape)} for {tuple(x.shape)}: "
                 "an edit keeps the shape"
             )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from huggingface_hub import constants
 
-from llmgeom.errors import Refused, UnsupportedModel, first_line
+from llmgeom.errors import UnsupportedModel, UserError, first_line
 
 POCKET = Path(__file__).parent.parent / "pocket"
 LOOK, TOTAL = 2.0, 3.5  # seconds: the first question to the hub; that and the list of files
@@ -47,7 +47,7 @@ class Located:
     note: str = ""
 
 
-class _Incomplete(Refused):
+class _Incomplete(UserError):
     """Files are missing: final for a folder, while a snapshot in the cache can still be completed from the hub."""
 
 
@@ -86,7 +86,7 @@ def locate(
 ) -> Located:
     """Find `pocket:NAME[@step0]`, a folder, or a hub id within 4 seconds, network or none.
 
-    Raises Refused, with the remedy, for what from_pretrained would fail on after minutes, or not notice.
+    Raises UserError, with the remedy, for what from_pretrained would fail on after minutes, or not notice.
     """
     if model.startswith("pocket:"):
         return _pocket(model, revision)
@@ -96,9 +96,9 @@ def locate(
     folder = os.path.expanduser(model)
     if not os.path.isdir(folder):
         what = "is a file, not a folder" if os.path.exists(folder) else "is not a folder that exists"
-        raise Refused(f"{model} {what}; give a folder written by save_pretrained, or a hub id, OWNER/NAME")
+        raise UserError(f"{model} {what}; give a folder written by save_pretrained, or a hub id, OWNER/NAME")
     if revision:
-        raise Refused(f"{model} is a local folder and has no revisions; leave out --revision {revision}")
+        raise UserError(f"{model} is a local folder and has no revisions; leave out --revision {revision}")
     _check(folder, model, trust_remote_code)
     return Located(model, folder, None, "local")
 
@@ -108,10 +108,10 @@ def _pocket(model: str, revision: str | None) -> Located:
     if name not in pockets():
         near = difflib.get_close_matches(name, pockets(), 1)
         hint = f"did you mean pocket:{near[0]}? " if near else ""
-        raise Refused(f"{model}: no such pocket model; {hint}here: {_offline_models()}")
+        raise UserError(f"{model}: no such pocket model; {hint}here: {_offline_models()}")
     if revision or (at and step != "step0"):
         wrong = revision or step
-        raise Refused(f"{model}: a pocket model has no revision {wrong!r}; untrained it is pocket:{name}@step0")
+        raise UserError(f"{model}: a pocket model has no revision {wrong!r}; untrained it is pocket:{name}@step0")
     _check(str(POCKET / name), model, False)
     return Located(model, str(POCKET / name), None, "pocket", step0=bool(at))
 
@@ -124,7 +124,7 @@ def _offline_models() -> str:
 
 
 def _check(folder: str, name: str, trust_remote_code: bool) -> None:
-    """Raises _Incomplete where a file is missing, Refused where one is damaged or wants to run code."""
+    """Raises _Incomplete where a file is missing, UserError where one is damaged or wants to run code."""
     try:
         names = os.listdir(folder)
         if "config.json" not in names:
@@ -134,7 +134,7 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
         own = config.get("auto_map")
         remote = isinstance(own, dict) and {"AutoConfig", "AutoModelForCausalLM"} & own.keys()
         if remote and not trust_remote_code and not _native(config.get("model_type")):
-            raise Refused(f"{name}: {REMOTE}")
+            raise UserError(f"{name}: {REMOTE}")
         shards = [_weights(names, name)]
         if shards[0].endswith(".json"):
             mapping = _json(index := os.path.join(folder, shards[0])).get("weight_map")
@@ -152,7 +152,7 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
             expected = f"expected one of {', '.join(VOCABULARIES)}"
             raise _Incomplete(f"{name}: no tokenizer in {folder}; {expected}: add it with tokenizer.save_pretrained")
     except OSError as error:
-        raise Refused(f"{name}: {error.filename or folder} cannot be read ({error.strerror or error})") from error
+        raise UserError(f"{name}: {error.filename or folder} cannot be read ({error.strerror or error})") from error
 
 
 def folder(located: Located) -> Path:
@@ -169,16 +169,16 @@ def tunnel(folder: str) -> bool:
 
 def tunnel_task(folder: str) -> str:
     """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it. Raises
-    Refused as `trusted`."""
+    UserError as `trusted`."""
     return trusted(tunnel_facts(folder)["trained_on"], folder)
 
 
 def trusted(task: str, folder: str) -> str:
-    """A task that the files of a model's folder name. Raises Refused where it is Python code that came with them."""
+    """A task that the files of a model's folder name. Raises UserError where it is Python code that came with them."""
     path, is_code, _ = task.partition(".py:")
     place = Path(folder).resolve()
     if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
-        raise Refused(
+        raise UserError(
             f"{folder}: its task is Python code of its own, {path}.py, which is not run unasked; read it, then name it "
             "with --task, or put it elsewhere and correct task.json and training.json"
         )
@@ -187,7 +187,7 @@ def trusted(task: str, folder: str) -> str:
 
 def tunnel_facts(folder: str) -> dict[str, Any]:
     """What the model in a folder was trained on, as facts of a subject: the task, and how many queries, the first ones,
-    a loss was on; empty where it was trained in no wind tunnel. Raises Refused for a task.json that is none."""
+    a loss was on; empty where it was trained in no wind tunnel. Raises UserError for a task.json that is none."""
     if not tunnel(folder):
         return {}
     path = os.path.join(folder, TUNNEL)
@@ -273,7 +273,7 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
     try:
         validate_repo_id(model)
     except errors.HFValidationError as error:
-        raise Refused(
+        raise UserError(
             f"{model!r} is neither a folder here nor a hub id, OWNER/NAME (its revision goes into --revision)"
         ) from error
     in_environment = os.environ.get("HF_HUB_OFFLINE", "").upper() in constants.ENV_VARS_TRUE_VALUES
@@ -288,7 +288,7 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
         if not commit:
             raise ConnectionError("what answered is not a model hub; a captive portal, a proxy, HF_ENDPOINT?")
     except errors.RemoteEntryNotFoundError as error:
-        raise Refused(
+        raise UserError(
             f"{model} has no config.json at {revision!r}, so it is no transformers model; name another"
         ) from error
     except Exception as error:
@@ -380,25 +380,27 @@ def _remember(model: str, revision: str, commit: str) -> None:
 REMOTE = "it brings its own Python code, which is not run unasked; read it, then pass --trust-remote-code"
 
 
-def _corrupt(path: str, why: str) -> Refused:
-    return Refused(f"{path} is corrupt ({why}); delete it and save or download it again")
+def _corrupt(path: str, why: str) -> UserError:
+    return UserError(f"{path} is corrupt ({why}); delete it and save or download it again")
 
 
-def _verdict(error: BaseException, model: str, revision: str | None) -> Refused | None:
+def _verdict(error: BaseException, model: str, revision: str | None) -> UserError | None:
     """The hub's own word about this model; None where the hub, or something before it, merely failed."""
     from huggingface_hub import errors
 
     page = f"{constants.ENDPOINT}/{model}"
     if isinstance(error, errors.GatedRepoError):  # a subclass of RepositoryNotFoundError: first
-        return Refused(f"{model} is gated: accept its licence at {page}, then `hf auth login` or set HF_TOKEN")
+        return UserError(f"{model} is gated: accept its licence at {page}, then `hf auth login` or set HF_TOKEN")
     if isinstance(error, errors.RepositoryNotFoundError):
         hint = f"; did you mean pocket:{model}?" if model in pockets() else ""
-        return Refused(f"{model}: the hub shows no such model; misspelt, or private (then `hf auth login`){hint}")
+        return UserError(f"{model}: the hub shows no such model; misspelt, or private (then `hf auth login`){hint}")
     if isinstance(error, errors.RevisionNotFoundError):
-        return Refused(f"{model} has no revision {revision!r}; its branches are at {page} (Pythia's are like step1000)")
+        return UserError(
+            f"{model} has no revision {revision!r}; its branches are at {page} (Pythia's are like step1000)"
+        )
     if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
         code = error.response.status_code
-        return Refused(f"{model}: the hub refuses this login ({code}); `hf auth login` again, or unset HF_TOKEN")
+        return UserError(f"{model}: the hub refuses this login ({code}); `hf auth login` again, or unset HF_TOKEN")
     return None
 
 
@@ -424,7 +426,7 @@ _UNSUPPORTED = {
 }
 
 
-def explain(error: BaseException, located: Located) -> Refused:
+def explain(error: BaseException, located: Located) -> UserError:
     """The sentence for what from_pretrained raised: `raise explain(error, located) from error`.
 
     What it does not know it quotes, type and first line.
@@ -437,8 +439,8 @@ def explain(error: BaseException, located: Located) -> Refused:
             return verdict
     signatures = [f"{type(e).__module__}.{type(e).__name__}: {e}".removeprefix("builtins.") for e in chain]
     said = f"{type(error).__name__}: {first_line(error)}"
-    for kind, sentences in ((UnsupportedModel, _UNSUPPORTED), (Refused, _REFUSED)):
+    for kind, sentences in ((UnsupportedModel, _UNSUPPORTED), (UserError, _REFUSED)):
         for pattern, sentence in sentences.items():
             if any(re.search(pattern, signature) for signature in signatures):
                 return kind(f"{located.name}: {sentence.format(said=said)}")
-    return Refused(f"{located.name}: it could not be loaded ({said})")
+    return UserError(f"{located.name}: it could not be loaded ({said})")

@@ -19,12 +19,12 @@ import torch
 import transformers
 from torch import Tensor
 
-from llmgeom.errors import Refused, first_line
+from llmgeom.errors import UserError, first_line
 from llmgeom.model import hub
 from llmgeom.model.layers import without_attention
 from llmgeom.optional import EXTRAS, there
 
-BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained twins are not quantised"
+BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # what bitsandbytes computes in beside quantised weights
 
@@ -39,11 +39,11 @@ def load(
 ) -> tuple[Any, Any]:
     """Model and tokenizer (None for one of a wind tunnel), as `Subject.load` says.
 
-    Raises Refused for what cannot be had, before weights are read, and for weights that lack what the config asks for;
+    UserError for what cannot be had, before weights are read, and for weights that lack what the config asks for;
     of the libraries' own errors `hub.explain` makes a sentence.
     """
     if dtype is not None and dtype not in DTYPES:
-        raise Refused(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+        raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
     device = usable(device)
     placed = _quantizing(quantize, located, device) if quantize else {}
     if device_map:
@@ -74,7 +74,7 @@ def load(
     if found["missing_keys"]:
         # transformers would fill these at random and go on.
         missing = sorted(found["missing_keys"])
-        raise Refused(
+        raise UserError(
             f"{located.name}: its weights lack {len(missing)} tensors that its config asks for, first "
             f"{missing[0]}; restore the config they were saved with, or download them again"
         )
@@ -86,16 +86,16 @@ def load(
 def usable(device: str | None) -> str:
     """The device that is asked for, or a GPU where there is one: the first, or of several processes each its own.
 
-    Raises Refused for one that is not here.
+    Raises UserError for one that is not here.
     """
     if device and device.startswith("cuda") and not torch.cuda.is_available():
-        raise Refused(f"--device {device}: this machine has no CUDA device; use --device cpu")
+        raise UserError(f"--device {device}: this machine has no CUDA device; use --device cpu")
     try:
         if device and torch.empty(0, device=device).is_meta:
             raise RuntimeError("it holds no numbers")
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch says "not here" in each of these
         why = first_line(error).partition(". ")[0][:200]
-        raise Refused(f"--device {device}: {why}; use --device cpu") from error
+        raise UserError(f"--device {device}: {why}; use --device cpu") from error
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
     return device or "cpu"
@@ -130,13 +130,13 @@ def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
 
 
 def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
-    """What transformers is told to quantise what it loads. Raises Refused where bitsandbytes is not there."""
+    """What transformers is told to quantise what it loads. Raises UserError where bitsandbytes is not there."""
     if how not in _BESIDE:
-        raise Refused(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
+        raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
     if not there(package := "bitsandbytes"):
-        raise Refused(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
+        raise UserError(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
     if located.step0 or hub.tunnel(located.path):
-        raise Refused(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
+        raise UserError(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for
     told: dict[str, dict[str, Any]] = {
         "8bit": {"load_in_8bit": True},
@@ -195,7 +195,7 @@ def placed_as(like: Any, model: Any) -> Any:
         return model.to(device=parameter.device, dtype=like.dtype)
     from accelerate import dispatch_model
 
-    folder = tempfile.mkdtemp(prefix="llmgeom-twin-")
+    folder = tempfile.mkdtemp(prefix="llmgeom-untrained control-")
     weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
     return dispatch_model(model.to(like.dtype), like.hf_device_map, offload_dir=folder)
 

@@ -20,7 +20,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys as fingerprint
 from llmgeom.cache.lazy import Shelf, key_of, name_of
 from llmgeom.cache.shards import Store
-from llmgeom.errors import NO_TOKENIZER, Refused, Unavailable, UnsupportedModel
+from llmgeom.errors import NO_TOKENIZER, Unavailable, UnsupportedModel, UserError
 from llmgeom.model import hub, loading
 from llmgeom.model import self_check as parity
 from llmgeom.model.attention import Recorder, attached, interface_kind, recording
@@ -99,15 +99,15 @@ class Subject:
         device    "cpu", "cuda", "cuda:1" ...; the first GPU by default where there is one.
         quantize  "8bit" (LLM.int8) or "4bit" (NF4), by bitsandbytes; the rest is then float16 or bfloat16 by default.
         backend   "transformers", or "tl" to read it through TransformerLens (llmgeom/model/transformer_lens.py).
-        Raises Refused with the remedy; a model that is not there is refused before weights are read.
+        Raises UserError with the remedy; a model that is not there is refused before weights are read.
         """
         if backend not in ("transformers", "tl"):
-            raise Refused(f"--backend {backend}: expected transformers or tl")
+            raise UserError(f"--backend {backend}: expected transformers or tl")
         if backend == "tl":
             if device_map is not None:
-                raise Refused("--backend tl holds a model on one device; leave out --device-map")
+                raise UserError("--backend tl holds a model on one device; leave out --device-map")
             if quantize is not None:
-                raise Refused("--backend tl reads whole weights; leave out --quantize")
+                raise UserError("--backend tl reads whole weights; leave out --quantize")
             from llmgeom.model.transformer_lens import BridgeSubject
 
             cls = BridgeSubject
@@ -117,19 +117,19 @@ class Subject:
             told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}
             subject = cls.of(loaded, tokenizer, located.name, revision=located.revision, **told)
             if located.step0:
-                subject = subject.twin(loading.init_seed(located.path))
+                subject = subject.untrained(loading.init_seed(located.path))
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
             how = subject.facts["quantised"]
             weights = subject.identity if subject.weight_hash == OFFLOADED else subject.weight_hash
             note = "; ".join(filter(None, [located.note, loading.BANNER.format(how) if how else ""]))
             checked = {"weights": weights, "parity": subject.check(), "note": note or None}
-        except Refused:
+        except UserError:
             raise
         except Exception as error:
             raise hub.explain(error, located) from error
         return replace(subject, facts={**subject.facts, **checked})
 
-    def twin(self, seed: int) -> Subject:
+    def untrained(self, seed: int) -> Subject:
         """The same model, in the same place, re-initialised by its own config from `seed`, whatever ran before."""
         config = copy.deepcopy(self.model.config)
         vars(config).pop("quantization_config", None)  # a null in the precision that is beside quantised weights
@@ -141,9 +141,9 @@ class Subject:
         )
 
     def _descent(self, seed: int) -> dict[str, Any]:
-        """What a twin's facts say of where it is from."""
+        """What an untrained control's facts say of where it is from."""
         origin = {"name": self.facts["name"], "revision": self.facts.get("revision")}
-        return {"files": self.identity, "twin": seed, "twin_of": origin}
+        return {"files": self.identity, "untrained": seed, "untrained_of": origin}
 
     @contextmanager
     def edited(self, *edits: Edit) -> Iterator[Subject]:
@@ -165,7 +165,7 @@ class Subject:
         if files := self.facts.get("files"):
             return str(files)
         if self.weight_hash == OFFLOADED:
-            raise Refused(f"{self.name} is offloaded and was not read from files: capture without store, or load it")
+            raise UserError(f"{self.name} is offloaded and was not read from files: capture without store, or load it")
         return self.weight_hash
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class Subject:
         """What the model reads, right-padded: token ids, special tokens as the tokenizer itself adds them, or the rows
         of a model that reads rows of real numbers.
 
-        Raises Refused for a prompt without tokens, one longer than the model's positions, ids beyond its vocabulary,
+        Raises UserError for a prompt without tokens, one longer than the model's positions, ids beyond its vocabulary,
         and inputs of the kind that it does not read.
         """
         tokens = self._encoded(batch)
@@ -182,9 +182,9 @@ class Subject:
         limit = self.facts["positions"]
         for i, length in enumerate(lengths):
             if length == 0:
-                raise Refused(f"prompt {i + 1} has no tokens after tokenizing; remove it")
+                raise UserError(f"prompt {i + 1} has no tokens after tokenizing; remove it")
             if limit is not None and length > limit:
-                raise Refused(f"prompt {i + 1} has {length} tokens; {self.name} reads at most {limit}: shorten it")
+                raise UserError(f"prompt {i + 1} has {length} tokens; {self.name} reads at most {limit}: shorten it")
         return tokens
 
     def fitting(self, batch: Batch) -> Batch:
@@ -199,17 +199,19 @@ class Subject:
             width = batch.inputs.values.shape[-1]
             if width != features:
                 reads = f"rows of {features} numbers" if features else "tokens"
-                raise Refused(f"{self.name} reads {reads}; this batch holds rows of {width} real numbers")
+                raise UserError(f"{self.name} reads {reads}; this batch holds rows of {width} real numbers")
             return batch.inputs
         if features:
-            raise Refused(f"{self.name} reads rows of {features} real numbers; this batch holds text or tokens")
+            raise UserError(f"{self.name} reads rows of {features} real numbers; this batch holds text or tokens")
         if isinstance(batch.inputs, Tokens):
             largest = int(batch.inputs.ids.max()) if batch.inputs.ids.numel() else 0
             if largest >= self.facts["vocabulary"]:
-                raise Refused(f"{self.name} knows tokens below {self.facts['vocabulary']}; this batch holds {largest}")
+                raise UserError(
+                    f"{self.name} knows tokens below {self.facts['vocabulary']}; this batch holds {largest}"
+                )
             return batch.inputs
         if self.tokenizer is None:
-            raise Refused(f"{self.name} {NO_TOKENIZER}")
+            raise UserError(f"{self.name} {NO_TOKENIZER}")
         ids = self.tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
         lengths = [len(row) for row in ids]
         padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
@@ -243,7 +245,7 @@ class Subject:
         store      a folder; what is finished is kept there, and a second call with the same arguments reuses it. A
                    capture of more than 256 MiB is then left there: its tensors are read one at a time.
         progress   called as progress(prompts done, prompts in all).
-        Raises Refused: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
+        Raises UserError: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
         work = self.work(batch, sites, edits, positions=positions, batch_tokens=batch_tokens, store=store)
         left = work.store if sum(work.sizes) > IN_MEMORY else None
@@ -291,7 +293,7 @@ class Subject:
         return work if store is None else replace(work, store=Store(store, *fingerprint.of(self, work)))
 
     def planned(self, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Work:
-        """`work` of the twin of that seed, which is not made for it; of this model itself where seed is None."""
+        """`work` of the control of that seed, which is not made for it; of this model itself where seed is None."""
         who = self if seed is None else replace(self, facts={**self.facts, **self._descent(seed)})
         return who.work(batch, sites, **options)
 
@@ -351,7 +353,7 @@ class Subject:
         except torch.OutOfMemoryError:
             if len(members) == 1:
                 length = int(work.tokens.lengths[members[0]])
-                raise Refused(
+                raise UserError(
                     f"prompt {members[0] + 1} of {length} tokens alone does not fit in memory on "
                     f"{self.facts['device']}; use --dtype bfloat16, --device-map auto or shorter prompts"
                 ) from None
@@ -377,7 +379,9 @@ class Subject:
             )
         for edit in work.edits:
             if id(edit) not in recorder.touched:
-                raise Refused(f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited")
+                raise UserError(
+                    f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited"
+                )
         kept: dict[Any, Tensor] = dict(recorder.kept)
         if work.sites & OUTPUTS:
             log_probs = logits.float().log_softmax(-1)
@@ -393,7 +397,7 @@ class Subject:
         kept = _on_host(kept)
         if not (finite := kept.pop("finite")).all():
             row = int((~finite).nonzero()[0, 0])
-            raise Refused(self._blame(work, members[int(prompt[row])]))
+            raise UserError(self._blame(work, members[int(prompt[row])]))
         return kept
 
     def _attached(self) -> AbstractContextManager[None]:
@@ -438,7 +442,7 @@ class Subject:
         return f"prompt {prompt + 1} ({text[:60]!r})"
 
     def _finite(self, kept: Mapping[Key, Tensor], work: Work, members: list[int]) -> None:
-        """Raises Refused where a row of a batch is not finite although its logits are, as a soft-cap can make them."""
+        """UserError where a row of a batch is not finite although its logits are, as a soft-cap can make them."""
         for (site, layer), tensor in kept.items():
             if torch.isfinite(tensor.sum(dtype=torch.float32)):  # reads once, where isfinite makes two copies
                 continue
@@ -446,7 +450,7 @@ class Subject:
             if len(rows):
                 prompt = members[int(work.where[members].nonzero()[rows[0, 0], 0])]
                 what = site.value.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
-                raise Refused(
+                raise UserError(
                     f"{self.name}: {what} is not finite on {self._called(work, prompt)}, and nothing is "
                     "averaged over it: try --dtype float32, or check the weights"
                 )
@@ -466,7 +470,7 @@ def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tenso
     if positions == "all":
         return real
     if positions != "query":
-        raise Refused(f"positions {positions!r}: expected 'query' or 'all'")
+        raise UserError(f"positions {positions!r}: expected 'query' or 'all'")
     if batch.query is not None:
         return batch.query & real
     return torch.arange(tokens.data.shape[1]) == tokens.lengths[:, None] - 1

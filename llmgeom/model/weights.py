@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.layers import without_attention
 from llmgeom.model.subject import Subject
 
@@ -25,7 +25,7 @@ ROLES: tuple[Role, ...] = ("query", "key", "value")
 def query_weight(subject: Subject, layer: int, head: int) -> Float[Tensor, "d_model head_dim"]:
     """W_Q of a query head.
 
-    Raises Refused for a layer or head that does not exist; Unavailable for offloaded weights and unknown layouts.
+    Raises UserError for a layer or head that does not exist; Unavailable for offloaded weights and unknown layouts.
     """
     return _input(subject, layer, "query", head)[0]
 
@@ -119,7 +119,7 @@ def _attention(subject: Subject, layer: int) -> nn.Module:
 
 def _there(subject: Subject, what: str, index: int, count: int) -> None:
     if not 0 <= index < count:
-        raise Refused(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
+        raise UserError(f"{what} {index}: {subject.name} has {what}s 0 to {count - 1}")
 
 
 def whole(subject: Subject) -> None:

@@ -12,7 +12,7 @@ from llmgeom.papers.runs import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
-from llmgeom.result import Headline, Measured
+from llmgeom.result import Estimate, Measured
 
 VALUES, KEYS, FOCUS, LABELS = "published_values", "published_keys", "published_focus", "published_sula"
 FUSED = "PC1 of fused projections read in the wrong layout and not standardised is a coordinate of large variance"
@@ -22,7 +22,7 @@ PEARSON = "the code takes Pearson's, the text Spearman's; neither is held agains
 
 @dataclass(frozen=True)
 class Row:
-    """One number of the paper: where it stands and what was printed; the headline that repeats its definition, of the
+    """One number of the paper: where it stands and what was printed; the metric that repeats its definition, of the
     first of `published` that the model allows, and the sound one; and why they differ."""
 
     place: str
@@ -150,11 +150,11 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Compared:
-    """A row with what was measured; a headline is None where it was not, and then `missing` says why."""
+    """A row with what was measured; a metric is None where it was not, and then `missing` says why."""
 
     row: Row
-    published: Headline | None
-    sound: Headline | None
+    published: Estimate | None
+    sound: Estimate | None
     missing: str = ""
 
 
@@ -181,9 +181,9 @@ class Audit:
         return [*map(visible, grid(title, head, rows)), "", *map(visible, reasons)]
 
     def measured(self) -> Measured:
-        """As a section of a page: each row's two headlines in turn."""
+        """As a section of a page: each row's two metrics in turn."""
         pairs = [(found, way) for found in self.rows for way in ("published", "sound") if getattr(found, way)]
-        headlines = [
+        estimates = [
             # Without their claims, so that a page leaves the rows in pairs; the verdict's word stays.
             replace(h, name=f"{place}: {'as published' if way == 'published' else h.name}", claim="")
             for place, way, h in ((found.row.place, way, getattr(found, way)) for found, way in pairs)
@@ -195,7 +195,7 @@ class Audit:
             computed="Two protocols on the same prompts of the same model: see the runs beside this page.",
             null="Each row against its own null: untrained models, scrambled text, permuted columns, equal edits.",
             failure_modes="A sound number that fails here is about this model; the paper's numbers are about others.",
-            headlines=tuple(headlines),
+            estimates=tuple(estimates),
             quantities={},
             arrays={},
             notes=tuple(f"{found.row.place}, printed: {found.row.printed}. {found.row.why}." for found in self.rows),
@@ -213,7 +213,7 @@ def audit(records: Mapping[str, Record]) -> Audit:
     return Audit(str(records[MIXED].subject["name"]), tuple(rows))
 
 
-def _cells(h: Headline | None) -> tuple[str, str, str, str]:
+def _cells(h: Estimate | None) -> tuple[str, str, str, str]:
     if h is None:
         return ("not measured", "", "", "")
     value, low, high = numbers(h.value, h.low, h.high)
@@ -221,7 +221,7 @@ def _cells(h: Headline | None) -> tuple[str, str, str, str]:
     return (f"{value} {h.unit}", f"{low} to {high}", null, f"{h.n} {h.counts}")
 
 
-def _sound(h: Headline | None) -> tuple[str, ...]:
+def _sound(h: Estimate | None) -> tuple[str, ...]:
     value, *rest = _cells(h)
     return (f"|  {value} ({h.name})" if h else f"|  {value}", *rest, h.verdict if h else "")
 

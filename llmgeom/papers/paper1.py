@@ -15,7 +15,7 @@ from llmgeom import probes, wind_tunnels
 from llmgeom.bench.sweep import seeded
 from llmgeom.cache.shards import captures_folder, digest
 from llmgeom.claims import Null
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
@@ -27,7 +27,7 @@ from llmgeom.probes.interventions.replacement import Kind
 from llmgeom.probes.posterior.scores import grade, graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.scan import NULLS, WHOLE, scan
 from llmgeom.stats.information import bits, entropy
 from llmgeom.stats.ridge_probe import decodability, folds
@@ -110,10 +110,10 @@ def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
 
 
 def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
-    """Train and grade what the tests need; one bench. Raises Refused at the papers' scale where there is no GPU."""
+    """Train and grade what the tests need; one bench. Raises UserError at the papers' scale where there is no GPU."""
     device = usable(asked.device) if asked.size == "full" else "cpu"
     if asked.size == "full" and device == "cpu" and asked.device is None:
-        raise Refused("--scale paper trains models of millions of parameters: it needs a GPU; or give --device cpu")
+        raise UserError("--scale paper trains models of millions of parameters: it needs a GPU; or give --device cpu")
     numbers = seeded(cells(recipe(asked), tests), SEEDS, out / "cells", GRADED, progress, device)
     yield Tunnels(recipe(asked), out / "cells", numbers, tests)
 
@@ -143,7 +143,7 @@ class Tunnels(Bench):
         whys = [[self.numbers.get(name, lacking).get("refused", "") for name in names] for names in every]
         good = [names[0] for names, why in zip(every, whys, strict=True) if not any(why)]
         if not good:
-            raise Refused(next(filter(None, whys[0])))
+            raise UserError(next(filter(None, whys[0])))
         return good
 
     def kept(self, name: str, what: str, spec: Mapping[str, Any], make: Callable[[Subject], Any]) -> Any:
@@ -175,7 +175,7 @@ class Tunnels(Bench):
 # ---- measures --------------------------------------------------------------------------------------------------------
 
 
-def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: str = "") -> Headline:
+def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: str = "") -> Estimate:
     """A number of a grade; over that of a uniform answer, of the best trivial predictor, or of another architecture's
     training of the same seed."""
     rival = over not in ("", *RELATIVE)
@@ -193,7 +193,7 @@ def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: s
     return over_seeds(values, test.unit, test.scale, null, least=1 / GRADED if what == "accuracy" else 0.0)
 
 
-def reached(bench: Tunnels, test: Check, task: str, arch: str) -> Headline:
+def reached(bench: Tunnels, test: Check, task: str, arch: str) -> Estimate:
     """Of accumulation, transport and binding, how many a training reaches: KL and skill by Paper I's standard."""
     each = [[bench.numbers[name] for name in bench.seeds(one, arch)] for one in TOLD]
     many = [sum(map(at_posterior, cells)) for cells in zip(*each, strict=False)]
@@ -205,7 +205,7 @@ def reached(bench: Tunnels, test: Check, task: str, arch: str) -> Headline:
     return replace(made, low=made.value - other, high=made.value + other, method="Clopper and Pearson, 95 %")
 
 
-def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times: float = 1.0) -> Headline:
+def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times: float = 1.0) -> Estimate:
     """On sequences `times` as long as those trained on.
 
     first, later: mean KL of the first query past the horizon, or of all past it, over those within; mae: |H_model -
@@ -232,8 +232,8 @@ def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times:
     return over_seeds(values, test.unit, test.scale)
 
 
-def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, headline: str) -> Headline:
-    """A headline of a scan, mean over trainings, against the hardest of their nulls."""
+def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric: str) -> Estimate:
+    """A metric of a scan, mean over trainings, against the hardest of their nulls."""
     of = wind_tunnels.named(training(bench.recipe, task, arch).task)
     names = bench.probed[f"{task}/{arch}"]
 
@@ -246,16 +246,16 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, headlin
     for name in bench.seeds(task, arch):
         record = bench.record(name, "scan", {"probes": names, "task": of.title}, scanned)
         if probe in record.unmeasured:
-            raise Refused(record.unmeasured[probe])
-        found += [h for h in record.results[probe].headlines if h.name == headline]
+            raise UserError(record.unmeasured[probe])
+        found += [h for h in record.results[probe].estimates if h.name == metric]
     if not found:
-        raise Refused(f"{probe} has no '{headline}' here")
+        raise UserError(f"{probe} has no '{metric}' here")
     return combined(found)
 
 
-def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Headline:
+def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Estimate:
     """Heads or blocks set to 0 one at a time. most, least: the error of entropy without the one that matters most, or
-    least, over that of the model as it is; else a headline."""
+    least, over that of the model as it is; else a metric."""
     of = wind_tunnels.named(training(bench.recipe, task, arch).task)
 
     def cut(subject: Subject) -> Record:
@@ -265,16 +265,16 @@ def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what
     records = [bench.record(name, kind, {"task": of.title}, cut) for name in bench.seeds(task, arch)]
     section = f"{kind}_zero"
     if why := next((r.unmeasured[section] for r in records if section in r.unmeasured), ""):
-        raise Refused(why)
+        raise UserError(why)
     if what not in ("most", "least"):
-        found = [h for r in records for h in r.results[section].headlines if h.name == what]
+        found = [h for r in records for h in r.results[section].estimates if h.name == what]
         if not found:
-            raise Refused(f"{training(bench.recipe, task, arch).layers} layers have no '{what}'")
+            raise UserError(f"{training(bench.recipe, task, arch).layers} layers have no '{what}'")
         return combined(found)
     numbers = [bench.numbers[name] for name in bench.seeds(task, arch)]
     most = min(one["mae_abs_uniform"] / one["mae_abs"] for one in numbers)
     if most < test.bound:
-        raise Refused(
+        raise UserError(
             f"at this budget a uniform answer has {most:.1f} times the model's error: {test.bound:g} is no loss"
         )
     times = []
@@ -285,7 +285,7 @@ def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what
     return over_seeds(times, test.unit, test.scale)
 
 
-def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Headline:
+def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Estimate:
     """Of the final states: the share of their first component (not standardised, as in the published code), or the
     held-out R2 of the exact entropy, folds by sequence; against the same model re-initialised."""
     of = wind_tunnels.named(training(bench.recipe, task, arch).task)
@@ -297,10 +297,10 @@ def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Headl
         if what == "pc1":
             spectrum = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
             return float(spectrum[0] / spectrum.sum())
-        return decodability(x, _exact(seen), folds(np.asarray(batch.unit)[seen.prompt.numpy()], 0))
+        return decodability(x, _exact(seen), folds(np.asarray(batch.cluster)[seen.prompt.numpy()], 0))
 
     def numbers(subject: Subject) -> list[float]:
-        return [number(subject), *(number(subject.twin(1 + i)) for i in range(NULLS))]
+        return [number(subject), *(number(subject.untrained(1 + i)) for i in range(NULLS))]
 
     each = [
         bench.kept(name, f"final-{what}", {"task": of.title, "n": len(batch)}, numbers)

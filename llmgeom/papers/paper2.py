@@ -19,7 +19,7 @@ from llmgeom import probes, wind_tunnels
 from llmgeom.bench.sweep import sweep
 from llmgeom.cache.shards import digest
 from llmgeom.commands import dynamics
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1
 from llmgeom.papers.published_numbers import Check
@@ -28,7 +28,7 @@ from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
 from llmgeom.record import Record, write_whole
 from llmgeom.reports.text import grid
-from llmgeom.result import Figure, Headline, Measured, Result, quantity
+from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.scan import scan
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
@@ -264,7 +264,7 @@ class Schedules(Result):
     )
     loss: np.ndarray = quantity("method step", "bits", "training loss at every fiftieth step, mean over seeds")
 
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
@@ -448,7 +448,7 @@ def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> S
         least=np.full(len(whole), bits(least())),
         steps_seed=np.array([row.steps for row in rows], float),
         loss=bits(np.array(curves).mean(1)),
-        headlines=(),
+        estimates=(),
         notes=tuple(f"chosen on seeds {TUNING}: {what} {value:g}" for what, value in chosen.items()),
         warnings=tuple(
             f"{row.name}: {sum(s > max(rows[0].steps) for s in row.steps)} of {len(row.steps)} seeds did not arrive"
@@ -466,7 +466,7 @@ def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> S
 # ---- measures --------------------------------------------------------------------------------------------------------
 
 
-def speed(bench: Chain, test: Check, method: str, controls: Sequence[str]) -> Headline:
+def speed(bench: Chain, test: Check, method: str, controls: Sequence[str]) -> Estimate:
     """How many times fewer steps a method needs than each control, seed by seed; who leaves it least decides."""
     under, made = bench.row(method).steps, []
     for name in controls:
@@ -476,45 +476,45 @@ def speed(bench: Chain, test: Check, method: str, controls: Sequence[str]) -> He
     return min(made, key=lambda h: h.low)
 
 
-def steps(bench: Chain, test: Check, method: str) -> Headline:
+def steps(bench: Chain, test: Check, method: str) -> Estimate:
     """Steps to plain descent's final loss."""
     return over_seeds(bench.row(method).steps, test.unit, least=WHOLE)
 
 
-def fall(bench: Chain, test: Check, method: str) -> Headline:
+def fall(bench: Chain, test: Check, method: str) -> Estimate:
     """How much of the way from a uniform answer to H_min the loss on a fresh sequence has gone."""
     return over_seeds([(3 - x) / (3 - bits(least())) for x in bench.row(method).fresh], test.unit)
 
 
-def law(bench: Chain, test: Check, arch: str, headline: str) -> Headline:
-    """A headline of the gradient law in a small trained tunnel."""
+def law(bench: Chain, test: Check, arch: str, metric: str) -> Estimate:
+    """A metric of the gradient law in a small trained tunnel."""
     spec = paper1.training("quick", "bijection", arch)
     told = sweep({f"law/{arch}": spec}, bench.out / "tunnels", 200, bench.progress, "tunnels of the law")
     if why := told[f"law/{arch}"].get("refused"):
-        raise Refused(why)
+        raise UserError(why)
     folder = bench.out / "tunnels/law" / arch
     if not (folder / "scan/record.json").exists():
         batch = wind_tunnels.named(spec.task).cut(200, 0, "held-out")
         scan(Subject.load(str(folder)), batch, probes.known(("routing_law",))).save(folder / "scan")
-    return _headline(Record.load(folder / "scan"), "routing_law", headline)
+    return _estimate(Record.load(folder / "scan"), "routing_law", metric)
 
 
-def settles(bench: Chain, test: Check, section: str, headline: str) -> Headline:
-    """A headline of `llmgeom dynamics` on the bijection: five trainings, and five on random targets."""
+def settles(bench: Chain, test: Check, section: str, metric: str) -> Estimate:
+    """A metric of `llmgeom dynamics` on the bijection: five trainings, and five on random targets."""
     folder = bench.out / "dynamics"
     if not (folder / "record.json").exists():
         asked = dynamics.Request(task="bijection", quick=bench.quick, probes=(), out=str(folder))
         dynamics.perform(asked, bench.progress)
-    return _headline(Record.load(folder), section, headline)
+    return _estimate(Record.load(folder), section, metric)
 
 
-def _headline(record: Record, section: str, name: str) -> Headline:
+def _estimate(record: Record, section: str, name: str) -> Estimate:
     if section in record.unmeasured:
-        raise Refused(record.unmeasured[section])
+        raise UserError(record.unmeasured[section])
     measured = record.results[section]
-    found = next((h for h in measured.headlines if h.name == name), None)
+    found = next((h for h in measured.estimates if h.name == name), None)
     if found is None:
-        raise Refused(f"it has no '{name}': {'; '.join((*measured.notes, *measured.warnings))}")
+        raise UserError(f"it has no '{name}': {'; '.join((*measured.notes, *measured.warnings))}")
     return found
 
 

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, ClassVar
 
 from llmgeom.cache.shards import digest
 from llmgeom.commands.config import safe
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.papers import runs as trilogy
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench
 from llmgeom.progress import Progress, named
 from llmgeom.record import Record
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 
 if TYPE_CHECKING:
     from llmgeom.commands.reproduce import Request
@@ -46,7 +46,7 @@ def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
 
 
 def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Model]:
-    """One bench a model. Raises Refused before anything is loaded where a model is not to be had."""
+    """One bench a model. Raises UserError before anything is loaded where a model is not to be had."""
     every = runs(asked, out)
     for one in every.values():
         one.locate()
@@ -65,12 +65,12 @@ class Model(Bench):
         return tuple(f"{self.label}: {w}" for record in self.records.values() for w in record.warnings)
 
 
-def found(bench: Model, test: Check, at: Sequence[Sequence[str]]) -> Headline:
-    """The first of the headlines (run, probe, name) that the model has."""
+def found(bench: Model, test: Check, at: Sequence[Sequence[str]]) -> Estimate:
+    """The first of the metrics (run, probe, name) that the model has."""
     tried = [trilogy.find(bench.records, *place) for place in at]
     made = next((h for h, _ in tried if h is not None), None)
     if made is None:
-        raise Refused(tried[-1][1])
+        raise UserError(tried[-1][1])
     return made
 
 

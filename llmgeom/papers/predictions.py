@@ -13,7 +13,7 @@ from llmgeom.papers.runs import ABLATE, MATH, MIXED, SULA
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
-from llmgeom.result import Headline, Measured
+from llmgeom.result import Estimate, Measured
 
 VALUES, KEYS, FOCUS = "value_manifold", "key_orthogonality", "attention_focus"
 DECODED, BESIDE = "exact entropy decoded, last layer, given k", "KL of the edit, beside equal edits"
@@ -21,7 +21,7 @@ DECODED, BESIDE = "exact entropy decoded, last layer, given k", "KL of the edit,
 
 @dataclass(frozen=True)
 class Prediction:
-    """A sentence that can be wrong; the run, probe and headline that decide it, or why one model cannot: `needs`."""
+    """A sentence that can be wrong; the run, probe and metric that decide it, or why one model cannot: `needs`."""
 
     says: str
     where: tuple[str, str, str] | None = None
@@ -56,10 +56,10 @@ PREDICTIONS = (
 
 @dataclass(frozen=True)
 class Predictions:
-    """What `predictions` found: (prediction, headline or None, why not), and the model's name."""
+    """What `predictions` found: (prediction, metric or None, why not), and the model's name."""
 
     model: str
-    rows: tuple[tuple[Prediction, Headline | None, str], ...]
+    rows: tuple[tuple[Prediction, Estimate | None, str], ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -67,7 +67,7 @@ class Predictions:
 
     def lines(self) -> list[str]:
         """A table for a terminal, safe to print."""
-        head = ("headline", "value", "95 % interval", "95 % of the null", "n", "verdict")
+        head = ("metric", "value", "95 % interval", "95 % of the null", "n", "verdict")
         rows, reasons = [], []
         for place, (prediction, h, lacking) in enumerate(self.rows, 1):
             said = f"{place} {prediction.says}"
@@ -87,12 +87,12 @@ class Predictions:
         """As a section of a page."""
         return Measured(
             title="The trilogy's predictions",
-            meaning="Each prediction that can be put to a single model, decided by a sound headline. PASS and FAIL are "
+            meaning="Each prediction that can be put to a single model, decided by a sound metric. PASS and FAIL are "
             "of claims, by Holm over all of them; other words are of measurements.",
             computed="See the runs beside this page: scans of mixed and maths prompts, evidence, ablation.",
             null="Each against its own.",
             failure_modes="A prediction that fails here is about this model, not about others.",
-            headlines=tuple(replace(h, name=f"{p.says}: {h.name}") for p, h, _ in self.rows if h),
+            estimates=tuple(replace(h, name=f"{p.says}: {h.name}") for p, h, _ in self.rows if h),
             quantities={},
             arrays={},
             notes=tuple(f"not measured: {p.says} ({why})" for p, h, why in self.rows if h is None),
@@ -101,7 +101,7 @@ class Predictions:
 
 def predictions(records: Mapping[str, Record]) -> Predictions:
     """Each prediction from the records of `trilogy.perform`; claims are judged anew, by Holm over all of them here."""
-    found: list[tuple[Prediction, Headline | None, str]] = []
+    found: list[tuple[Prediction, Estimate | None, str]] = []
     asked: dict[str, Measured] = {}
     for place, prediction in enumerate(PREDICTIONS):
         if prediction.where is None:
@@ -111,12 +111,12 @@ def predictions(records: Mapping[str, Record]) -> Predictions:
         h, lacking = trilogy.find(records, record, probe, name)
         found.append((prediction, h, lacking))
         if h is not None:
-            asked[str(place)] = replace(records[record].results[probe], headlines=(h,))
+            asked[str(place)] = replace(records[record].results[probe], estimates=(h,))
     judged = claims.judge(asked)
     return Predictions(
         str(records[MIXED].subject["name"]),
         tuple(
-            (prediction, judged[str(place)].headlines[0] if h else None, lacking)
+            (prediction, judged[str(place)].estimates[0] if h else None, lacking)
             for place, (prediction, h, lacking) in enumerate(found)
         ),
     )

@@ -16,12 +16,12 @@ from llmgeom import wind_tunnels
 from llmgeom.bench.sweep import finished, seeded, sweep
 from llmgeom.cache.shards import digest
 from llmgeom.commands.config import check_folder, keep
-from llmgeom.errors import Refused, bounded
+from llmgeom.errors import UserError, bounded
 from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.scan import took, versions
 from llmgeom.stats.information import bits
 from llmgeom.wind_tunnels.training import Training, corrupted
@@ -56,7 +56,7 @@ class Request:
     def __post_init__(self) -> None:
         for flag, value in (("--seeds", self.seeds), ("--dose-seeds", self.dose_seeds)):
             if value < 2:
-                raise Refused(f"{flag} {value}: an interval over seeds needs at least 2")
+                raise UserError(f"{flag} {value}: an interval over seeds needs at least 2")
             bounded((flag, value, 2), most=1000)
 
     def training(self, primitive: str, arch: str) -> Training:
@@ -99,7 +99,7 @@ class Profile(Result):
     lr: np.ndarray = quantity("primitive architecture", "learning rate", "highest learning rate, chosen")
     kl_trivial: np.ndarray = quantity("primitive", "bits", "KL of the best trivial predictor")
 
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
 
@@ -134,7 +134,7 @@ class Dose(Result):
     kl_clean_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over seeds")
     kl_expected: np.ndarray = quantity("dose", "bits", "KL(posterior || mixture)")
 
-    headlines: tuple[Headline, ...] = ()
+    estimates: tuple[Estimate, ...] = ()
     warnings: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
 
@@ -280,12 +280,12 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
     )
 
 
-def _headline(row: Row) -> Headline:
+def _estimate(row: Row) -> Estimate:
     """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
     spread = (row.high - row.low_end) / 2 / student.ppf(0.975, row.seeds - 1)
     p = float(student.cdf((row.mean - row.kl_trivial) / max(spread, 1e-12), row.seeds - 1))
     below, above = row.high < row.kl_trivial and p < 0.05, row.low_end > row.kl_trivial
-    return Headline(
+    return Estimate(
         name=f"{row.primitive}, {row.arch}: KL to the posterior",
         value=row.mean,
         unit="bits",
@@ -297,7 +297,7 @@ def _headline(row: Row) -> Headline:
         null=f"the best trivial predictor, {row.trivial}",
         p=p,
         n=row.seeds,
-        units=row.seeds,
+        clusters=row.seeds,
         verdict="below null" if below else "not below null" if above else "undecided",
         why=f"{row.verdict}: median {row.kl:.4f} bits, skill {row.skill:.3f}",
         side="lower",
@@ -311,7 +311,7 @@ def _profile(rows: tuple[Row, ...]) -> Profile:
     # An architecture that could not be had for one of the tasks has no column; its other cells are among the verdicts.
     columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))
     if not columns:
-        raise Refused("no architecture could be trained on every primitive; nothing is left to compare")
+        raise UserError("no architecture could be trained on every primitive; nothing is left to compare")
 
     def table(name: str) -> np.ndarray:
         return np.array([[getattr(at[p, arch], name) for arch in columns] for p in PRIMITIVES])
@@ -323,7 +323,7 @@ def _profile(rows: tuple[Row, ...]) -> Profile:
         mae_abs=table("mae_abs"),
         lr=table("lr"),
         kl_trivial=trivial,
-        headlines=tuple(map(_headline, rows)),
+        estimates=tuple(map(_estimate, rows)),
         ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
     )
 
@@ -334,7 +334,7 @@ def _dose(cells: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
     predictive = task.sample(GRADED, 0, "held-out").exact.predictive
     kept = {dose: some for dose, some in cells.items() if len(some) > 1}
     if not kept:
-        raise Refused(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
+        raise UserError(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
     mixture = [np.array([cell.get("kl_mixture", cell["kl"]) for cell in some]) for some in kept.values()]
     clean = [np.array([cell["kl"] for cell in some]) for some in kept.values()]
     exact, *mixed = (task.answers.exact(corrupted(predictive, dose)) for dose in (0.0, *kept))

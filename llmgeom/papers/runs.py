@@ -16,7 +16,7 @@ from llmgeom.commands import scan as scanning
 from llmgeom.errors import bounded
 from llmgeom.progress import Progress, named
 from llmgeom.record import Record, write_whole
-from llmgeom.result import Headline, Measured
+from llmgeom.result import Estimate, Measured
 
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"
 FINISHED = "finished"  # beside a record: the spec of the whole that it was run for
@@ -44,7 +44,7 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
 
     published   the published definitions as well. Each run is saved in a folder of its own under the run folder, as
                 the command on its record would save it; those that an earlier start finished are read.
-    Raises Refused before anything is loaded where something cannot be.
+    Raises UserError before anything is loaded where something cannot be.
     """
     bounded(("--controls", asked.controls, 1))
     located = asked.locate()
@@ -85,12 +85,12 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
     return out, records
 
 
-def find(records: Mapping[str, Record], record: str, probe: str, name: str) -> tuple[Headline | None, str]:
-    """A headline of one of the records; None and why it was not measured."""
+def find(records: Mapping[str, Record], record: str, probe: str, name: str) -> tuple[Estimate | None, str]:
+    """A metric of one of the records; None and why it was not measured."""
     held = records[record]
     if probe in held.unmeasured:
         return None, held.unmeasured[probe]
-    for h in held.results[probe].headlines if probe in held.results else ():
+    for h in held.results[probe].estimates if probe in held.results else ():
         if h.name == name:
             return h, ""
     return None, f"the run {record} has no '{name}': its page says why"

@@ -11,9 +11,9 @@ import numpy as np
 from scipy.stats import t as student
 
 from llmgeom import claims
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
-from llmgeom.result import Headline, Measured
+from llmgeom.result import Estimate, Measured
 from llmgeom.stats.core import Draws, Interval, Scale, equivalence_p, needed_n_mean
 
 NONE = "the number in the claim"  # is all that a value without a null is held against
@@ -22,16 +22,16 @@ SURE = 1e-12  # the least standard error, where numbers are exactly equal
 
 @dataclass(frozen=True)
 class Judged:
-    """One entry for one subject: a headline with its verdict, or None and why it was not tested."""
+    """One entry for one subject: a metric with its verdict, or None and why it was not tested."""
 
     entry: Entry
     test: Check | None
-    headline: Headline | None
+    estimate: Estimate | None
     why: str
 
     @property
     def verdict(self) -> str:
-        return self.headline.verdict if self.headline else "NOT TESTED"
+        return self.estimate.verdict if self.estimate else "NOT TESTED"
 
 
 class Bench:
@@ -40,10 +40,10 @@ class Bench:
     """
 
     label: str
-    MEASURES: ClassVar[Mapping[str, Callable[..., Headline]]] = {}
+    MEASURES: ClassVar[Mapping[str, Callable[..., Estimate]]] = {}
 
-    def measured(self, test: Check) -> Headline:
-        """Raises Refused where it cannot be."""
+    def measured(self, test: Check) -> Estimate:
+        """Raises UserError where it cannot be."""
         return self.MEASURES[test.measure](self, test, **test.of)
 
     def sections(self) -> Mapping[str, Measured]:
@@ -65,24 +65,24 @@ def over_seeds(
     scale: Scale = "identity",
     null: tuple[str, float] | None = None,
     least: float = 0.0,
-) -> Headline:
+) -> Estimate:
     """The mean of independent trainings (on the scale "log" the geometric one), with Student's interval.
 
     null     what a predictor that does not infer has, by name.
     least    the least standard deviation between trainings that their measurement could have seen.
-    Raises Refused for fewer than 2 trainings, and for logarithms of what has none.
+    Raises UserError for fewer than 2 trainings, and for logarithms of what has none.
     """
     x = np.asarray(values, float)
     if len(x) < 2:
-        raise Refused(f"{len(x)} training was finished; an interval over them needs at least 2")
+        raise UserError(f"{len(x)} training was finished; an interval over them needs at least 2")
     if scale == "log" and x.min() <= 0:
-        raise Refused(f"a ratio of {x.min():.3g} has no logarithm: an error of 0 is no denominator")
+        raise UserError(f"a ratio of {x.min():.3g} has no logarithm: an error of 0 is no denominator")
     y = np.log(x) if scale == "log" else x
     error = max(max(y.std(ddof=1), least) / math.sqrt(len(y)), SURE)
     ends = y.mean() + error * student.ppf(0.975, len(y) - 1) * np.array([0, -1, 1])
     value, low, high = np.exp(ends) if scale == "log" else ends
     name, at = null or (NONE, float(value))
-    return Headline(
+    return Estimate(
         name="",
         value=float(value),
         unit=unit,
@@ -94,7 +94,7 @@ def over_seeds(
         null=name,
         p=0.0,
         n=len(x),
-        units=len(x),
+        clusters=len(x),
         verdict="no null",
         margin=at,
         p_claim=0.0,
@@ -102,8 +102,8 @@ def over_seeds(
     )
 
 
-def combined(found: Sequence[Headline]) -> Headline:
-    """The same headline of several trainings: their mean, and of their nulls the one that is hardest to beat."""
+def combined(found: Sequence[Estimate]) -> Estimate:
+    """The same metric of several trainings: their mean, and of their nulls the one that is hardest to beat."""
     first = found[0]
     made = over_seeds([h.value for h in found], first.unit)
     hardest = max(found, key=lambda h: h.margin if h.side == "upper" else -h.margin)
@@ -121,18 +121,18 @@ def combined(found: Sequence[Headline]) -> Headline:
 def judged(posed: Sequence[Judged], model: str = "") -> list[Judged]:
     """Verdicts by `llmgeom.claims.judge`, Holm over all that were measured; and a number whose null lies in the printed
     range as well is INCONCLUSIVE however many seeds there are."""
-    tests = sum(one.headline is not None for one in posed)
-    headlines = tuple(
-        pose(one.entry, one.test, one.headline, tests, model) for one in posed if one.test and one.headline
+    tests = sum(one.estimate is not None for one in posed)
+    estimates = tuple(
+        pose(one.entry, one.test, one.estimate, tests, model) for one in posed if one.test and one.estimate
     )
-    found = iter(claims.judge({"": Measured("", "", "", "", "", headlines, {}, {})})[""].headlines)
+    found = iter(claims.judge({"": Measured("", "", "", "", "", estimates, {}, {})})[""].estimates)
     return [
-        _told(one, one.test, one.headline, next(found), model) if one.test and one.headline else one for one in posed
+        _told(one, one.test, one.estimate, next(found), model) if one.test and one.estimate else one for one in posed
     ]
 
 
-def pose(entry: Entry, test: Check, h: Headline, tests: int, model: str = "") -> Headline:
-    """The headline as the entry asks it: what its interval must clear, its p, and the n for the tolerance declared.
+def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") -> Estimate:
+    """The metric as the entry asks it: what its interval must clear, its p, and the n for the tolerance declared.
 
     With the region (a, b) that is asked for, p is that of `stats.equivalence_p`; above and below also ask the value to
     clear its null, so a or b is then the null's end where that is farther. n: `stats.needed_n_mean` for a difference of
@@ -152,8 +152,8 @@ def pose(entry: Entry, test: Check, h: Headline, tests: int, model: str = "") ->
         scaled(x) if math.isfinite(x) and (test.scale != "log" or x > 0) else math.copysign(math.inf, x or -1)
         for x in (h.low, h.value, h.high, near, far)
     )
-    p = equivalence_p(value, Interval(low, high, 0.95, h.method), a, b, h.units)
-    sd = max((high - low) / 2 / student.ppf(0.975, h.units - 1), SURE) * math.sqrt(h.units)
+    p = equivalence_p(value, Interval(low, high, 0.95, h.method), a, b, h.clusters)
+    sd = max((high - low) / 2 / student.ppf(0.975, h.clusters - 1), SURE) * math.sqrt(h.clusters)
     end = far if math.isfinite(far) else near
     step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
     h = replace(h, claim=claim(entry, test, model), side=side, effect=test.tolerance, unit=test.unit)
@@ -181,7 +181,7 @@ def asked(test: Check | None, model: str = "") -> str:
     return said.get(test.compare) or f"{test.compare} {test.bound:.3g}"
 
 
-def _told(one: Judged, test: Check, measured: Headline, h: Headline, model: str) -> Judged:
+def _told(one: Judged, test: Check, measured: Estimate, h: Estimate, model: str) -> Judged:
     if test.compare == "claim" and measured.verdict == "INCONCLUSIVE":
         h = replace(h, verdict="INCONCLUSIVE", why=measured.why)  # of too few trainings, say, whatever their p
     if h.verdict == "PASS" and test.compare == "within" and not test.nothing and h.null != NONE:
@@ -189,4 +189,4 @@ def _told(one: Judged, test: Check, measured: Headline, h: Headline, model: str)
         if near <= h.null_high and h.null_low <= far:
             why = f"{h.null} lies in the printed range too: that number cannot tell, however many there are"
             h = replace(h, verdict="INCONCLUSIVE", why=why)
-    return replace(one, headline=h, why=h.why)
+    return replace(one, estimate=h, why=h.why)

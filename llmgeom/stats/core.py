@@ -14,15 +14,15 @@ from typing import ClassVar, Literal
 import numpy as np
 from jaxtyping import Float, Int, Real
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
-Units = Sequence[Hashable] | np.ndarray
+Clusters = Sequence[Hashable] | np.ndarray
 Draws = Sequence[float] | np.ndarray
 Transform = Literal["identity", "log", "fisher"]
 Side = Literal["upper", "lower"]
 Scale = Literal["identity", "log", "fisher", "folded"]
 
-LEAST_UNITS = 5  # 5! = 120 arrangements: with 4 alike units (24) no permutation test has room below p = .05
+LEAST_CLUSTERS = 5  # 5! = 120 arrangements: with 4 alike units (24) no permutation test has room below p = .05
 LEAST_P = 1e-6  # a Student's tail beyond this is a statement about the tail, not about the data
 TIE = 1e-12  # two roads to one correlation differ in the last bits, and a tie with the null must count as a tie
 
@@ -66,7 +66,7 @@ def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
     the input. The estimand is the expected share at this n and d: noise alone has a PC1 of about
     (1 + sqrt((n - 1) / d))^2 / (n - 1), the Marchenko-Pastur edge over its mean, so shares at unequal n or d do not
     compare. Constant means largest and smallest value are equal.
-    Raises Refused for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
+    Raises UserError for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
     """
     z = standardised(x)
     n, d = z.shape
@@ -88,11 +88,13 @@ def standardised(x: np.ndarray) -> Float[np.ndarray, "prompt kept"]:
     """Each coordinate less its mean, over its sd (ddof = 0); constant ones are left out. Raises as `shares`."""
     x = np.asarray(x)
     if x.ndim != 2 or len(x) < 3:
-        raise Refused(f"a PCA needs a matrix [prompt coordinate] of at least 3 prompts, got shape {x.shape}")
+        raise UserError(f"a PCA needs a matrix [prompt coordinate] of at least 3 prompts, got shape {x.shape}")
     _finite(x, "a PCA", "row", "column")
     varies = x.max(0) != x.min(0)
     if not varies.any():
-        raise Refused(f"all {x.shape[1]} coordinates are constant over {len(x)} prompts: there is no variance to share")
+        raise UserError(
+            f"all {x.shape[1]} coordinates are constant over {len(x)} prompts: there is no variance to share"
+        )
     z = x[:, varies].astype(np.float64)
     z -= z.mean(0)
     return z / np.sqrt(np.square(z).mean(0))
@@ -136,7 +138,7 @@ _TRANSFORMS: dict[str, tuple[Callable, Callable]] = {
 def jackknife(
     statistic: Callable[[np.ndarray], float],
     x: Real[np.ndarray, " prompt *rest"],
-    units: Units,
+    clusters: Clusters,
     transform: Transform = "identity",
     level: float = 0.95,
 ) -> Interval:
@@ -145,29 +147,33 @@ def jackknife(
     g(t) +- q sqrt((u - 1) / u sum_k (g(t_k) - mean)^2), mapped back through g: t of all rows, t_k of all but unit k,
     u units, q Student's quantile with u - 1 degrees of freedom, g the transform (Efron and Tibshirani, An Introduction
     to the Bootstrap, 1993, chapter 11). A statistic of several arrays takes x = np.arange(n) and indexes them.
-    Raises Refused for fewer than 5 units.
+    Raises UserError for fewer than 5 units.
     """
-    whole, without = _deletions(lambda rows: np.array([statistic(rows)]), x, units)
+    whole, without = _deletions(lambda rows: np.array([statistic(rows)]), x, clusters)
     return _interval(whole[0], without[:, 0], transform, level)
 
 
-def share_intervals(x: Float[np.ndarray, "prompt coordinate"], units: Units) -> tuple[Interval, Interval, Interval]:
+def share_intervals(
+    x: Float[np.ndarray, "prompt coordinate"], clusters: Clusters
+) -> tuple[Interval, Interval, Interval]:
     """Jackknife intervals, by unit and on the log scale, of PC1, PC1+PC2 (fractions) and the participation ratio.
 
     Coordinates are standardised anew after every deletion. Estimand: the expected value at this n and d. Measured at 40
     units and d = 128: covers 92-97 % for Gaussian factors, curves and t(4) factors, 89-91 % for an exponential factor
     or log-normal row scale, 99 % for noise alone; the log scale was never worse than none by more than 1 %.
     """
-    whole, without = _deletions(_share_summary, x, units)
+    whole, without = _deletions(_share_summary, x, clusters)
     pc1, pc12, ratio = (_interval(whole[i], without[:, i], "log", 0.95) for i in range(3))
     pc1, pc12 = (replace(found, high=min(found.high, 1.0)) for found in (pc1, pc12))
     return pc1, pc12, replace(ratio, low=max(ratio.low, 1.0))
 
 
-def _deletions(statistic: Callable, x: np.ndarray, units: Units) -> tuple[np.ndarray, np.ndarray]:
-    groups = _groups(units, len(x))
-    if len(groups) < LEAST_UNITS:
-        raise Refused(f"an interval over {len(groups)} units needs at least {LEAST_UNITS}: add templates or documents")
+def _deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, np.ndarray]:
+    groups = _groups(clusters, len(x))
+    if len(groups) < LEAST_CLUSTERS:
+        raise UserError(
+            f"an interval over {len(groups)} units needs at least {LEAST_CLUSTERS}: add templates or documents"
+        )
     return statistic(x), np.stack([statistic(np.delete(x, rows, axis=0)) for rows in groups])
 
 
@@ -178,7 +184,9 @@ def _interval(whole: float, without: np.ndarray, transform: Transform, level: fl
     centre, replicates, u = forward(whole), forward(without), len(without)
     half = float(t.ppf((1 + level) / 2, u - 1)) * jackknife_error(replicates)
     scale = "" if transform == "identity" else f", {transform} scale"
-    return Interval(float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} units{scale}")
+    return Interval(
+        float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} clusters{scale}"
+    )
 
 
 def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
@@ -202,7 +210,7 @@ class Test:
     p: float
     null_high: float
     n: int
-    units: int
+    clusters: int
 
 
 def spearman(
@@ -213,7 +221,7 @@ def spearman(
     """Pearson correlation of average ranks; given covariates, of the ranks' residuals on the ranked covariates.
 
     A category goes in as indicator columns (ranking only rescales them).
-    Raises Refused when a or b is constant, or determined by the covariates.
+    Raises UserError when a or b is constant, or determined by the covariates.
     """
     basis = _basis(covariates, len(a))
     return float(_rank_residual(a, basis, "the first variable") @ _rank_residual(b, basis, "the second variable"))
@@ -222,19 +230,19 @@ def spearman(
 def correlation_test(
     scores: Real[np.ndarray, " prompt"],
     target: Real[np.ndarray, " prompt"],
-    units: Units,
+    clusters: Clusters,
     n_permutations: int = 10_000,
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
 ) -> Test:
     """|Spearman's rho| of scores and target, against permutations of whole units: `max_statistic` of one layer."""
-    return max_statistic(np.asarray(scores)[None], target, units, n_permutations, seed, covariates)[0][0]
+    return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
 
 
 def max_statistic(
     scores: Real[np.ndarray, "layer prompt"],
     target: Real[np.ndarray, " prompt"],
-    units: Units,
+    clusters: Clusters,
     n_permutations: int = 10_000,
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
@@ -247,13 +255,13 @@ def max_statistic(
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
     |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
     confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).
-    Raises Refused as `spearman` and `permute_units` do.
+    Raises UserError as `spearman` and `permute_clusters` do.
     """
-    n, count = len(target), len(_groups(units, len(target)))
+    n, count = len(target), len(_groups(clusters, len(target)))
     basis = _basis(covariates, n)
     ranks = np.stack([_rank_residual(row, basis, f"layer {layer} of the scores") for layer, row in enumerate(scores)])
     residual = _rank_residual(target, basis, "the target")
-    moved = residual[permute_units(np.random.default_rng(seed), units, n_permutations)]
+    moved = residual[permute_clusters(np.random.default_rng(seed), clusters, n_permutations)]
     length = np.sqrt((1 - np.square(moved @ basis).sum(1)).clip(TIE))
     null, value = np.abs(moved @ ranks.T) / length[:, None], np.abs(ranks @ residual)
     p, corrected = (_plus_one(draws >= value - TIE) for draws in (null, null.max(1)[:, None]))
@@ -262,24 +270,26 @@ def max_statistic(
     return [Test(rho, one, end, n, count) for rho, one, end in each], corrected
 
 
-def permute_units(rng: np.random.Generator, units: Units, n_permutations: int) -> Int[np.ndarray, "permutation row"]:
+def permute_clusters(
+    rng: np.random.Generator, clusters: Clusters, n_permutations: int
+) -> Int[np.ndarray, "permutation row"]:
     """Permutations of rows that move whole units: units of equal size change places, row order inside a unit stays.
 
     Entry [p, r] is the row whose value moves to row r. A unit whose size no other has stays where it is.
-    Raises Refused when the units allow fewer than 100 arrangements (5 of one size allow 120, 4 allow 24).
+    Raises UserError when the units allow fewer than 100 arrangements (5 of one size allow 120, 4 allow 24).
     """
-    groups = _groups(units, len(units))
+    groups = _groups(clusters, len(clusters))
     sizes: dict[int, list[np.ndarray]] = {}
     for rows in groups:
         sizes.setdefault(len(rows), []).append(rows)
     arrangements = math.prod(math.factorial(len(alike)) for alike in sizes.values())
     if arrangements < 100:
         exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)
-        raise Refused(
+        raise UserError(
             f"{exchangeable} of {len(groups)} units can change places with one of equal size, in {arrangements} ways; "
-            f"a permutation test needs {LEAST_UNITS} units of one size or 100 ways: add templates or even out sizes"
+            f"a permutation test needs {LEAST_CLUSTERS} units of one size or 100 ways: add templates or even out sizes"
         )
-    order = np.tile(np.arange(len(units)), (n_permutations, 1))
+    order = np.tile(np.arange(len(clusters)), (n_permutations, 1))
     for alike in sizes.values():
         blocks = np.stack(alike)
         places = rng.permuted(np.tile(np.arange(len(blocks)), (n_permutations, 1)), axis=1)
@@ -290,7 +300,7 @@ def permute_units(rng: np.random.Generator, units: Units, n_permutations: int) -
 def correlation_interval(
     a: Real[np.ndarray, " prompt"],
     b: Real[np.ndarray, " prompt"],
-    units: Units,
+    clusters: Clusters,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
     signed: bool = False,
 ) -> Interval:
@@ -304,7 +314,7 @@ def correlation_interval(
     def rho(rows: np.ndarray) -> float:
         return sign * spearman(a[rows], b[rows], None if covariates is None else covariates[rows])
 
-    found = jackknife(rho, np.arange(len(a)), units, "fisher")
+    found = jackknife(rho, np.arange(len(a)), clusters, "fisher")
     return found if signed else replace(found, low=max(found.low, 0.0), high=max(found.high, 0.0))
 
 
@@ -320,7 +330,9 @@ def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt c
     columns, sizes, _ = np.linalg.svd(ranks - ranks.mean(0), full_matrices=False)
     basis = np.hstack([constant, columns[:, sizes > 1e-10 * n**1.5]])
     if n - basis.shape[1] < 3:
-        raise Refused(f"{basis.shape[1] - 1} independent covariates leave {n} prompts fewer than 3 degrees of freedom")
+        raise UserError(
+            f"{basis.shape[1] - 1} independent covariates leave {n} prompts fewer than 3 degrees of freedom"
+        )
     return basis
 
 
@@ -336,7 +348,7 @@ def _rank_residual(values: np.ndarray, basis: np.ndarray, what: str) -> Float[np
     ranks -= basis @ (basis.T @ ranks)
     length = np.linalg.norm(ranks)
     if length <= 1e-10 * n**1.5:
-        raise Refused(f"{what} is constant over {n} prompts, or determined by the covariates: no rank correlation")
+        raise UserError(f"{what} is constant over {n} prompts, or determined by the covariates: no rank correlation")
     return ranks / length
 
 
@@ -346,7 +358,7 @@ def band(null_values: Draws, ends: Literal["both", "upper"] = "both") -> tuple[f
     Order statistics: a new draw is as likely to fall in each of the m + 1 gaps between draws (derived here), so
     (m + 1) .025 gaps, rounded down, are left out at each end; for "upper" twice that at this end.
     Fewer than 39 draws cannot carry a two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
-    Raises Refused for no draws or a draw that is not finite.
+    Raises UserError for no draws or a draw that is not finite.
     """
     low, high = _ends(_draws(null_values)[:, None], ends)
     return float(low[0]), float(high[0])
@@ -374,13 +386,13 @@ def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scal
     (derived here: what is called p = .05 and .00625 happens with .051 and .0041), and its power changes little where
     the draws keep clear of 0.
     Draws that do not vary, and fewer than 2, say nothing about a tail: the rank p is returned.
-    Raises Refused for a value that is not positive on the log scale, or a draw that is not finite.
+    Raises UserError for a value that is not positive on the log scale, or a draw that is not finite.
     """
     from scipy.stats import t
 
     null, sign = _draws(null_values), 1 if side == "upper" else -1
     if scale == "log" and min(observed, null.min()) <= 0:
-        raise Refused(f"{min(observed, null.min()):.3g} has no logarithm: declare scale 'identity' for this headline")
+        raise UserError(f"{min(observed, null.min()):.3g} has no logarithm: declare scale 'identity' for this metric")
     forward = {**{name: pair[0] for name, pair in _TRANSFORMS.items()}, "folded": _folded}[scale]
     value, draws = forward(np.float64(observed)), forward(null)
     m, sd = len(draws), draws.std(ddof=1) if len(draws) > 1 else 0.0
@@ -394,7 +406,7 @@ def _folded(rho):
     return np.sqrt(_TRANSFORMS["fisher"][0](np.abs(rho)))
 
 
-def equivalence_p(value: float, interval: Interval, near: float, far: float, units: int) -> float:
+def equivalence_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
     """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
 
     The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
@@ -403,12 +415,12 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, uni
     """
     from scipy.stats import t
 
-    quantile = t.ppf((1 + interval.level) / 2, units - 1)
+    quantile = t.ppf((1 + interval.level) / 2, clusters - 1)
 
     def past(room: float, reach: float) -> float:
         if math.isinf(room) or reach <= 0:
             return float(room <= 0)
-        return float(t.sf(room / reach * quantile, units - 1))
+        return float(t.sf(room / reach * quantile, clusters - 1))
 
     return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
 
@@ -422,7 +434,7 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
 
 
 def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Units at which `claims.headline` calls a rank correlation of the declared size "above null" with this power.
+    """Units at which `claims.estimate` calls a rank correlation of the declared size "above null" with this power.
 
     n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
     power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last
@@ -464,18 +476,18 @@ def _plus_one(as_extreme: np.ndarray) -> np.ndarray:
 def _draws(null_values: Draws) -> Float[np.ndarray, " draw"]:
     null = np.asarray(null_values, dtype=np.float64)
     if null.ndim != 1 or not len(null):
-        raise Refused(f"a null of shape {null.shape}; it needs at least one draw, in one dimension")
+        raise UserError(f"a null of shape {null.shape}; it needs at least one draw, in one dimension")
     _finite(null, "a null", "draw")
     return null
 
 
-def _groups(units: Units, n: int) -> list[np.ndarray]:
+def _groups(clusters: Clusters, n: int) -> list[np.ndarray]:
     """Rows of each unit, in order of first appearance: renaming units changes nothing."""
-    if len(units) != n:
-        raise ValueError(f"{len(units)} unit labels for {n} prompts")
+    if len(clusters) != n:
+        raise ValueError(f"{len(clusters)} unit labels for {n} prompts")
     rows: dict[Hashable, list[int]] = {}
-    for row, unit in enumerate(units):
-        rows.setdefault(unit, []).append(row)
+    for row, cluster in enumerate(clusters):
+        rows.setdefault(cluster, []).append(row)
     return [np.array(found) for found in rows.values()]
 
 
@@ -483,4 +495,4 @@ def _finite(x: np.ndarray, what: str, *axes: str) -> None:
     if not np.isfinite(x).all():
         at = np.argwhere(~np.isfinite(x))[0]
         where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=True))
-        raise Refused(f"{what} cannot use {x[tuple(at)]} at {where}; drop it or say why it is not measured")
+        raise UserError(f"{what} cannot use {x[tuple(at)]} at {where}; drop it or say why it is not measured")

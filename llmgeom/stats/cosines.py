@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 NOTHING = 1e-10  # of the largest length: a vector shorter than this is rounding, and has no direction
 CHUNK = 2**24  # numbers held at once while labels are permuted
@@ -23,10 +23,10 @@ def random_cosine(dim: int) -> float:
     Gamma(d/2) / (sqrt(pi) Gamma((d+1)/2)), close to sqrt(2 / (pi d)) for large d. Derived here: the first coordinate t
     of a unit vector has density proportional to (1 - t^2)^((d-3)/2); take the mean of |t|. A floor to print, never the
     null that decides: vectors of an untrained network are not isotropic.
-    Raises Refused for dim < 1.
+    Raises UserError for dim < 1.
     """
     if dim < 1:
-        raise Refused(f"directions in {dim} dimensions: give at least 1")
+        raise UserError(f"directions in {dim} dimensions: give at least 1")
     # lgamma: Gamma(d/2) itself overflows a float from about d = 344.
     return math.exp(math.lgamma(dim / 2) - math.lgamma((dim + 1) / 2)) / math.sqrt(math.pi)
 
@@ -40,10 +40,10 @@ def simplex_cosine(vectors: int) -> float:
     """|cosine| of any two corners of a regular simplex of `vectors` corners about its centre, 1 / (m - 1).
 
     The least that the mean |cosine| of m centred vectors of equal length can be: they sum to 0, so their cosines
-    average -1 / (m - 1) (derived here). Raises Refused for fewer than 2.
+    average -1 / (m - 1) (derived here). Raises UserError for fewer than 2.
     """
     if vectors < 2:
-        raise Refused(f"a simplex of {vectors} corners has no pair: give at least 2")
+        raise UserError(f"a simplex of {vectors} corners has no pair: give at least 2")
     return 1 / (vectors - 1)
 
 
@@ -57,20 +57,20 @@ def cosines(
 ) -> Float[np.ndarray, "*set vector vector"]:
     """|cosine| of every two vectors of a set (0-1), first less their mean where `centre`.
 
-    Raises Refused for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
+    Raises UserError for fewer than 2 vectors, one that is not finite, and one without length (or equal to the mean).
     """
     x = np.asarray(x, dtype=np.float64)
     if x.shape[-2] < 2:
-        raise Refused(f"{x.shape[-2]} vectors have no pair; |cosine| needs at least 2")
+        raise UserError(f"{x.shape[-2]} vectors have no pair; |cosine| needs at least 2")
     if not np.isfinite(x).all():
         at = np.argwhere(~np.isfinite(x))[0]
-        raise Refused(f"vector {at[-2]} holds {x[tuple(at)]}; a cosine needs finite numbers")
+        raise UserError(f"vector {at[-2]} holds {x[tuple(at)]}; a cosine needs finite numbers")
     largest = np.linalg.norm(x, axis=-1).max(-1, keepdims=True)
     x = centred(x) if centre else x
     length = np.linalg.norm(x, axis=-1)
     if (length <= NOTHING * largest).any():
         which = np.argwhere(length <= NOTHING * largest)[0][-1]
-        raise Refused(f"vector {which} has no length{' beside the mean' if centre else ''}, so it has no direction")
+        raise UserError(f"vector {which} has no length{' beside the mean' if centre else ''}, so it has no direction")
     x = x / length[..., None]
     return np.abs(x @ np.swapaxes(x, -1, -2)).clip(max=1)
 
@@ -128,7 +128,7 @@ def gaussian_like(x: Float[np.ndarray, "*set vector coordinate"], draws: int, se
 def class_cosine(x: Float[np.ndarray, "unit head coordinate"], labels: Sequence[str] | np.ndarray) -> float:
     """Mean |cosine| over pairs of class means, of units centred on their common mean, then over heads (0-1).
 
-    Raises Refused for fewer than 3 classes: two class means about their common mean point in opposite directions
+    Raises UserError for fewer than 3 classes: two class means about their common mean point in opposite directions
     whatever they are, so that their |cosine| is 1.
     """
     _, number = np.unique(np.asarray(labels), return_inverse=True)
@@ -149,7 +149,7 @@ def permuted_class_cosine(
 
 def _centred_units(x: np.ndarray, number: np.ndarray) -> np.ndarray:
     if number.max() < 2:
-        raise Refused(f"{number.max() + 1} classes: about their common mean two class means are opposite; give 3")
+        raise UserError(f"{number.max() + 1} classes: about their common mean two class means are opposite; give 3")
     x = np.asarray(x, dtype=np.float64)
     return x - x.mean(0)
 

@@ -12,8 +12,8 @@ from functools import lru_cache
 import numpy as np
 from jaxtyping import Float, Int
 
-from llmgeom.errors import Refused
-from llmgeom.stats.core import Interval, Units, standardised
+from llmgeom.errors import UserError
+from llmgeom.stats.core import Clusters, Interval, standardised
 
 LEAST_POINTS = 10
 DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its authors discard them
@@ -43,13 +43,13 @@ def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " 
     return np.unique(first, return_inverse=True)
 
 
-def independent(distance: Float[np.ndarray, "row row"], units: Units) -> Int[np.ndarray, " kept"]:
+def independent(distance: Float[np.ndarray, "row row"], clusters: Clusters) -> Int[np.ndarray, " kept"]:
     """The first row of each unit, less those that coincide with an earlier one.
 
     What a dimension is estimated from: two prompts of a template are close to each other whatever the shape they lie
     on, and coinciding rows have no ratio of distances at all.
     """
-    _, first = np.unique(np.asarray(units), return_index=True)
+    _, first = np.unique(np.asarray(clusters), return_index=True)
     first = np.sort(first)
     return first[distinct(distance[np.ix_(first, first)])[0]]
 
@@ -65,7 +65,7 @@ def twonn(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndarray, "*d
     denominator is Gamma distributed with shape k).
     At n = 75 a 2-dimensional Gaussian reads 2.0 and a 20-dimensional one 14: like every estimator from neighbours it
     reads low where the dimension is high for the number of points.
-    Raises Refused for fewer than 10 rows, and for coinciding ones (see `independent`).
+    Raises UserError for fewer than 10 rows, and for coinciding ones (see `independent`).
     """
     first, second = np.moveaxis(_nearest(distance, 2), -1, 0)
     ratio = np.sort(np.log(second / first), axis=-1)
@@ -84,7 +84,7 @@ def levina_bickel(distance: Float[np.ndarray, "*draw row row"]) -> Float[np.ndar
     1 / d = mean over points i of m_i, m_i = 1 / (k - 1) sum_{j < k} log(T_k / T_j), T_j the distance of i to its j-th
     neighbour, k = 10 of them: Levina and Bickel (NIPS 2004), with the inverses averaged as MacKay and Ghahramani
     (2005) showed a likelihood of all points to ask for. It looks farther than TwoNN: steadier, and lower.
-    Raises Refused as `twonn`.
+    Raises UserError as `twonn`.
     """
     near = _nearest(distance, NEIGHBOURS_MLE)
     return np.asarray(1 / np.log(near[..., -1:] / near[..., :-1]).mean((-2, -1)))
@@ -94,11 +94,11 @@ def _nearest(distance: np.ndarray, count: int) -> Float[np.ndarray, "*draw row n
     """Distances to the nearest other rows, in rising order."""
     n = distance.shape[-1]
     if n < max(LEAST_POINTS, count + 2):
-        raise Refused(f"an intrinsic dimension of {n} distinct points; it needs {max(LEAST_POINTS, count + 2)}")
+        raise UserError(f"an intrinsic dimension of {n} distinct points; it needs {max(LEAST_POINTS, count + 2)}")
     # The smallest of a row is its own 0, which any coinciding row would share.
     near = np.sort(np.partition(distance, count, axis=-1)[..., : count + 1], axis=-1)[..., 1:]
     if (near[..., 0] <= 0).any():
-        raise Refused("an intrinsic dimension of coinciding points is not defined; keep one of each")
+        raise UserError("an intrinsic dimension of coinciding points is not defined; keep one of each")
     return near
 
 
@@ -119,7 +119,7 @@ def matched_gaussian(
     return _frames(draws, len(x), len(sizes), seed) * sizes
 
 
-@lru_cache(maxsize=2)  # the subject's and its twins': the same frames serve every cloud of a size
+@lru_cache(maxsize=2)  # the subject's and its untrained controls': the same frames serve every cloud of a size
 def _frames(draws: int, n: int, columns: int, seed: int) -> Float[np.ndarray, "draw row component"]:
     """Random orthonormal columns that sum to 0. Not to be written to."""
     noise = np.random.default_rng(seed).standard_normal((draws, n, columns))
@@ -161,11 +161,11 @@ class Dimension:
         return Interval(float(low), float(high), level, f"exponential ratios of {self.points} points")
 
 
-def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], units: Units, draws: int, seed: int) -> Dimension:
-    """Dimension of the rows of x, standardised, one a unit (see `independent`). Raises Refused as `twonn` does."""
-    names = set(np.asarray(units).tolist())
+def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Clusters, draws: int, seed: int) -> Dimension:
+    """Dimension of the rows of x, standardised, one a unit (see `independent`). Raises UserError as `twonn` does."""
+    names = set(np.asarray(clusters).tolist())
     x = standardised(x)
-    x = standardised(x[independent(distances(x), units)])
+    x = standardised(x[independent(distances(x), clusters)])
     own, theirs = distances(x), distances(matched_gaussian(x, draws, seed))
     return Dimension(
         twonn=float(twonn(own)),
@@ -188,12 +188,12 @@ def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]
     axes mean nothing and its picture changes with the start; this is deterministic. A closed curve has no ends: it is
     drawn as the flat ring it is. Coinciding rows share a place. The sign is a convention: the row farthest from 0, the
     first of equals, is positive.
-    Raises Refused for fewer than 3 distinct rows.
+    Raises UserError for fewer than 3 distinct rows.
     """
     distance = distances(x)
     kept, place = distinct(distance)
     if len(kept) < 3:
-        raise Refused(f"{len(kept)} distinct rows among {len(x)} lie on no curve; at least 3 are needed")
+        raise UserError(f"{len(kept)} distinct rows among {len(x)} lie on no curve; at least 3 are needed")
     square = np.square(_geodesic(distance[np.ix_(kept, kept)]))
     middle = np.eye(len(kept)) - 1 / len(kept)
     sizes, vectors = np.linalg.eigh(-middle @ square @ middle / 2)

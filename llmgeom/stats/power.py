@@ -25,7 +25,7 @@ from functools import cache
 import numpy as np
 
 from llmgeom.claims import ALPHA, Claim
-from llmgeom.stats.core import LEAST_UNITS, band
+from llmgeom.stats.core import LEAST_CLUSTERS, band
 
 SETS = 2000
 POWER = 0.9
@@ -57,15 +57,15 @@ class Design:
         return replace(self, claim=other)
 
 
-def power(design: Design, units: int) -> float:
+def power(design: Design, clusters: int) -> float:
     """Probability of PASS where the effect is as declared; of an equivalence claim, where there is none.
 
     An equivalence claim has two sides to win, unless it is `one_sided`: 2 P(A) - 1, its margin in the effect's place.
     """
     from scipy.stats import norm, t
 
-    claim, freedom = design.claim, units - 1
-    if units < LEAST_UNITS:
+    claim, freedom = design.claim, clusters - 1
+    if clusters < LEAST_CLUSTERS:
         return 0.0
     interval, corrected = t.isf(0.025, freedom), t.isf(ALPHA / design.claims, freedom)
     if claim.needed == "correlation":
@@ -73,12 +73,12 @@ def power(design: Design, units: int) -> float:
         truth = claim.effect + (math.tanh(HALF_NORMAL * tau) if folded else 0.0)
         if truth >= 1:
             return 0.0
-        at, error = math.atanh(truth), math.sqrt((1 + truth**2 / 2) / (units - 3))
+        at, error = math.atanh(truth), math.sqrt((1 + truth**2 / 2) / (clusters - 3))
         # Permutations, a null too, ask less than draws do that have the same sampling error.
-        scale, least = math.sqrt(tau**2 + 1 / (units - 3)), -math.inf
+        scale, least = math.sqrt(tau**2 + 1 / (clusters - 3)), -math.inf
     else:
         scale, centre, folded, least = design.null_spread, claim.null_margin == "centre", False, -math.inf
-        at, error = claim.smallest, design.spread / math.sqrt(units)
+        at, error = claim.smallest, design.spread / math.sqrt(clusters)
         if claim.equivalence or claim.null_margin == "fixed":  # the corrected p is Student's, as the interval is
             one = float(_clears(at / error, max(interval, corrected), freedom))
             return max(0.0, 2 * one - 1) if claim.equivalence and not claim.one_sided else one
@@ -116,7 +116,7 @@ def _hurdles(draws: int, claims: int, folded: bool, centre: bool) -> tuple[np.nd
 
 def needed(design: Design, wanted: float = POWER) -> int | None:
     """The fewest units with that power; None where no number has it."""
-    few, many = LEAST_UNITS - 1, MOST_UNITS
+    few, many = LEAST_CLUSTERS - 1, MOST_UNITS
     if power(design, many) < wanted:
         return None
     while many - few > 1:
@@ -125,17 +125,17 @@ def needed(design: Design, wanted: float = POWER) -> int | None:
     return many
 
 
-def detectable(design: Design, units: int, wanted: float = POWER) -> float | None:
+def detectable(design: Design, clusters: int, wanted: float = POWER) -> float | None:
     """The smallest effect (of an equivalence claim, margin) that is found with that power, to a thousandth of itself;
     None where none is, up to a hundred times the declared one, or a correlation of 1."""
     low, high = 0.0, 100 * design.claim.smallest
     if design.claim.needed == "correlation":
         high = 1 - math.tanh(HALF_NORMAL * design.null_spread) - 1e-3
-    if power(design.of(high), units) < wanted:
+    if power(design.of(high), clusters) < wanted:
         return None
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if power(design.of(middle), units) >= wanted else (middle, high)
+        low, high = (low, middle) if power(design.of(middle), clusters) >= wanted else (middle, high)
     return high
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from jaxtyping import Float, Int, Real
 
-from llmgeom.errors import Refused
-from llmgeom.stats.core import LEAST_UNITS, Interval, Units, jackknife, permute_units
+from llmgeom.errors import UserError
+from llmgeom.stats.core import LEAST_CLUSTERS, Clusters, Interval, jackknife, permute_clusters
 
 FOLDS = 5
 GROUPS = 25
@@ -56,17 +56,17 @@ def read(
     form of the leave-one-out identity of least squares with a quadratic penalty; derived here). Inner folds
     share the standardisation of their outer fold, which the rows that are scored have no part in.
     Where no coordinate varies outside a fold, the mean is predicted.
-    Raises Refused where a column of y is constant outside a fold, and for values that are not finite.
+    Raises UserError where a column of y is constant outside a fold, and for values that are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise Refused("a readout cannot use values that are not finite; drop those rows or say why they are there")
+        raise UserError("a readout cannot use values that are not finite; drop those rows or say why they are there")
     count = int(fold.max()) + 1
     prediction, penalty = np.empty_like(y), np.empty((count, y.shape[1]))
     for held in range(count):
         out, rest = fold == held, fold != held
         if (y[rest].max(0) == y[rest].min(0)).any():
-            raise Refused(f"what is to be read is constant over {rest.sum()} rows: nothing can be learnt from them")
+            raise UserError(f"what is to be read is constant over {rest.sum()} rows: nothing can be learnt from them")
         mean = y[rest].mean(0)
         z, new = _standardised(x[rest], x[out])
         values, vectors = _eigen(z)
@@ -116,28 +116,30 @@ def _inner_errors(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: 
     return errors
 
 
-def folds(units: Units, seed: int, count: int = FOLDS) -> Int[np.ndarray, " row"]:
+def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, " row"]:
     """The fold of each row: whole units, in random order, the largest first, each to the fold with fewest rows.
 
-    With fewer units than folds, each unit is a fold of its own. Raises Refused for fewer than 5 units.
+    With fewer units than folds, each unit is a fold of its own. Raises UserError for fewer than 5 units.
     """
-    unit = _numbered(units)
-    sizes = np.bincount(unit)
-    if len(sizes) < LEAST_UNITS:
-        raise Refused(f"a readout over {len(sizes)} units needs at least {LEAST_UNITS}: add templates or documents")
+    cluster = _numbered(clusters)
+    sizes = np.bincount(cluster)
+    if len(sizes) < LEAST_CLUSTERS:
+        raise UserError(
+            f"a readout over {len(sizes)} units needs at least {LEAST_CLUSTERS}: add templates or documents"
+        )
     order = np.random.default_rng(seed).permutation(len(sizes))
     order = order[np.argsort(-sizes[order], kind="stable")]
     filled, place = np.zeros(min(count, len(sizes)), dtype=np.int64), np.empty(len(sizes), dtype=np.int64)
     for one in order:
         place[one] = filled.argmin()
         filled[place[one]] += sizes[one]
-    return place[unit]
+    return place[cluster]
 
 
-def _numbered(units: Units) -> Int[np.ndarray, " row"]:
+def _numbered(clusters: Clusters) -> Int[np.ndarray, " row"]:
     """The unit of each row as a number, in order of first appearance: renaming units changes nothing."""
-    _, first, unit = np.unique(np.asarray(units), return_index=True, return_inverse=True)
-    return np.argsort(np.argsort(first))[unit]
+    _, first, cluster = np.unique(np.asarray(clusters), return_index=True, return_inverse=True)
+    return np.argsort(np.argsort(first))[cluster]
 
 
 def decodability(
@@ -148,7 +150,7 @@ def decodability(
 
 
 def decodability_interval(
-    x: Float[np.ndarray, "row coordinate"], found: Readout, units: Units, level: float = 0.95
+    x: Float[np.ndarray, "row coordinate"], found: Readout, clusters: Clusters, level: float = 0.95
 ) -> Interval:
     """Delete-a-group jackknife interval of the held-out R2 of one number.
 
@@ -159,8 +161,8 @@ def decodability_interval(
     0.85, one or two rows a unit: covers 94-98 %. Errors of the held-out rows alone, without new fits, cover 73-93 %,
     since all rows share their fits; choosing the penalties anew covers 95-100 %, up to twice too wide: they jump.
     """
-    unit = _numbered(units)
-    first = np.unique(unit, return_index=True)[1]
+    cluster = _numbered(clusters)
+    first = np.unique(cluster, return_index=True)[1]
     place = np.empty(len(first), dtype=np.int64)
     place[np.argsort(found.fold[first], kind="stable")] = np.arange(len(first)) % GROUPS
 
@@ -176,19 +178,19 @@ def decodability_interval(
             prediction[out] = mean + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean)
         return float(replace(found, truth=truth, prediction=prediction).r2[0])
 
-    made = jackknife(r2, np.arange(len(x)), place[unit], level=level)
+    made = jackknife(r2, np.arange(len(x)), place[cluster], level=level)
     groups = min(GROUPS, len(first))
-    return replace(made, method=f"jackknife over {groups} groups of {len(first)} units")
+    return replace(made, method=f"jackknife over {groups} groups of {len(first)} clusters")
 
 
 def permuted_decodability(
     x: Float[np.ndarray, "row coordinate"],
     y: Real[np.ndarray, " row"],
     fold: Int[np.ndarray, " row"],
-    units: Units,
+    clusters: Clusters,
     permutations: int,
     seed: int,
 ) -> Float[np.ndarray, " permutation"]:
     """Held-out R2 with whole units of y permuted: the same folds, a penalty chosen anew for every permutation."""
-    moved = np.asarray(y)[permute_units(np.random.default_rng(seed), units, permutations)]
+    moved = np.asarray(y)[permute_clusters(np.random.default_rng(seed), clusters, permutations)]
     return read(x, moved.T, fold).r2

@@ -7,7 +7,7 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 
 
 def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) -> float:
@@ -19,11 +19,11 @@ def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) 
     unbiased HSIC of Song et al. (JMLR 13, 2012), in the CKA of Kornblith et al. (ICML 2019). |x' y|^2 is taken from
     inner products of rows where these are fewer than features. `compare.gram` and `compare.alignment` are the same for
     matrices that are kept and permuted.
-    Raises Refused for fewer than 4 rows, and where all rows of one set are alike.
+    Raises UserError for fewer than 4 rows, and where all rows of one set are alike.
     """
     n = len(x)
     if n < 4:
-        raise Refused(f"{n} rows were given to debiased CKA; it needs 4")
+        raise UserError(f"{n} rows were given to debiased CKA; it needs 4")
     x, y = (each.astype(np.float64) - each.mean(0, dtype=np.float64) for each in (x, y))
 
     def hsic(one: np.ndarray, other: np.ndarray) -> float:
@@ -35,5 +35,5 @@ def cka(x: Float[np.ndarray, "row feature"], y: Float[np.ndarray, "row other"]) 
     own, theirs = hsic(x, x), hsic(y, y)
     for each, size in ((x, own), (y, theirs)):
         if size <= 1e-12 * np.square(each).sum() ** 2:
-            raise Refused(f"all {n} rows of one side are alike; an alignment needs them to differ")
+            raise UserError(f"all {n} rows of one side are alike; an alignment needs them to differ")
     return hsic(x, y) / math.sqrt(own * theirs)

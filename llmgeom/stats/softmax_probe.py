@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.stats.core import Units
+from llmgeom.stats.core import Clusters
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.ridge_probe import folds
 
@@ -31,7 +31,7 @@ class Missed:
     fold: np.ndarray
 
 
-def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, units: Units, seed: int) -> Missed:
+def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clusters, seed: int) -> Missed:
     """KL(p || softmax(z W + b_position)) of every row at every site, held out by unit.
 
     sites      [row coordinate] each, of one width.
@@ -43,9 +43,9 @@ def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, units: Units,
     penalty means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2
     times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the
     least loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
-    Raises Refused for fewer than 5 units.
+    Raises UserError for fewer than 5 units.
     """
-    fold, log_p = folds(units, seed), log_p.double()
+    fold, log_p = folds(clusters, seed), log_p.double()
     p = log_p.exp().expand(len(sites), *log_p.shape[-2:])
     x = torch.stack([site.double() for site in sites])
     count = int(fold.max()) + 1

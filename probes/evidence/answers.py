@@ -13,20 +13,20 @@ from jaxtyping import Int
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence.observers import advantage, losses, readers, seen
 from llmgeom.prompts.sula import Sula
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.core import Interval, correlation_interval, jackknife, spearman, standardised
 from llmgeom.stats.information import bits
 from llmgeom.stats.ridge_probe import decodability_interval, folds, read
 from studies.evaluate import skill
 
 AT_ONCE = 256
-BAYES, TWINS = "Bayesian over other readers", "re-initialised"
+BAYES, UNTRAINED = "Bayesian over other readers", "re-initialised"
 LEAST_GAIN = 1e-4  # bits a label
 EVIDENCE, BELIEF, CONTROLS = "sula", "sula_belief", "sula_controls"
 
@@ -80,12 +80,12 @@ def listen(subject: Subject, batch: Batch, inside: bool = False) -> Reading:
 
 
 def label_ids(subject: Subject, batch: Batch) -> Int[Tensor, "prompt 2"]:
-    """The two labels of each prompt as tokens. Raises Refused where one is several."""
+    """The two labels of each prompt as tokens. Raises UserError where one is several."""
     pairs = list(zip(batch.columns["first"], batch.columns["second"], strict=True))
     words = sorted({word for pair in pairs for word in pair})
     ids = {word: subject.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}
     if several := [word for word, tokens in ids.items() if len(tokens) != 1]:
-        raise Refused(
+        raise UserError(
             f"{', '.join(several)}: not single tokens of this tokenizer; leave --labels out to have some found "
             "(`prompts.sula.available`)"
         )
@@ -113,8 +113,8 @@ class Truth:
         return np.flatnonzero(self.k > 0)
 
     @cached_property
-    def unit(self) -> np.ndarray:
-        return np.array(self.batch.unit)
+    def cluster(self) -> np.ndarray:
+        return np.array(self.batch.cluster)
 
     @cached_property
     def log_p(self) -> np.ndarray:
@@ -187,7 +187,7 @@ class Evidence(Result):
     )
     reader_interval: np.ndarray = quantity("reader bound", "bits", "95 % interval over label pairs")
     attainable: float = quantity("", "bits", "what an exact model gains a label by being read as Bayesian")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -224,7 +224,7 @@ class Belief(Result):
     odds_null: np.ndarray = quantity("layer bound", "R2", "null band of the same")
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
     pc1: np.ndarray = quantity("k", "standard deviations", "PC1 of the last layer's values, mean", Figure("curve"))
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
 
@@ -261,7 +261,7 @@ class Controls(Result):
     published: np.ndarray = quantity(
         "published target", "bits", "mean |H label - target| of the published controls: 1 bit, observer's"
     )
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
 
@@ -277,20 +277,20 @@ def _by(k: np.ndarray, ks: Sequence[int], values: np.ndarray) -> np.ndarray:
 Statistic = Callable[[Any, np.ndarray], float]  # of what one model gave, and rows of prompts
 
 
-def _headlines(
+def _estimates(
     probe: str,
     measured: Sequence[tuple[str, Statistic, Sequence[Any], np.ndarray, Interval | None]],
-    unit: np.ndarray,
-) -> tuple[Headline, ...]:
-    """A headline each from its name, its statistic, what the model and then its twins gave, the rows of prompts, and
-    its interval (None: jackknife), held against the same statistic of the twins."""
+    cluster: np.ndarray,
+) -> tuple[Estimate, ...]:
+    """A metric each from its name, its statistic, what the model and then its controls gave, the rows of prompts, and
+    its interval (None: jackknife), held against the same statistic of the untrained controls."""
     found = []
-    for name, statistic, (own, *twins), rows, span in measured:
+    for name, statistic, (own, *untrained), rows, span in measured:
         claim, value = declared(probe)[name], statistic(own, rows)
-        span = span or jackknife(partial(statistic, own), rows, unit[rows])
-        draws = np.array([statistic(twin, rows) for twin in twins])
-        null = Null.of(TWINS, value, draws, claim.side)
-        found.append(headline(claim, value, span, [null], n=len(rows), units=len(set(unit[rows]))))
+        span = span or jackknife(partial(statistic, own), rows, cluster[rows])
+        draws = np.array([statistic(control, rows) for control in untrained])
+        null = Null.of(UNTRAINED, value, draws, claim.side)
+        found.append(estimate(claim, value, span, [null], n=len(rows), clusters=len(set(cluster[rows]))))
     return tuple(found)
 
 
@@ -298,15 +298,15 @@ def _indicators(k: np.ndarray) -> np.ndarray:
     return (k[:, None] == np.unique(k)[1:]).astype(float)
 
 
-def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[Reading]) -> Evidence:
-    """Skill, calibration and readers. Raises Refused for fewer than 5 pairs."""
+def measure_evidence(source: Sula, batch: Batch, own: Reading, untrained: Sequence[Reading]) -> Evidence:
+    """Skill, calibration and readers. Raises UserError for fewer than 5 pairs."""
     truth = Truth(batch)
-    ks, k, unit, told = list(source.ks), truth.k, truth.unit, truth.told
+    ks, k, cluster, told = list(source.ks), truth.k, truth.cluster, truth.told
     h_exact, h_latent = label_entropy(truth.log_p), label_entropy(truth.belief)
     several = np.flatnonzero(k >= 2)
     made = readers(source.prior)
     labels = seen(batch)[told]
-    _, pair = np.unique(unit, return_inverse=True)
+    _, pair = np.unique(cluster, return_inverse=True)
     half = np.random.default_rng(0).permutation(pair.max() + 1)[pair[told]] % 2 == 0
 
     def read_as(log_p: np.ndarray) -> np.ndarray:
@@ -322,7 +322,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     attainable = float(gained(read_as(truth.log_p))[told].mean())
     bayesian = []
     if attainable > LEAST_GAIN:
-        gains = [gained(as_read), *(gained(read_as(twin.log_p)) for twin in twins)]
+        gains = [gained(as_read), *(gained(read_as(control.log_p)) for control in untrained)]
         bayesian = [(BAYES, lambda gain, rows: float(gain[rows].mean() / attainable), gains, told, None)]
 
     def error(target: np.ndarray) -> Callable[[Reading, np.ndarray], float]:
@@ -338,11 +338,11 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
     def skilled(who: Reading, rows: np.ndarray) -> float:
         return skill(truth.log_p[rows], who.log_p[rows], k[rows])
 
-    everyone = (own, *twins)
+    everyone = (own, *untrained)
     same_k = correlation_interval(
-        own.h_label[several], h_exact[several], unit[several], _indicators(k[several]), signed=True
+        own.h_label[several], h_exact[several], cluster[several], _indicators(k[several]), signed=True
     )
-    headlines = _headlines(
+    estimates = _estimates(
         EVIDENCE,
         (
             ("skill", skilled, everyone, told, None),
@@ -352,16 +352,16 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
             ("error of H label, latent class, below a constant's", error(h_latent), everyone, told, None),
             ("mass of the two labels", lambda who, rows: float(who.mass[rows].mean()), everyone, told, None),
         ),
-        unit,
+        cluster,
     )
-    spans = [jackknife(np.mean, row, unit[told]) for row in as_read]
+    spans = [jackknife(np.mean, row, cluster[told]) for row in as_read]
     deciles = np.array_split(np.argsort(own.p[told], kind="stable"), 10)
     drawn = np.array(batch.columns["next"])[told] == 0
     exact_p = np.exp(truth.log_p[told, 0])
     return Evidence(
         k=np.array(ks, dtype=float),
         h_label=_by(k, ks, own.h_label),
-        h_label_null=layer_band({TWINS: np.stack([_by(k, ks, twin.h_label) for twin in twins])}),
+        h_label_null=layer_band({UNTRAINED: np.stack([_by(k, ks, control.h_label) for control in untrained])}),
         h_exact=_by(k, ks, h_exact),
         h_latent=_by(k, ks, h_latent),
         h_vocabulary=_by(k, ks, own.h_vocab),
@@ -374,7 +374,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         answers=np.stack([np.exp(truth.log_p[:, 0]), own.p], 1),
         reader=as_read.mean(1),
         reader_interval=np.array([[span.low, span.high] for span in spans]),
-        headlines=headlines,
+        estimates=estimates,
         ticks={
             "k": tuple(ks),
             "reader": tuple(reader.name for reader in made),
@@ -382,7 +382,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, twins: Sequence[R
         },
         attainable=attainable,
         warnings=tuple(_doubts(own, told, attainable)),
-        notes=("k = 0 enters no headline: there is nothing to weigh",) * (0 in ks),
+        notes=("k = 0 enters no metric: there is nothing to weigh",) * (0 in ks),
     )
 
 
@@ -394,13 +394,13 @@ def _doubts(own: Reading, told: np.ndarray, attainable: float) -> Iterator[str]:
         yield f"the two labels have {mass:.1%} of the model's probability: what is renormalised is a small part of it"
 
 
-def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Reading], seed: int) -> Belief:
-    """Exact entropy read from the residual stream of every depth, given k. Raises Refused for too few lead-ins."""
+def measure_belief(source: Sula, batch: Batch, own: Reading, untrained: Sequence[Reading], seed: int) -> Belief:
+    """Exact entropy read from the residual stream of every depth, given k. Raises UserError for too few lead-ins."""
     truth = Truth(batch)
     rows = np.flatnonzero(truth.k >= 2)
-    k, unit, ks = truth.k[rows], truth.unit[rows], list(source.ks)
+    k, cluster, ks = truth.k[rows], truth.cluster[rows], list(source.ks)
     leads = np.array(batch.columns["lead"])[rows]
-    fold = folds(leads if len(set(leads)) >= 5 else unit, seed)
+    fold = folds(leads if len(set(leads)) >= 5 else cluster, seed)
 
     def less_its_mean(x: np.ndarray) -> np.ndarray:
         found = np.array(x, dtype=np.float64)
@@ -415,10 +415,10 @@ def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Rea
         """[depth 2] R2 of the exact entropy, and of the exact log-odds of the label named first."""
         return np.stack([read(less_its_mean(x[rows]), target, fold).r2 for x in who.residual])
 
-    values, null = decoded(own), np.array([decoded(twin) for twin in twins])
+    values, null = decoded(own), np.array([decoded(control) for control in untrained])
     last = less_its_mean(own.residual[-1][rows])
-    span = decodability_interval(last, read(last, target[:, :1], fold), unit)
-    bands = [layer_band({TWINS: null[..., i]}) for i in (0, 1)]
+    span = decodability_interval(last, read(last, target[:, :1], fold), cluster)
+    bands = [layer_band({UNTRAINED: null[..., i]}) for i in (0, 1)]
 
     def pc1(who: Reading) -> np.ndarray:
         z = standardised(who.value)
@@ -426,12 +426,12 @@ def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Rea
         score = left[:, 0] * size[0]
         return score * (np.sign(spearman(score, h)) or 1)
 
-    scores, every = [pc1(who) for who in (own, *twins)], np.arange(len(batch))
+    scores, every = [pc1(who) for who in (own, *untrained)], np.arange(len(batch))
 
     def ordered(score: np.ndarray, chosen: np.ndarray) -> float:
         return abs(spearman(score[chosen], h[chosen], _indicators(truth.k[chosen])))
 
-    same_k = correlation_interval(scores[0][rows], h[rows], unit, _indicators(k))
+    same_k = correlation_interval(scores[0][rows], h[rows], cluster, _indicators(k))
     return Belief(
         decoded=values[:, 0],
         decoded_null=bands[0],
@@ -439,7 +439,7 @@ def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Rea
         odds_null=bands[1],
         k=np.array(ks, dtype=float),
         pc1=_by(truth.k, ks, scores[0] / scores[0].std()),
-        headlines=_headlines(
+        estimates=_estimates(
             BELIEF,
             (
                 (
@@ -455,10 +455,10 @@ def measure_belief(source: Sula, batch: Batch, own: Reading, twins: Sequence[Rea
                     lambda score, chosen: abs(spearman(score[chosen], truth.k[chosen])),
                     scores,
                     every,
-                    correlation_interval(scores[0], truth.k, truth.unit),
+                    correlation_interval(scores[0], truth.k, truth.cluster),
                 ),
             ),
-            truth.unit,
+            truth.cluster,
         ),
         ticks={"k": tuple(ks)},
     )
@@ -469,12 +469,12 @@ PUBLISHED = ("shuffled", "no words")
 
 
 def measure_controls(
-    batches: Mapping[str, Batch], own: Mapping[str, Reading], twins: Sequence[Mapping[str, Reading]]
+    batches: Mapping[str, Batch], own: Mapping[str, Reading], untrained: Sequence[Mapping[str, Reading]]
 ) -> Controls:
     """Movement under changes whose effect is known; batches and readings by condition."""
     truth = {name: Truth(batch) for name, batch in batches.items()}
     main = truth["main"]
-    rows, unit = np.flatnonzero(main.k >= 2), main.unit
+    rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
 
     def moved(who: Mapping[str, Reading], name: str) -> np.ndarray:
         """[prompt] |change of P(first)| beyond the exact change, after mirroring where labels are exchanged."""
@@ -497,18 +497,18 @@ def measure_controls(
         return lambda who, kept: float(moved(who, name)[kept].mean())
 
     each = {name: moved(own, name) for name in MOVED}
-    spans = [jackknife(np.mean, e[rows], unit[rows]) for e in each.values()]
+    spans = [jackknife(np.mean, e[rows], cluster[rows]) for e in each.values()]
     return Controls(
         movement=np.array([e[rows].mean() for e in each.values()]),
         movement_interval=np.array([[span.low, span.high] for span in spans]),
         published=np.array([misses(name) for name in PUBLISHED]),
-        headlines=_headlines(
+        estimates=_estimates(
             CONTROLS,
             (
-                *((f"movement: {name}", movement(name), (own, *twins), rows, None) for name in MOVED),
-                ("consistent against alternating", apart, (own, *twins), rows, None),
+                *((f"movement: {name}", movement(name), (own, *untrained), rows, None) for name in MOVED),
+                ("consistent against alternating", apart, (own, *untrained), rows, None),
             ),
-            unit,
+            cluster,
         ),
         ticks={"control": MOVED, "published": PUBLISHED, "target": ("1 bit", "observer's")},
     )

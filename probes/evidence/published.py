@@ -8,11 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
-from llmgeom.claims import Null, declared, headline
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import UserError
 from llmgeom.probes.evidence.answers import Reading, Truth, label_entropy
 from llmgeom.prompts.sula import Sula
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.core import Interval, correlation_interval, jackknife, spearman, standardised
 
 PROBE = "published_sula"
@@ -57,45 +57,45 @@ class Published(Result):
     h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")
     constant: float = quantity("", "bits", "error of the best constant, against the latent class")
     after: float = quantity("", "of v . u before", "largest |v . u| that the cut leaves: rounding")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
 
 
 def measure_published(
-    source: Sula, truth: Mapping[str, Truth], own: Mapping[str, Reading], twins: Sequence[Mapping[str, Reading]]
+    source: Sula, truth: Mapping[str, Truth], own: Mapping[str, Reading], untrained: Sequence[Mapping[str, Reading]]
 ) -> Published:
-    """The published numbers, readings by condition. Raises Refused where no coordinate varies and for few pairs."""
+    """The published numbers, readings by condition. Raises UserError where no coordinate varies and for few pairs."""
     main = truth["main"]
-    k, unit, every = main.k, main.unit, np.arange(len(main.batch))
+    k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))
     target, ones = label_entropy(main.belief), np.ones(len(every))
-    everyone = (own, *twins)
+    everyone = (own, *untrained)
     first = [_axis(who["main"].value) for who in everyone]  # u, and the score in standardised coordinates
     along = [who["main"].value @ u for who, (u, _) in zip(everyone, first, strict=True)]
     scores = [score for _, score in first]
 
     labels = [who["main"].h_label for who in everyone]
 
-    def row(name: str, values: Sequence[float], span: Interval) -> Headline:
+    def row(name: str, values: Sequence[float], span: Interval) -> Estimate:
         claim, (value, *draws) = declared(PROBE)[name], values
         null = Null.of("re-initialised", value, np.array(draws), claim.side)
-        return headline(claim, value, span, [null], n=len(every), units=len(set(unit)))
+        return estimate(claim, value, span, [null], n=len(every), clusters=len(set(cluster)))
 
-    def missed(name: str, condition: str, expected: np.ndarray) -> Headline:
+    def missed(name: str, condition: str, expected: np.ndarray) -> Estimate:
         each = [np.abs(who[condition].h_label - expected) for who in everyone]
-        return row(name, [one.mean() for one in each], jackknife(np.mean, each[0], unit))
+        return row(name, [one.mean() for one in each], jackknife(np.mean, each[0], cluster))
 
-    def linear(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], of=float) -> Headline:
+    def linear(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], of=float) -> Estimate:
         a, b = pairs[0]
-        span = jackknife(lambda rows: of(_pearson(a[rows], b[rows])), every, unit)
+        span = jackknife(lambda rows: of(_pearson(a[rows], b[rows])), every, cluster)
         return row(name, [of(_pearson(*pair)) for pair in pairs], span)
 
-    def ordered(name: str, other: np.ndarray) -> Headline:
-        span = correlation_interval(scores[0], other, unit)
+    def ordered(name: str, other: np.ndarray) -> Estimate:
+        span = correlation_interval(scores[0], other, cluster)
         return row(name, [abs(spearman(one, other)) for one in scores], span)
 
     cut = own["main"].value - along[0][:, None] * first[0][0]
-    headlines = (
+    estimates = (
         missed(ERROR, "main", target),
         linear(PEARSON, [(h, target) for h in labels]),
         ordered(RANKED, target),
@@ -112,7 +112,7 @@ def measure_published(
         h_latent=np.array([target[k == one].mean() for one in ks]),
         constant=float(np.abs(target - np.median(target)).mean()),
         after=float(np.abs(cut @ first[0][0]).max() / np.abs(along[0]).max()),
-        headlines=headlines,
+        estimates=estimates,
         ticks={"k": tuple(ks)},
     )
 
@@ -128,5 +128,5 @@ def _axis(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _pearson(a: np.ndarray, b: np.ndarray) -> float:
     if a.max() == a.min() or b.max() == b.min():
-        raise Refused("a quantity that is the same for every prompt has no correlation")
+        raise UserError("a quantity that is the same for every prompt has no correlation")
     return float(np.corrcoef(a, b)[0, 1])

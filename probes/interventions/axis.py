@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model import weights
 from llmgeom.model.subject import Subject
 from llmgeom.stats.ridge_probe import PENALTIES, folds
@@ -47,23 +47,23 @@ class Axis:
         return self.spread**2 / float(self.spread**2 + self.variances.sum())
 
     @classmethod
-    def of(cls, x: np.ndarray, entropy: np.ndarray, units: Sequence[str], direction: str, seed: int) -> Axis:
+    def of(cls, x: np.ndarray, entropy: np.ndarray, clusters: Sequence[str], direction: str, seed: int) -> Axis:
         """pc1: first principal component of z, turned so that c does not fall with entropy. ridge: the weights of
         entropy on z, at length 1; the penalty with the least error over folds of whole units (`readout.PENALTIES`).
 
-        Raises Refused where no coordinate varies, or ridge finds no weight.
+        Raises UserError where no coordinate varies, or ridge finds no weight.
         """
         mean, sd = x.mean(0), np.where(x.max(0) == x.min(0), 0.0, x.std(0))
         if not sd.any():
-            raise Refused(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
+            raise UserError(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
         z = (x - mean) * np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
         if direction == "pc1":
             u = np.linalg.svd(z, full_matrices=False)[2][0]
             u = u * (np.sign(z @ u @ (entropy - entropy.mean())) or 1)
         else:
-            u = ridge(z, entropy, units, seed)[0]
+            u = ridge(z, entropy, clusters, seed)[0]
             if not u.any():
-                raise Refused("entropy has no ridge weight on the values: there is no axis to edit")
+                raise UserError("entropy has no ridge weight on the values: there is no axis to edit")
             u = u / np.linalg.norm(u)
         _, size, others = np.linalg.svd(z - np.outer(z @ u, u), full_matrices=False)
         kept, spread = size > 1e-8 * np.linalg.norm(z), float(np.sqrt(np.square(z @ u).mean()))
@@ -145,10 +145,10 @@ def subsets(variances: np.ndarray, target: float, count: int, rng: np.random.Gen
     return found
 
 
-def ridge(z: np.ndarray, y: np.ndarray, units: Sequence[str], seed: int) -> tuple[np.ndarray, float]:
+def ridge(z: np.ndarray, y: np.ndarray, clusters: Sequence[str], seed: int) -> tuple[np.ndarray, float]:
     """[coordinate] weights w and the intercept of ridge regression of y on z; the penalty a coordinate, of PENALTIES,
     with the least squared error over folds of whole units. As `readout.read`, which keeps no weights."""
-    fold, penalties = folds(units, seed), PENALTIES * z.shape[1]
+    fold, penalties = folds(clusters, seed), PENALTIES * z.shape[1]
 
     def fits(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         centre, mean = z[rows].mean(0), y[rows].mean()

@@ -13,7 +13,7 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.batch import Batch
 from llmgeom.claims import Claim, Null, declared, layer_band
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Positions, Subject
 from llmgeom.probes.interventions.patching import beside
@@ -21,15 +21,15 @@ from llmgeom.probes.interventions.replacement import DONORS, WHERE, WHERE_OF_A_T
 from llmgeom.probes.interventions.splits import Halves, Sequences
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.result import Figure, Headline, Measured, Result, quantity
+from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats.core import LEAST_UNITS, Interval, Transform, equivalence_p, jackknife
+from llmgeom.stats.core import LEAST_CLUSTERS, Interval, Transform, equivalence_p, jackknife
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Task
 
 TITLED: dict[Way, str] = {"zero": "set to 0", "mean": "set to the mean", "interchange": "exchanged"}
 CLAIMED: Way = "zero"  # as published
-TWINS = "re-initialised twins"
+UNTRAINED = "untrained controls"
 LARGEST, SHARE, SECOND = "largest head", "share of the largest head", "second head over the largest"
 WEAKEST, OVER_MEDIAN = "weakest middle block", "weakest middle block over the median"
 OVER_LAST, BRANCH = "weakest middle block over the last", "MLPs over attentions"
@@ -73,7 +73,7 @@ class Heads(Result):
     interval: np.ndarray = quantity("layer head bound", "bits", "95 % interval over units, for each head by itself")
     above_half: float = quantity("", "heads", "with more than half of the largest effect, the largest included")
     equal: float = quantity("", "fraction", "the share of each if all heads did the same")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -142,7 +142,7 @@ class Blocks(Result):
         "layer", "of the median block", "KL with both writes replaced", Figure("curve", band="relative_null")
     )
     relative_null: np.ndarray = quantity("layer bound", "of the median block", "band of re-initialised models")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -175,7 +175,7 @@ class BlocksOfTask(BlocksOfEvidence):
 
 @dataclass(frozen=True, kw_only=True)
 class Trainings(Result):
-    """The headlines of several trainings of one architecture."""
+    """The metrics of several trainings of one architecture."""
 
     TITLE: ClassVar[str] = "Over trainings"
     MEANING: ClassVar[str] = (
@@ -183,16 +183,16 @@ class Trainings(Result):
         "What is said of one model may be that of its seed; what is said here is not."
     )
     COMPUTED: ClassVar[str] = (
-        "The headlines of each model, as above; then their mean, and Student's interval over models (a unit is a "
+        "The metrics of each model, as above; then their mean, and Student's interval over models (a unit is a "
         "training). Above half: parts whose effect on all units is more than half of the largest's, that one included."
     )
-    NULL: ClassVar[str] = "Re-initialised twins of the first model, each alone: their band is wider than a mean's."
+    NULL: ClassVar[str] = "Untrained controls of the first model, each alone: their band is wider than a mean's."
     FAILURE_MODES: ClassVar[str] = (
         "Trainings that differ in more than their seed are no sample of one thing; what was trained is for you to say."
     )
 
     training: np.ndarray = quantity("statistic training", "as named", "of each model, the first first")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
 
@@ -214,11 +214,11 @@ def found_apart(each: np.ndarray, half: np.ndarray, *ranks: int) -> tuple[np.nda
     return value, tuple(which)
 
 
-Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # headline -> numerator and denominator, [prompt] each
+Fractions = dict[str, tuple[np.ndarray, np.ndarray]]  # metric -> numerator and denominator, [prompt] each
 
 
 def of_heads(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 1) -> Fractions:
-    """The headlines of heads as sum over prompts / sum over prompts."""
+    """The metrics of heads as sum over prompts / sum over prompts."""
     kl = effects["kl"]
     largest, second = (found_apart(kl, half, rank)[0] for rank in (0, 1))
     found = {LARGEST: (largest, np.ones(len(half))), SHARE: (largest, kl.sum(0)), SECOND: (second, largest)}
@@ -228,7 +228,7 @@ def of_heads(effects: Mapping[str, np.ndarray], half: np.ndarray, layers: int = 
 
 
 def of_blocks(effects: Mapping[str, np.ndarray], half: np.ndarray) -> Fractions:
-    """The headlines of blocks, those of the middle where there is one."""
+    """The metrics of blocks, those of the middle where there is one."""
     attention, mlp, block = np.split(effects["kl"], 3)
     found, n = {BRANCH: (mlp.sum(0), attention.sum(0))}, len(block)
     if n > 2:
@@ -253,43 +253,43 @@ def _over(fraction: tuple[np.ndarray, np.ndarray], rows: np.ndarray | slice = sl
     return float(above / below) if below else 0.0
 
 
-def headlines(
-    probe: str, own: Fractions, twins: Sequence[Fractions], units: np.ndarray, way: Way = CLAIMED
-) -> tuple[Headline, ...]:
-    """Each fraction with its jackknife on the log scale, the parts found held fixed, beside those of the twins.
+def estimates(
+    probe: str, own: Fractions, untrained: Sequence[Fractions], clusters: np.ndarray, way: Way = CLAIMED
+) -> tuple[Estimate, ...]:
+    """Each fraction with its jackknife on the log scale, the parts found held fixed, beside those of the controls.
 
     What the papers claim of a part replaced by 0 is no claim about another way.
 
     Simulated with log-normal effects of 16 heads, sd of the log 1 between prompts, 0.5 to 1.5 between heads, 37 units:
     covers 89-93 % for shares, 92-94 % for ratios, 83-90 % for means; without the log 83-92, 90-93 and 74-87 %.
-    Raises Refused where nothing that was replaced changed anything: there is nothing to compare.
+    Raises UserError where nothing that was replaced changed anything: there is nothing to compare.
     """
-    made, rows = [], np.arange(len(units))
+    made, rows = [], np.arange(len(clusters))
     for name, fraction in own.items():
         claim = declared(probe)[name]
         claim = claim if way == CLAIMED else replace(claim, claim="")
         if not fraction[1].any():
-            raise Refused(f"'{name}' is a share of nothing: what was replaced does not reach what the model says")
+            raise UserError(f"'{name}' is a share of nothing: what was replaced does not reach what the model says")
         # The log needs something positive left, whichever unit is taken out.
-        positive = all(side.min() >= 0 and len(set(units[side > 0])) > 1 for side in fraction)
+        positive = all(side.min() >= 0 and len(set(clusters[side > 0])) > 1 for side in fraction)
         transform: Transform = "log" if claim.scale == "log" and positive else "identity"
-        span = jackknife(partial(_over, fraction), rows, units, transform)
+        span = jackknife(partial(_over, fraction), rows, clusters, transform)
         span = replace(span, high=min(span.high, 1.0)) if claim.unit == "fraction" else span
-        value, null = _over(fraction), {TWINS: np.array([_over(twin[name]) for twin in twins])}
-        bounds = [_bound(claim, value, span, len(set(units)))] if claim.claim else []
-        made.append(beside(claim, value, span, null, units, *bounds))
+        value, null = _over(fraction), {UNTRAINED: np.array([_over(control[name]) for control in untrained])}
+        bounds = [_bound(claim, value, span, len(set(clusters)))] if claim.claim else []
+        made.append(beside(claim, value, span, null, clusters, *bounds))
     return tuple(made)
 
 
-def _bound(claim: Claim, value: float, span: Interval, units: int) -> Null:
+def _bound(claim: Claim, value: float, span: Interval, clusters: int) -> Null:
     """The number that a claim names, as a null without draws: Student's p that the value is not past it."""
     bound = BOUNDS[claim.name]
     near, far = (bound, np.inf) if claim.side == "upper" else (-np.inf, bound)
-    return Null("the number in the claim", bound, bound, bound, equivalence_p(value, span, near, far, units), 0)
+    return Null("the number in the claim", bound, bound, bound, equivalence_p(value, span, near, far, clusters), 0)
 
 
 def _probe(effects: Mapping[str, np.ndarray], kind: str) -> str:
-    """The probe under which the headlines are declared."""
+    """The probe under which the metrics are declared."""
     return f"{kind}_task" if "mae" in effects else kind
 
 
@@ -297,15 +297,15 @@ def _where(own: Replaced, effects: Mapping[str, np.ndarray]) -> str:
     return (WHERE_OF_A_TASK if "mae" in effects else WHERE)[own.positions]
 
 
-def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Heads:
-    """Heads replaced in one way, beside those of the twins; half [prompt] 0 or 1, by unit: one finds, one measures.
+def measure_heads(own: Replaced, way: Way, untrained: Sequence[Replaced], half: np.ndarray) -> Heads:
+    """Heads replaced in one way, beside those of the controls; half [prompt] 0 or 1, by unit: one finds, one measures.
 
-    Raises Refused as `headlines`, and for fewer than 5 units.
+    Raises UserError as `estimates`, and for fewer than 5 units.
     """
-    effects, units, layers = own.effects[way], own.units, own.layers
+    effects, clusters, layers = own.effects[way], own.clusters, own.layers
     kl, made = effects["kl"], of_heads(effects, half, layers)
-    theirs = [of_heads(twin.effects[way], half, layers) for twin in twins]
-    found = headlines(_probe(effects, "heads"), made, theirs, units, way)
+    theirs = [of_heads(control.effects[way], half, layers) for control in untrained]
+    found = estimates(_probe(effects, "heads"), made, theirs, clusters, way)
     mean = kl.mean(1)
     which = [own.parts[part].name for part in found_apart(kl, half, 0)[1]]
     warnings = []
@@ -321,10 +321,10 @@ def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.n
         )
     heads = Heads(
         kl=mean.reshape(layers, -1),
-        interval=spans(kl, units).reshape(layers, -1, 2),
+        interval=spans(kl, clusters).reshape(layers, -1, 2),
         above_half=above_half(mean),
         equal=1 / len(mean),
-        headlines=found,
+        estimates=found,
         warnings=tuple(warnings),
         notes=(
             _where(own, effects),
@@ -341,12 +341,12 @@ def measure_heads(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.n
     return HeadsOfTask(**vars(heads), error=rise.mean(1).reshape(layers, -1), clean_error=clean)
 
 
-def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.ndarray) -> Blocks:
+def measure_blocks(own: Replaced, way: Way, untrained: Sequence[Replaced], half: np.ndarray) -> Blocks:
     """Attentions, MLPs and whole blocks replaced in one way, as `measure_heads`."""
-    effects, units, layers = own.effects[way], own.units, own.layers
-    theirs = [twin.effects[way] for twin in twins]
+    effects, clusters, layers = own.effects[way], own.clusters, own.layers
+    theirs = [control.effects[way] for control in untrained]
     null = [of_blocks(one, half) for one in theirs]
-    found = headlines(_probe(effects, "blocks"), of_blocks(effects, half), null, units, way)
+    found = estimates(_probe(effects, "blocks"), of_blocks(effects, half), null, clusters, way)
 
     def branches(of: Mapping[str, np.ndarray], effect: str = "kl") -> np.ndarray:
         return of[effect].mean(1).reshape(3, layers)
@@ -354,23 +354,23 @@ def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.
     def times(of: Mapping[str, np.ndarray]) -> np.ndarray:
         return branches(of, "mae")[2] / branches(of, "clean_mae")[2]
 
-    def beside_twins(statistic: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
-        return layer_band({TWINS: np.array([statistic(one) for one in theirs])})
+    def beside_untrained(statistic: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
+        return layer_band({UNTRAINED: np.array([statistic(one) for one in theirs])})
 
-    kl, interval = branches(effects), spans(effects["kl"], units).reshape(3, layers, 2)
+    kl, interval = branches(effects), spans(effects["kl"], clusters).reshape(3, layers, 2)
     blocks = Blocks(
         attention=kl[0],
         attention_interval=interval[0],
-        attention_null=beside_twins(lambda one: branches(one)[0]),
+        attention_null=beside_untrained(lambda one: branches(one)[0]),
         mlp=kl[1],
         mlp_interval=interval[1],
-        mlp_null=beside_twins(lambda one: branches(one)[1]),
+        mlp_null=beside_untrained(lambda one: branches(one)[1]),
         block=kl[2],
         block_interval=interval[2],
-        block_null=beside_twins(lambda one: branches(one)[2]),
+        block_null=beside_untrained(lambda one: branches(one)[2]),
         relative=kl[2] / np.median(kl[2]),
-        relative_null=beside_twins(lambda one: (block := branches(one)[2]) / np.median(block)),
-        headlines=found,
+        relative_null=beside_untrained(lambda one: (block := branches(one)[2]) / np.median(block)),
+        estimates=found,
         notes=(_where(own, effects), _middle(own, effects["kl"], half)),
     )
     if "evidence" not in effects:
@@ -378,21 +378,28 @@ def measure_blocks(own: Replaced, way: Way, twins: Sequence[Replaced], half: np.
     blocks = BlocksOfEvidence(
         **vars(blocks),
         evidence=branches(effects, "evidence")[2],
-        evidence_null=beside_twins(lambda one: branches(one, "evidence")[2]),
+        evidence_null=beside_untrained(lambda one: branches(one, "evidence")[2]),
     )
     if "mae" not in effects:
         return blocks
     clean = float(effects["clean_mae"].mean())
-    return BlocksOfTask(**vars(blocks), error=times(effects), error_null=beside_twins(times), clean_error=clean)
+    return BlocksOfTask(**vars(blocks), error=times(effects), error_null=beside_untrained(times), clean_error=clean)
 
 
 def measure_trainings(
-    kind: Kind, way: Way, every: Sequence[Replaced], names: Sequence[str], twins: Sequence[Replaced], half: np.ndarray
+    kind: Kind,
+    way: Way,
+    every: Sequence[Replaced],
+    names: Sequence[str],
+    untrained: Sequence[Replaced],
+    half: np.ndarray,
 ) -> Trainings:
-    """The headlines of each model, and their means over models. Raises Refused: fewer than 5 models; models that have
+    """The metrics of each model, and their means over models. Raises UserError: fewer than 5 models; models that have
     other parts than the first, or in which nothing reaches the output."""
-    if len(every) < LEAST_UNITS:
-        raise Refused(f"{len(every)} trainings: an interval over them needs at least {LEAST_UNITS}; give more --also")
+    if len(every) < LEAST_CLUSTERS:
+        raise UserError(
+            f"{len(every)} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also"
+        )
 
     def of(one: Replaced) -> dict[str, float]:
         effects = one.effects[way]
@@ -400,16 +407,16 @@ def measure_trainings(
         found = {name: _over(fraction) for name, fraction in made.items()}
         return found | ({HALVED: above_half(effects["kl"].mean(1))} if kind == "heads" else {})
 
-    values, null, trainings = [of(one) for one in every], [of(one) for one in twins], np.arange(len(every))
+    values, null, trainings = [of(one) for one in every], [of(one) for one in untrained], np.arange(len(every))
     found = []
     for name in values[0]:
         x = np.array([one[name] for one in values])
         entry = declared(_probe(every[0].effects[way], kind))[name]
         claim = replace(entry, name=f"{name}, over trainings", claim="", counts="trainings")
-        draws = {TWINS: np.array([one[name] for one in null])}
+        draws = {UNTRAINED: np.array([one[name] for one in null])}
         found.append(beside(claim, x.mean(), jackknife(np.mean, x, trainings), draws, trainings))
     table = np.array([[one[name] for one in values] for name in values[0]])
-    return Trainings(training=table, headlines=tuple(found), ticks={"statistic": (*values[0],), "training": (*names,)})
+    return Trainings(training=table, estimates=tuple(found), ticks={"statistic": (*values[0],), "training": (*names,)})
 
 
 def above_half(mean: np.ndarray) -> float:
@@ -425,9 +432,9 @@ def _middle(own: Replaced, kl: np.ndarray, half: np.ndarray) -> str:
     return f"weakest middle block, as found on one half of the units and on the other: {layers}"
 
 
-def spans(each: np.ndarray, units: np.ndarray) -> np.ndarray:
+def spans(each: np.ndarray, clusters: np.ndarray) -> np.ndarray:
     """[part bound] intervals of the means of each [part prompt]."""
-    found = [jackknife(np.mean, one, units) for one in each]
+    found = [jackknife(np.mean, one, clusters) for one in each]
     return np.array([[span.low, span.high] for span in found])
 
 
@@ -448,11 +455,11 @@ def examine(
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
-    """Every head, or every block, replaced in each way, of the subject and of `nulls` re-initialised twins.
+    """Every head, or every block, replaced in each way, of the subject and of `nulls` untrained controls.
 
     task    whose whole sequences the batch holds; without it, prompts that are asked at their end.
     also    other trainings of the same architecture.
-    Raises Refused: fewer than 5 units in a half; a batch with positions of its own and no task; writes that are not
+    Raises UserError: fewer than 5 units in a half; a batch with positions of its own and no task; writes that are not
     known; models whose parts are not those of the first.
     """
     started = time.time()
@@ -479,25 +486,25 @@ def examine(
     others = replaced("other trainings", also.__getitem__, len(also))
     for one, other in zip(also, others, strict=True):
         if other.parts != own.parts:
-            raise Refused(
+            raise UserError(
                 f"{one.name} has {len(other.parts)} {kind}, {subject.name} {len(own.parts)}: no such training"
             )
-    twins = replaced(TWINS, lambda i: subject.twin(seed + 1 + i), nulls)
-    half, measure = folds(own.units, seed, 2), measure_heads if kind == "heads" else measure_blocks
+    untrained = replaced(UNTRAINED, lambda i: subject.untrained(seed + 1 + i), nulls)
+    half, measure = folds(own.clusters, seed, 2), measure_heads if kind == "heads" else measure_blocks
     names = [one.name for one in (subject, *also)]
 
     def over_trainings(way: Way) -> Trainings:
-        return measure_trainings(kind, way, [own, *others], names, twins, half)
+        return measure_trainings(kind, way, [own, *others], names, untrained, half)
 
     results, unmeasured = {}, {}
     for way in own.effects:
-        measures: dict[str, Callable[[], Result]] = {f"{kind}_{way}": partial(measure, own, way, twins, half)}
+        measures: dict[str, Callable[[], Result]] = {f"{kind}_{way}": partial(measure, own, way, untrained, half)}
         if also:
             measures[f"{kind}_{way}_trainings"] = partial(over_trainings, way)
         for name, made in measures.items():
             try:
                 results[name] = _titled(made(), way)
-            except Refused as refusal:
+            except UserError as refusal:
                 unmeasured[name] = str(refusal)
     edited = {"kind": kind, "ways": list(own.effects), "positions": positions, "donors": DONORS}
     return replace(

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Claim, Null, declared, headline, layer_band
+from llmgeom.claims import Claim, Null, declared, estimate, layer_band
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.axis import Mode, Move
 from llmgeom.progress import Progress
-from llmgeom.result import Headline
+from llmgeom.result import Estimate
 from llmgeom.stats.core import Interval, jackknife
 from llmgeom.stats.information import bits, kl
 
@@ -248,18 +248,18 @@ class Effects:
             [layer_band({k: doses[i][effect].mean(1)[:, None] for k, doses in self.null.items()}) for i in each]
         )
 
-    def headline(self, probe: str, name: str, effect: str, units: np.ndarray, claimed: bool = True) -> Headline:
+    def estimate(self, probe: str, name: str, effect: str, clusters: np.ndarray, claimed: bool = True) -> Estimate:
         """Held against every kind; without its claim where one of its nulls could not be had."""
         claim, (each, null) = declared(probe)[name], self.judged(effect)
         claim = claim if claimed else replace(claim, claim="")
-        return beside(claim, each.mean(), jackknife(np.mean, each, units), null, units)
+        return beside(claim, each.mean(), jackknife(np.mean, each, clusters), null, clusters)
 
 
 def beside(
-    claim: Claim, value: float, span: Interval, null: Mapping[str, np.ndarray], units: np.ndarray, *more: Null
-) -> Headline:
+    claim: Claim, value: float, span: Interval, null: Mapping[str, np.ndarray], clusters: np.ndarray, *more: Null
+) -> Estimate:
     """A value of prompts of these units, held against draws of each kind, and against other nulls where there are."""
     if claim.scale == "log" and min(value, *(draws.min() for draws in null.values())) <= 0:
         claim = replace(claim, scale="identity")  # an edit that reaches nothing does exactly nothing
     nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
-    return headline(claim, value, span, [*nulls, *more], n=len(units), units=len(set(units)))
+    return estimate(claim, value, span, [*nulls, *more], n=len(clusters), clusters=len(set(clusters)))

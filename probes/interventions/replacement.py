@@ -62,13 +62,13 @@ def parts(kind: Kind, layers: int, heads: int, head_dim: int) -> tuple[Part, ...
     )
 
 
-def donors(units: Sequence[str], count: int, seed: int) -> np.ndarray:
+def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
     """[draw prompt] for each prompt one of another unit: units in a random ring, and in draw i the unit i + 1 further.
 
     No unit gives to itself, none gives twice to the same, and in a draw each gives to one other.
     """
     rng = np.random.default_rng([seed, 3])
-    names = np.array(units)
+    names = np.array(clusters)
     ring = rng.permutation(np.unique(names))
     place = {name: i for i, name in enumerate(ring.tolist())}
     return np.array(
@@ -122,7 +122,7 @@ class Replaced:
     parts: tuple[Part, ...]
     layers: int
     positions: Positions
-    units: np.ndarray
+    clusters: np.ndarray
     effects: Mapping[Way, Mapping[str, np.ndarray]]
 
     @classmethod
@@ -156,7 +156,7 @@ class Replaced:
         }
         if own is not None:
             moves["interchange"] = [
-                partial(_given, own, donor) for donor in donors(halves.held.unit, DONORS, halves.seed)
+                partial(_given, own, donor) for donor in donors(halves.held.cluster, DONORS, halves.seed)
             ]
         ways = [way for way in WAYS[kind] if way in moves]
         copies: list[Copy] = [
@@ -171,7 +171,7 @@ class Replaced:
         for name, each in found.items():
             for way, mine in zip(ways, np.split(each, ends), strict=True):
                 effects[way][name] = mine.reshape(len(every), len(moves[way]), -1).mean(1)
-        return cls(every, layers, positions, np.array(halves.held.unit), effects)
+        return cls(every, layers, positions, np.array(halves.held.cluster), effects)
 
 
 def sites(kind: Kind) -> set[Site]:

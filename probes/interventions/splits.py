@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Point
 from llmgeom.model.subject import Positions, Subject
@@ -20,7 +20,7 @@ from llmgeom.probes.interventions.patching import Bench, Place, Tunnel
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.scan import prompt_table, provenance
-from llmgeom.stats.core import LEAST_UNITS
+from llmgeom.stats.core import LEAST_CLUSTERS
 from llmgeom.stats.information import bits
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Categorical, Task
@@ -43,13 +43,13 @@ class Split:
 
     @staticmethod
     def halved(subject: Subject, batch: Batch, seed: int) -> tuple[Batch, Batch, Batch, Batch]:
-        """asked, whole, fit and held, halves by seed. Raises Refused: fewer than 5 units in a half."""
-        half = folds(batch.unit, seed, 2)
+        """asked, whole, fit and held, halves by seed. Raises UserError: fewer than 5 units in a half."""
+        half = folds(batch.cluster, seed, 2)
         whole = replace(batch, inputs=subject.tokens(batch))
         fit, held = (whole.take(np.flatnonzero(half == one)) for one in (0, 1))
-        if (least := min(len(set(part.unit)) for part in (fit, held))) < LEAST_UNITS:
-            raise Refused(
-                f"{len(set(batch.unit))} units leave {least} in a half; {LEAST_UNITS} in each are needed: add templates"
+        if (least := min(len(set(part.cluster)) for part in (fit, held))) < LEAST_CLUSTERS:
+            raise UserError(
+                f"{len(set(batch.cluster))} units leave {least} in a half; {LEAST_CLUSTERS} in each are needed: add templates"
             )
         return batch.take(np.flatnonzero(half == 1)), whole, fit, held
 
@@ -93,10 +93,12 @@ class Halves(Split):
 
     @classmethod
     def of(cls, subject: Subject, batch: Batch, sites: Set[Site], seed: int, batch_tokens: int) -> Halves:
-        """Halves by seed, with `sites` of the clean model. Raises Refused: a batch with positions of its own; fewer
+        """Halves by seed, with `sites` of the clean model. Raises UserError: a batch with positions of its own; fewer
         than 5 units in a half."""
         if batch.query is not None:
-            raise Refused("an edit is made where a prompt ends; this batch examines positions of its own: give prompts")
+            raise UserError(
+                "an edit is made where a prompt ends; this batch examines positions of its own: give prompts"
+            )
         asked, whole, fit, held = cls.halved(subject, batch, seed)
         sites = {*sites, Site.RESIDUAL, Site.ENTROPY}
         seen = {"fit": subject.capture(fit, sites, batch_tokens=batch_tokens)}
@@ -104,7 +106,7 @@ class Halves(Split):
         entropy = {name: bits(one.entropy.double().numpy()) for name, one in seen.items()}
         stream = seen["fit"].layers(Site.RESIDUAL)[-1].double().numpy()
         centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
-        w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.unit, seed)
+        w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.cluster, seed)
         exact = held.posterior.predictive[:, -1].double() if held.posterior and "first" in held.columns else None
         pair = seen["held"].log_probs.topk(2).indices if exact is None else label_ids(subject, held)
 
@@ -153,11 +155,13 @@ class Sequences(Split):
 
     @classmethod
     def of(cls, subject: Subject, batch: Batch, task: Task, seed: int, batch_tokens: int) -> Sequences:
-        """Raises Refused: answers that are real numbers; a model with too few outputs; few sequences."""
+        """Raises UserError: answers that are real numbers; a model with too few outputs; few sequences."""
         if not isinstance(task.answers, Categorical):
-            raise Refused(f"{task.title} asks for real numbers: a divergence of next-token distributions is not theirs")
+            raise UserError(
+                f"{task.title} asks for real numbers: a divergence of next-token distributions is not theirs"
+            )
         if (outputs := subject.facts["vocabulary"]) < task.vocabulary:
-            raise Refused(
+            raise UserError(
                 f"{subject.name} has {outputs} outputs; {task.title} needs {task.vocabulary}: give --task with the "
                 "fields that it was trained with"
             )

@@ -10,7 +10,7 @@ import numpy as np
 
 from llmgeom.probes.posterior.scores import Grade, Numbers, Outcomes, Scores, mae_abs, mae_mean, skill
 from llmgeom.probes.shared.length_curves import (
-    TWINS,
+    UNTRAINED,
     Curves,
     Graded,
     Horizon,
@@ -49,7 +49,7 @@ class Posterior(Curves):
         "either sign cancel. Skill = 1 - KL of the model / KL of the best trivial predictor that is not itself exact. "
         "The constant and the position's mean are taken over other sequences. Intervals are jackknifed over sequences."
     )
-    NULL: ClassVar[str] = "KL and skill: the exact answer (0 bits, skill 1). Errors of entropy: " + TWINS.lower()
+    NULL: ClassVar[str] = "KL and skill: the exact answer (0 bits, skill 1). Errors of entropy: " + UNTRAINED.lower()
     FAILURE_MODES: ClassVar[str] = (
         "A low KL says nothing about inference where a trivial predictor is nearly exact (read the skill), or where a "
         "table of all hypotheses fits into the parameters (read held-out less seen). mae_mean is small for any model "
@@ -100,7 +100,7 @@ class Calibration(Graded):
         "outcomes in it, a query; 0 to 2. Accuracy: the likeliest outcome is the one drawn. Leaked: probability of "
         "what is no outcome."
     )
-    NULL: ClassVar[str] = TWINS
+    NULL: ClassVar[str] = UNTRAINED
     FAILURE_MODES: ClassVar[str] = (
         "Errors of either sign cancel within a tenth. Accuracy is bounded by the exact answer's own, printed beside. "
         "Held-out hypotheses are a tenth of the prior: where there are few, what is drawn need not be as frequent as "
@@ -132,7 +132,7 @@ class Residuals(Graded):
         "where the model is as sure as it may be; above 1 it is too sure."
     )
     COMPUTED: ClassVar[str] = "Over sequences at each query, and over all queries within the horizon."
-    NULL: ClassVar[str] = TWINS
+    NULL: ClassVar[str] = UNTRAINED
     FAILURE_MODES: ClassVar[str] = (
         "The prior is calibrated too, and errors of either sign cancel in a mean square. Held-out hypotheses are a "
         "tenth of the prior: where there are few, the exact answer's own value is not 1 either."
@@ -159,7 +159,7 @@ class Memory(Graded):
     COMPUTED: ClassVar[str] = (
         "Mean KL(exact || model) on sequences from held-out hypotheses less that on as many from the others."
     )
-    NULL: ClassVar[str] = f"The difference: none. The KL on seen ones: {TWINS.lower()}"
+    NULL: ClassVar[str] = f"The difference: none. The KL on seen ones: {UNTRAINED.lower()}"
     FAILURE_MODES: ClassVar[str] = (
         "Where there are far more hypotheses than training drew, few sequences of either kind were seen, and nothing "
         "could have been memorised."
@@ -178,19 +178,19 @@ class Memory(Graded):
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: Sequence[str]) -> Posterior:
-    """Within the horizon. Raises Refused where every trivial predictor is exact, and for fewer than 5 sequences."""
+def measure_posterior(probe: str, found: Grade, untrained: Sequence[Scores], notes: Sequence[str]) -> Posterior:
+    """Within the horizon. Raises UserError where every trivial predictor is exact, and for fewer than 5 sequences."""
     own, trivial = found.own.at(found.within), {name: one.at(found.within) for name, one in found.trivial.items()}
-    best, others = found.best, [twin.at(found.within) for twin in twins]
+    best, others = found.best, [control.at(found.within) for control in untrained]
     predictors = {"this model": own, **trivial}
     tv = found.tv[:, found.within]
     each = np.stack([own.kl.mean(1), trivial[best].kl.mean(1)], -1)
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in found.excluded]
-    # In a table of both two headlines must not have one name.
+    # In a table of both two metrics must not have one name.
     of = "mixture" if probe == MIXTURE else ""
     also = f", {of}" if of else ""
     return (Mixture if of else Posterior)(
-        **curves(own.kl, [twin.kl for twin in others], trivial[best].kl),
+        **curves(own.kl, [control.kl for control in others], trivial[best].kl),
         entropy=own.entropy.mean(0),
         entropy_exact=own.exact.mean(0),
         error=np.abs(own.gap).mean(0),
@@ -200,22 +200,26 @@ def measure_posterior(probe: str, found: Grade, twins: Sequence[Scores], notes: 
         predictor_interval=spans([one.kl.mean(1) for one in predictors.values()]),
         predictor_mae_abs=np.array([mae_abs(one.gap) for one in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(one.gap) for one in predictors.values()]),
-        headlines=(
+        estimates=(
             near(probe, f"KL to the {of or POSTERIOR}", mean, each[:, 0], 0.0, "the exact answer"),
             near(probe, f"skill over the best trivial predictor{also}", skill, each, 1.0, "the exact answer"),
             measured(
-                probe, f"mae_abs{also}", mean, np.abs(own.gap).mean(1), [np.abs(twin.gap).mean(1) for twin in others]
+                probe,
+                f"mae_abs{also}",
+                mean,
+                np.abs(own.gap).mean(1),
+                [np.abs(control.gap).mean(1) for control in others],
             ),
-            measured(probe, f"mae_mean{also}", mae_mean, own.gap, [twin.gap for twin in others]),
+            measured(probe, f"mae_mean{also}", mae_mean, own.gap, [control.gap for control in others]),
         ),
         ticks={**numbered(1, found.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
     )
 
 
-def measure_calibration(found: Grade, twins: Sequence[Scores]) -> Calibration | Residuals:
+def measure_calibration(found: Grade, untrained: Sequence[Scores]) -> Calibration | Residuals:
     """Within the horizon."""
-    every = [one.at(found.within) for one in (found.own, found.owed, *twins)]
+    every = [one.at(found.within) for one in (found.own, found.owed, *untrained)]
     if numbers := [one for one in every if isinstance(one, Numbers)]:
         return _of_numbers(*numbers)
     return _of_outcomes(*[one for one in every if isinstance(one, Outcomes)])
@@ -226,7 +230,7 @@ def _of_numbers(own: Numbers, exact: Numbers, *others: Numbers) -> Residuals:
     return Residuals(
         rms=np.sqrt(np.square(own.residual).mean(0)),
         rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-        headlines=(measured(CALIBRATION, off, _too_sure, own.residual, [twin.residual for twin in others]),),
+        estimates=(measured(CALIBRATION, off, _too_sure, own.residual, [control.residual for control in others]),),
         ticks=numbered(1, own.kl.shape[1]),
     )
 
@@ -253,19 +257,23 @@ def _of_outcomes(own: Outcomes, exact: Outcomes, *others: Outcomes) -> Calibrati
         accuracy_exact=exact.right.mean(0),
         leaked=own.leaked.mean(0),
         ceiling=float(exact.right.mean()),
-        headlines=(
+        estimates=(
             measured(CALIBRATION, "calibration error", error, own.tally.sum(1), [t.tally.sum(1) for t in others]),
-            measured(CALIBRATION, "accuracy", mean, own.right.mean(1), [twin.right.mean(1) for twin in others]),
+            measured(CALIBRATION, "accuracy", mean, own.right.mean(1), [control.right.mean(1) for control in others]),
             measured(
-                CALIBRATION, "leaked probability", mean, own.leaked.mean(1), [twin.leaked.mean(1) for twin in others]
+                CALIBRATION,
+                "leaked probability",
+                mean,
+                own.leaked.mean(1),
+                [control.leaked.mean(1) for control in others],
             ),
         ),
         ticks={**numbered(1, queries), "predicted": tuple(f"{p:.2f}" for p in said[rows] / count[rows])},
     )
 
 
-def measure_memory(held: Grade, seen: Scores, twins: Sequence[Scores], notes: Sequence[str]) -> Memory:
-    """Held-out against seen; `twins` are scores on the seen ones."""
+def measure_memory(held: Grade, seen: Scores, untrained: Sequence[Scores], notes: Sequence[str]) -> Memory:
+    """Held-out against seen; `untrained` are scores on the seen ones."""
     out, known = held.own.kl[:, held.within], seen.kl[:, held.within]
     rows = np.concatenate([np.stack([kl.mean(1), np.full(len(kl), flag)], 1) for flag, kl in ((1, out), (0, known))])
 
@@ -273,12 +281,12 @@ def measure_memory(held: Grade, seen: Scores, twins: Sequence[Scores], notes: Se
         held_out = rows[:, 1] == 1
         return float(rows[held_out, 0].mean() - rows[~held_out, 0].mean())
 
-    others = [twin.kl[:, held.within].mean(1) for twin in twins]
+    others = [control.kl[:, held.within].mean(1) for control in untrained]
     return Memory(
         held_out=out.mean(0),
         held_out_interval=spans(out.T),
         seen=known.mean(0),
-        headlines=(
+        estimates=(
             near(MEMORY, "KL, held-out less seen", less, rows, 0.0, "no difference"),
             measured(MEMORY, "KL, seen", mean, known.mean(1), others),
         ),
@@ -287,6 +295,8 @@ def measure_memory(held: Grade, seen: Scores, twins: Sequence[Scores], notes: Se
     )
 
 
-def measure_horizon(found: Grade, twins: Sequence[Scores]) -> Horizon:
+def measure_horizon(found: Grade, untrained: Sequence[Scores]) -> Horizon:
     """All queries; past the horizon there must be one at least."""
-    return Horizon(**past(found.own.kl, [twin.kl for twin in twins], found.trivial[found.best].kl, found.trained))
+    return Horizon(
+        **past(found.own.kl, [control.kl for control in untrained], found.trivial[found.best].kl, found.trained)
+    )

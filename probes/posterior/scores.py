@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.length_curves import AS_EXACT
 from llmgeom.stats.information import bits
@@ -134,10 +134,10 @@ class Grade:
 
     @property
     def best(self) -> str:
-        """The trivial predictor with the least KL of those that are not exact. Raises Refused where all are."""
+        """The trivial predictor with the least KL of those that are not exact. Raises UserError where all are."""
         kl = {name: one.kl[:, self.within].mean() for name, one in self.trivial.items() if name not in self.as_exact}
         if not kl:
-            raise Refused(f"{self.batch.source['name']}: every trivial predictor is exact; nothing is left to infer")
+            raise UserError(f"{self.batch.source['name']}: every trivial predictor is exact; nothing is left to infer")
         return min(kl, key=kl.__getitem__)
 
     @property
@@ -167,12 +167,12 @@ def graded_on(task: Task) -> Split:
 
 def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
     """n sequences to be graded on; where targets were drawn again with probability `corrupt`, theirs are too, and the
-    exact answer is the mixture. Raises Refused where these are real numbers."""
+    exact answer is the mixture. Raises UserError where these are real numbers."""
     batch = task.sample(n, seed, split)
     if not corrupt:
         return batch
     if not isinstance(task.answers, Categorical) or batch.target is None:
-        raise Refused(f"labels were drawn again evenly in training; {task.title} asks for real numbers, not outcomes")
+        raise UserError(f"labels were drawn again evenly in training; {task.title} asks for real numbers, not outcomes")
     return replace(
         batch,
         target=redrawn(batch.target, corrupt, len(task.answers.tokens), seeded("grade/corrupt", seed)),
@@ -182,12 +182,12 @@ def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> 
 
 @torch.no_grad()
 def read(subject: Subject, task: Task, batch: Batch) -> Tensor:
-    """The model's answers, [sequence query form]. Raises Refused: inputs that it cannot read, logits that are not
+    """The model's answers, [sequence query form]. Raises UserError: inputs that it cannot read, logits that are not
     finite."""
     if subject.edits:
-        raise Refused(f"{subject.name} is edited; grading reads models as they are")
+        raise UserError(f"{subject.name} is edited; grading reads models as they are")
     if subject.facts["vocabulary"] < task.vocabulary:
-        raise Refused(
+        raise UserError(
             f"{subject.name} has {subject.facts['vocabulary']} outputs; {task.title} needs {task.vocabulary}: "
             "give --task with the fields that it was trained with"
         )
@@ -199,7 +199,7 @@ def read(subject: Subject, task: Task, batch: Batch) -> Tensor:
         logits = outputs(subject.model, part, query).float().cpu()
         if len(bad := (~torch.isfinite(logits).all(-1)).nonzero()):
             sequence, at = bad[0].tolist()
-            raise Refused(
+            raise UserError(
                 f"{subject.name} gives logits that are not finite at query {at + 1} (position {task.query[at]}) of "
                 f"sequence {len(forms) * AT_ONCE + sequence + 1}: try --dtype float32, or check the weights"
             )
@@ -285,5 +285,5 @@ def grade(
 def _finite(scores: Scores, name: str) -> Scores:
     if not np.isfinite(scores.kl).all():
         sequence, at = np.argwhere(~np.isfinite(scores.kl))[0] + 1
-        raise Refused(f"{name} is infinitely far from the exact answer at query {at} of sequence {sequence}")
+        raise UserError(f"{name} is infinitely far from the exact answer at query {at} of sequence {sequence}")
     return scores

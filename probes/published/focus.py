@@ -10,11 +10,11 @@ from typing import ClassVar
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline, layer_band
+from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.attention_focus import focusing
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
 from llmgeom.stats.core import jackknife
@@ -63,30 +63,30 @@ class Result(Base):
         "layer", "bits", "attention entropy, all positions", Figure("curve", band="every_null")
     )
     every_null: np.ndarray = quantity("layer bound", "bits", "null band of the same")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
-    """Both forms with their nulls. Raises Refused where the first layer's attention has no entropy."""
-    twins = {"re-initialised": [_final(twin) for twin in view.twins]}
+    """Both forms with their nulls. Raises UserError where the first layer's attention has no entropy."""
+    untrained = {"re-initialised": [_final(control) for control in view.untrained]}
     shuffled = {"shuffled prompts": [_final(other) for other in view.shuffled]}
     forms: dict[str, tuple[np.ndarray, Mapping[str, list[np.ndarray]]]] = {
-        FINAL: (_final(view.capture), twins | shuffled),
-        EVERY: (view.reading, {"re-initialised": list(view.twin_readings)}),
+        FINAL: (_final(view.capture), untrained | shuffled),
+        EVERY: (view.reading, {"re-initialised": list(view.control_readings)}),
     }
-    made, rows = [], np.arange(len(view.units))
+    made, rows = [], np.arange(len(view.clusters))
     for name, (own, nulls) in forms.items():
         value = focusing(own, rows)
         made.append(
-            headline(
+            estimate(
                 CLAIMS[name],
                 value,
-                jackknife(partial(focusing, own), rows, view.units),
+                jackknife(partial(focusing, own), rows, view.clusters),
                 [Null.of(key, value, np.array([focusing(one, rows) for one in null])) for key, null in nulls.items()],
                 n=len(rows),
-                units=len(set(view.units)),
+                clusters=len(set(view.clusters)),
             )
         )
     bands = {
@@ -99,7 +99,7 @@ def measure(view: View) -> Result:
         final_null=bands[FINAL],
         every=forms[EVERY][0].mean(1),
         every_null=bands[EVERY],
-        headlines=tuple(made),
+        estimates=tuple(made),
         notes=(f"{word} the published threshold of {THRESHOLD:g}",),
     )
 

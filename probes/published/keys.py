@@ -10,16 +10,16 @@ from typing import ClassVar
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, headline
-from llmgeom.errors import Refused, Unavailable
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight
 from llmgeom.probes.key_orthogonality import token_ids
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_UNITS, Interval, jackknife
+from llmgeom.stats.core import LEAST_CLUSTERS, Interval, jackknife
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 
 CLAIMS = declared("published_keys")
@@ -47,11 +47,11 @@ def read(subject: Subject, batch: Batch) -> Reading | str:
     """A Reading of one model, or the sentence that says why there is none."""
     layers, kv_heads = range(len(subject.blocks)), subject.facts["kv_heads"]
     ids = token_ids(subject, batch)
-    if len(ids) < LEAST_UNITS:
-        return f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_UNITS}"
+    if len(ids) < LEAST_CLUSTERS:
+        return f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}"
     try:
         weights = [[_numpy(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
-    except Refused as why:
+    except UserError as why:
         return str(why)
     embeddings = _numpy(subject.model.get_input_embeddings().weight[ids])
     return Reading(
@@ -96,7 +96,7 @@ class Result(Base):
         "baseline", "|cos|", "what a random W_K gives, as quoted and exactly", Figure("curve", interval="range")
     )
     range: np.ndarray = quantity("baseline bound", "|cos|", "the range quoted")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -107,29 +107,29 @@ def measure(view: View) -> Result:
     own = view.reading
     if isinstance(own, str):
         raise Unavailable(own)
-    twins = [twin for twin in view.twin_readings if not isinstance(twin, str)]
-    if not twins:
-        raise Refused("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+    untrained = [control for control in view.control_readings if not isinstance(control, str)]
+    if not untrained:
+        raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
     (layers, kv_heads), d_model = own.columns.shape, own.embeddings.shape[1]
     early = layers - late(layers)
     made, warnings = [], []
     heads = own.columns[:early].ravel()
-    if len(heads) >= LEAST_UNITS:
+    if len(heads) >= LEAST_CLUSTERS:
         interval = jackknife(np.mean, heads, np.arange(len(heads)))
-        null = [twin.columns[:early].mean() for twin in twins]
+        null = [control.columns[:early].mean() for control in untrained]
         made.append(_row(COLUMNS, heads.mean(), interval, null, len(heads), len(heads)))
     else:
         warnings.append(f"{COLUMNS}: {len(heads)} heads are too few for an interval")
     tokens = len(own.embeddings)
     for name, square in ((SIGNED, _signed), (EMBEDDINGS, lambda one: cosines(one.embeddings))):
         mine, rows = square(own), np.arange(tokens)
-        null = [_pairs(square(twin), rows) for twin in twins]
+        null = [_pairs(square(control), rows) for control in untrained]
         made.append(_row(name, _pairs(mine, rows), jackknife(partial(_pairs, mine), rows, rows), null, tokens, tokens))
     if own.heads > 1:  # one head has no other
         each = _between(view.capture, own.heads)
-        null = [_between(twin, own.heads).mean() for twin in view.twins]
-        interval = jackknife(np.mean, each, view.units)
-        made.append(_row(HEADS, each.mean(), interval, null, len(each), len(set(view.units))))
+        null = [_between(control, own.heads).mean() for control in view.untrained]
+        interval = jackknife(np.mean, each, view.clusters)
+        made.append(_row(HEADS, each.mean(), interval, null, len(each), len(set(view.clusters))))
     head_dim = own.keys.shape[-1]
     exact = (("Gaussian, model width", random_cosine(d_model)), ("Gaussian, head width", random_cosine(head_dim)))
     ranges = [*QUOTED, *((name, value, value) for name, value in exact)]
@@ -138,7 +138,7 @@ def measure(view: View) -> Result:
         columns=own.columns.mean(1),
         baseline=np.array([(low + high) / 2 for _, low, high in ranges]),
         range=np.array([[low, high] for _, low, high in ranges]),
-        headlines=tuple(made),
+        estimates=tuple(made),
         ticks={"baseline": tuple(name for name, _, _ in ranges)},
         warnings=tuple(warnings),
         notes=(cut,) if own.heads != kv_heads else (),
@@ -161,7 +161,7 @@ def _between(capture: Capture, heads: int) -> np.ndarray:
     return mean_abs_cosine(keys.reshape(len(keys), heads, -1))
 
 
-def _row(name: str, value: float, interval: Interval, draws: list, n: int, units: int) -> Headline:
+def _row(name: str, value: float, interval: Interval, draws: list, n: int, clusters: int) -> Estimate:
     claim, value = CLAIMS[name], float(value)
     null = Null.of("re-initialised", value, np.array(draws), claim.side)
-    return headline(claim, value, interval, [null], n=n, units=units)
+    return estimate(claim, value, interval, [null], n=n, clusters=clusters)

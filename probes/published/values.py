@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows
-from llmgeom.claims import Null, declared, headline
-from llmgeom.errors import Refused
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import UserError
 from llmgeom.model.batching import plan
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.representation_geometry import flat
-from llmgeom.result import Figure, Headline, quantity
+from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
 from llmgeom.stats.core import jackknife, shares, standardised
@@ -87,7 +87,7 @@ class Result(Base):
         "Last layer, final token. Not standardised: PCA of centred values, so that one coordinate of large variance "
         "is a component. Misread layout (GPT-NeoX): the last third of the fused projection, which in its true layout "
         "holds queries and keys as well. Participation ratio: of the ten largest eigenvalues, so at most 10. "
-        "Bootstrap: rows drawn with replacement, whose copies raise shares. Intervals of the headlines are "
+        "Bootstrap: rows drawn with replacement, whose copies raise shares. Intervals of the metrics are "
         "jackknifed over templates."
     )
     NULL: ClassVar[str] = (
@@ -106,26 +106,26 @@ class Result(Base):
         "prompt component", "units of the values", "PC1 and PC2 of centred values, last layer", Figure("scatter")
     )
     true: float = quantity("", "fraction", "of the coordinates that are taken for values, those that are values")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
 
 def measure(view: View) -> Result:
-    """Every published variant with its nulls. Raises Refused where no coordinate varies, and for too few units."""
+    """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few units."""
     values = _last(view.capture)
-    found = {RAW: (_raw, values, [*map(_last, view.twins)], [*map(_last, view.shuffled)])}
+    found = {RAW: (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])}
     if view.reading is not None:
-        theirs = [twin.values for twin in view.twin_readings]
+        theirs = [control.values for control in view.control_readings]
         found[MISREAD] = (_standard, view.reading.values, theirs, [])
         found[MISREAD_RAW] = (_raw, view.reading.values, theirs, [])
     made = []
-    for name, (of, x, twins, shuffled) in found.items():
+    for name, (of, x, untrained, shuffled) in found.items():
         for place, share in enumerate(("PC1 share", "PC1+PC2 share")):
-            made.append(_row(view, f"{share}, {name}", partial(_part, of, place), x, twins, shuffled))
-    _, _, twins, shuffled = found[RAW]
-    made += [_row(view, PR, _ratio, values, twins, shuffled), _correlation(view, values, twins)]
+            made.append(_row(view, f"{share}, {name}", partial(_part, of, place), x, untrained, shuffled))
+    _, _, untrained, shuffled = found[RAW]
+    made += [_row(view, PR, _ratio, values, untrained, shuffled), _correlation(view, values, untrained)]
     rng = np.random.default_rng(view.seed)
     again = np.array([_standard(values[rng.integers(len(values), size=len(values))])[0] for _ in range(BOOTSTRAPS)])
     point = _standard(values)[0]
@@ -133,7 +133,7 @@ def measure(view: View) -> Result:
         bootstrap=np.array([point, again.mean(), *np.quantile(again, (0.025, 0.975))]),
         scores=_scores(values),
         true=view.reading.true if view.reading else 1.0,
-        headlines=tuple(made),
+        estimates=tuple(made),
         ticks={"bootstrapped": ("without", "mean", "low", "high")},
         notes=(f"of the misread values, {view.reading.true:.0%} are values",) if view.reading else (),
     )
@@ -147,7 +147,7 @@ def _eigenvalues(x: np.ndarray) -> np.ndarray:
     """Of the covariance of centred rows, largest first."""
     x = x - x.mean(0)
     if not x.any():
-        raise Refused("the values of the last layer are the same for every prompt")
+        raise UserError("the values of the last layer are the same for every prompt")
     return np.square(np.linalg.svd(x, compute_uv=False))
 
 
@@ -177,27 +177,27 @@ def _scores(x: np.ndarray) -> np.ndarray:
     return left[:, :2] * size[:2]
 
 
-def _row(view: View, name: str, of: Callable[[np.ndarray], float], x, twins: list, shuffled: list) -> Headline:
+def _row(view: View, name: str, of: Callable[[np.ndarray], float], x, untrained: list, shuffled: list) -> Estimate:
     claim, rng = CLAIMS[name], np.random.default_rng(view.seed)
     permuted = [of(rng.permuted(x, axis=0)) for _ in range(PERMUTATIONS)]
     value = of(x)
-    draws = {"re-initialised": [of(y) for y in twins], "shuffled prompts": [of(y) for y in shuffled]}
+    draws = {"re-initialised": [of(y) for y in untrained], "shuffled prompts": [of(y) for y in shuffled]}
     nulls = [
         Null.of(key, value, np.array(null), claim.side)
         for key, null in {**draws, "permuted columns": permuted}.items()
         if len(null)
     ]
-    interval = jackknife(of, x, view.units, "log")
-    return headline(claim, value, interval, nulls, n=len(x), units=len(set(view.units)))
+    interval = jackknife(of, x, view.clusters, "log")
+    return estimate(claim, value, interval, nulls, n=len(x), clusters=len(set(view.clusters)))
 
 
-def _correlation(view: View, values: np.ndarray, twins: list) -> Headline:
+def _correlation(view: View, values: np.ndarray, untrained: list) -> Estimate:
     def pearson(x: np.ndarray, rows: np.ndarray) -> float:
         first = shares(x[rows]).scores[:, 0]
         return abs(float(np.corrcoef(first, view.entropy[rows])[0, 1]))
 
     every, claim = np.arange(len(values)), CLAIMS[PEARSON]
-    value, draws = pearson(values, every), np.array([pearson(x, every) for x in twins])
-    interval = jackknife(lambda rows: pearson(values, rows), every, view.units)
+    value, draws = pearson(values, every), np.array([pearson(x, every) for x in untrained])
+    interval = jackknife(lambda rows: pearson(values, rows), every, view.clusters)
     null = Null.of("re-initialised", value, draws, claim.side)
-    return headline(claim, value, interval, [null], n=len(every), units=len(set(view.units)))
+    return estimate(claim, value, interval, [null], n=len(every), clusters=len(set(view.clusters)))

@@ -10,11 +10,11 @@ from typing import Any, ClassVar, TypedDict
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.claims import Null, declared, headline, layer_band
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.core import Transform, jackknife
 
-TWINS = "The same model re-initialised, on the same sequences."
+UNTRAINED = "The same model re-initialised, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
 LEARNT = 0.5  # of a trivial predictor's error: with more than that left there is little that could be carried on
 CLIFF = "length_cliff"
@@ -28,7 +28,7 @@ RATIO, LATER = "first query past the horizon, over those within", "last queries 
 class Graded(Result):
     """What every result here has."""
 
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ class Horizon(Curves):
         "first query past the horizon, and of the last half of those past it, to all within; jackknifed over "
         "sequences on the log scale."
     )
-    NULL: ClassVar[str] = f"The first ratio: 1, an error that stays as it is. Else: {TWINS.lower()}"
+    NULL: ClassVar[str] = f"The first ratio: 1, an error that stays as it is. Else: {UNTRAINED.lower()}"
     FAILURE_MODES: ClassVar[str] = (
         "Positions that were never trained have embeddings that were never trained either: a cliff can be theirs. A "
         "ratio is large where the mean within the horizon is small, and near 1 for whoever learnt nothing: it is left "
@@ -87,13 +87,13 @@ def measured(
     name: str,
     statistic: Statistic,
     own: np.ndarray,
-    twins: Sequence[np.ndarray],
+    untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
-) -> Headline:
-    """A statistic of rows, a sequence each, held against the same of the twins."""
+) -> Estimate:
+    """A statistic of rows, a sequence each, held against the same of the untrained controls."""
     claim, value, n = declared(probe)[name], statistic(own), len(own)
-    null = Null.of("re-initialised", value, np.array([statistic(twin) for twin in twins]), claim.side)
-    return headline(claim, value, jackknife(statistic, own, np.arange(n), transform), [null], n=n, units=n)
+    null = Null.of("re-initialised", value, np.array([statistic(control) for control in untrained]), claim.side)
+    return estimate(claim, value, jackknife(statistic, own, np.arange(n), transform), [null], n=n, clusters=n)
 
 
 def near(
@@ -104,12 +104,12 @@ def near(
     centre: float,
     null: str,
     transform: Transform = "identity",
-) -> Headline:
+) -> Estimate:
     """A statistic of rows, claimed to be no farther from `centre` than is declared."""
     n = len(own)
     span = jackknife(statistic, own, np.arange(n), transform)
     at = Null(null, centre, centre, centre, 1.0, 0)
-    found = headline(declared(probe)[name], statistic(own), span, [at], n=n, units=n)
+    found = estimate(declared(probe)[name], statistic(own), span, [at], n=n, clusters=n)
     return replace(found, p=found.p_claim)
 
 
@@ -139,23 +139,23 @@ class Fields(TypedDict):
     kl_trivial: np.ndarray
 
 
-def curves(kl: np.ndarray, twins: Sequence[np.ndarray], trivial: np.ndarray) -> Fields:
+def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray) -> Fields:
     """From [sequence query] bits."""
     return {
         "kl": kl.mean(0),
         "kl_interval": spans(kl.T),
-        "kl_null": layer_band({"re-initialised": np.stack([twin.mean(0) for twin in twins])}),
+        "kl_null": layer_band({"re-initialised": np.stack([control.mean(0) for control in untrained])}),
         "kl_trivial": trivial.mean(0),
     }
 
 
 def past(
     kl: Float[np.ndarray, "sequence query"],
-    twins: Sequence[Float[np.ndarray, "sequence query"]],
+    untrained: Sequence[Float[np.ndarray, "sequence query"]],
     trivial: Float[np.ndarray, "sequence query"],
     trained: int,
 ) -> dict[str, Any]:
-    """The fields of a `Horizon`, from divergences in bits: the model's, its twins', and those of a predictor that does
+    """The fields of a `Horizon`, from divergences in bits: the model's, its controls', and those of a predictor that does
     not infer. `trained` queries, the first ones, lie within the horizon, and at least one past it.
 
     With D(q) the mean divergence over sequences at query q and h the horizon, the first ratio is D(h + 1) over the mean
@@ -167,9 +167,9 @@ def past(
     def edge(who: np.ndarray) -> np.ndarray:
         return np.stack([who[:, :trained].mean(1), who[:, trained], who[:, later:].mean(1)], -1)
 
-    own, others = edge(kl), [edge(twin) for twin in twins]
+    own, others = edge(kl), [edge(control) for control in untrained]
     within, first, plateau = own.mean(0)
-    beyond = [who[:, trained:].mean(1) for who in (kl, *twins)]
+    beyond = [who[:, trained:].mean(1) for who in (kl, *untrained)]
     found, notes, warnings = [measured(CLIFF, "KL past the horizon", mean, beyond[0], beyond[1:])], [], []
     if within < AS_EXACT:
         notes.append("no ratio: within the horizon the answers are exact")
@@ -184,11 +184,11 @@ def past(
             measured(CLIFF, LATER, lambda rows: _over(rows, 2), own, others, "log"),
         ]
     return {
-        **curves(kl, twins, trivial),
+        **curves(kl, untrained, trivial),
         "within": float(within),
         "first": float(first),
         "plateau": float(plateau),
-        "headlines": tuple(found),
+        "estimates": tuple(found),
         "ticks": numbered(1, kl.shape[1]),
         "notes": (f"the horizon is query {trained}", *notes),
         "warnings": tuple(warnings),

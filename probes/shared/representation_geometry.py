@@ -12,10 +12,10 @@ import numpy as np
 from torch import Tensor
 
 from llmgeom.batch import Text
-from llmgeom.claims import Claim, Null, headline, layer_band
-from llmgeom.errors import Refused
+from llmgeom.claims import Claim, Null, estimate, layer_band
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.result import Figure, Headline, Result, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.scan import View
 from llmgeom.stats.core import (
     Side,
@@ -75,16 +75,16 @@ class CloudResult(Result):
         "layer prompt component", "standardised units", "position on PC1 and PC2, signs as in the layer after"
     )
     constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Description:
-    """What `describe` found: the fields of a CloudResult by name, its headlines and its warnings."""
+    """What `describe` found: the fields of a CloudResult by name, its metrics and its warnings."""
 
     fields: Mapping[str, np.ndarray]
-    headlines: tuple[Headline, ...]
+    estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...]
 
 
@@ -134,33 +134,33 @@ def varies(x: np.ndarray) -> bool:
 
 
 def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = "") -> Description:
-    """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls, and headlines at the last.
+    """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls, and metrics at the last.
 
-    claims   by headline name; every name of this module with `called` before it.
-    Raises Refused where the vectors of the last layer are the same for every prompt, and for too few units.
+    claims   by metric name; every name of this module with `called` before it.
+    Raises UserError where the vectors of the last layer are the same for every prompt, and for too few units.
     """
     last = flat(view.capture.layers(site)[-1])
     if not varies(last):
-        raise Refused(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
-    entropy, fold = view.entropy, folds(view.units, view.seed)
+        raise UserError(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
+    entropy, fold = view.entropy, folds(view.clusters, view.seed)
     main, readouts = [], []
     for x in vectors(view.capture, site):
         main.append(Portrait.of(x))
         readouts.append(read(x, entropy[:, None], fold))
-    twins: list[list[Portrait]] = []
+    untrained: list[list[Portrait]] = []
     twins_r2: list[list[float]] = []
     own_r2: list[float] = []
-    for twin in view.twins:
-        twins.append([])
+    for control in view.untrained:
+        untrained.append([])
         twins_r2.append([])
-        for x in vectors(twin, site):
-            twins[-1].append(Portrait.of(x))
+        for x in vectors(control, site):
+            untrained[-1].append(Portrait.of(x))
             twins_r2[-1].append(decodability(x, entropy, fold))
-        own_r2.append(decodability(x, entropy_of(twin), fold))
+        own_r2.append(decodability(x, entropy_of(control), fold))
     r2_null = np.array(twins_r2)
-    rho_null = np.array([[p.rho(entropy) for p in layers] for layers in twins])
+    rho_null = np.array([[p.rho(entropy) for p in layers] for layers in untrained])
     nulls = {
-        "re-initialised": np.array([[p.numbers for p in layers] for layers in twins]),
+        "re-initialised": np.array([[p.numbers for p in layers] for layers in untrained]),
         "shuffled prompts": np.array([[Portrait.of(x).numbers for x in vectors(c, site)] for c in view.shuffled]),
     }
     bands = {
@@ -184,28 +184,30 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
         "constant": np.array([p.dropped for p in main]),
     }
     scores = main[-1].scores[:, 0]
-    headlines = [
+    estimates = [
         *_shares(claims, called, view, last, main[-1], {key: null[:, -1] for key, null in nulls.items()}),
-        correlation(claims[called + RHO], scores, entropy, view.units, plain, rhos(view.twins, twins, entropy)),
+        correlation(
+            claims[called + RHO], scores, entropy, view.clusters, plain, rhos(view.untrained, untrained, entropy)
+        ),
     ]
     given = covariates(view.capture)
     if given.shape[1]:
-        test = correlation_test(scores, entropy, view.units, PERMUTATIONS, view.seed, given)
-        claim, draws = claims[f"{called}{RHO}, {GIVEN}"], rhos(view.twins, twins, entropy, given)
-        headlines.append(correlation(claim, scores, entropy, view.units, test, draws, given))
-    permuted = permuted_decodability(last, entropy, fold, view.units, READOUT_PERMUTATIONS, view.seed)
+        test = correlation_test(scores, entropy, view.clusters, PERMUTATIONS, view.seed, given)
+        claim, draws = claims[f"{called}{RHO}, {GIVEN}"], rhos(view.untrained, untrained, entropy, given)
+        estimates.append(correlation(claim, scores, entropy, view.clusters, test, draws, given))
+    permuted = permuted_decodability(last, entropy, fold, view.clusters, READOUT_PERMUTATIONS, view.seed)
     value = float(readouts[-1].r2[0])
-    headlines.append(
-        headline(
+    estimates.append(
+        estimate(
             claims[called + R2],
             value,
-            decodability_interval(last, readouts[-1], view.units),
-            [*untrained(value, {TWIN: r2_null[:, -1], OWN: np.array(own_r2)}), _permuted(value, permuted)],
+            decodability_interval(last, readouts[-1], view.clusters),
+            [*untrained_nulls(value, {TWIN: r2_null[:, -1], OWN: np.array(own_r2)}), _permuted(value, permuted)],
             n=len(last),
-            units=len(set(view.units)),
+            clusters=len(set(view.clusters)),
         )
     )
-    return Description(fields, tuple(headlines), tuple(_constant(site, main)))
+    return Description(fields, tuple(estimates), tuple(_constant(site, main)))
 
 
 def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarray, Test]:
@@ -213,7 +215,7 @@ def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarr
     rho, p = np.zeros(len(main)), np.ones(len(main))
     moving = [layer for layer, portrait in enumerate(main) if portrait.scores.any()]
     scores = np.stack([main[layer].scores[:, 0] for layer in moving])
-    tests, rho_p = max_statistic(scores, view.entropy, view.units, PERMUTATIONS, view.seed)
+    tests, rho_p = max_statistic(scores, view.entropy, view.clusters, PERMUTATIONS, view.seed)
     rho[moving], p[moving] = [test.value for test in tests], rho_p
     return rho, p, tests[-1]
 
@@ -225,28 +227,28 @@ def _shares(
     last: np.ndarray,
     portrait: Portrait,
     nulls: Mapping[str, np.ndarray],
-) -> list[Headline]:
-    intervals = share_intervals(last, view.units)
-    n, units = len(last), len(set(view.units))
+) -> list[Estimate]:
+    intervals = share_intervals(last, view.clusters)
+    n, clusters = len(last), len(set(view.clusters))
     made = []
     for column, (name, value, interval) in enumerate(zip(SHARES, portrait.numbers, intervals, strict=True)):
         claim = claims[called + name]
         against = [Null.of(key, value, null[:, column], claim.side) for key, null in nulls.items()]
-        made.append(headline(claim, value, interval, against, n=n, units=units))
+        made.append(estimate(claim, value, interval, against, n=n, clusters=clusters))
     return made
 
 
 def rhos(
     captures: Sequence[Capture],
-    twins: Sequence[Sequence[Portrait]],
+    untrained: Sequence[Sequence[Portrait]],
     entropy: np.ndarray,
     given: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """[draw] |rho| of each twin's last PC1 with the trained model's entropy, and with the twin's own."""
-    last = [layers[-1] for layers in twins]
+    """[draw] |rho| of each control's last PC1 with the trained model's entropy, and with the untrained control's own."""
+    last = [layers[-1] for layers in untrained]
     return {
         TWIN: np.array([portrait.rho(entropy, given) for portrait in last]),
-        OWN: np.array([p.rho(entropy_of(twin), given) for twin, p in zip(captures, last, strict=True)]),
+        OWN: np.array([p.rho(entropy_of(control), given) for control, p in zip(captures, last, strict=True)]),
     }
 
 
@@ -254,21 +256,21 @@ def correlation(
     claim: Claim,
     scores: np.ndarray,
     entropy: np.ndarray,
-    units: np.ndarray,
+    clusters: np.ndarray,
     test: Test,
-    twins: Mapping[str, np.ndarray],
+    untrained: Mapping[str, np.ndarray],
     given: np.ndarray | None = None,
-) -> Headline:
-    """The headline of a |rho|: held against what the twins give, and permuted templates."""
+) -> Estimate:
+    """The metric of a |rho|: held against what the untrained controls give, and permuted templates."""
     permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
-    interval = correlation_interval(scores, entropy, units, given)
-    nulls = [*untrained(test.value, twins), permuted]
-    return headline(claim, test.value, interval, nulls, n=test.n, units=test.units)
+    interval = correlation_interval(scores, entropy, clusters, given)
+    nulls = [*untrained_nulls(test.value, untrained), permuted]
+    return estimate(claim, test.value, interval, nulls, n=test.n, clusters=test.clusters)
 
 
-def untrained(value: float, draws: Mapping[str, np.ndarray], side: Side = "upper") -> list[Null]:
-    """Twins as nulls of what follows entropy: the trained model's (TWIN: what a look-up of the same tokens already
-    predicts), and the twin's own (OWN: weights tie a model's values to its own entropy before any training; without
+def untrained_nulls(value: float, draws: Mapping[str, np.ndarray], side: Side = "upper") -> list[Null]:
+    """Untrained controls as nulls of what follows entropy: the trained model's (TWIN: what a look-up of the same tokens already
+    predicts), and the control's own (OWN: weights tie a model's values to its own entropy before any training; without
     this null untrained models of width 16 passed the other in 24 % of cases, measured).
 
     Their numbers carry the same prompts' sampling noise as ours: p is against all of them, and the interval must clear

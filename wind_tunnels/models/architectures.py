@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.models.rows import RowsConfig
 from llmgeom.wind_tunnels.models.state_space import EXPAND
@@ -41,7 +41,7 @@ def build(
     features    real numbers in a row of inputs; 0 where inputs are tokens.
     inner       width of the MLP (transformers, mlp, meanpool, flat) or of the LSTM's state, or states of a state space;
                 None for the usual one.
-    Raises Refused for an unknown architecture and for a shape that it cannot have.
+    Raises UserError for an unknown architecture and for a shape that it cannot have.
     """
     sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
     config = configured(arch, features=features, inner=inner, **sizes)
@@ -67,14 +67,14 @@ def configured(
     sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
     for name, value in {**sizes, "inner": inner}.items():
         if value < 1:
-            raise Refused(f"{arch}: {name} {value}; expected at least 1")
+            raise UserError(f"{arch}: {name} {value}; expected at least 1")
     if features < 0:
-        raise Refused(f"{arch}: features {features}; expected how many numbers a row has, or 0 for tokens")
+        raise UserError(f"{arch}: features {features}; expected how many numbers a row has, or 0 for tokens")
     if width % (by := step(arch, heads)):
         near = max(by, round(width / by) * by)
-        raise Refused(f"{arch}: width {width} does not go with {heads} heads; expected a multiple of {by}, as {near}")
+        raise UserError(f"{arch}: width {width} does not go with {heads} heads; expected a multiple of {by}, as {near}")
     if arch == "gqa" and heads % SHARED:
-        raise Refused(f"gqa: {heads} heads; expected a multiple of {SHARED}, the heads that share keys and values")
+        raise UserError(f"gqa: {heads} heads; expected a multiple of {SHARED}, the heads that share keys and values")
     config = _inside(arch, inner=inner, **sizes)
     if not features:
         return config
@@ -100,11 +100,11 @@ def step(arch: str, heads: int) -> int:
 
 
 def known(arch: str) -> None:
-    """Raises Refused where no architecture has this name."""
+    """Raises UserError where no architecture has this name."""
     if arch not in ARCHITECTURES:
         near = difflib.get_close_matches(arch, ARCHITECTURES, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
-        raise Refused(f"unknown architecture {arch!r}: {hint}known: {', '.join(ARCHITECTURES)}")
+        raise UserError(f"unknown architecture {arch!r}: {hint}known: {', '.join(ARCHITECTURES)}")
 
 
 def _inside(

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.wind_tunnels.models.architectures import configured, known, step, usual
 
 TOLERANCE = 0.02
@@ -20,7 +20,7 @@ def matched(
     """A shape for `build(arch, **matched(...), ...)` with `parameters` parameters, within 2 %: a width, and where the
     widths that heads divide are too far apart, an inner width that makes up the difference.
 
-    Raises Refused where there is none, with the nearest.
+    Raises UserError where there is none, with the nearest.
     """
     known(arch)
     fixed = {"vocabulary": vocabulary, "length": length, "features": features, "layers": layers, "heads": heads}
@@ -57,7 +57,7 @@ def matched(
         return min(within, key=unusual)
     nearest = min(shapes, key=off)
     spelt = " and ".join(f"{name} {value}" for name, value in nearest.items())
-    raise Refused(
+    raise UserError(
         f"{arch}: no shape of {layers} layers and {heads} heads has {parameters} parameters within {TOLERANCE:.0%}; "
         f"the nearest, {spelt}, has {count(**nearest)}: ask for as many, or for other layers or heads"
     )

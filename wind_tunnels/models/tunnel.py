@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.wind_tunnels.models.state_space import Mamba, Mamba2
 
 
@@ -76,7 +76,7 @@ class Slots(nn.Module):
 
     def forward(self, x: Float[Tensor, "batch seq hidden"]) -> Float[Tensor, "batch seq hidden"]:
         if x.shape[1] > len(self.weight):
-            raise Refused(
+            raise UserError(
                 f"a flat model has maps for {len(self.weight)} positions, not for {x.shape[1]}: shorten the input"
             )
         return (x.transpose(0, 1) @ self.weight[: x.shape[1]]).transpose(0, 1).cumsum(1)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Drawn, Task, renamed, uniform
 
 
@@ -36,9 +36,9 @@ class Bijection(Task):
 
     def __post_init__(self) -> None:
         if self.vocab < 2 or self.pairs < 1 or not 0 <= self.sticky <= 1:
-            raise Refused(f"{self.title}: expected vocab of 2 or more, pairs of 1 or more, sticky between 0 and 1")
+            raise UserError(f"{self.title}: expected vocab of 2 or more, pairs of 1 or more, sticky between 0 and 1")
         if self.pairs > self.vocab and not self.replacement:
-            raise Refused(f"{self.title}: {self.pairs} pairs of {self.vocab} keys need replacement=true")
+            raise UserError(f"{self.title}: {self.pairs} pairs of {self.vocab} keys need replacement=true")
 
     @property
     def vocabulary(self) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Drawn, Task, altered, on_device
 
 START = 2  # the token before the first flip; 0 is heads, 1 tails
@@ -37,12 +37,12 @@ class Coin(Task):
         beta = kind == "beta" and len(values) == 2 and all(0.01 <= value < math.inf for value in values)
         listed = kind == "list" and all(0 <= value <= 1 for value in values)
         if not values or not (beta or listed):
-            raise Refused(
+            raise UserError(
                 f"{self.title}: prior {self.prior!r}; expected beta:A,B with both 0.01 or more, or list:P,P,... with "
                 f"probabilities of heads"
             )
         if self.flips < 1:
-            raise Refused(f"{self.title}: flips {self.flips}; expected at least 1")
+            raise UserError(f"{self.title}: flips {self.flips}; expected at least 1")
 
     def _prior(self) -> tuple[str, list[float]]:
         kind, _, numbers = self.prior.partition(":")

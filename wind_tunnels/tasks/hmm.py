@@ -12,7 +12,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import forward_filter
 from llmgeom.task import Categorical, Drawn, Task, altered, seeded
 
@@ -55,11 +55,11 @@ class HMM(Task):
     def __post_init__(self) -> None:
         check_sizes(self, self.states, self.symbols, self.steps)
         if self.encoding not in ("rows", "tokens"):
-            raise Refused(f"{self.title}: encoding {self.encoding!r}; expected rows or tokens")
+            raise UserError(f"{self.title}: encoding {self.encoding!r}; expected rows or tokens")
         if self.predict not in ("state", "observation"):
-            raise Refused(f"{self.title}: predict {self.predict!r}; expected state or observation")
+            raise UserError(f"{self.title}: predict {self.predict!r}; expected state or observation")
         if not 0 <= self.horizon <= self.steps:
-            raise Refused(f"{self.title}: horizon {self.horizon}; expected 0 to the {self.steps} steps")
+            raise UserError(f"{self.title}: horizon {self.horizon}; expected 0 to the {self.steps} steps")
 
     @property
     def memorisable(self) -> str:
@@ -191,11 +191,11 @@ class HMM(Task):
 
 
 def check_sizes(task: Task, states: int, symbols: int, steps: int) -> None:
-    """Raises Refused for matrices that cannot be drawn and sequences of nothing."""
+    """Raises UserError for matrices that cannot be drawn and sequences of nothing."""
     if not (2 <= states <= 10 and 2 <= symbols <= 10):
-        raise Refused(f"{task.title}: expected 2 to 10 states and symbols; each has at least .05 of a row")
+        raise UserError(f"{task.title}: expected 2 to 10 states and symbols; each has at least .05 of a row")
     if steps < 1:
-        raise Refused(f"{task.title}: steps {steps}; expected at least 1")
+        raise UserError(f"{task.title}: steps {steps}; expected at least 1")
 
 
 def dirichlet(shape: tuple[int, ...], generator: torch.Generator) -> Float[Tensor, "..."]:

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import forward_filter
 from llmgeom.task import Categorical, Drawn, Task, altered
 from llmgeom.wind_tunnels.tasks.hmm import (
@@ -52,7 +52,7 @@ class KeyedHMM(Task):
     def __post_init__(self) -> None:
         check_sizes(self, self.states, self.symbols, self.steps)
         if self.chains < 1:
-            raise Refused(f"{self.title}: chains {self.chains}; expected at least 1")
+            raise UserError(f"{self.title}: chains {self.chains}; expected at least 1")
 
     @property
     def vocabulary(self) -> int:

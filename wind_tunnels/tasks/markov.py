@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import dirichlet_multinomial
 from llmgeom.task import Categorical, Drawn, Task, altered
 from llmgeom.wind_tunnels.tasks.hmm import dirichlet, walk
@@ -42,9 +42,9 @@ class Markov(Task):
 
     def __post_init__(self) -> None:
         if self.symbols < 2 or self.steps < 1:
-            raise Refused(f"{self.title}: expected 2 or more symbols and 1 or more steps")
+            raise UserError(f"{self.title}: expected 2 or more symbols and 1 or more steps")
         if not 0 <= self.stay < 1:
-            raise Refused(f"{self.title}: stay {self.stay}; expected 0 or more and less than 1")
+            raise UserError(f"{self.title}: stay {self.stay}; expected 0 or more and less than 1")
 
     @property
     def memorisable(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Drawn, Task, renamed, uniform
 
 PAD, STORE, FILLER, QUERY, SEP = range(5)
@@ -44,9 +44,9 @@ class Recall(Task):
 
     def __post_init__(self) -> None:
         if self.layout not in ("compact", "papers"):
-            raise Refused(f"{self.title}: layout {self.layout!r}; expected compact or papers")
+            raise UserError(f"{self.title}: layout {self.layout!r}; expected compact or papers")
         if not 1 <= self.queries <= self.pairs <= min(self.keys, self.values) or self.filler < 0:
-            raise Refused(
+            raise UserError(
                 f"{self.title}: expected 1 or more queries, no more than pairs ({self.pairs}), which are no more than "
                 f"keys ({self.keys}) and values ({self.values}), and filler of 0 or more"
             )

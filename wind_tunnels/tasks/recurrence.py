@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Drawn, Task, altered, on_device
 
 
@@ -38,13 +38,15 @@ class Recurrence(Task):
     def __post_init__(self) -> None:
         p = self.modulus
         if p < 2 or any(p % divisor == 0 for divisor in range(2, math.isqrt(p) + 1)):
-            raise Refused(f"{self.title}: modulus {p}; expected a prime, so that every difference has an inverse")
+            raise UserError(f"{self.title}: modulus {p}; expected a prime, so that every difference has an inverse")
         if self.steps < 4:
-            raise Refused(f"{self.title}: steps {self.steps}; expected at least 4")
+            raise UserError(f"{self.title}: steps {self.steps}; expected at least 4")
         if not 0 < self.program < 1:
-            raise Refused(f"{self.title}: program {self.program}; expected a probability between 0 and 1, neither end")
+            raise UserError(
+                f"{self.title}: program {self.program}; expected a probability between 0 and 1, neither end"
+            )
         if not 0 <= self.horizon < self.steps:
-            raise Refused(f"{self.title}: horizon {self.horizon}; expected 0 (all), or 1 to {self.steps - 1}")
+            raise UserError(f"{self.title}: horizon {self.horizon}; expected 0 (all), or 1 to {self.steps - 1}")
 
     @property
     def vocabulary(self) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.answers import Answers
-from llmgeom.errors import Refused
+from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import gaussian_regression
 from llmgeom.task import Categorical, Drawn, Gaussian, Task
 
@@ -41,11 +41,11 @@ class Regression(Task):
 
     def __post_init__(self) -> None:
         if self.layout not in ("paired", "separate"):
-            raise Refused(f"{self.title}: layout {self.layout!r}; expected paired or separate")
+            raise UserError(f"{self.title}: layout {self.layout!r}; expected paired or separate")
         if self.dims < 1 or self.points < 1 or not (0 < self.noise < math.inf and 0 < self.scale < math.inf):
-            raise Refused(f"{self.title}: expected dims and points of 1 or more, noise and scale above 0")
+            raise UserError(f"{self.title}: expected dims and points of 1 or more, noise and scale above 0")
         if self.bins < 0 or self.bins == 1:
-            raise Refused(f"{self.title}: bins {self.bins}; expected 0 (a real number) or at least 2 intervals")
+            raise UserError(f"{self.title}: bins {self.bins}; expected 0 (a real number) or at least 2 intervals")
 
     @property
     def vocabulary(self) -> int:
