@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import hashlib
 import inspect
@@ -9,6 +10,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +39,11 @@ def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tu
         "positions": hashlib.sha256(work.where.numpy().tobytes()).hexdigest(),
         "plan": digest({"batches": work.batches, "shards": [list(group) for group in work.groups]}),
         "sites": sorted(work.sites),
+        **(
+            {"observers": {one.name: one.version or of_code(one.function) for one in work.observers}}
+            if work.observers
+            else {}
+        ),
         "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in work.edits],
     }
     origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
@@ -65,6 +72,26 @@ def of_run(subject: Subject) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
     }
+
+
+@lru_cache
+def of_code(function: Callable[..., Any]) -> str:
+    """sha256 of the module that defines a function, without comments and docstrings; of its name where there is none."""
+    module = inspect.getmodule(function)
+    try:
+        tree = ast.parse(inspect.getsource(module if module is not None else function))
+    except (OSError, TypeError, SyntaxError):  # typed into a notebook
+        return f"{function.__module__}.{function.__qualname__}"
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if (
+            isinstance(body, list)
+            and body
+            and isinstance(body[0], ast.Expr)
+            and isinstance(body[0].value, ast.Constant)
+        ):
+            body.pop(0)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
 
 
 def of_tokens(tokens: Tokens | Rows) -> str:

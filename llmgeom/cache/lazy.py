@@ -54,10 +54,10 @@ class Shelf(OnDisk):
 
 def name_of(key: Key) -> str:
     """What a tensor is called in a shard."""
-    return f"{key[0].value}.{key[1]:03d}"
+    return f"{key[0]}.{key[1]:03d}"
 
 
 def key_of(name: str) -> Key:
     """The tensor of that name."""
     site, layer = name.rsplit(".", 1)
-    return Site(site), int(layer)
+    return Site(site) if site in set(Site) else site, int(layer)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
@@ -40,8 +40,10 @@ _lock = threading.Lock()
 class Recorder:
     """What one pass is to keep and to change. Lives for one forward, found through a ContextVar.
 
-    rows      (prompt in the pass, position) of every row, two int64 tensors of equal length.
-    kept      (site, layer) -> tensor, filled during the pass.
+    rows        (prompt in the pass, position) of every row, two int64 tensors of equal length.
+    sites       kept at these rows.
+    everywhere  sites kept at all real positions, `positions`, for observers; None for no site.
+    kept        (site, layer) -> tensor, filled during the pass; kept_everywhere alike.
     seen      layers in the order in which attention was entered.
     touched   edits that were applied at least once.
     """
@@ -53,32 +55,43 @@ class Recorder:
         sites: frozenset[Site],
         edits: Sequence[Edit],
         where: tuple[Tensor, Tensor],
+        everywhere: frozenset[Site] = frozenset(),
+        positions: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         self.layer = {block.attention: index for index, block in enumerate(blocks) if block.attention is not None}
         self.rows = rows
         self.one_each = torch.equal(rows[0], torch.arange(len(where[0])))
         self.sites = sites
+        self.everywhere, self.positions = everywhere, positions or rows
         self.where = where
         self.edits: dict[tuple[Point, int], list[Edit]] = defaultdict(list)
         for edit in edits:
             for index in edit.on(len(blocks)):
                 self.edits[edit.point, index].append(edit)
         self.kept: dict[Key, Tensor] = {}
+        self.kept_everywhere: dict[Key, Tensor] = {}
         self.seen: list[int] = []
         self.touched: set[int] = set()
         self._on: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Rows and edit context on a device, moved once a pass rather than once a layer."""
+        """Rows, edit context and all real positions on a device, moved once a pass rather than once a layer."""
         if device not in self._on:
-            self._on[device] = tuple(t.to(device) for t in (*self.rows, *self.where))
+            self._on[device] = tuple(t.to(device) for t in (*self.rows, *self.where, *self.positions))
         return self._on[device]
+
+    @property
+    def wanted(self) -> frozenset[Site]:
+        """Sites kept at any position."""
+        return self.sites | self.everywhere
 
     def keep(self, site: Site, layer: int, x: Tensor) -> None:
         """Keep the queried rows of x [batch position ...]. Indexing copies, so no layer is kept alive by a view."""
+        prompt, position, _, _, every_prompt, every_position = self.on(x.device)
         if site in self.sites:
-            prompt, position, *_ = self.on(x.device)
             self.kept[site, layer] = x[prompt, position]
+        if site in self.everywhere:
+            self.kept_everywhere[site, layer] = x[every_prompt, every_position]
 
     def asked(self, x: Tensor) -> tuple[Tensor]:
         """What the output embedding reads, x [batch position d_model], is kept; it is given the queried rows alone,
@@ -87,15 +100,20 @@ class Recorder:
         self.keep(Site.FINAL, -1, x)
         return (x[prompt, position][:, None],)
 
-    def keep_rows(self, layer: int, weights: Tensor) -> None:
-        """Keep of attention weights [row head key] what is asked for."""
-        for site in self.sites & ROWS:
-            self.kept[site, layer] = row_statistic(site, weights)
+    def keep_rows(self, layer: int, device: torch.device, rows: Callable[[Tensor, Tensor], Tensor]) -> None:
+        """Keep the statistics of attention weights; `rows(prompt, position)` gives them, [row head key]."""
+        prompt, position, _, _, every_prompt, every_position = self.on(device)
+        if sites := self.sites & ROWS:
+            weights = rows(prompt, position)
+            self.kept |= {(site, layer): row_statistic(site, weights) for site in sites}
+        if sites := self.everywhere & ROWS:
+            weights = rows(every_prompt, every_position)
+            self.kept_everywhere |= {(site, layer): row_statistic(site, weights) for site in sites}
 
     def edit(self, point: Point, layer: int, x: Tensor) -> Tensor:
         """x [batch position ...] after the edits of this point and layer."""
         for edit in self.edits.get((point, layer), ()):
-            *_, prompts, query = self.on(x.device)
+            _, _, prompts, query, *_ = self.on(x.device)
             x = edit.apply(x, Where(prompts, query, layer))
             self.touched.add(id(edit))
         return x
@@ -117,12 +135,15 @@ class Recorder:
         if ("value", layer) in self.edits:
             value = self.edit("value", layer, value.transpose(1, 2)).transpose(1, 2)
         self.keep(Site.VALUE, layer, value.transpose(1, 2))
-        if self.sites & ROWS:
+        if (self.sites | self.everywhere) & ROWS:
             # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
             dtype = query.dtype if kind == PLAIN else torch.float32
-            prompt, position, *_ = self.on(query.device)
-            options = {"one_each": self.one_each, "dtype": dtype, **kwargs}
-            self.keep_rows(layer, attention_rows(query, key, mask, prompt, position, **options))
+
+            def rows(prompt: Tensor, position: Tensor) -> Tensor:
+                one_each = self.one_each and len(prompt) == len(self.rows[0])
+                return attention_rows(query, key, mask, prompt, position, one_each=one_each, dtype=dtype, **kwargs)
+
+            self.keep_rows(layer, query.device, rows)
         z = _delegate(kind, module, query, key, value, mask, **kwargs)
         z = self.edit("z", layer, z)
         self.keep(Site.Z, layer, z)
@@ -326,16 +347,16 @@ def _hooks(recorder: Recorder, blocks: Sequence[Block], output: nn.Module | None
         return recorder.asked(args[0]) if _active.get() is recorder else None
 
     for index, block in enumerate(blocks):
-        if Site.RESIDUAL in recorder.sites or ("residual", index) in recorder.edits:
+        if Site.RESIDUAL in recorder.wanted or ("residual", index) in recorder.edits:
             yield block.layer.register_forward_pre_hook(enter(index), with_kwargs=True)
-    if Site.RESIDUAL in recorder.sites:
+    if Site.RESIDUAL in recorder.wanted:
         yield blocks[-1].layer.register_forward_hook(leave)
     for index, block in enumerate(blocks):
         for module, site, point in (
             (block.attention_writer, Site.ATTENTION_WRITE, "attention_write"),
             (block.mlp_writer, Site.MLP_WRITE, "mlp_write"),
         ):
-            if site in recorder.sites or (point, index) in recorder.edits:
+            if site in recorder.wanted or (point, index) in recorder.edits:
                 if module is None:
                     raise UnsupportedModel(f"layer {index}: the module that makes {site.value} is not known")
                 yield module.register_forward_hook(write(index, site, point))

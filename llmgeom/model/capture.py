@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any, SupportsIndex, TypeVar, overload
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -60,7 +61,7 @@ OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
 # What only a model with attention has.
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
 
-Key = tuple[Site, int]  # layer -1 for sites that have no layer
+Key = tuple[Site | str, int]  # layer -1 for sites that have no layer; "OBSERVER.ARRAY" for what an observer returned
 T = TypeVar("T")
 
 
@@ -95,7 +96,35 @@ class OnDisk(Mapping[Key, Tensor]):
 
     @abstractmethod
     def part(self, rows: Tensor) -> OnDisk:
-        """Some rows only, in rising order of their index."""
+        """Some rows only, in the order given, none twice."""
+
+
+class Joined(OnDisk):
+    """Tensors of several captures, joined along rows when they are read; rows beyond `rows` are left out."""
+
+    def __init__(self, parts: tuple[Mapping[Key, Tensor], ...], rows: Tensor | None = None) -> None:
+        self._parts, self._rows = parts, rows
+
+    def part(self, rows: Tensor) -> Joined:
+        return Joined(self._parts, rows if self._rows is None else self._rows[rows])
+
+    def __getitem__(self, key: Key) -> Tensor:
+        tensors = [part[key] for part in self._parts]
+        if tensors[0].dim() > 1:  # attention rows of narrower batches are padded with zeros
+            width = max(tensor.shape[-1] for tensor in tensors)
+            tensors = [torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
+        whole = torch.cat(tensors)
+        return whole if self._rows is None else whole[self._rows]
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for key in self._parts[0] if all(key in part for part in self._parts))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+def _part(tensors: Mapping[Key, Tensor], rows: Tensor) -> Mapping[Key, Tensor]:
+    return tensors.part(rows) if isinstance(tensors, OnDisk) else {key: tensors[key][rows] for key in tensors}
 
 
 @dataclass(frozen=True)
@@ -140,20 +169,47 @@ class Capture:
     tensors: Mapping[Key, Tensor]
     events: tuple[str, ...] = ()
 
-    def take(self, prompts: Int[Tensor, " kept"]) -> Capture:
-        """The rows of some prompts, in rising order of their index; of a capture left on disk no more is read."""
-        number = torch.full((len(self.lengths),), -1)
-        number[prompts] = torch.arange(len(prompts))
-        rows = (number[self.prompt] >= 0).nonzero()[:, 0]
-        found = self.tensors
+    def take(self, prompts: Int[Tensor, " kept"], batch: Batch | None = None) -> Capture:
+        """The rows of some prompts, in the order given; tensors that are on disk stay there.
+
+        Args:
+            prompts: indices of the prompts, none twice.
+            batch: the same prompts with their own clusters, columns and posterior; by default those of this capture.
+        """
+        place = torch.full((len(self.lengths),), -1)
+        place[prompts] = torch.arange(len(prompts))
+        rows = (place[self.prompt] >= 0).nonzero()[:, 0]
+        rows = rows[torch.argsort(place[self.prompt[rows]], stable=True)]
         return replace(
             self,
-            batch=self.batch.take(prompts.tolist()),
-            prompt=number[self.prompt[rows]],
+            batch=self.batch.take(prompts.tolist()) if batch is None else batch,
+            prompt=place[self.prompt[rows]],
             position=self.position[rows],
             lengths=self.lengths[prompts],
-            tensors=found.part(rows) if isinstance(found, OnDisk) else {key: found[key][rows] for key in found},
+            tensors=_part(self.tensors, rows),
         )
+
+    @staticmethod
+    def joined(parts: Sequence[Capture], batch: Batch, order: Int[Tensor, " prompt"]) -> Capture:
+        """Several captures of the same sites as one; prompt i of `batch` is prompt order[i] of all parts in turn."""
+        if len(parts) == 1:
+            return parts[0].take(order, batch)
+        first = np.cumsum([0, *(len(part.lengths) for part in parts)])
+        whole = Capture(
+            batch,
+            torch.cat([part.prompt + int(at) for part, at in zip(parts, first, strict=False)]),
+            torch.cat([part.position for part in parts]),
+            torch.cat([part.lengths for part in parts]),
+            Joined(tuple(part.tensors for part in parts)),
+            tuple(dict.fromkeys(event for part in parts for event in part.events)),
+        )
+        return whole.take(order, batch)
+
+    def observed(self, name: str) -> Tensor:
+        """What an observer returned, [row ...]; `name` is OBSERVER.ARRAY. Raises LookupError where it was not taken."""
+        if (name, -1) not in self.tensors:
+            raise LookupError(f"{name!r} was not observed; add the observer to the probe's NEEDS")
+        return self.tensors[name, -1]
 
     @property
     def exact(self) -> Posterior:

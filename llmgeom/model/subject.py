@@ -20,7 +20,7 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys as fingerprint
 from llmgeom.cache.lazy import Shelf, key_of, name_of
 from llmgeom.cache.shards import Store
-from llmgeom.errors import NO_TOKENIZER, Unavailable, UnsupportedModel, UserError
+from llmgeom.errors import NO_TOKENIZER, UnsupportedModel, UserError
 from llmgeom.model import hub, loading
 from llmgeom.model import self_check as parity
 from llmgeom.model.attention import Recorder, attached, interface_kind, recording
@@ -28,7 +28,7 @@ from llmgeom.model.batching import BATCH_TOKENS, plan, together
 from llmgeom.model.capture import ATTENDING, OUTPUTS, RANKS, Capture, Key, Site, nbytes
 from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block, blocks, without_attention
-from llmgeom.model.passes import Work
+from llmgeom.model.passes import Observer, Step, Work, check_available
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 from llmgeom.stats.information import bits, entropy
 
@@ -236,18 +236,23 @@ class Subject:
         edits: Sequence[Edit] = (),
         *,
         positions: Positions = "query",
+        observers: Sequence[Observer] = (),
         batch_tokens: int = BATCH_TOKENS,
         store: str | None = None,
         progress: Callable[[int, int], None] | None = None,
     ) -> Capture:
         """Run the batch and keep what is asked for, at the queried positions or at all real ones.
 
+        observers  reduce what is too large to keep, during the pass: `Capture.observed` gives their arrays.
+
         store      a folder; what is finished is kept there, and a second call with the same arguments reuses it. A
                    capture of more than 256 MiB is then left there: its tensors are read one at a time.
         progress   called as progress(prompts done, prompts in all).
         Raises UserError: an edit that touched no layer; logits that are not finite (prompt and first layer are named).
         """
-        work = self.work(batch, sites, edits, positions=positions, batch_tokens=batch_tokens, store=store)
+        work = self.work(
+            batch, sites, edits, positions=positions, observers=observers, batch_tokens=batch_tokens, store=store
+        )
         left = work.store if sum(work.sizes) > IN_MEMORY else None
         shards = range(len(work.groups))
         parts: list[dict[Key, Tensor]] = []
@@ -277,19 +282,24 @@ class Subject:
         edits: Sequence[Edit] = (),
         *,
         positions: Positions = "query",
+        observers: Sequence[Observer] = (),
         batch_tokens: int = BATCH_TOKENS,
         store: str | None = None,
     ) -> Work:
-        """What `capture` would do, told before anything runs."""
+        """What `capture` would do, before anything runs."""
         sites, edits = frozenset(sites), self.edits + tuple(edits)
-        if why := self.unavailable(sites):
-            raise Unavailable(f"{self.name}: {why}")
+        check_available(self.name, self.unavailable(sites.union(*(observer.wanted for observer in observers))))
         tokens = self.tokens(batch)
         where = _queried(batch, tokens, positions)
         batches = plan(tokens.lengths.tolist(), batch_tokens)
         rows = where.sum(1)
-        sizes = [nbytes(self.facts, sites, int(rows[[*m]].sum()), int(tokens.lengths[m[0]])) for m in batches]
-        work = Work(batch, tokens, where, sites, edits, batches, sizes, together(sizes))
+        observed = sum(observer.row_bytes for observer in observers)
+        sizes = [
+            nbytes(self.facts, sites, int(rows[[*m]].sum()), int(tokens.lengths[m[0]]))
+            + observed * int(rows[[*m]].sum())
+            for m in batches
+        ]
+        work = Work(batch, tokens, where, sites, edits, batches, sizes, together(sizes), tuple(observers))
         return work if store is None else replace(work, store=Store(store, *fingerprint.of(self, work)))
 
     def planned(self, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> Work:
@@ -369,7 +379,9 @@ class Subject:
         inputs, mask = work.tokens.data[members, :width], work.where[members, :width]
         prompt, position = mask.nonzero(as_tuple=True)
         rows, where = (prompt, position), (torch.tensor(members), mask)
-        recorder = Recorder(self.blocks, rows, work.sites, work.edits, where)
+        lengths = work.tokens.lengths[members]
+        every = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True) if work.everywhere else rows
+        recorder = Recorder(self.blocks, rows, work.step_sites, work.edits, where, work.everywhere, every)
         logits = self._run(recorder, inputs)
         attending = [i for i, block in enumerate(self.blocks) if block.attention is not None]
         if recorder.seen != attending:
@@ -382,8 +394,8 @@ class Subject:
                 raise UserError(
                     f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited"
                 )
-        kept: dict[Any, Tensor] = dict(recorder.kept)
-        if work.sites & OUTPUTS:
+        kept: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if key[0] in work.sites}
+        if work.sites & OUTPUTS or work.observers:
             log_probs = logits.float().log_softmax(-1)
             if Site.ENTROPY in work.sites:
                 kept[Site.ENTROPY, -1] = entropy(log_probs)
@@ -392,6 +404,21 @@ class Subject:
                 kept[Site.LIKELY, -1] = torch.stack([most.indices.float(), most.values], 1)
             if Site.LOG_PROBS in work.sites:
                 kept[Site.LOG_PROBS, -1] = log_probs
+        if work.observers:
+            step = Step(
+                work.batch.take(members),
+                inputs,
+                lengths,
+                *rows,
+                *every,
+                log_probs,
+                self.lens,
+                self.tokenizer,
+                recorder.kept,
+                recorder.kept_everywhere,
+            )
+            for observer in work.observers:
+                kept |= observer.observe(step)
         # Whether they are finite comes along with the rest: to ask here would wait for the device once more.
         kept["finite"] = torch.isfinite(logits).all(-1)
         kept = _on_host(kept)
@@ -449,7 +476,7 @@ class Subject:
             rows = (~torch.isfinite(tensor.reshape(len(tensor), -1))).any(1).nonzero()
             if len(rows):
                 prompt = members[int(work.where[members].nonzero()[rows[0, 0], 0])]
-                what = site.value.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
+                what = site.replace("_", " ") + (f" of layer {layer}" if layer >= 0 else "")
                 raise UserError(
                     f"{self.name}: {what} is not finite on {self._called(work, prompt)}, and nothing is "
                     "averaged over it: try --dtype float32, or check the weights"

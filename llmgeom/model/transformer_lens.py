@@ -119,7 +119,7 @@ class BridgeSubject(Subject):
         plain = config.model_type in AS_PROJECTED or (config.model_type == "falcon" and config.alibi)
         rotated = "" if plain else "rot_"
         hooks = HOOKS | {Site.KEY: f"attn.hook_{rotated}k", Site.QUERY: f"attn.hook_{rotated}q"}
-        sites = recorder.sites | {Site.Z} | ({Site.ATTENTION} if recorder.sites & ROWS else set())
+        sites = recorder.wanted | {Site.Z} | ({Site.ATTENTION} if recorder.wanted & ROWS else set())
         acts = {
             f"blocks.{layer}.{hook}": (site, self._act(recorder, site, layer))
             for layer in range(depth)
@@ -151,8 +151,7 @@ class BridgeSubject(Subject):
             return y.reshape(x.shape) if edited else None
 
         def keep_rows(pattern):
-            prompt, position, *_ = recorder.on(pattern.device)
-            recorder.keep_rows(layer, pattern[prompt, :, position].float())
+            recorder.keep_rows(layer, pattern.device, lambda prompt, position: pattern[prompt, :, position].float())
 
         return keep_rows if site is Site.ATTENTION else keep
 
