@@ -108,10 +108,10 @@ def _unforeseen(error: BaseException) -> str:
     """The sentence for what no one refused: the machine's fault where it can be told, else ours."""
     said = first_line(error)
     if isinstance(error, OSError) and error.strerror:
-        from llmgeom.record import FREE
+        from llmgeom.files import REMEDY
 
         place = error.filename if isinstance(error.filename, str) else "a file"
-        return f"{place}: {error.strerror}; {FREE}"
+        return f"{place}: {error.strerror}; {REMEDY}"
     if isinstance(error, MemoryError) or re.search("out of memory|allocate memory|enough memory", said):
         return f"not enough memory ({said}); ask for fewer sequences or prompts, a smaller model, or --batch-tokens"
     return f"this should not have happened ({type(error).__name__}: {said}); -vv shows where, please report it"
@@ -660,7 +660,8 @@ def list_(what: str) -> None:
 @click.option("--out", type=click.Path(), help="The page. [default: report.html in the first run folder]")
 def report(runs: tuple[str, ...], out: str | None) -> None:
     """Draw the page of one run, or of several side by side; no model is loaded."""
-    from llmgeom.record import Record, write_whole
+    from llmgeom.files import write_whole
+    from llmgeom.record import Record
     from llmgeom.reports import page
 
     path = Path(out) if out else Path(runs[0]) / "report.html"
@@ -675,7 +676,8 @@ def report(runs: tuple[str, ...], out: str | None) -> None:
 def compare(runs: tuple[str, ...], out: str | None, as_json: bool) -> None:
     """Compare runs on the same prompts (scan the others with --prompts-from RUN); no model is loaded."""
     from llmgeom.commands.comparison import compare
-    from llmgeom.record import Record, write_whole
+    from llmgeom.files import write_whole
+    from llmgeom.record import Record
 
     records = [Record.load(run) for run in runs]
     found = compare(records)

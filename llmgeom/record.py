@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import hashlib
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.errors import UserError
+from llmgeom.files import make_folder, sha256, write_json, write_whole
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 
 SCHEMA = 1
@@ -75,10 +73,7 @@ class Record:
         from safetensors.numpy import save
 
         folder = Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise unwritten(folder, error) from error
+        make_folder(folder)
         blobs = {"arrays.safetensors": save(self.arrays), "prompts.jsonl": self._prompt_lines().encode()}
         for name, blob in blobs.items():
             write_whole(folder / name, blob)
@@ -90,11 +85,10 @@ class Record:
             "source": dict(self.source),
             "facts": dict(self.facts),
             "warnings": list(self.warnings),
-            "files": {name: hashlib.sha256(blob).hexdigest() for name, blob in blobs.items()},
+            "files": {name: sha256(blob) for name, blob in blobs.items()},
             "run": dict(self.run),
         }
-        text = json.dumps(body, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
-        write_whole(folder / "record.json", (text + "\n").encode())
+        write_json(folder / "record.json", body)
 
     def _prompt_lines(self) -> str:
         names = sorted(self.prompts)
@@ -137,7 +131,7 @@ class Record:
                 blobs[name] = (folder / name).read_bytes()
             except OSError as error:
                 raise UserError(f"{folder}/{name} is missing: the run folder is incomplete; scan again") from error
-            if hashlib.sha256(blobs[name]).hexdigest() != expected:
+            if sha256(blobs[name]) != expected:
                 raise UserError(f"{folder}/{name} was changed after the run (its hash differs from the record's)")
         try:
             arrays = load(blobs["arrays.safetensors"])
@@ -159,48 +153,6 @@ class Record:
 _PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "files", "run"), dict) | {
     "warnings": list
 }
-
-
-FREE = "free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)"
-
-
-def write_whole(path: Path, data: bytes, remedy: str = FREE) -> None:
-    """Write a file so that it is there whole or not at all: temporary name, fsync, rename."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as handle:
-            handle.write(data)
-            handle.flush()
-            os.fsync(handle.fileno())
-        os.replace(temporary, path)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        if not isinstance(error, OSError):
-            raise
-        raise unwritten(path, error, remedy) from error
-
-
-def unwritten(path: Path, error: OSError, remedy: str = FREE) -> UserError:
-    return UserError(f"{path} could not be written ({error.strerror}); {remedy}")
-
-
-def tidy(folder: Path, of: str = "") -> None:
-    """Remove what killed processes left half-written in a folder; with `of`, what was to get that name alone."""
-    for path in folder.glob(f".{of or '*'}.*.tmp"):
-        number = path.name.split(".")[-2]
-        if number.isdigit() and not _runs(int(number)):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _runs(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # it is another user's
-    return True
 
 
 def _plain(measured: Measured) -> dict[str, Any]:

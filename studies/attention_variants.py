@@ -29,11 +29,11 @@ from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.cache import keys as fingerprint
 from llmgeom.errors import UserError
+from llmgeom.files import write_whole
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, grammar, pool
 from llmgeom.prompts.domains import MIXED
-from llmgeom.record import write_whole
 from llmgeom.scan import scan
 from llmgeom.stats.core import Interval, equivalence_p, holm, needed_n_mean, shares
 from studies import evaluate as exam

@@ -25,11 +25,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from llmgeom.errors import UserError
+from llmgeom.files import write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.grammar import templates
 from llmgeom.prompts.nonce import Part
-from llmgeom.record import write_whole
 from studies import evaluate as exam
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed, stored
 from studies.training_data import SETS, Lessons, apart, domains, examination, lessons, sha256

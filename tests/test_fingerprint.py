@@ -16,8 +16,8 @@ import transformers
 from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys as fingerprint
 from llmgeom.cache import shards as store
-from llmgeom.cache.shards import digest
 from llmgeom.errors import UserError
+from llmgeom.files import digest
 from llmgeom.model import batching as plan
 from llmgeom.model import hub
 from llmgeom.model.capture import Site

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from llmgeom import interrupt
 from llmgeom.cli import main
+from llmgeom.files import remove_unfinished, write_whole
 from llmgeom.model.subject import Subject
-from llmgeom.record import tidy, write_whole
 from llmgeom.wind_tunnels import training as trainer
 from tests.train_kills import files
 
@@ -104,9 +104,9 @@ def test_what_a_process_that_still_runs_is_writing_stays(tmp_path):
         (tmp_path / name).touch()
     (tmp_path / f".c.{gone}.tmp").mkdir()
     (tmp_path / f".c.{gone}.tmp/x").touch()
-    tidy(tmp_path, of="b")
+    remove_unfinished(tmp_path, "b")
     assert {p.name for p in tmp_path.iterdir()} == {*names, f".c.{gone}.tmp"} - {f".b.{gone}.tmp"}
-    tidy(tmp_path)
+    remove_unfinished(tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {*names} - {f".a.{gone}.tmp", f".b.{gone}.tmp"}
 
 

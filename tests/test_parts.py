@@ -10,10 +10,10 @@ import torch
 from click.testing import CliRunner
 from scipy import stats as scipy_stats
 
-from llmgeom.cache.shards import digest
 from llmgeom.cli import main
 from llmgeom.commands.ablate import Request, perform
 from llmgeom.errors import Unavailable, UserError
+from llmgeom.files import digest
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import components as parts

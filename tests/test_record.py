@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from llmgeom.errors import UserError
-from llmgeom.record import Record, write_whole
+from llmgeom.files import write_whole
+from llmgeom.record import Record
 from tests.test_result import Toy, head
 
 # What a metric had before claims were declared.

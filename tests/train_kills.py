@@ -49,7 +49,7 @@ def _halve(path: Path, *_: object) -> None:
 def _torn_snapshot() -> None:
     """Half the weights of the snapshot of step 20 are in its temporary folder, and nothing after them."""
     here = lambda path, _: path.name == hub.TUNNEL and path.parent.name.startswith(".step20.")  # noqa: E731
-    before(checkpoint, "write_whole", here, lambda path, _: _halve(path.with_name("model.safetensors")))
+    before(checkpoint, "write_json", here, lambda path, _: _halve(path.with_name("model.safetensors")))
 
 
 def _to(name: str, parent: str = "") -> Callable[..., bool]:

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from llmgeom.errors import UserError
+from llmgeom.files import remove_unfinished, write_json, write_whole
 from llmgeom.model import hub
 from llmgeom.model.loading import tensors_hash, undisturbed
-from llmgeom.record import tidy, write_whole
 
 RESUME, TRAINING = "resume.safetensors", "training.json"
 
@@ -39,8 +39,8 @@ def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
         with undisturbed():
             model.save_pretrained(temporary)
         (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
-        write_whole(temporary / hub.TUNNEL, _json({"task": facts["task"], "trained": facts["trained_queries"]}))
-        write_whole(temporary / TRAINING, _json(facts))
+        write_json(temporary / hub.TUNNEL, {"task": facts["task"], "trained": facts["trained_queries"]})
+        write_json(temporary / TRAINING, facts)
         if not folder.exists():
             os.replace(temporary, folder)
         else:
@@ -77,8 +77,8 @@ def held(out: Path, spec: str) -> dict[str, Any] | None:
     elif any(out.glob("*.json")):
         raise UserError(f"{out} holds something that is no training of llmgeom; choose another --out")
     for folder in (out, out / "snapshots"):
-        tidy(folder)
-    tidy(out.parent, of=out.name)
+        remove_unfinished(folder)
+    remove_unfinished(out.parent, out.name)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -193,7 +193,3 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _under(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-
-
-def _json(body: Mapping[str, Any]) -> bytes:
-    return (json.dumps(body, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from llmgeom import interrupt, wind_tunnels
 from llmgeom.answers import Categorical
-from llmgeom.cache.shards import digest
 from llmgeom.errors import UserError, bounded
+from llmgeom.files import digest
 from llmgeom.model import hub
 from llmgeom.model.loading import usable
 from llmgeom.progress import Progress

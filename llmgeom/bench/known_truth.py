@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from llmgeom import claims, probes, wind_tunnels
 from llmgeom.bench.sweep import spread
-from llmgeom.cache.shards import digest
 from llmgeom.commands import grade as grading
 from llmgeom.commands import patch as swap
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.scan import NULLS, WHOLE, scan
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 
 from llmgeom import interrupt, wind_tunnels
-from llmgeom.cache.shards import digest
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import Grade, Outcomes, Scores, grade, mae_abs, mae_mean
 from llmgeom.progress import Progress
-from llmgeom.record import write_whole
 from llmgeom.wind_tunnels.training import Training, train
 
 GRADE = "grade.json"

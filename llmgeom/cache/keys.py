@@ -15,9 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmgeom.cache.shards import cache_folder, code, digest
+from llmgeom.cache.shards import cache_folder, code
 from llmgeom.errors import UserError
-from llmgeom.record import write_whole
+from llmgeom.files import digest, write_whole
 
 if TYPE_CHECKING:
     from llmgeom.batch import Rows, Tokens

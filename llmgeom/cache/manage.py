@@ -13,7 +13,7 @@ from typing import Any
 
 from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, held, said, taken
 from llmgeom.errors import UserError
-from llmgeom.record import write_whole
+from llmgeom.files import write_whole
 
 OLDER = "(kept by an older version; not read any more)"
 

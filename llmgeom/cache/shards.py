@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.errors import UserError
-from llmgeom.record import write_whole
+from llmgeom.files import digest, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,11 +49,6 @@ def cache_folder() -> Path:
 def captures_folder() -> Path:
     """Where captures are kept: RUN/CAPTURE/SHARD below it."""
     return cache_folder() / "captures"
-
-
-def digest(spec: Mapping[str, Any]) -> str:
-    """sha256 of plain data, by its JSON with sorted keys; 64 hex digits."""
-    return hashlib.sha256(json.dumps(spec, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
 def run_key(run: Mapping[str, Any]) -> str:

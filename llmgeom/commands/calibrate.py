@@ -15,11 +15,11 @@ import numpy as np
 
 from llmgeom import __version__, claims, probes
 from llmgeom.bench.known_truth import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
-from llmgeom.cache.shards import digest
 from llmgeom.commands.config import check_folder, keep
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid, visible
 from llmgeom.result import Estimate, Figure, Result, Verdict, quantity
 from llmgeom.scan import took, versions

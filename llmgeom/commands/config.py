@@ -10,10 +10,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from llmgeom.cache.shards import digest
 from llmgeom.errors import UserError, redact
+from llmgeom.files import digest, remove_unfinished, write_whole
 from llmgeom.model import hub
-from llmgeom.record import Record, tidy, write_whole
+from llmgeom.record import Record
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Backend, Subject
@@ -136,7 +136,7 @@ def check_folder(folder: Path, spec: str) -> None:
         raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        tidy(folder)
+        remove_unfinished(folder)
         probe = folder / f".writable.{os.getpid()}.tmp"
         probe.touch()
         probe.unlink()

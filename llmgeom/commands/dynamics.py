@@ -14,15 +14,16 @@ import numpy as np
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.cache.shards import captures_folder, digest
+from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config as request
 from llmgeom.dynamics.drift import SEEDS, drifts, state
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Course, Run, sections
 from llmgeom.errors import Unavailable, UserError, bounded, redact
+from llmgeom.files import digest, write_whole
 from llmgeom.model.attention_gradients import signals
 from llmgeom.probes.posterior.scores import drawn, graded_on
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Measured, Quantity
 from llmgeom.scan import NULLS, WHOLE, few_draws, provenance, scan, took

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from llmgeom.cache.shards import digest
 from llmgeom.commands.config import check_folder, keep
 from llmgeom.errors import UserError
+from llmgeom.files import digest
 from llmgeom.papers import verdicts as judging
 from llmgeom.papers.published_numbers import PAPERS, Check, Entry, Size, table
 from llmgeom.papers.verdicts import Bench, Judged

@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.cache.shards import captures_folder, digest
+from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config as request
 from llmgeom.errors import UserError, bounded
+from llmgeom.files import digest, write_whole
 from llmgeom.model import hub
 from llmgeom.progress import Progress, named
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 
 if TYPE_CHECKING:
     import numpy as np

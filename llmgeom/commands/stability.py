@@ -10,10 +10,11 @@ from typing import Any
 from llmgeom.cache.distributed import Share
 from llmgeom.commands import scan as scanning
 from llmgeom.errors import UserError
+from llmgeom.files import write_whole
 from llmgeom.model.batching import plan as batches
 from llmgeom.model.subject import Subject
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate
 

@@ -30,16 +30,14 @@ def export(run: str, form: str, out: str | None = None, **options: Any) -> list[
     options   of gguf and steered: direction, dose, approximate (`exports.shift`).
     Raises UserError: a folder that holds no run; options of another format; what a format cannot hold.
     """
-    from llmgeom.record import Record, unwritten
+    from llmgeom.files import make_folder
+    from llmgeom.record import Record
 
     module, name = FORMATS[form]
     given = {option: value for option, value in options.items() if value is not None}
     if given and module != "shift":
         raise UserError(f"export {form} has no --{next(iter(given))}; leave it out (it is of gguf and steered)")
     record, path = Record.load(run), Path(out) if out else Path(run) / name
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise unwritten(path.parent, error) from error
+    make_folder(path.parent)
     write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write
     return [str(path), *write(record, form, path, **given)]

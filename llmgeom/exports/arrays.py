@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from llmgeom.record import Record, write_whole
+from llmgeom.files import write_whole
+from llmgeom.record import Record
 from llmgeom.reports.prompts import numeric
 
 

@@ -6,7 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from llmgeom.record import Record, write_whole
+from llmgeom.files import write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import visible
 from llmgeom.reports.verdicts import Row, lines
 

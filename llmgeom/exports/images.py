@@ -6,8 +6,9 @@ import tempfile
 from pathlib import Path
 
 from llmgeom.errors import UserError, first_line
+from llmgeom.files import write_whole
 from llmgeom.optional import NO_BROWSER, browser, needed
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports import figures
 
 WIDTH, SCALE = 720, 2  # pixels of the page's column; a png has twice as many

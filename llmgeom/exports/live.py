@@ -17,9 +17,10 @@ from transformers.pytorch_utils import Conv1D
 
 from llmgeom.errors import UserError
 from llmgeom.exports.shift import measured
+from llmgeom.files import write_whole
 from llmgeom.model import weights
 from llmgeom.model.subject import Subject
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.stats.information import bits
 from llmgeom.wind_tunnels import named

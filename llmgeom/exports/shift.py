@@ -31,12 +31,13 @@ from transformers.pytorch_utils import Conv1D
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
+from llmgeom.files import write_whole
 from llmgeom.model import weights
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.optional import needed
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.stats.information import bits, kl
 
 PROMPTS = 16  # of the run, on which a file is held against our own shift

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from llmgeom.exports.arrays import about, plain
+from llmgeom.files import write_whole
 from llmgeom.optional import needed
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 
 Columns = Mapping[str, list]
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from llmgeom import probes, wind_tunnels
 from llmgeom.bench.sweep import seeded
-from llmgeom.cache.shards import captures_folder, digest
+from llmgeom.cache.shards import captures_folder
 from llmgeom.claims import Null
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
@@ -26,7 +27,7 @@ from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.interventions.replacement import Kind
 from llmgeom.probes.posterior.scores import grade, graded_on
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.scan import NULLS, WHOLE, scan
 from llmgeom.stats.information import bits, entropy

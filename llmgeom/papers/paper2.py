@@ -17,16 +17,16 @@ from torch import Tensor
 
 from llmgeom import probes, wind_tunnels
 from llmgeom.bench.sweep import sweep
-from llmgeom.cache.shards import digest
 from llmgeom.commands import dynamics
 from llmgeom.errors import UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench, over_seeds
 from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.scan import scan

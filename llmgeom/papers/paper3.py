@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from llmgeom.cache.shards import digest
 from llmgeom.commands.config import safe
 from llmgeom.errors import UserError
+from llmgeom.files import digest
 from llmgeom.papers import runs as trilogy
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench

@@ -14,9 +14,9 @@ from scipy.stats import t as student
 
 from llmgeom import wind_tunnels
 from llmgeom.bench.sweep import finished, seeded, sweep
-from llmgeom.cache.shards import digest
 from llmgeom.commands.config import check_folder, keep
 from llmgeom.errors import UserError, bounded
+from llmgeom.files import digest
 from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
 from llmgeom.record import Record

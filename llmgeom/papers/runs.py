@@ -14,8 +14,9 @@ from llmgeom.commands import config as request
 from llmgeom.commands import evidence as sula
 from llmgeom.commands import scan as scanning
 from llmgeom.errors import bounded
+from llmgeom.files import write_whole
 from llmgeom.progress import Progress, named
-from llmgeom.record import Record, write_whole
+from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured
 
 MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE = "mixed", "math", "sula", "sula-published", "ablate"
