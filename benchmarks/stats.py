@@ -19,7 +19,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import numpy as np
 from scipy.stats import spearmanr
 
-from llmgeom.stats.core import max_statistic, permute_clusters
+from llmgeom.stats.resampling import permute_clusters
+from llmgeom.stats.tests import max_statistic
 
 LAYERS, PROMPTS, TEMPLATES, LOOPED = 24, 75, 71, 20
 

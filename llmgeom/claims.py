@@ -17,11 +17,10 @@ from typing import Literal, get_args, get_type_hints
 import numpy as np
 
 from llmgeom.result import Estimate, Measured, Verdict
-from llmgeom.stats.core import (
-    Interval,
+from llmgeom.stats.resampling import Interval, band
+from llmgeom.stats.tests import (
     Scale,
     Side,
-    band,
     equivalence_p,
     holm,
     needed_n_correlation,
@@ -44,7 +43,7 @@ class Claim:
     side         "upper": the value is asked to lie above its nulls; "lower": below them.
     effect       the smallest difference from the nulls that is of interest, declared before measuring.
     needed       how the number of units that would decide is found: a mean's, or a rank correlation's.
-    scale        where draws of the statistic are closest to normal: see `stats.prediction_p`.
+    scale        where draws of the statistic are closest to normal: see `prediction_p`.
     claim        what PASS says, in one sentence; empty for a metric that is a measurement and no claim.
     null         what it is held against and what is replicated, in words; the probe makes it.
     source       where the claim is printed; published: what was printed.
@@ -221,7 +220,7 @@ def estimate(
     not above null   the interval's upper end is below margin + effect: an effect of interest is excluded.
     undecided        anything else; `needed` units, from the declared effect and never the observed one, would decide.
 
-    p_claim is the p that Holm's correction can use: for a null made of draws `stats.prediction_p` on the claim's scale,
+    p_claim is the p that Holm's correction can use: for a null made of draws `prediction_p` on the claim's scale,
     since m draws cannot give a rank p below 1 / (m + 1); for a permutation null its own p; the largest over the nulls.
     Raises ValueError where a null's draws were compared on the other side.
     """

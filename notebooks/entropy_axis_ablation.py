@@ -31,8 +31,8 @@ from llmgeom.progress import bar
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.reports import figures, page
-from llmgeom.stats.core import jackknife
 from llmgeom.stats.information import bits, kl
+from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.ridge_probe import folds
 
 subject = Subject.load(MODEL)

@@ -24,7 +24,7 @@ from llmgeom.reports import figures, page
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View, scan
-from llmgeom.stats.core import Interval
+from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 from llmgeom.wind_tunnels import named
 from llmgeom.wind_tunnels.training import Training, train

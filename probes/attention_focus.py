@@ -17,8 +17,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import jackknife
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import jackknife
 
 LEAST_TOKENS = 3  # below, the row without its first token has nothing to spread over
 LEAST_LAYERS = 3  # between two layers a curve can only rise or fall

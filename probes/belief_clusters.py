@@ -18,8 +18,8 @@ from llmgeom.probes.shared.representation_geometry import Portrait, final_tokens
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
-from llmgeom.stats.core import band, jackknife, permute_clusters
 from llmgeom.stats.manifold import distances
+from llmgeom.stats.resampling import band, jackknife, permute_clusters
 
 CLAIMS = declared("belief_clusters")
 LEAST = 5  # states in a group, or prompts

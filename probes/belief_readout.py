@@ -20,8 +20,8 @@ from llmgeom.probes.shared.representation_geometry import read_at, varies
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, View
-from llmgeom.stats.core import Interval, jackknife
 from llmgeom.stats.information import bits, kl
+from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.similarity import cka
 from llmgeom.stats.softmax_probe import FREE, PENALTIES, read
 

@@ -18,8 +18,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_CLUSTERS, jackknife
 from llmgeom.stats.information import bits, kl
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 
 MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every control
 BRANCHES: dict[Site, Point] = {Site.ATTENTION_WRITE: "attention_write", Site.MLP_WRITE: "mlp_write"}

@@ -15,7 +15,8 @@ from llmgeom.probes.shared.representation_geometry import flat, vectors
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import MATCHED, MIXED, Needs, Sample, View
-from llmgeom.stats.core import Interval, share_intervals, shares
+from llmgeom.stats.pca import share_intervals, shares
+from llmgeom.stats.resampling import Interval
 
 NEEDS = Needs(frozenset({Site.VALUE}), shuffled=False, samples=frozenset({MIXED, MATCHED}))
 CLAIMS = declared("domain_restriction")
@@ -149,7 +150,7 @@ def gain(ours: tuple[float, Interval], theirs: tuple[float, Interval]) -> Interv
     """Interval of a - b for two independent samples, from each one's value and interval (a, [l, u]), (b, [m, v]).
 
     [a - b - sqrt((a - l)^2 + (v - b)^2), a - b + sqrt((u - a)^2 + (b - m)^2)]: Zou and Donner (2008), who recover each
-    side's variance from the limits, so that their skewness is kept. Here the limits are `stats.share_intervals`.
+    side's variance from the limits, so that their skewness is kept. Here the limits are `share_intervals`.
     Measured at d = 128, coverage of 95 % intervals of the difference in PC1, PC1+PC2 and participation ratio, over 400
     repetitions (the bootstrap: percentiles, over 150):
 

@@ -19,7 +19,7 @@ from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_CLUSTERS, band, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 
 MOST_TOKENS = 32
 NOTHING = 1e-10  # of the largest eigenvalue: a direction shorter than its root is rounding

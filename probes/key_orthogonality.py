@@ -18,7 +18,6 @@ from llmgeom.model.weights import key_weight, query_weight
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_CLUSTERS, Interval, band, jackknife, tail_p
 from llmgeom.stats.cosines import (
     class_cosine,
     cosines,
@@ -30,6 +29,8 @@ from llmgeom.stats.cosines import (
     seen_through,
     simplex_cosine,
 )
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, band, jackknife
+from llmgeom.stats.tests import tail_p
 
 MOST_TOKENS = 256
 LEAST_CLASSES = 3

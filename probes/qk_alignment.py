@@ -16,8 +16,9 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import WHOLE, Needs, Sample, View
-from llmgeom.stats.core import band, jackknife, tail_p
+from llmgeom.stats.resampling import band, jackknife
 from llmgeom.stats.ridge_probe import folds
+from llmgeom.stats.tests import tail_p
 
 LEAST_TOKENS = 5  # three keys between the first token and the last
 PLACEBOS = 999

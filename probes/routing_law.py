@@ -17,7 +17,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import NULLS, Needs, View
-from llmgeom.stats.core import Interval, jackknife
+from llmgeom.stats.resampling import Interval, jackknife
 
 PROMPTS, SEQUENCES = 8, 32  # a text asks for a prediction at every token, a sequence of a tunnel for one
 SHUFFLES = NULLS

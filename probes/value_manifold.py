@@ -26,8 +26,9 @@ from llmgeom.probes.shared.representation_geometry import (
 )
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.scan import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, Sample, View
-from llmgeom.stats.core import correlation_test, spearman, standardised
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
+from llmgeom.stats.pca import standardised
+from llmgeom.stats.tests import correlation_test, spearman
 
 SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
 NEEDS = Needs(frozenset({Site.VALUE}), samples=frozenset(SECOND))

@@ -35,7 +35,9 @@ from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.scan import scan
-from llmgeom.stats.core import Interval, equivalence_p, holm, needed_n_mean, shares
+from llmgeom.stats.pca import shares
+from llmgeom.stats.resampling import Interval
+from llmgeom.stats.tests import equivalence_p, holm, needed_n_mean
 from studies import evaluate as exam
 from studies import pocket
 from studies.training_data import Lessons, domains, examination, lessons

@@ -20,8 +20,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.nonce import Part
-from llmgeom.stats.core import jackknife
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import jackknife
 from studies.ngram import KneserNey
 
 SPANNED = ("math", MIXED)

@@ -18,7 +18,7 @@ from tests.blocked import sitecustomize
 # Shapes in signatures are enforced here and cost users nothing. The hook must come before the first import.
 CHECKED = (
     *(f"model.{name}" for name in ("attention", "capture", "weights")),
-    *(f"stats.{name}" for name in ("information", "manifold", "cosines", "ridge_probe", "core")),
+    *(f"stats.{name}" for name in ("information", "manifold", "cosines", "ridge_probe", "pca", "resampling", "tests")),
 )
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
 LONGEST = ("test_verdicts.py", "test_notebooks.py")

@@ -27,7 +27,7 @@ from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
 from llmgeom.scan import View, scan
-from llmgeom.stats.core import shares
+from llmgeom.stats.pca import shares
 from tests.families import FAMILIES, ragged
 
 LENGTHS = tuple(range(4, 24))

@@ -25,7 +25,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.reports import page, table
-from llmgeom.stats.core import Interval
+from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
 from llmgeom.wind_tunnels.training import EVIDENCE, Training, _Run, sheet, train
 from tests.test_primitives import TINY, InProcess

@@ -18,7 +18,7 @@ from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
 from llmgeom.result import Measured
-from llmgeom.stats.core import Interval
+from llmgeom.stats.resampling import Interval
 
 EASY, HARD = np.linspace(0.0, 0.1, 20), np.linspace(0.3, 0.6, 20)
 

@@ -19,7 +19,7 @@ from llmgeom.commands.comparison import PLACES, RHO, SIGNATURES, alignment, gram
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured, Quantity
-from llmgeom.stats import core as stats
+from llmgeom.stats import resampling, tests
 
 PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
 
@@ -32,7 +32,7 @@ def head(name, value, half=0.1, clusters=30, **other) -> Estimate:
 
 def record(scores, entropy, unit, *, name="a", estimates=(), subject=(), **changes) -> Record:
     """A record of a value manifold whose first metric is what its scores and entropies give."""
-    rho = head(RHO, abs(stats.spearman(scores[:, 0], entropy)), unit="|rho|", clusters=len(set(unit)))
+    rho = head(RHO, abs(tests.spearman(scores[:, 0], entropy)), unit="|rho|", clusters=len(set(unit)))
     measured = Measured(
         title="", meaning="", computed="", null="", failure_modes="",
         estimates=(rho, *estimates),
@@ -192,8 +192,8 @@ def test_p_is_corrected_for_every_row_of_every_pair():
     assert [pair.record for pair in found.pairs] == ["b (run 2)", "b (run 3)"]
     assert [[d.theirs for d in pair.differences[1:]] for pair in found.pairs] == [[0.5, 0.8], [0.7, 1.0]]
     assert len(every) == 6
-    np.testing.assert_allclose([d.p for d in every], stats.holm(raw))
-    np.testing.assert_allclose([d.p_within for d in every], stats.holm(within))
+    np.testing.assert_allclose([d.p for d in every], tests.holm(raw))
+    np.testing.assert_allclose([d.p_within for d in every], tests.holm(within))
 
 
 def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
@@ -205,7 +205,7 @@ def test_the_number_of_units_asked_for_decides_with_the_power_that_is_said():
         error = each.std(ddof=1) / n**0.5
         low, high = value - t.ppf(0.975, n - 1) * error, value + t.ppf(0.975, n - 1) * error
         p = 2 * t.sf(abs(value) / error, n - 1)
-        within = stats.equivalence_p(value, stats.Interval(low, high, 0.95, ""), -effect, effect, n)
+        within = tests.equivalence_p(value, resampling.Interval(low, high, 0.95, ""), -effect, effect, n)
         found = (0, value, value, low, high, error, "paired", n, effect, p, within, "")
         return next(compare._judged([compare.Difference("probe", "metric", "bits", *found)]))
 
@@ -362,8 +362,8 @@ def test_p_is_uniform_where_clustered_records_are_unrelated(form):
     p, of_rows = [], []
     for _ in range(150):
         a, b = (form(rng.normal(size=(10, 2))[unit] + 0.2 * rng.normal(size=(40, 2))) for _ in range(2))
-        p.append(stats.tail_p(alignment(a, b), permuted(a, b, unit.tolist(), 99, int(rng.integers(2**31)))))
-        of_rows.append(stats.tail_p(alignment(a, b), permuted(a, b, range(40), 19, 0)))
+        p.append(tests.tail_p(alignment(a, b), permuted(a, b, unit.tolist(), 99, int(rng.integers(2**31)))))
+        of_rows.append(tests.tail_p(alignment(a, b), permuted(a, b, range(40), 19, 0)))
     assert kstest(np.array(p) - rng.random(150) / 100, "uniform").pvalue > 0.01
     assert kstest(np.array(of_rows) - rng.random(150) / 20, "uniform").pvalue < 1e-6
 

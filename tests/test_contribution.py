@@ -16,7 +16,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes import contribution, known
 from llmgeom.probes.contribution import MOST, OfEvidence, Replaced
 from llmgeom.scan import scan
-from llmgeom.stats.core import band
+from llmgeom.stats.resampling import band
 from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES, hooked
 from tests.test_replacing import LAST, alone, kl_of, last_log_probs, random_prompts, write_set, writes_of

@@ -16,7 +16,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.probes import domain_restriction
 from llmgeom.probes.domain_restriction import gain
 from llmgeom.scan import MATCHED, MIXED, Sample, View
-from llmgeom.stats.core import Interval, share_intervals, shares
+from llmgeom.stats.pca import share_intervals, shares
+from llmgeom.stats.resampling import Interval
 
 N, D, LAYERS = 60, 32, 2
 CLAIM = "gain in PC1+PC2 share, as diverse"

@@ -12,7 +12,8 @@ from llmgeom.claims import Claim, Null, estimate
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.papers.verdicts import NONE, Judged, combined, judged, over_seeds, pose
-from llmgeom.stats.core import Interval, needed_n_mean
+from llmgeom.stats.resampling import Interval
+from llmgeom.stats.tests import needed_n_mean
 
 
 def asks(compare: str, **given) -> Check:

@@ -13,7 +13,7 @@ from scipy import stats as scipy_stats
 from llmgeom.claims import Claim, Null, estimate, judge
 from llmgeom.probes.shared.representation_geometry import correlation
 from llmgeom.result import Measured
-from llmgeom.stats import core as stats
+from llmgeom.stats import resampling, tests
 from llmgeom.stats.power import SETS, Design, _hurdles, detectable, needed, needed_in_any_layer, power
 
 MEAN = Claim(
@@ -48,9 +48,9 @@ def of_a_mean(design: Design, clusters: int, truth: float):
     def experiment(rng) -> bool:
         x, unit = clustered(rng, clusters, design.spread)
         x = x + (truth if claim.side == "upper" else -truth)
-        span, value = stats.jackknife(np.mean, x, unit), float(x.mean())
+        span, value = resampling.jackknife(np.mean, x, unit), float(x.mean())
         draws = Null.of("untrained controls", value, rng.normal(0, design.null_spread, design.draws), claim.side)
-        nulls = [Null("a number", 0.0, 0.0, 0.0, stats.equivalence_p(value, span, 0.0, math.inf, clusters), 0)]
+        nulls = [Null("a number", 0.0, 0.0, 0.0, tests.equivalence_p(value, span, 0.0, math.inf, clusters), 0)]
         if claim.null_margin == "centre":
             error = design.spread / math.sqrt(clusters)
             permuted = Null("permuted", -2 * error, 2 * error, 0.0, scipy_stats.norm.sf(value / error), 10_000)
@@ -97,9 +97,9 @@ def of_a_correlation(design: Design, clusters: int, rho: float):
             r = 2 * math.sin(math.pi * true / 6)  # the Pearson correlation whose Spearman's is `true`
             return r * entropy + math.sqrt(1 - r**2) * clustered(rng, clusters, 1.0, 0.99)[0]
 
-        untrained = [abs(stats.spearman(scores(math.tanh(z)), entropy)) for z in rng.normal(0, design.null_spread, 20)]
+        untrained = [abs(tests.spearman(scores(math.tanh(z)), entropy)) for z in rng.normal(0, design.null_spread, 20)]
         own = scores(rho)
-        test = stats.correlation_test(own, entropy, unit, 1000, 0)
+        test = tests.correlation_test(own, entropy, unit, 1000, 0)
         found = correlation(design.claim, own, entropy, unit, test, {"untrained controls": np.array(untrained)})
         return passes(found, design.claims)
 
@@ -127,7 +127,7 @@ def test_one_layer_of_several_is_found_by_the_p_of_the_largest():
             scores = rng.normal(size=(layers, clusters))
             r = 2 * math.sin(math.pi * rho / 6)
             scores[3] = r * entropy + math.sqrt(1 - r**2) * scores[3]
-            corrected = stats.max_statistic(scores, entropy, np.arange(clusters), 600, seed)[1]
+            corrected = tests.max_statistic(scores, entropy, np.arange(clusters), 600, seed)[1]
             found += corrected[3] < 0.05
         return found / many
 
@@ -141,7 +141,7 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     # n = 3 + ((1.960 + 1.282) / atanh(.3))^2 (1 + .3^2 / 2), and for a mean ((1.960 + 1.282) s / d)^2 and a little.
     assert needed_in_any_layer(0.3, 1) == math.ceil(3 + (3.2415 / math.atanh(0.3)) ** 2 * 1.045)
     design = Design(replace(MEAN, null_margin="fixed"), 0.3, 0.0, 20, 1)
-    assert 95 <= needed(design) <= stats.needed_n_mean(0.1, 0.3) == 97
+    assert 95 <= needed(design) <= tests.needed_n_mean(0.1, 0.3) == 97
     for clusters in (10, 40, 100):
         exact = scipy_stats.nct.sf(
             scipy_stats.t.isf(0.025, clusters - 1), clusters - 1, 0.1 * math.sqrt(clusters) / 0.3
@@ -189,8 +189,8 @@ def test_a_hurdle_is_where_the_p_of_claims_become_small_enough(draws, claims, fo
     z = there(np.abs(z)) if folded else z
     for drawn, hurdle in zip(z[:40], _hurdles(draws, claims, folded, True)[1], strict=False):
         for value, clears in ((there(hurdle * 1.001), True), (there(hurdle * 0.999), False)):
-            corrected = stats.prediction_p(float(value), drawn, "upper", scale)
-            assert (corrected < 0.05 / claims and stats.tail_p(float(value), drawn, "upper") < 0.05) == clears
+            corrected = tests.prediction_p(float(value), drawn, "upper", scale)
+            assert (corrected < 0.05 / claims and tests.tail_p(float(value), drawn, "upper") < 0.05) == clears
 
 
 @pytest.mark.parametrize(("draws", "can"), [(1, False), (5, False), (19, False), (20, True), (40, True)])

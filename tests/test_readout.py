@@ -10,7 +10,7 @@ from sklearn.metrics import r2_score
 from sklearn.preprocessing import StandardScaler
 
 from llmgeom.errors import UserError
-from llmgeom.stats.core import permute_clusters
+from llmgeom.stats.resampling import permute_clusters
 from llmgeom.stats.ridge_probe import (
     PENALTIES,
     decodability,

@@ -30,8 +30,8 @@ from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate
 from llmgeom.scan import NULLS, Sample, View, shuffle
-from llmgeom.stats.core import prediction_p
 from llmgeom.stats.information import bits
+from llmgeom.stats.tests import prediction_p
 from tests.test_stats import coverage
 
 # Probes of the mechanism simulate nulls of their own, in their own files: untrained models obey the routing law, too.

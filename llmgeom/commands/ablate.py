@@ -36,7 +36,8 @@ from llmgeom.prompts.sula import Sula, available, prior
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats.core import jackknife, spearman
+from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.tests import spearman
 from llmgeom.task import Task
 from llmgeom.wind_tunnels import checks as laws
 

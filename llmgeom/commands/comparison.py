@@ -16,7 +16,7 @@ from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Estimate
-from llmgeom.stats import core as stats
+from llmgeom.stats import resampling, tests
 
 ALPHA, LEVEL = 0.05, 0.95
 PERMUTATIONS = 1999
@@ -253,7 +253,7 @@ def _difference(probe: str, ours: Estimate, first: Record, theirs: Estimate, oth
     if a and b:
         labels, rows = first.prompts["template"], np.arange(len(first.prompts["text"]))
         value, clusters, method = b(rows) - a(rows), len(set(labels)), "paired"
-        over = stats.jackknife(lambda kept: b(kept) - a(kept), rows, labels)
+        over = resampling.jackknife(lambda kept: b(kept) - a(kept), rows, labels)
         error = (over.high - over.low) / 2 / t.ppf((1 + LEVEL) / 2, clusters - 1)
     else:
         # One end may be cut off (|rho| at 0, a share at 1): the longer half of an interval is the honest one.
@@ -263,13 +263,13 @@ def _difference(probe: str, ours: Estimate, first: Record, theirs: Estimate, oth
     half, error = float(t.ppf((1 + LEVEL) / 2, clusters - 1) * error), float(error)
     low, high, effect = value - half, value + half, ours.effect
     p = 2 * float(t.sf(abs(value) / error, clusters - 1)) if error > 0 else float(value == 0)
-    p_within = stats.equivalence_p(value, stats.Interval(low, high, LEVEL, method), -effect, effect, clusters)
+    p_within = tests.equivalence_p(value, resampling.Interval(low, high, LEVEL, method), -effect, effect, clusters)
     sizes = [" x ".join(str(r.subject.get(name)) for name in WIDTHS.get(probe, ())) for r in (first, other)]
     arithmetic = "rho" not in ours.unit and sizes[0] != sizes[1]
     note = f"partly arithmetic: {' x '.join(WIDTHS[probe])} is {sizes[1]} against {sizes[0]}" if arithmetic else ""
     found = (ours.value, theirs.value, value, low, high, error)
     return Difference(
-        probe, ours.name, ours.unit, *found, method, clusters, effect, max(p, stats.LEAST_P), p_within, note
+        probe, ours.name, ours.unit, *found, method, clusters, effect, max(p, tests.LEAST_P), p_within, note
     )
 
 
@@ -279,19 +279,19 @@ def _again(record: Record, probe: str, h: Estimate) -> Callable[[np.ndarray], fl
     entropy = np.array(record.prompts["entropy"])
     if place is None or len(place) != len(entropy):
         return None
-    whole = stats.spearman(place[:, 0], entropy)
+    whole = tests.spearman(place[:, 0], entropy)
     if abs(abs(whole) - h.value) > AGREES:
         return None
-    return lambda rows: math.copysign(1, whole) * stats.spearman(place[rows, 0], entropy[rows])
+    return lambda rows: math.copysign(1, whole) * tests.spearman(place[rows, 0], entropy[rows])
 
 
 def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
-    adjusted, within = stats.holm([d.p for d in raw]).tolist(), stats.holm([d.p_within for d in raw]).tolist()
+    adjusted, within = tests.holm([d.p for d in raw]).tolist(), tests.holm([d.p_within for d in raw]).tolist()
     over, alpha = f"by Holm over {len(raw)} rows", ALPHA / max(len(raw), 1)
     for d, p, p_within in zip(raw, adjusted, within, strict=True):
         sd = max(d.error * d.clusters**0.5, 1e-12)
         # The two one-sided tests must both be won, each at alpha.
-        needed = max(stats.needed_n_mean(d.effect, sd, *asked) for asked in ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha)))
+        needed = max(tests.needed_n_mean(d.effect, sd, *asked) for asked in ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha)))
         why = f"p = {p:.2g} of no difference and {p_within:.2g} of {d.effect:g} {d.unit} or more, {over}"
         verdict: Word = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
         if verdict == "undecided":
@@ -349,8 +349,8 @@ def alignment(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def permuted(a: np.ndarray, b: np.ndarray, clusters: Sequence, permutations: int, seed: int) -> np.ndarray:
-    """[draw] alignments of a with b, units of which have changed places. UserError as `stats.permute_clusters`."""
-    orders = stats.permute_clusters(np.random.default_rng(seed), clusters, permutations)
+    """[draw] alignments of a with b, units of which have changed places. UserError as `permute_clusters`."""
+    orders = resampling.permute_clusters(np.random.default_rng(seed), clusters, permutations)
     return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
 
 
@@ -366,8 +366,10 @@ def _similarity(
     x, y = ours[name], theirs[name]
     a, b = form(x), form(y)
     value, null = alignment(a, b), permuted(a, b, clusters, PERMUTATIONS, seed)
-    over = stats.jackknife(lambda rows: alignment(form(x[rows]), form(y[rows])), np.arange(len(x)), clusters, "fisher")
-    found = (value, over.low, over.high, *stats.band(null, "upper"), stats.tail_p(value, null))
+    over = resampling.jackknife(
+        lambda rows: alignment(form(x[rows]), form(y[rows])), np.arange(len(x)), clusters, "fisher"
+    )
+    found = (value, over.low, over.high, *resampling.band(null, "upper"), tests.tail_p(value, null))
     few = (x.shape[1], y.shape[1])
     of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
     return [Similarity(probe, name, measure, few, *found, len(x), len(set(clusters)), of)]

@@ -33,7 +33,8 @@ from llmgeom.probes import belief_readout, contribution, key_orthogonality, leng
 from llmgeom.reports.text import grid
 from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
 from llmgeom.stats import power
-from llmgeom.stats.core import LEAST_CLUSTERS, needed_n_correlation, needed_n_mean
+from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
 
 # Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
 # takes than its products, and for how many small operations a layer it waits. Bytes of a report, and held by libraries.

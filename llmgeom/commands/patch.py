@@ -32,8 +32,8 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats.core import LEAST_CLUSTERS, jackknife
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Categorical, Task, seeded
 from llmgeom.task import Split as Of

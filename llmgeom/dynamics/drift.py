@@ -15,7 +15,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import graded
 from llmgeom.probes.shared.length_curves import spans
-from llmgeom.stats import core as stats
+from llmgeom.stats import tests
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
 from llmgeom.task import Task
@@ -165,6 +165,6 @@ def less_p(values: np.ndarray, others: np.ndarray | None = None) -> float:
     gap = groups[0].mean() - (groups[1].mean() if others is not None else 0.0)
     parts = [x.var(ddof=1) / len(x) for x in groups]
     if not sum(parts):
-        return stats.LEAST_P if gap < 0 else 1.0
+        return tests.LEAST_P if gap < 0 else 1.0
     degrees = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, groups, strict=True))
-    return max(float(t.cdf(gap / math.sqrt(sum(parts)), degrees)), stats.LEAST_P)
+    return max(float(t.cdf(gap / math.sqrt(sum(parts)), degrees)), tests.LEAST_P)

@@ -19,7 +19,7 @@ from llmgeom.model.attention_gradients import Signals
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.length_curves import spans
 from llmgeom.result import Estimate, Figure, Measured, Quantity
-from llmgeom.stats.core import Interval
+from llmgeom.stats.resampling import Interval
 from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 
 DRIFT, GRADIENTS = "drift", "gradients"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
 import llmgeom
-from llmgeom.stats.core import Scale
+from llmgeom.stats.tests import Scale
 
 FOLDER = Path(llmgeom.__file__).parent / "papers"
 PAPERS = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))

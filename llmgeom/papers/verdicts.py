@@ -14,7 +14,8 @@ from llmgeom import claims
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.result import Estimate, Measured
-from llmgeom.stats.core import Draws, Interval, Scale, equivalence_p, needed_n_mean
+from llmgeom.stats.resampling import Draws, Interval
+from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean
 
 NONE = "the number in the claim"  # is all that a value without a null is held against
 SURE = 1e-12  # the least standard error, where numbers are exactly equal
@@ -134,8 +135,8 @@ def judged(posed: Sequence[Judged], model: str = "") -> list[Judged]:
 def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") -> Estimate:
     """The metric as the entry asks it: what its interval must clear, its p, and the n for the tolerance declared.
 
-    With the region (a, b) that is asked for, p is that of `stats.equivalence_p`; above and below also ask the value to
-    clear its null, so a or b is then the null's end where that is farther. n: `stats.needed_n_mean` for a difference of
+    With the region (a, b) that is asked for, p is that of `equivalence_p`; above and below also ask the value to
+    clear its null, so a or b is then the null's end where that is farther. n: `needed_n_mean` for a difference of
     `tolerance`, at a level divided by the number of tests.
     """
     h = replace(h, name=entry.quantity, published=entry.published, source=entry.source)

@@ -16,7 +16,8 @@ from scipy.stats import beta, norm, rankdata
 from scipy.stats import t as student
 
 from llmgeom.claims import ALPHA
-from llmgeom.stats.core import holm, jackknife_error
+from llmgeom.stats.resampling import jackknife_error
+from llmgeom.stats.tests import holm
 
 LEVEL = 0.95
 Scores = Float[np.ndarray, " subject"]

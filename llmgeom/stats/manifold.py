@@ -1,7 +1,7 @@
 """The shape that vectors lie on, from the distances between them: its dimension, and the order of points along it.
 
 Everything here sees distances alone, so it is the same in every rotation of the coordinates. Vectors are standardised
-first, as for `stats.shares`.
+first, as for `shares`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from llmgeom.errors import UserError
-from llmgeom.stats.core import Clusters, Interval, standardised
+from llmgeom.stats.pca import standardised
+from llmgeom.stats.resampling import Clusters, Interval
 
 LEAST_POINTS = 10
 DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its authors discard them

@@ -11,7 +11,7 @@ expected margin + effect, v is normal around T, and given the draws PASS has the
 
 h the higher of the hurdles B and C: the draw that leaves fewer than .05 (m + 1) - 1 above it, and mean + t sd
 sqrt(1 + 1 / m) of the draws on the claim's scale, t the quantile 1 - .05 / K of Student's distribution with m - 1
-degrees of freedom (`stats.prediction_p`); q Student's quantile of the interval, the root for e being an estimate.
+degrees of freedom (`prediction_p`); q Student's quantile of the interval, the root for e being an estimate.
 `power` is the mean over 2,000 sets of draws, the same in every call. More units make e small and leave tau as it is:
 where untrained models differ much from one another, no number of units is enough.
 """
@@ -25,7 +25,7 @@ from functools import cache
 import numpy as np
 
 from llmgeom.claims import ALPHA, Claim
-from llmgeom.stats.core import LEAST_CLUSTERS, band
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band
 
 SETS = 2000
 POWER = 0.9
@@ -141,7 +141,7 @@ def detectable(design: Design, clusters: int, wanted: float = POWER) -> float | 
 
 def needed_in_any_layer(effect: float, layers: int, wanted: float = POWER) -> int:
     """Units at which the rank correlation of one layer of several, of the declared size, has a p under .05 after
-    correction for having looked at them all (`stats.max_statistic`).
+    correction for having looked at them all (`max_statistic`).
 
     n = 3 + ((z_L + z_b) s / atanh(effect))^2, s^2 = 1 + effect^2 / 2, z_b the normal quantile of the power and z_L that
     of 1 - (1 - .95^(1 / L)) / 2: what the largest of L independent |z| stays under with probability .95 (derived here).

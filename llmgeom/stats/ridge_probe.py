@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int, Real
 
 from llmgeom.errors import UserError
-from llmgeom.stats.core import LEAST_CLUSTERS, Clusters, Interval, jackknife, permute_clusters
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Interval, jackknife, permute_clusters
 
 FOLDS = 5
 GROUPS = 25

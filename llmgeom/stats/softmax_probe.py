@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.stats.core import Clusters
 from llmgeom.stats.information import bits, kl
+from llmgeom.stats.resampling import Clusters
 from llmgeom.stats.ridge_probe import folds
 
 PENALTIES = (1.0, 0.03, 0.001, 0.00003)  # tried from the largest, each from where the one before ended

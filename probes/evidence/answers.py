@@ -20,9 +20,11 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence.observers import advantage, losses, readers, seen
 from llmgeom.prompts.sula import Sula
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.core import Interval, correlation_interval, jackknife, spearman, standardised
 from llmgeom.stats.information import bits
+from llmgeom.stats.pca import standardised
+from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.ridge_probe import decodability_interval, folds, read
+from llmgeom.stats.tests import correlation_interval, spearman
 from studies.evaluate import skill
 
 AT_ONCE = 256

@@ -13,7 +13,9 @@ from llmgeom.errors import UserError
 from llmgeom.probes.evidence.answers import Reading, Truth, label_entropy
 from llmgeom.prompts.sula import Sula
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.core import Interval, correlation_interval, jackknife, spearman, standardised
+from llmgeom.stats.pca import standardised
+from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.tests import correlation_interval, spearman
 
 PROBE = "published_sula"
 TEMPLATE = "plain"

@@ -23,8 +23,9 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.scan import NULLS, few_draws, took
-from llmgeom.stats.core import LEAST_CLUSTERS, Interval, Transform, equivalence_p, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, Transform, jackknife
 from llmgeom.stats.ridge_probe import folds
+from llmgeom.stats.tests import equivalence_p
 from llmgeom.task import Task
 
 TITLED: dict[Way, str] = {"zero": "set to 0", "mean": "set to the mean", "interchange": "exchanged"}

@@ -21,8 +21,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.axis import Mode, Move
 from llmgeom.progress import Progress
 from llmgeom.result import Estimate
-from llmgeom.stats.core import Interval, jackknife
 from llmgeom.stats.information import bits, kl
+from llmgeom.stats.resampling import Interval, jackknife
 
 if TYPE_CHECKING:
     from llmgeom.task import Task

@@ -20,8 +20,8 @@ from llmgeom.probes.interventions.patching import Bench, Place, Tunnel
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.scan import prompt_table, provenance
-from llmgeom.stats.core import LEAST_CLUSTERS
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import Categorical, Task
 

@@ -17,8 +17,8 @@ from llmgeom.probes.attention_focus import focusing
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import jackknife
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import jackknife
 
 CLAIMS = declared("published_focus")
 FINAL, EVERY = "focusing, final token", "focusing, all positions"

@@ -19,8 +19,8 @@ from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import LEAST_CLUSTERS, Interval, jackknife
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
 
 CLAIMS = declared("published_keys")
 COLUMNS, SIGNED = "columns of W_K, early layers", "signed, raw embeddings by head"

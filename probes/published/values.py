@@ -20,7 +20,8 @@ from llmgeom.probes.shared.representation_geometry import flat
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View
-from llmgeom.stats.core import jackknife, shares, standardised
+from llmgeom.stats.pca import shares, standardised
+from llmgeom.stats.resampling import jackknife
 
 CLAIMS = declared("published_values")
 BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10

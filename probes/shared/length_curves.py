@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.core import Transform, jackknife
+from llmgeom.stats.resampling import Transform, jackknife
 
 UNTRAINED = "The same model re-initialised, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7

@@ -17,20 +17,11 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.scan import View
-from llmgeom.stats.core import (
-    Side,
-    Test,
-    band,
-    correlation_interval,
-    correlation_test,
-    max_statistic,
-    share_intervals,
-    shares,
-    spearman,
-    tail_p,
-)
 from llmgeom.stats.information import bits
+from llmgeom.stats.pca import share_intervals, shares
+from llmgeom.stats.resampling import band
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, permuted_decodability, read
+from llmgeom.stats.tests import Side, Test, correlation_interval, correlation_test, max_statistic, spearman, tail_p
 
 PERMUTATIONS = 10_000
 READOUT_PERMUTATIONS = 2_000  # each chooses its penalty anew

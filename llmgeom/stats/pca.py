@@ -1,0 +1,117 @@
+"""PCA of standardised coordinates: the spectrum, its shares of variance and their intervals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from jaxtyping import Float
+
+from llmgeom.errors import UserError
+from llmgeom.stats.resampling import Clusters, Interval, deletions, jackknife_interval, require_finite
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """PCA of standardised coordinates.
+
+    shares  [component] eigenvalue over the sum of all eigenvalues (fraction), largest first, min(n - 1, d) of them.
+    scores  [prompt 2] positions on the first two components, of variance share times d (ddof = 0). The sign is a
+            convention: the prompt farthest from 0, the first of equals, is positive.
+    n, d    prompts; coordinates kept.   dropped  coordinates left out because they are constant over prompts.
+    """
+
+    shares: np.ndarray
+    scores: np.ndarray
+    n: int
+    d: int
+    dropped: int
+
+    @property
+    def pc1(self) -> float:
+        """Share of the first component (fraction)."""
+        return float(_summary(self.shares)[0])
+
+    @property
+    def pc12(self) -> float:
+        """Share of the first two components together (fraction)."""
+        return float(_summary(self.shares)[1])
+
+    @property
+    def participation_ratio(self) -> float:
+        """(sum l)^2 / sum l^2 over all eigenvalues l: k when k components carry the same."""
+        return float(_summary(self.shares)[2])
+
+
+def shares(x: Float[np.ndarray, "prompt coordinate"]) -> Spectrum:
+    """PCA of x after standardising each coordinate over prompts: z_ij = (x_ij - mean_j) / sd_j, sd with ddof = 0.
+
+    Shares are the eigenvalues of z z' or z' z, the smaller, over their sum; ddof cancels in them. In float64 whatever
+    the input. The estimand is the expected share at this n and d: noise alone has a PC1 of about
+    (1 + sqrt((n - 1) / d))^2 / (n - 1), the Marchenko-Pastur edge over its mean, so shares at unequal n or d do not
+    compare. Constant means largest and smallest value are equal.
+    Raises UserError for fewer than 3 prompts, a value that is not finite, and when no coordinate varies.
+    """
+    z = standardised(x)
+    n, d = z.shape
+    if n <= d:
+        values, vectors = np.linalg.eigh(z @ z.T)
+        top = vectors[:, ::-1][:, :2] * np.sqrt(values[::-1][:2].clip(0))
+    else:
+        values, vectors = np.linalg.eigh(z.T @ z)
+        top = z @ vectors[:, ::-1][:, :2]
+    scores = np.zeros((n, 2))
+    for component, column in enumerate(top.T):
+        size = np.abs(column)
+        farthest = np.flatnonzero(size >= size.max() * (1 - 1e-9))[0]
+        scores[:, component] = column if column[farthest] >= 0 else -column
+    return Spectrum(_fractions(values, n), scores, n, d, np.asarray(x).shape[1] - d)
+
+
+def standardised(x: np.ndarray) -> Float[np.ndarray, "prompt kept"]:
+    """Each coordinate less its mean, over its sd (ddof = 0); constant ones are left out. Raises as `shares`."""
+    x = np.asarray(x)
+    if x.ndim != 2 or len(x) < 3:
+        raise UserError(f"a PCA needs a matrix [prompt coordinate] of at least 3 prompts, got shape {x.shape}")
+    require_finite(x, "a PCA", "row", "column")
+    varies = x.max(0) != x.min(0)
+    if not varies.any():
+        raise UserError(
+            f"all {x.shape[1]} coordinates are constant over {len(x)} prompts: there is no variance to share"
+        )
+    z = x[:, varies].astype(np.float64)
+    z -= z.mean(0)
+    return z / np.sqrt(np.square(z).mean(0))
+
+
+def share_intervals(
+    x: Float[np.ndarray, "prompt coordinate"], clusters: Clusters
+) -> tuple[Interval, Interval, Interval]:
+    """Jackknife intervals, by unit and on the log scale, of PC1, PC1+PC2 (fractions) and the participation ratio.
+
+    Coordinates are standardised anew after every deletion. Estimand: the expected value at this n and d. Measured at 40
+    units and d = 128: covers 92-97 % for Gaussian factors, curves and t(4) factors, 89-91 % for an exponential factor
+    or log-normal row scale, 99 % for noise alone; the log scale was never worse than none by more than 1 %.
+    """
+    whole, without = deletions(_share_summary, x, clusters)
+    pc1, pc12, ratio = (jackknife_interval(whole[i], without[:, i], "log", 0.95) for i in range(3))
+    pc1, pc12 = (replace(found, high=min(found.high, 1.0)) for found in (pc1, pc12))
+    return pc1, pc12, replace(ratio, low=max(ratio.low, 1.0))
+
+
+def _fractions(values: np.ndarray, n: int) -> np.ndarray:
+    # Centring leaves rank n - 1: the n-th eigenvalue of the n x n matrix is rounding.
+    kept = values[::-1][: n - 1].clip(0)
+    return kept / kept.sum()
+
+
+def _summary(found: np.ndarray) -> np.ndarray:
+    """PC1, PC1+PC2, participation ratio of a spectrum of shares."""
+    return np.array([found[0], found[:2].sum(), found.sum() ** 2 / np.square(found).sum()])
+
+
+def _share_summary(x: np.ndarray) -> np.ndarray:
+    """`_summary` of x without eigenvectors: all that a deletion or a permutation needs."""
+    z = standardised(x)
+    n, d = z.shape
+    return _summary(_fractions(np.linalg.eigvalsh(z @ z.T if n <= d else z.T @ z), n))

@@ -1,0 +1,159 @@
+"""Intervals, permutations and null bands that respect clusters.
+
+A cluster is what was drawn independently: a template, a document, a sequence. Rows of one cluster are not separate
+evidence: permutations move whole clusters, intervals delete whole clusters, and the n of a verdict counts clusters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int, Real
+
+from llmgeom.errors import UserError
+
+Clusters = Sequence[Hashable] | np.ndarray
+Draws = Sequence[float] | np.ndarray
+Transform = Literal["identity", "log", "fisher"]
+LEAST_CLUSTERS = 5  # 5! = 120 arrangements: with 4 alike units (24) no permutation test has room below p = .05
+TIE = 1e-12  # two roads to one correlation differ in the last bits, and a tie with the null must count as a tie
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A confidence interval: ends in the unit of the statistic, level as a fraction, and how it was made."""
+
+    low: float
+    high: float
+    level: float
+    method: str
+
+
+TRANSFORMS: dict[str, tuple[Callable, Callable]] = {
+    "identity": (lambda v: v, lambda v: v),
+    "log": (np.log, np.exp),
+    "fisher": (lambda rho: np.arctanh(np.clip(rho, TIE - 1, 1 - TIE)), np.tanh),  # clip: atanh(1) is infinite
+}
+
+
+def jackknife(
+    statistic: Callable[[np.ndarray], float],
+    x: Real[np.ndarray, " prompt *rest"],
+    clusters: Clusters,
+    transform: Transform = "identity",
+    level: float = 0.95,
+) -> Interval:
+    """Delete-one-unit jackknife interval of a statistic of rows.
+
+    g(t) +- q sqrt((u - 1) / u sum_k (g(t_k) - mean)^2), mapped back through g: t of all rows, t_k of all but unit k,
+    u units, q Student's quantile with u - 1 degrees of freedom, g the transform (Efron and Tibshirani, An Introduction
+    to the Bootstrap, 1993, chapter 11). A statistic of several arrays takes x = np.arange(n) and indexes them.
+    Raises UserError for fewer than 5 units.
+    """
+    whole, without = deletions(lambda rows: np.array([statistic(rows)]), x, clusters)
+    return jackknife_interval(whole[0], without[:, 0], transform, level)
+
+
+def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
+    """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without unit k, of u units."""
+    return math.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
+
+
+def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, np.ndarray]:
+    groups = rows_by_cluster(clusters, len(x))
+    if len(groups) < LEAST_CLUSTERS:
+        raise UserError(
+            f"an interval over {len(groups)} units needs at least {LEAST_CLUSTERS}: add templates or documents"
+        )
+    return statistic(x), np.stack([statistic(np.delete(x, rows, axis=0)) for rows in groups])
+
+
+def jackknife_interval(whole: float, without: np.ndarray, transform: Transform, level: float) -> Interval:
+    from scipy.stats import t
+
+    forward, back = TRANSFORMS[transform]
+    centre, replicates, u = forward(whole), forward(without), len(without)
+    half = float(t.ppf((1 + level) / 2, u - 1)) * jackknife_error(replicates)
+    scale = "" if transform == "identity" else f", {transform} scale"
+    return Interval(
+        float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} clusters{scale}"
+    )
+
+
+def permute_clusters(
+    rng: np.random.Generator, clusters: Clusters, n_permutations: int
+) -> Int[np.ndarray, "permutation row"]:
+    """Permutations of rows that move whole units: units of equal size change places, row order inside a unit stays.
+
+    Entry [p, r] is the row whose value moves to row r. A unit whose size no other has stays where it is.
+    Raises UserError when the units allow fewer than 100 arrangements (5 of one size allow 120, 4 allow 24).
+    """
+    groups = rows_by_cluster(clusters, len(clusters))
+    sizes: dict[int, list[np.ndarray]] = {}
+    for rows in groups:
+        sizes.setdefault(len(rows), []).append(rows)
+    arrangements = math.prod(math.factorial(len(alike)) for alike in sizes.values())
+    if arrangements < 100:
+        exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)
+        raise UserError(
+            f"{exchangeable} of {len(groups)} units can change places with one of equal size, in {arrangements} ways; "
+            f"a permutation test needs {LEAST_CLUSTERS} units of one size or 100 ways: add templates or even out sizes"
+        )
+    order = np.tile(np.arange(len(clusters)), (n_permutations, 1))
+    for alike in sizes.values():
+        blocks = np.stack(alike)
+        places = rng.permuted(np.tile(np.arange(len(blocks)), (n_permutations, 1)), axis=1)
+        order[:, blocks.ravel()] = blocks[places].reshape(n_permutations, -1)
+    return order
+
+
+def band(null_values: Draws, ends: Literal["both", "upper"] = "both") -> tuple[float, float]:
+    """The band a new draw of the null falls in with probability .95, from m draws of it (unit of the draws).
+
+    Order statistics: a new draw is as likely to fall in each of the m + 1 gaps between draws (derived here), so
+    (m + 1) .025 gaps, rounded down, are left out at each end; for "upper" twice that at this end.
+    Fewer than 39 draws cannot carry a two-sided 95 %: the band is then the whole range, which holds (m - 1) / (m + 1).
+    Raises UserError for no draws or a draw that is not finite.
+    """
+    low, high = band_ends(null_draws(null_values)[:, None], ends)
+    return float(low[0]), float(high[0])
+
+
+def band_ends(null: np.ndarray, ends: Literal["both", "upper"]) -> tuple[np.ndarray, np.ndarray]:
+    """The order statistics of `band`, over the first axis."""
+    ordered, m = np.sort(null, axis=0), len(null)
+    out = max((m + 1) // (40 if ends == "both" else 20) - 1, 0)
+    return ordered[0 if ends == "upper" else out], ordered[m - 1 - out]
+
+
+def plus_one(as_extreme: np.ndarray) -> np.ndarray:
+    return np.asarray((1 + as_extreme.sum(0)) / (1 + len(as_extreme)))
+
+
+def null_draws(null_values: Draws) -> Float[np.ndarray, " draw"]:
+    null = np.asarray(null_values, dtype=np.float64)
+    if null.ndim != 1 or not len(null):
+        raise UserError(f"a null of shape {null.shape}; it needs at least one draw, in one dimension")
+    require_finite(null, "a null", "draw")
+    return null
+
+
+def rows_by_cluster(clusters: Clusters, n: int) -> list[np.ndarray]:
+    """Rows of each unit, in order of first appearance: renaming units changes nothing."""
+    if len(clusters) != n:
+        raise ValueError(f"{len(clusters)} unit labels for {n} prompts")
+    rows: dict[Hashable, list[int]] = {}
+    for row, cluster in enumerate(clusters):
+        rows.setdefault(cluster, []).append(row)
+    return [np.array(found) for found in rows.values()]
+
+
+def require_finite(x: np.ndarray, what: str, *axes: str) -> None:
+    if not np.isfinite(x).all():
+        at = np.argwhere(~np.isfinite(x))[0]
+        where = ", ".join(f"{axis} {i}" for axis, i in zip(axes, at, strict=True))
+        raise UserError(f"{what} cannot use {x[tuple(at)]} at {where}; drop it or say why it is not measured")

@@ -1,0 +1,259 @@
+"""Rank correlations, p-values, corrections for several tests, and sample sizes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import numpy as np
+from jaxtyping import Float, Real
+
+from llmgeom.errors import UserError
+from llmgeom.stats.resampling import (
+    TIE,
+    TRANSFORMS,
+    Clusters,
+    Draws,
+    Interval,
+    band_ends,
+    jackknife,
+    null_draws,
+    permute_clusters,
+    plus_one,
+    require_finite,
+    rows_by_cluster,
+)
+
+Side = Literal["upper", "lower"]
+Scale = Literal["identity", "log", "fisher", "folded"]
+LEAST_P = 1e-6  # a Student's tail beyond this is a statement about the tail, not about the data
+
+
+@dataclass(frozen=True)
+class Test:
+    """A rank correlation without sign and its permutation null.
+
+    value      |rho|, Spearman's (unitless).
+    p          (1 + #{null >= value}) / (1 + permutations).
+    null_high  the end of the band from 0 that holds 95 % of the null, so that leaving it and p < .05 are one event.
+    n, units   prompts; independent units.
+    """
+
+    __test__: ClassVar[bool] = False  # pytest collects classes called Test
+
+    value: float
+    p: float
+    null_high: float
+    n: int
+    clusters: int
+
+
+def spearman(
+    a: Real[np.ndarray, " prompt"],
+    b: Real[np.ndarray, " prompt"],
+    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+) -> float:
+    """Pearson correlation of average ranks; given covariates, of the ranks' residuals on the ranked covariates.
+
+    A category goes in as indicator columns (ranking only rescales them).
+    Raises UserError when a or b is constant, or determined by the covariates.
+    """
+    basis = _basis(covariates, len(a))
+    return float(_rank_residual(a, basis, "the first variable") @ _rank_residual(b, basis, "the second variable"))
+
+
+def correlation_test(
+    scores: Real[np.ndarray, " prompt"],
+    target: Real[np.ndarray, " prompt"],
+    clusters: Clusters,
+    n_permutations: int = 10_000,
+    seed: int = 0,
+    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+) -> Test:
+    """|Spearman's rho| of scores and target, against permutations of whole units: `max_statistic` of one layer."""
+    return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
+
+
+def max_statistic(
+    scores: Real[np.ndarray, "layer prompt"],
+    target: Real[np.ndarray, " prompt"],
+    clusters: Clusters,
+    n_permutations: int = 10_000,
+    seed: int = 0,
+    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
+    """A Test for each layer, and its p corrected for having looked at all layers (against the null's largest |rho|).
+
+    Permutations move whole units and are the same for every layer. The sign of scores is a convention, as a principal
+    component's is, and dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit
+    on the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
+    With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
+    |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
+    confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).
+    Raises UserError as `spearman` and `permute_clusters` do.
+    """
+    n, count = len(target), len(rows_by_cluster(clusters, len(target)))
+    basis = _basis(covariates, n)
+    ranks = np.stack([_rank_residual(row, basis, f"layer {layer} of the scores") for layer, row in enumerate(scores)])
+    residual = _rank_residual(target, basis, "the target")
+    moved = residual[permute_clusters(np.random.default_rng(seed), clusters, n_permutations)]
+    length = np.sqrt((1 - np.square(moved @ basis).sum(1)).clip(TIE))
+    null, value = np.abs(moved @ ranks.T) / length[:, None], np.abs(ranks @ residual)
+    p, corrected = (plus_one(draws >= value - TIE) for draws in (null, null.max(1)[:, None]))
+    high = band_ends(null, "upper")[1]
+    each = zip(value.tolist(), p.tolist(), high.tolist(), strict=True)
+    return [Test(rho, one, end, n, count) for rho, one, end in each], corrected
+
+
+def correlation_interval(
+    a: Real[np.ndarray, " prompt"],
+    b: Real[np.ndarray, " prompt"],
+    clusters: Clusters,
+    covariates: Real[np.ndarray, "prompt covariate"] | None = None,
+    signed: bool = False,
+) -> Interval:
+    """Jackknife interval by unit of Spearman's rho on Fisher's scale, atanh(rho).
+
+    Unsigned scores: the interval of rho in the direction observed, cut at 0, since |rho| has no other side.
+    Measured at 40 units of 2 prompts: covers 95-97 % for rho of 0 to 0.8, partial or not.
+    """
+    sign = 1 if signed or spearman(a, b, covariates) >= 0 else -1
+
+    def rho(rows: np.ndarray) -> float:
+        return sign * spearman(a[rows], b[rows], None if covariates is None else covariates[rows])
+
+    found = jackknife(rho, np.arange(len(a)), clusters, "fisher")
+    return found if signed else replace(found, low=max(found.low, 0.0), high=max(found.high, 0.0))
+
+
+def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt column"]:
+    """Orthonormal columns that span the constant and the ranked covariates."""
+    from scipy.stats import rankdata
+
+    constant = np.full((n, 1), n**-0.5)
+    if covariates is None:
+        return constant
+    require_finite(covariates, "a partial correlation", "prompt", "covariate")
+    ranks = rankdata(covariates, axis=0)
+    columns, sizes, _ = np.linalg.svd(ranks - ranks.mean(0), full_matrices=False)
+    basis = np.hstack([constant, columns[:, sizes > 1e-10 * n**1.5]])
+    if n - basis.shape[1] < 3:
+        raise UserError(
+            f"{basis.shape[1] - 1} independent covariates leave {n} prompts fewer than 3 degrees of freedom"
+        )
+    return basis
+
+
+def _rank_residual(values: np.ndarray, basis: np.ndarray, what: str) -> Float[np.ndarray, " prompt"]:
+    """Average ranks less their projection on the basis, scaled to length 1."""
+    from scipy.stats import rankdata
+
+    n, values = len(basis), np.asarray(values)
+    if values.shape != (n,):
+        raise ValueError(f"{what} has shape {values.shape} for {n} prompts")
+    require_finite(values, f"a rank correlation ({what})", "prompt")
+    ranks = rankdata(values)
+    ranks -= basis @ (basis.T @ ranks)
+    length = np.linalg.norm(ranks)
+    if length <= 1e-10 * n**1.5:
+        raise UserError(f"{what} is constant over {n} prompts, or determined by the covariates: no rank correlation")
+    return ranks / length
+
+
+def tail_p(observed: float, null_values: Draws, side: Side = "upper") -> float:
+    """(1 + #{null at least as extreme as observed}) / (1 + draws).
+
+    The observed value counts as a draw of the null, so p is never 0; 20 draws reach 1/21 < .05.
+    """
+    null, slack = null_draws(null_values), TIE * max(1.0, abs(observed))
+    return float(plus_one(null >= observed - slack if side == "upper" else null <= observed + slack))
+
+
+def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scale: Scale = "identity") -> float:
+    """p of the observed value as one more draw of a null of which m draws are known, one-sided and never below 1e-6.
+
+    t = (g(v) - mean) / (sd sqrt(1 + 1/m)) has Student's distribution with m - 1 degrees of freedom where g(v) and the
+    draws g(v_i) are normal and exchangeable: v the observed value, mean and sd (m - 1) of the draws. Unlike the rank p
+    (`tail_p`) it has room below 1 / (m + 1), which a correction for several claims needs, and pays with normality.
+    g by scale: "identity", also for participation ratios, whose logarithm is skewed (of 4,000 of untrained models what
+    is called .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and
+    ratios (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a
+    correlation without sign: the root of a half-normal variable has the upper tail of a normal one, conservatively
+    (derived here: what is called p = .05 and .00625 happens with .051 and .0041), and its power changes little where
+    the draws keep clear of 0.
+    Draws that do not vary, and fewer than 2, say nothing about a tail: the rank p is returned.
+    Raises UserError for a value that is not positive on the log scale, or a draw that is not finite.
+    """
+    from scipy.stats import t
+
+    null, sign = null_draws(null_values), 1 if side == "upper" else -1
+    if scale == "log" and min(observed, null.min()) <= 0:
+        raise UserError(f"{min(observed, null.min()):.3g} has no logarithm: declare scale 'identity' for this metric")
+    forward = {**{name: pair[0] for name, pair in TRANSFORMS.items()}, "folded": _folded}[scale]
+    value, draws = forward(np.float64(observed)), forward(null)
+    m, sd = len(draws), draws.std(ddof=1) if len(draws) > 1 else 0.0
+    if sd <= TIE * max(1.0, abs(draws).max()):
+        return tail_p(observed, null, side)
+    found = t.sf(sign * (value - draws.mean()) / (sd * math.sqrt(1 + 1 / m)), m - 1)
+    return max(float(found), LEAST_P)
+
+
+def _folded(rho):
+    return np.sqrt(TRANSFORMS["fisher"][0](np.abs(rho)))
+
+
+def equivalence_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
+    """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
+
+    The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
+    to the interval's end over Student's quantile, T with units - 1 degrees of freedom. So p and interval agree where
+    the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
+    """
+    from scipy.stats import t
+
+    quantile = t.ppf((1 + interval.level) / 2, clusters - 1)
+
+    def past(room: float, reach: float) -> float:
+        if math.isinf(room) or reach <= 0:
+            return float(room <= 0)
+        return float(t.sf(room / reach * quantile, clusters - 1))
+
+    return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
+
+
+def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
+    """Holm's adjusted p-values: the i-th smallest (from 0) of m times m - i, never below the one before, at most 1."""
+    p = np.asarray(p_values, dtype=np.float64)
+    order, adjusted = np.argsort(p, kind="stable"), np.empty_like(p)
+    adjusted[order] = np.maximum.accumulate(p[order] * (len(p) - np.arange(len(p)))).clip(max=1)
+    return adjusted
+
+
+def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
+    """Units at which `claims.estimate` calls a rank correlation of the declared size "above null" with this power.
+
+    n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
+    power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last
+    term is Guenther's (1981), for an estimated variance.
+    """
+    from scipy.stats import norm
+
+    if not 0 < abs(effect) < 1:
+        raise ValueError(f"declared effect {effect}: give a correlation between 0 and 1, either sign, not an end")
+    a, b, s = norm.ppf((1 + level) / 2), norm.ppf(power), math.sqrt(1 + effect**2 / 2)
+    return math.ceil(3 + ((a + b) * s / math.atanh(abs(effect))) ** 2 + a**2 / 2)
+
+
+def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0.95) -> int:
+    """Units at which the interval of a mean that lies `effect` beyond the null's end clears that end with this power.
+
+    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between units in the unit of effect; the last term as in
+    `needed_n_correlation`. For a jackknifed statistic sd is its standard error times sqrt(units).
+    """
+    from scipy.stats import norm
+
+    if effect == 0 or sd <= 0:
+        raise ValueError(f"declared effect {effect}, sd {sd}: the effect must not be 0 and the sd must be positive")
+    a = norm.ppf((1 + level) / 2)
+    return math.ceil(((a + norm.ppf(power)) * sd / effect) ** 2 + a**2 / 2)
