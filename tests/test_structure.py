@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -72,6 +73,15 @@ def test_what_must_be_light_loads_neither_torch_nor_transformers(code):
     tail = f"\nimport sys; print('HEAVY', [m for m in {heavy} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code + tail], capture_output=True, text=True, check=True).stdout
     assert out.strip().splitlines()[-1] == "HEAVY []"
+
+
+@pytest.mark.parametrize(("chosen", "expected"), [({}, "passive"), ({"OMP_WAIT_POLICY": "active"}, "active")])
+def test_openmp_threads_wait_without_spinning_unless_the_user_decides(chosen, expected):
+    """`import llmgeom`, which every entry point does first, sets the policy before torch or numpy loads OpenMP."""
+    code = "import os, sys, llmgeom; print(os.environ['OMP_WAIT_POLICY'], *{'torch', 'numpy'} & {*sys.modules})"
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"} | chosen
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert run.stdout.split() == [expected]
 
 
 def test_reading_a_record_loads_no_reports():
