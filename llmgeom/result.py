@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -131,18 +134,49 @@ class Measured:
     ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
+PROSE = ("meaning", "computed", "null", "failure_modes")
+
+
+@cache
+def read_prose(path: Path) -> dict[str, dict[str, str]]:
+    """Prose of a probe's results, from a Markdown file.
+
+    `# Title` starts a result; `## Meaning`, `## Computed`, `## Null` and `## Failure modes` follow, each once.
+
+    Args:
+        path: the file, e.g. probes/texts/attention_focus.md.
+
+    Returns:
+        Title -> section (one of PROSE) -> text, its lines joined by spaces.
+
+    Raises:
+        ValueError: for a result that lacks a section or has one more.
+    """
+    found = {}
+    for result in re.split(r"^# ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
+        title, *sections = re.split(r"^## ", result, flags=re.MULTILINE)
+        heads, bodies = zip(*(section.partition("\n")[::2] for section in sections), strict=True)
+        keys = tuple(head.strip().lower().replace(" ", "_") for head in heads)
+        if keys != PROSE:
+            raise ValueError(f"{path.name}, {title.strip()}: the sections are {keys}; expected {PROSE}")
+        found[title.strip()] = dict(zip(keys, (" ".join(body.split()) for body in bodies), strict=True))
+    return found
+
+
 class Result:
     """Base of every probe's answer: a frozen dataclass of `quantity` fields and metrics, with `warnings`, which could
     overturn a verdict, and where it has any `notes`, which a reader of its section should know, and `ticks`: the names
     or numbers that stand along an axis, where they are not 0, 1, 2 ...
 
-    A subclass states in class variables what a reader of the page needs: TITLE; MEANING (two sentences: what it means);
-    COMPUTED (the estimator); NULL (what it is held against); FAILURE_MODES.
+    A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
+    estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
+    (see `read_prose`), or in class variables of these names.
     Raises ValueError where an array does not have the declared axes, two fields disagree on the length of an axis, or a
     number is not finite: no NaN travels.
     """
 
     TITLE: ClassVar[str]
+    TEXT: ClassVar[Path | None] = None
     MEANING: ClassVar[str]
     COMPUTED: ClassVar[str]
     NULL: ClassVar[str]
@@ -176,14 +210,16 @@ class Result:
         """The declared fields by name, in order."""
         return {f.name: f.metadata["quantity"] for f in dataclasses.fields(cls) if "quantity" in f.metadata}
 
+    @classmethod
+    def prose(cls) -> dict[str, str]:
+        """The text of each section in PROSE. Raises KeyError where TEXT has no result of this TITLE."""
+        return read_prose(cls.TEXT)[cls.TITLE] if cls.TEXT else {name: getattr(cls, name.upper()) for name in PROSE}
+
     def lowered(self) -> Measured:
         """This result as plain data."""
         return Measured(
             title=self.TITLE,
-            meaning=self.MEANING,
-            computed=self.COMPUTED,
-            null=self.NULL,
-            failure_modes=self.FAILURE_MODES,
+            **self.prose(),
             estimates=tuple(self.estimates),
             quantities=self.quantities(),
             arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},

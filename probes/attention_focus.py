@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 from scipy.stats import rankdata
@@ -57,27 +58,7 @@ class Result(Base):
     """Entropy of the final query's attention by layer and head, how much it falls with depth, and the sink's share."""
 
     TITLE = "Attention focus"
-    MEANING = (
-        "Focusing is the share of attention entropy lost between the first and the last layer: 0 means no "
-        "narrowing, 1 means that the last layer looks at a single token, negative values mean that attention spreads. "
-        "Above both nulls, the narrowing was learnt and depends on what the prompt says; without the first token, it "
-        "is not the work of an attention sink. Monotonicity says whether it is gradual: -1 where entropy falls at each "
-        "layer, 0 where there is no direction, 1 where it rises at each."
-    )
-    COMPUTED = (
-        "For each head, the entropy in bits of the softmax weights of the final query, over log2 of the number of "
-        "tokens it can see (the prompt's, or the sliding window's where that is fewer), averaged over heads afterwards "
-        "and then over prompts. Focusing = 1 - last layer / first layer. The second form drops the weight on the first "
-        "token and renormalises (over log2 of one token fewer). Monotonicity is Spearman's correlation of layer number "
-        "and entropy over log2 in one prompt, averaged over prompts. Intervals are jackknifed over templates."
-    )
-    NULL = "The same model re-initialised, and the same prompts with all but the last token shuffled: beat both."
-    FAILURE_MODES = (
-        "A sink on the first token lowers entropy with no evidence gathered. Induction and previous-token heads are "
-        "sharp at any depth, so the mean over heads can hide both; see the heat map. Focusing compares the first and "
-        "the last layer only: read the curve. Monotonicity sees order and not size, so that many small steps down "
-        "weigh as much as large ones."
-    )
+    TEXT = Path(__file__).with_name("texts") / "attention_focus.md"
 
     entropy: np.ndarray = quantity("layer head", "bits", "attention entropy of the final query", Figure("heatmap"))
     mean_entropy: np.ndarray = quantity(

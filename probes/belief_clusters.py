@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -79,34 +80,7 @@ class Result(Base):
     """Silhouettes of the final states grouped by belief, with and without what the output reads."""
 
     TITLE = "Belief clusters"
-    MEANING = (
-        "The silhouette says how much nearer a state is to those of its own group than to those of the nearest other: "
-        "1 where groups are points, 0 where they lie among one another. Any model whose answers are accurate and read "
-        "out linearly must place states by their likeliest outcome: those clusters are in the read-out. What remains "
-        "after its directions are removed is the model's own choice. Given the last observation, what remains is "
-        "about the belief and not about the token just read."
-    )
-    COMPUTED = (
-        "Groups: the state, or outcome, with the highest exact probability; of prompts, the model's own likeliest next "
-        "token. What the output embedding reads (after the final norm), Euclidean distances; silhouette of a row = "
-        "(b - a) / max(a, b), a its mean distance to its own group, b to the nearest other (Rousseeuw 1987), mean "
-        "over rows. The read-out is the row space of the output embedding's rows for the outcomes less their mean "
-        "(softmax sees no common shift), at most outcomes - 1 directions. Rows whose two likeliest states are within "
-        f".05, and groups of fewer than {LEAST}, are left out. Given the last observation: less the mean silhouette "
-        "with labels exchanged between sequences at the same query that read the same token, or prompts that end in "
-        f"the same. Of a task at most {ROWS} rows, the same evenly spaced queries of every sequence. Intervals are "
-        "jackknifed over sequences, or templates."
-    )
-    NULL = (
-        "The same model re-initialised, with its own read-out (of prompts the trained model's, as its groups are); "
-        "labels of other sequences; and labels exchanged between rows of the same query and token: beat all three."
-    )
-    FAILURE_MODES = (
-        "The final norm ties what is removed to what stays: states far out in the read-out have less length left for "
-        "the rest. Silhouettes fall with the number of noise dimensions, so they do not compare between widths, and a "
-        "few large coordinates rule Euclidean distances. Belief may lie along a gradient without gaps: a silhouette "
-        "of 0 is no proof that belief is not there."
-    )
+    TEXT = Path(__file__).with_name("texts") / "belief_clusters.md"
 
     silhouettes: np.ndarray = quantity(
         "space",

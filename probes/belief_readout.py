@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from llmgeom.scan import WHOLE, Needs, View
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.similarity import cka
-from llmgeom.stats.softmax_probe import FREE, PENALTIES, read
+from llmgeom.stats.softmax_probe import read
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
 LEAST_LAYERS = 2
@@ -63,34 +64,7 @@ class Result(Base):
     """What a linear read-out of the residual stream misses of the exact posterior, site by site."""
 
     TITLE = "Read-out of the posterior"
-    MEANING = (
-        "How many bits a linear read-out of the residual stream misses of the exact posterior, from the input of the "
-        "first layer through each attention and each MLP to the output of the last. What falls over the MLPs is what "
-        "they add to what attention has made readable; 'the FFN applies Bayes' rule' says that it is more than half. "
-        "Evidence that accumulates layer by layer leaves more than half of the fall outside the largest step."
-    )
-    COMPUTED = (
-        "KL(exact || softmax(W x + b)), mean over queries of held-out sequences, where the task has a belief its "
-        "belief, else its predictive distribution. W and one free b a position (penalised "
-        f"{1 / FREE**2:g} as much) are fitted to the exact distributions; 5 folds of whole sequences, the ridge "
-        f"penalty of {', '.join(f'{one:g}' for one in PENALTIES)} by the fold after; at most {MOST_ROWS} queries. x: "
-        "residual in, + attention's write, residual out. Skill: 1 - last site / position alone. MLPs' share: the sum "
-        "of falls from after attention to residual out, over the fall from first to last site. Outside the largest "
-        "step: 1 - the largest fall from site to site over the same. Steps down: query by query, the share of sites "
-        "lower than the one before. Intervals are jackknifed over sequences with the fits held fixed."
-    )
-    NULL = (
-        "The model re-initialised, read alike (for shares of the fall, its bits over the model's own fall, which is no "
-        "ratio of noise); the posterior of another sequence at the same place; and for shares of the fall one half."
-    )
-    FAILURE_MODES = (
-        "The read-out ends in a softmax: log-likelihoods that attention has merely added up are normalised by it, and "
-        "the MLP that would do so is given nothing. What is there but not linear is missed. A random network mixes "
-        "tokens, too, and much can be read from the mixture: see the controls. Where attention and MLP read the same "
-        "stream (parallel blocks), 'after attention' is a convention. Where the posterior's entropy depends on "
-        "position alone, so does part of what is read; position is given for free. That it can be read does not say "
-        "that the model uses it."
-    )
+    TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: np.ndarray = quantity(
         "site",
@@ -116,24 +90,7 @@ class Lens(Base):
     """How near each layer of a language model is to what it will say, and to where it will be."""
 
     TITLE = "Towards the answer, layer by layer"
-    MEANING = (
-        "Prompts have no exact posterior; what a model will say takes its place. The lens reads each residual as if it "
-        "were the last: bits from the final distribution. CKA tells how alike the prompts lie there and at the end. "
-        "Evidence that accumulates goes down step by step, and not at once at the end."
-    )
-    COMPUTED = (
-        "KL(final || logit lens), the lens being the model's own final norm and output embedding (nostalgebraist, "
-        "2020), mean over prompts. Linear CKA with the last residual, raw coordinates, unbiased HSIC (Song et al., "
-        "2012). Way done: 1 - KL at the input of the middle layer / KL at the input of the first. Steps down: the "
-        "share of layers whose input is nearer than that of the layer before, the output left out: it is at 0 by "
-        "definition. Intervals are jackknifed over templates. Nothing is fitted: no split, no penalty."
-    )
-    NULL = "The model re-initialised, its own lens held against its own end."
-    FAILURE_MODES = (
-        "The lens is not calibrated: early residuals are written in other bases than the last, and a large KL may say "
-        "no more than that. An untrained model says little, so that its ratios are of small numbers. CKA is that of "
-        "the coordinates of largest variance; one outlier coordinate can carry it."
-    )
+    TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: np.ndarray = quantity(
         "depth", "bits", "KL(final || logit lens)", Figure("curve", band="missed_null", interval="missed_interval")

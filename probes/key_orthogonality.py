@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -153,35 +154,7 @@ class Result(Base):
     """Mean |cosine| over distinct pairs: of columns of W_K and W_Q by head, and of the keys of single tokens."""
 
     TITLE = "Key orthogonality"
-    MEANING = (
-        "0 means that the vectors are orthogonal, 1 that they are parallel; below the re-initialised models, training "
-        "made them more orthogonal than chance, above, less. Columns of W_K, keys of tokens and means of classes are "
-        "different things and need not agree: each is measured under its own name."
-    )
-    COMPUTED = (
-        "Mean |cosine| over distinct pairs, per true key-value head. Columns: the head_dim columns of each head's W_K "
-        "in d_model dimensions, mean over all heads of all layers, jackknifed over these heads: the interval is about "
-        "heads like these, since weights are not a sample of prompts. Token keys: layer 0, the keys of the most "
-        "frequent tokens of the prompts (256 at most, none special), each alone at position 0, after the input norm "
-        "and where rotary embedding is the identity; heads together or mean over heads; jackknifed over tokens, where "
-        "centred over 32 groups of them. As queries see them: cosines k'Ml / sqrt(k'Mk l'Ml) with M the sum of "
-        "W_Q'W_Q over the query heads of the group, the same for every basis of the head. Class means: keys at the "
-        "final token less their common mean, averaged over each class of templates, mean over pairs and heads, last "
-        "layer; jackknifed over templates."
-    )
-    NULL = (
-        "The same model re-initialised, with the same tokens; for class means also class labels permuted over "
-        "templates, and both must be beaten. The values for isotropic Gaussian vectors, the regular simplex and "
-        "Gaussian vectors of the keys' own covariance are printed as references and decide nothing."
-    )
-    FAILURE_MODES = (
-        "Columns of W_K are coordinates and not hypotheses, and their cosines depend on the basis of the head: "
-        "another basis in W_Q and W_K leaves attention as it is and changes them (any basis where no rotary embedding "
-        "acts). There a key bias, too, moves all keys alike, which the softmax does not see but raw cosines do: the "
-        "centred values as queries see them are free of both. Token keys depend on which tokens the prompts use and "
-        "say nothing of layers after the first. Keys at the final token carry its position: classes of unequal prompt "
-        "length differ by that alone."
-    )
+    TEXT = Path(__file__).with_name("texts") / "key_orthogonality.md"
 
     columns: np.ndarray = quantity("layer kv_head", "|cos|", "columns of W_K, mean over pairs", Figure("heatmap"))
     columns_mean: np.ndarray = quantity(

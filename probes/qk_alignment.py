@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -95,36 +96,7 @@ class Result(Base):
     """How far the cosines of the final query with earlier keys spread, by layer and head."""
 
     TITLE = "Query-key alignment"
-    MEANING = (
-        "A query that singles out some keys has cosines with keys that spread; one that meets all keys alike has none. "
-        "In a wind tunnel it is known on which positions the answer depends: there attention on them, over what even "
-        "attention would give, is 0 for attention that does not know them, and largest where it goes nowhere else."
-    )
-    COMPUTED = (
-        "Cosines: of the final query with each earlier key but the first, after rotary embedding, in every head with "
-        "the keys of its group; their standard deviation over positions, averaged over heads and then prompts. "
-        "Attention, at every query of whole sequences: sum over earlier positions j, without the first and the query's "
-        "own, of a_j (b_j - b): a_j the weight, b_j 1 where j bears on the exact answer and else 0, b the mean of b_j "
-        "over these positions as far as the layer sees. Weight on the first position (a sink) and on the query itself "
-        "(whose content is at hand without attention) counts for nothing, and is shown. Queries at which all or none "
-        "of these positions bear are left out. Mean over heads. By content: less the same sum with b_j averaged over "
-        "sequences; the best head of all layers is found on one half of the sequences and measured on the other, both "
-        "ways round. Intervals are jackknifed over prompts' templates or over sequences, the head found held fixed."
-    )
-    NULL = (
-        "The same model re-initialised. For attention also the positions that bear at the same query in another "
-        "sequence, whole sequences exchanged, which keeps everything but the content; both must be beaten. Where the "
-        "same positions bear in every sequence there is no such exchange, and the metric says so in its name."
-    )
-    FAILURE_MODES = (
-        "A layer may look at the position after the one that bears, where an earlier layer has carried its content: "
-        "attention then does what is needed and this does not see it. The mean over heads hides one head among many; "
-        "see the heat map. Where the same positions bear in every sequence, a rule about positions does as well as one "
-        "about content. Attention is not use: a head may look and add nothing. Cosines leave out the lengths of "
-        "queries and keys, which attention uses, and a part common to all keys, which it does not, lowers their "
-        "spread; they change with the basis of a head where no rotary embedding acts, and count keys beyond a sliding "
-        "window."
-    )
+    TEXT = Path(__file__).with_name("texts") / "qk_alignment.md"
 
     spread: np.ndarray = quantity("layer head", "sd of cos", "spread of the final query's cosines", Figure("heatmap"))
     mean_spread: np.ndarray = quantity(

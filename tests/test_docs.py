@@ -21,6 +21,7 @@ from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.probes import known, names
 from llmgeom.prompts import domains
+from llmgeom.result import read_prose
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from tests.families import FAMILIES
 from tests.notebooks import FOLDER as NOTEBOOKS
@@ -30,7 +31,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 EVERY = (*names(), *names("published"))
-SECTIONS = ("Definition", "Null", "Claims", "When it misleads", "Reference")
+SECTIONS = ("Definition", "Claims", "Reference")
 # A line that starts a command, whatever is set or launched before it.
 STARTS = (
     r"(?:\$ )?(?:export )?(?:[A-Z_]+=\S+ )*(?:(?:accelerate launch|torchrun)(?: --\w+(?: \d+)?)* -m )?llmgeom (?=[a-z])"
@@ -249,15 +250,19 @@ def test_every_probe_has_its_page_and_every_page_its_probe():
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_probe_s_page_has_its_question_its_claims_and_every_section(name):
+def test_a_probe_s_page_has_its_question_its_claims_and_every_section(name, monkeypatch):
     text = page(f"docs/probes/{name}.md")
     question = known([name])[name].__doc__.strip().splitlines()[0]
     flat = re.sub(r"\s+", " ", text)
     assert flat.startswith(f"# `{name}` {question.split('?')[0]}"), question
     found = re.findall(r"^## (.*)$", text, re.MULTILINE)
-    assert [head.removesuffix("s") if head == "Nulls" else head for head in found if head != "Measured"] == list(
-        SECTIONS
-    )
+    prose = ROOT / f"probes/texts/{name}.md"
+    if prose.exists():
+        assert [head for head in found if head not in ("Measured", *read_prose(prose))] == list(SECTIONS)
+        monkeypatch.syspath_prepend(str(DOCS))
+        import texts
+
+        assert text == texts.updated(text, prose.read_text(encoding="utf-8")), "run docs/texts.py"
     assert f"](../pictures/{name}.svg)" in text
     (said,) = re.findall(r"^## Claims\n(.*?)^## ", text, re.MULTILINE | re.DOTALL)
     declared = [entry.name for entry in claims.entries() if entry.probe == name and entry.claim]

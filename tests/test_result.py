@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from llmgeom.result import Estimate, quantity
+from llmgeom.result import Estimate, quantity, read_prose
 from llmgeom.result import Result as Base
 
 
@@ -58,3 +58,25 @@ def test_lowering_keeps_every_declaration_and_array():
     assert lowered.quantities["heat"].unit == "bits"
     np.testing.assert_array_equal(lowered.arrays["curve"], [0.0, 1.0])
     assert lowered.estimates[0].value == 1.0
+
+
+def test_prose_comes_from_a_file_each_title_with_its_four_sections_and_a_missing_section_is_named(tmp_path):
+    sections = "\n".join(
+        f"## {head}\n\n{head} of\n{{0}}\n" for head in ("Meaning", "Computed", "Null", "Failure modes")
+    )
+    path = tmp_path / "toy.md"
+    path.write_text("".join(f"# {title}\n{sections.format(title)}" for title in ("toy", "other")), encoding="utf-8")
+
+    class Other(Toy):
+        TITLE, TEXT = "other", path
+
+    lowered = Other(curve=np.zeros(1), heat=np.zeros((1, 1)), whole=0.0).lowered()
+    assert (lowered.title, lowered.meaning, lowered.failure_modes) == (
+        "other",
+        "Meaning of other",
+        "Failure modes of other",
+    )
+    short = tmp_path / "short.md"
+    short.write_text("# toy\n## Meaning\nx\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"short.md, toy"):
+        read_prose(short)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
 
 import numpy as np
 
@@ -41,21 +41,8 @@ NEEDS = Needs(frozenset({Site.ATTENTION_ENTROPY}), read=everywhere)
 class Result(Base):
     """Attention entropy in bits by layer, and how much of it the last layer has lost."""
 
-    TITLE: ClassVar[str] = "Attention focus, as published"
-    MEANING: ClassVar[str] = (
-        "Focusing above 0.30 is one of Paper III's three signatures. Here it is held against untrained models and "
-        "scrambled text: where these narrow as much, nothing was learnt that narrows."
-    )
-    COMPUTED: ClassVar[str] = (
-        "1 - H(last layer) / H(first layer), H the entropy of attention weights in bits, not divided by what the "
-        "length allows and with the weight on the first token, mean over heads and then over prompts: at the final "
-        "token (Paper III, Table 2), and over all positions (its section 4.5). Jackknifed over templates."
-    )
-    NULL: ClassVar[str] = "The same model re-initialised; at the final token also the prompts shuffled: beat both."
-    FAILURE_MODES: ClassVar[str] = (
-        "A sink on the first token lowers entropy with no evidence gathered, and a sliding window bounds it in some "
-        "layers alone. Over all positions, early ones see few tokens and have little entropy at any layer."
-    )
+    TITLE = "Attention focus, as published"
+    TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
 
     final: np.ndarray = quantity("layer", "bits", "attention entropy, final token", Figure("curve", band="final_null"))
     final_null: np.ndarray = quantity("layer bound", "bits", "null band of the same")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
 
 import numpy as np
 
@@ -73,23 +73,8 @@ NEEDS = Needs(frozenset({Site.KEY}), shuffled=False, read=read)
 class Result(Base):
     """Four numbers that are called key orthogonality, and what they were compared with."""
 
-    TITLE: ClassVar[str] = "Key orthogonality, as published"
-    MEANING: ClassVar[str] = (
-        "Different things go by this name in the papers and in their code, and were compared with baselines that are "
-        "not theirs. Each is given as defined, against the same measure of untrained models."
-    )
-    COMPUTED: ClassVar[str] = (
-        "Mean cosine over distinct pairs. Columns: |cos| of each head's W_K columns in d_model dimensions, all layers "
-        "but the last sixth (Paper III, 4.2). Signed: keys of single tokens, embedding times W_K without norm or "
-        "bias, first layer, signs kept so that they cancel (qkv_analysis.py). Between heads: |cos| of the last layer's "
-        "keys at the final token, reshaped by the number of query heads whatever the number of key heads "
-        "(analyze_icl_sula.py). Embeddings: |cos| of token embeddings; no layer enters (analyze_geometry.py). "
-        "Intervals are jackknifed over heads, tokens, or templates."
-    )
-    NULL: ClassVar[str] = (
-        "The same model re-initialised. The quoted baselines are drawn beside the exact ones for Gaussian vectors."
-    )
-    FAILURE_MODES: ClassVar[str] = "See key_orthogonality, which measures each sense under its own name."
+    TITLE = "Key orthogonality, as published"
+    TEXT = Path(__file__).parents[1] / "texts" / "published_keys.md"
 
     columns: np.ndarray = quantity("layer", "|cos|", "columns of W_K, mean over heads", Figure("curve"))
     baseline: np.ndarray = quantity(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -78,27 +78,8 @@ NEEDS = Needs(frozenset({Site.VALUE}), read=misread)
 class Result(Base):
     """Shares of variance and a correlation, each by a published definition."""
 
-    TITLE: ClassVar[str] = "Value manifold, as published"
-    MEANING: ClassVar[str] = (
-        "What the published definitions give on this model, and what they give on untrained models, on scrambled text "
-        "and on columns that were permuted and so have nothing in common. Where these give as much, the definition "
-        "does not see what the model has learnt."
-    )
-    COMPUTED: ClassVar[str] = (
-        "Last layer, final token. Not standardised: PCA of centred values, so that one coordinate of large variance "
-        "is a component. Misread layout (GPT-NeoX): the last third of the fused projection, which in its true layout "
-        "holds queries and keys as well. Participation ratio: of the ten largest eigenvalues, so at most 10. "
-        "Bootstrap: rows drawn with replacement, whose copies raise shares. Intervals of the metrics are "
-        "jackknifed over templates."
-    )
-    NULL: ClassVar[str] = (
-        "The same model re-initialised, prompts with all tokens but the last shuffled, and each column of the same "
-        "matrix permuted; each through the same definition."
-    )
-    FAILURE_MODES: ClassVar[str] = (
-        "All of it: see the sound probe value_manifold. Paper III does not say which of its numbers were "
-        "standardised; its figures cannot have been."
-    )
+    TITLE = "Value manifold, as published"
+    TEXT = Path(__file__).parents[1] / "texts" / "published_values.md"
 
     bootstrap: np.ndarray = quantity(
         "bootstrapped", "fraction", "PC1 share, standardised, over rows drawn with replacement", Figure("curve")
