@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmgeom.cache.shards import cache_folder, code
+from llmgeom.cache.shards import SCHEMA, cache_folder
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from llmgeom.model.passes import Work
     from llmgeom.model.subject import Subject
 
+# Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
+# tests/test_keys.py fails when the code of a capturing module changes and asks whether they do.
+CAPTURE_VERSION = 1
 FRESH = 2.0  # seconds in which a file may change again and keep its time
 
 
@@ -68,7 +71,7 @@ def of_run(subject: Subject) -> dict[str, Any]:
         "tokenizer": _tokenizer(subject.tokenizer),
         # Which of several cards it is on decides nothing.
         "device": sorted({place.split(":")[0] for place in facts["device"].split("+")}),
-        "code": [code(), _source(subject.model.__class__)],
+        "code": [CAPTURE_VERSION, SCHEMA, _source(subject.model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
     }
@@ -76,22 +79,31 @@ def of_run(subject: Subject) -> dict[str, Any]:
 
 @lru_cache
 def of_code(function: Callable[..., Any]) -> str:
-    """sha256 of the module that defines a function, without comments and docstrings; of its name where there is none."""
+    """sha256 of the code of the module that defines a function; the function's name where there is no source."""
     module = inspect.getmodule(function)
     try:
-        tree = ast.parse(inspect.getsource(module if module is not None else function))
+        return code_hash(inspect.getsource(module if module is not None else function))
     except (OSError, TypeError, SyntaxError):  # typed into a notebook
         return f"{function.__module__}.{function.__qualname__}"
+
+
+def code_hash(source: str) -> str:
+    """sha256 of the syntax tree of Python code, without docstrings; the same in every Python version."""
+    tree = ast.parse(source)
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if (
-            isinstance(body, list)
-            and body
-            and isinstance(body[0], ast.Expr)
-            and isinstance(body[0].value, ast.Constant)
-        ):
-            body.pop(0)
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+        match body := getattr(node, "body", None):
+            case [ast.Expr(value=ast.Constant(value=str())), *_]:
+                body.pop(0)
+    return hashlib.sha256(repr(_without_empty(tree)).encode()).hexdigest()
+
+
+def _without_empty(node: Any) -> Any:
+    """A syntax tree as lists and strings. Empty fields are left out: Python versions differ in them."""
+    if isinstance(node, list):
+        return [_without_empty(item) for item in node]
+    if not isinstance(node, ast.AST):
+        return repr(node)
+    return [type(node).__name__, {k: _without_empty(v) for k, v in ast.iter_fields(node) if v not in (None, [])}]
 
 
 def of_tokens(tokens: Tokens | Rows) -> str:

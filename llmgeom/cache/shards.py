@@ -11,7 +11,6 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,15 +25,6 @@ NAME = re.compile(r"(\d{5,})-([0-9a-f]{32})\.safetensors")
 ASIDE = "set-aside"
 FREE = "free space (`llmgeom cache rm`), or set LLMGEOM_CACHE to a folder elsewhere"
 RUN, SPEC = "run.json", "spec.json"
-# The modules that decide what a capture holds: who edits one is never given what the old one captured.
-CODE = (
-    *(
-        f"model/{n}"
-        for n in ("attention", "layers", "capture", "edits", "loading", "batching", "subject", "transformer_lens")
-    ),
-    "stats/information",
-    "cache/shards",
-)
 
 _log = logging.getLogger(__name__)
 
@@ -54,15 +44,6 @@ def captures_folder() -> Path:
 def run_key(run: Mapping[str, Any]) -> str:
     """The folder of a run, below which its captures are."""
     return digest(run)[:16]
-
-
-@lru_cache
-def code() -> str:
-    """sha256 of the sources that decide what a capture holds; 64 hex digits."""
-    total = hashlib.sha256(str(SCHEMA).encode())
-    for name in CODE:
-        total.update(hashlib.sha256((Path(__file__).parent.parent / f"{name}.py").read_bytes()).digest())
-    return total.hexdigest()
 
 
 def said(size: float) -> str:

@@ -13,9 +13,9 @@ import pytest
 import torch
 import transformers
 
+import llmgeom
 from llmgeom.batch import Batch, Text
-from llmgeom.cache import keys as fingerprint
-from llmgeom.cache import shards as store
+from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model import batching as plan
@@ -30,7 +30,7 @@ TEXTS = Batch(Text(("the river is", "a stone in the garden")), ("a", "b"), {"nam
 
 def key(subject: Subject, batch=None, sites=(Site.VALUE,), edits=(), positions="query", batch_tokens=4096):
     work = subject.work(batch or ragged(), sites, edits, positions=positions, batch_tokens=batch_tokens)
-    run, spec, _ = fingerprint.of(subject, work)
+    run, spec, _ = keys.of(subject, work)
     return digest(run), digest(spec)
 
 
@@ -103,9 +103,9 @@ def test_another_model_is_another_run(what):
 
 def test_other_prompts_sites_plans_and_edits_are_other_captures():
     subject = tiny()
-    keys = [key(subject)] + [key(subject, **options) for options in OTHER_CAPTURES.values()]
-    assert len({run for run, _ in keys}) == 1
-    assert len({spec for _, spec in keys}) == len(keys), list(OTHER_CAPTURES)
+    pairs = [key(subject)] + [key(subject, **options) for options in OTHER_CAPTURES.values()]
+    assert len({run for run, _ in pairs}) == 1
+    assert len({spec for _, spec in pairs}) == len(pairs), list(OTHER_CAPTURES)
 
 
 @pytest.mark.parametrize(
@@ -114,29 +114,52 @@ def test_other_prompts_sites_plans_and_edits_are_other_captures():
         ("torch", "__version__", "9"),
         ("transformers", "__version__", "9"),
         ("torch", "get_num_threads", lambda: 7),
-        ("llmgeom.cache.shards", "SCHEMA", 9),
+        ("llmgeom.cache.keys", "SCHEMA", 9),
+        ("llmgeom.cache.keys", "CAPTURE_VERSION", 9),
     ],
 )
 def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch, where, what, value):
     before = key(tiny())
     monkeypatch.setattr(sys.modules[where], what, value)
-    store.code.cache_clear()
-    try:
-        assert key(tiny())[0] != before[0]
-    finally:
-        store.code.cache_clear()
+    assert key(tiny())[0] != before[0]
 
 
-@pytest.mark.parametrize("name", store.CODE)
-def test_whoever_edits_what_captures_is_not_given_what_the_old_code_captured(monkeypatch, tmp_path, name):
-    for module in store.CODE:
-        (tmp_path / module).parent.mkdir(exist_ok=True)
-        shutil.copy(Path(store.__file__).parent.parent / f"{module}.py", tmp_path / f"{module}.py")
-    monkeypatch.setattr(store, "__file__", str(tmp_path / "cache" / "shards.py"))
-    same = store.code.__wrapped__()
-    assert same == store.code()
-    (tmp_path / f"{name}.py").write_text((tmp_path / f"{name}.py").read_text() + "\n")
-    assert store.code.__wrapped__() != same
+# The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
+CAPTURING = {
+    "model/attention": "577d209517bb5506",
+    "model/batching": "a5918c6265d41bdd",
+    "model/capture": "3a6deb3b25f95012",
+    "model/edits": "cae09ba0789da99f",
+    "model/layers": "b44249af452364d9",
+    "model/loading": "c5c79f582e15c3b5",
+    "model/passes": "761a20737f7f95f8",
+    "model/subject": "fff1b04b7b539cff",
+    "model/transformer_lens": "be5e368b911d6b05",
+    "cache/shards": "cba630d07113b55f",
+    "stats/information": "b72ec31c8f63febb",
+}
+
+
+@pytest.mark.parametrize("module", CAPTURING)
+def test_changed_capturing_code_asks_for_a_new_capture_version(module):
+    found = keys.code_hash((Path(llmgeom.__file__).parent / f"{module}.py").read_text())[:16]
+    assert found == CAPTURING[module], (
+        f"the code of llmgeom/{module}.py changed. If captures now hold other numbers, or the same in another form, "
+        f"raise CAPTURE_VERSION in llmgeom/cache/keys.py. Then set CAPTURING[{module!r}] to {found!r}"
+    )
+
+
+def test_layout_comments_and_docstrings_are_not_code():
+    hashes = [
+        keys.code_hash(source)
+        for source in (
+            "def f(x):\n    return x + 1\n",
+            '"""A module."""\n\ndef f(x):  # a note\n    """A function."""\n    return (x + 1)\n',
+            "def f(x):\n    return x + 2\n",
+            "def f(x):\n    return x + True\n",
+        )
+    ]
+    assert hashes[0] == hashes[1] and len(set(hashes)) == 3
 
 
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):
@@ -148,10 +171,10 @@ def test_how_batches_share_shards_is_in_the_key(monkeypatch):
 
 def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
     subject = tiny()
-    keys = [key(subject), key(subject.untrained(1)), key(subject.untrained(2))]
-    assert len({run for run, _ in keys}) == 1 and len({spec for _, spec in keys}) == 3
-    assert key(tiny().untrained(1)) == keys[1]
-    assert key(tiny(initializer_range=0.5).untrained(1))[0] != keys[1][0], "the config that they are drawn from"
+    pairs = [key(subject), key(subject.untrained(1)), key(subject.untrained(2))]
+    assert len({run for run, _ in pairs}) == 1 and len({spec for _, spec in pairs}) == 3
+    assert key(tiny().untrained(1)) == pairs[1]
+    assert key(tiny(initializer_range=0.5).untrained(1))[0] != pairs[1][0], "the config that they are drawn from"
 
 
 # ---- a model of files ------------------------------------------------------------------------------------------------
@@ -161,7 +184,7 @@ def test_twins_are_told_apart_by_their_seed_and_from_what_they_are_made_of():
 def folder(tmp_path, monkeypatch) -> Path:
     """A copy of the shipped model, too old to be noted as fresh, and a cache of its own."""
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(fingerprint, "FRESH", -1.0)
+    monkeypatch.setattr(keys, "FRESH", -1.0)
     shutil.copytree(hub.locate("pocket:pythia").path, tmp_path / "model")
     return tmp_path / "model"
 
@@ -175,17 +198,17 @@ def flip(path: Path) -> None:
 
 
 def test_a_model_is_known_by_its_files_which_are_read_once(folder, monkeypatch):
-    before, read = fingerprint.of_files(folder), []
-    whole = fingerprint.hashlib.file_digest
-    monkeypatch.setattr(fingerprint.hashlib, "file_digest", lambda f, kind: read.append(f.name) or whole(f, kind))
-    assert fingerprint.of_files(folder) == before and read == []
+    before, read = keys.of_files(folder), []
+    whole = keys.hashlib.file_digest
+    monkeypatch.setattr(keys.hashlib, "file_digest", lambda f, kind: read.append(f.name) or whole(f, kind))
+    assert keys.of_files(folder) == before and read == []
     flip(folder / "model.safetensors")
-    after = fingerprint.of_files(folder)
+    after = keys.of_files(folder)
     assert after != before and read == [str(folder / "model.safetensors")], "same path, size and time of writing"
     shutil.copytree(folder, folder.with_name("copy"))
-    assert fingerprint.of_files(folder.with_name("copy")) == after, "another place is no other model"
+    assert keys.of_files(folder.with_name("copy")) == after, "another place is no other model"
     (folder / "README.md").write_text("a note")
-    assert fingerprint.of_files(folder) == after
+    assert keys.of_files(folder) == after
     note = folder.parent / "cache" / "hashes.json"
     for bad in (
         "{cut",
@@ -193,14 +216,14 @@ def test_a_model_is_known_by_its_files_which_are_read_once(folder, monkeypatch):
         *(json.dumps({str(folder / "model.safetensors"): one}) for one in (3, [], ["x"], [1, 2])),
     ):
         note.write_text(bad)
-        assert fingerprint.of_files(folder) == after, bad
+        assert keys.of_files(folder) == after, bad
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
-    assert fingerprint.of_files(folder) != after
+    assert keys.of_files(folder) != after
 
 
 def test_what_was_written_just_now_is_not_noted(folder, monkeypatch):
-    monkeypatch.setattr(fingerprint, "FRESH", 60.0)
-    fingerprint.of_files(folder)
+    monkeypatch.setattr(keys, "FRESH", 60.0)
+    keys.of_files(folder)
     assert not (folder.parent / "cache" / "hashes.json").exists()
 
 
@@ -211,23 +234,23 @@ def test_a_file_of_the_hub_is_known_by_its_blob_and_not_read(tmp_path, monkeypat
     for at in (snapshot, blobs):
         at.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
-    keys = []
+    hashes = []
     for blob in ("1" * 64, "2" * 64):
         (snapshot / "model.safetensors").unlink(missing_ok=True)
         (snapshot / "model.safetensors").symlink_to(blobs / blob)  # and no blob there to read
-        keys.append(fingerprint.of_files(snapshot))
-    assert keys[0] != keys[1]
+        hashes.append(keys.of_files(snapshot))
+    assert hashes[0] != hashes[1]
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path))
     assert hub.folder(hub.Located("a/b", "a/b", "c" * 40, "cached")) == snapshot
 
 
 def test_a_loaded_model_is_kept_by_its_files_and_its_tokenizer(folder):
     subject = Subject.load(str(folder))
-    assert subject.identity == fingerprint.of_files(folder) == Subject.load("pocket:pythia").identity
+    assert subject.identity == keys.of_files(folder) == Subject.load("pocket:pythia").identity
     assert key(Subject.load("pocket:pythia"), TEXTS) == key(subject, TEXTS)
     subject.tokenizer.add_tokens(["river"])
     relabelled = Subject.of(subject.model, subject.tokenizer, "again", files=subject.identity)
-    fingerprint._tokenizer.cache_clear()
+    keys._tokenizer.cache_clear()
     assert key(relabelled)[0] != key(Subject.load(str(folder)))[0], "even where the prompts' tokens are the same"
     flip(folder / "model.safetensors")
     assert key(Subject.load(str(folder)))[0] != key(Subject.load("pocket:pythia"))[0]
