@@ -20,7 +20,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.nonce import Part
-from llmgeom.stats.information import bits
+from llmgeom.stats.information import best_constant, bits, skill_by_count
 from llmgeom.stats.resampling import jackknife
 from studies.ngram import KneserNey
 
@@ -147,28 +147,6 @@ def entropies(subject: Subject, name: str) -> dict[str, Any]:
 # ---- evidence -------------------------------------------------------------------------------------------------------
 
 
-def skill(
-    exact: Float[np.ndarray, "prompt outcome"], model: Float[np.ndarray, "prompt outcome"], k: np.ndarray
-) -> float:
-    """1 - sum KL(exact || model) / sum KL(exact || c_k) over prompts; both are log-probabilities in nats (unitless).
-
-    c_k is the best constant for prompts of k observations, the mean of their exact distributions, which minimises the
-    sum. 1 is the exact answer, 0 the best that ignores what was observed; worse than that is below 0.
-    """
-    return 1 - float(_kl(exact, model).sum() / _kl(exact, _constant(exact, k)).sum())
-
-
-def _constant(exact: np.ndarray, k: np.ndarray) -> np.ndarray:
-    _, group, size = np.unique(k, return_inverse=True, return_counts=True)
-    sums = np.stack([np.bincount(group, column) for column in np.exp(exact).T], axis=1)
-    return np.log(sums / size[:, None])[group]
-
-
-def _kl(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """KL(p || q) of each row in nats, for p without zeros."""
-    return (np.exp(log_p) * (log_p - log_q)).sum(1)
-
-
 @torch.no_grad()
 def answers(subject: Subject, batch: Batch, at_once: int = 64) -> tuple[np.ndarray, np.ndarray]:
     """What a model says of the two labels after each prompt: log P given that it is one of them [prompt 2], in nats,
@@ -208,19 +186,19 @@ def _graded(subject: Subject, name: str, which: str, each: int) -> dict[str, Any
     batch = source.sample(each * min(pairs, PAIRS) * (source.most - source.least + 1), 0)
     model, mass = answers(subject, batch)
     exact, k = batch.exact.predictive[:, -1].numpy(), np.array(batch.columns["k"])
-    cluster = np.array(batch.columns["pair"])
+    cluster, p = np.array(batch.columns["pair"]), np.exp(exact)
 
     def measured(rows: np.ndarray) -> dict[str, float | int]:
-        span = jackknife(lambda kept: skill(exact[kept], model[kept], k[kept]), rows, cluster[rows])
-        value = skill(exact[rows], model[rows], k[rows])
+        span = jackknife(lambda kept: skill_by_count(exact[kept], model[kept], k[kept]), rows, cluster[rows])
+        value = skill_by_count(exact[rows], model[rows], k[rows])
         return {"skill": value, "low": span.low, "high": span.high, "n": len(rows)}
 
     return {
         **measured(np.arange(len(batch))),
         "pairs": min(pairs, PAIRS),
         "label_mass": float(np.exp(mass).mean()),
-        "kl_bits": bits(float(_kl(exact, model).mean())),
-        "constant_kl_bits": bits(float(_kl(exact, _constant(exact, k)).mean())),
+        "kl_bits": bits(float((p * (exact - model)).sum(1).mean())),
+        "constant_kl_bits": bits(float((p * (exact - best_constant(exact, k))).sum(1).mean())),
         "by_k": {str(one): measured(np.flatnonzero(k == one)) for one in np.unique(k)},
     }
 

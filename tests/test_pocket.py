@@ -23,6 +23,7 @@ from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.grammar import templates
 from llmgeom.prompts.nonce import Evidence
+from llmgeom.stats.information import skill_by_count
 from studies import evaluate as exam
 from studies import pocket
 from studies.evaluate import DEMANDS, INDIFFERENT, Demands, missed
@@ -258,14 +259,14 @@ def test_held_out_templates_are_examined_and_never_trained_on():
 def test_an_oracle_has_skill_1_and_the_best_constant_of_each_k_has_0():
     batch = Evidence("is").sample(8 * 95, seed=0)
     exact, k = batch.posterior.predictive[:, 0].numpy(), np.array(batch.columns["k"])
-    assert exam.skill(exact, exact, k) == 1
+    assert skill_by_count(exact, exact, k) == 1
     mean = np.stack([np.log(np.exp(exact[k == one]).mean(0)) for one in k])
-    assert exam.skill(exact, mean, k) == pytest.approx(0, abs=1e-12)
+    assert skill_by_count(exact, mean, k) == pytest.approx(0, abs=1e-12)
     rng = np.random.default_rng(0)
     for _ in range(20):  # no other constant does better, and the mean of ten with the answer does
         p = np.clip(np.exp(mean[:, 0]) + rng.normal(0, 0.05, 9)[k], 0.01, 0.99)
-        assert exam.skill(exact, np.log(np.stack([p, 1 - p], axis=1)), k) < 0
-    assert 0 < exam.skill(exact, np.log((np.exp(exact) + 9 * np.exp(mean)) / 10), k) < 1
+        assert skill_by_count(exact, np.log(np.stack([p, 1 - p], axis=1)), k) < 0
+    assert 0 < skill_by_count(exact, np.log((np.exp(exact) + 9 * np.exp(mean)) / 10), k) < 1
 
 
 def test_answers_are_those_of_one_prompt_at_a_time(tiny):

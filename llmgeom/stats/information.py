@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, overload
 
+import numpy as np
+
 if TYPE_CHECKING:
-    import numpy as np
     from jaxtyping import Float
     from torch import Tensor
 
@@ -39,3 +40,27 @@ def kl(log_p: Float[Tensor, "*batch outcome"], log_q: Float[Tensor, "*batch outc
 def tv(log_p: Float[Tensor, "*batch outcome"], log_q: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
     """Total variation distance, half the L1 distance of the probabilities (0 to 1)."""
     return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+def skill_by_count(
+    exact: Float[np.ndarray, "prompt outcome"], model: Float[np.ndarray, "prompt outcome"], count: np.ndarray
+) -> float:
+    """Skill over the best constant: 1 - sum KL(exact || model) / sum KL(exact || c_k), unitless.
+
+    c_k is the best constant for prompts with k observations: the mean of their exact distributions, which minimises
+    the sum (derived here). 1 is the exact answer; 0 is the best answer that ignores the observations.
+
+    Args:
+        exact: Exact log-probabilities in nats, none of them -inf.
+        model: The model's log-probabilities in nats.
+        count: Observations shown in each prompt, [prompt].
+    """
+    p = np.exp(exact)
+    return 1 - float((p * (exact - model)).sum() / (p * (exact - best_constant(exact, count))).sum())
+
+
+def best_constant(exact: Float[np.ndarray, "prompt outcome"], count: np.ndarray) -> Float[np.ndarray, "prompt outcome"]:
+    """Log of the mean distribution over all prompts with the same count, in nats."""
+    _, group, size = np.unique(count, return_inverse=True, return_counts=True)
+    sums = np.stack([np.bincount(group, column) for column in np.exp(exact).T], axis=1)
+    return np.log(sums / size[:, None])[group]

@@ -20,12 +20,11 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence.observers import advantage, losses, readers, seen
 from llmgeom.prompts.sula import Sula
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.information import bits
+from llmgeom.stats.information import bits, skill_by_count
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.ridge_probe import decodability_interval, folds, read
 from llmgeom.stats.tests import correlation_interval, spearman
-from studies.evaluate import skill
 
 AT_ONCE = 256
 BAYES, UNTRAINED = "Bayesian over other readers", "re-initialised"
@@ -338,7 +337,7 @@ def measure_evidence(source: Sula, batch: Batch, own: Reading, untrained: Sequen
         return spearman(who.h_label[rows], h_exact[rows], _indicators(k[rows]))
 
     def skilled(who: Reading, rows: np.ndarray) -> float:
-        return skill(truth.log_p[rows], who.log_p[rows], k[rows])
+        return skill_by_count(truth.log_p[rows], who.log_p[rows], k[rows])
 
     everyone = (own, *untrained)
     same_k = correlation_interval(
