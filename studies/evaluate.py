@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from jaxtyping import Float
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
