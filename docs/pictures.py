@@ -36,7 +36,6 @@ PICTURES = {  # probe: run folder, quantity
     "published_keys": ("published", "baseline"),
     "published_values": ("published", "scores"),
     "qk_alignment": ("recall", "excess"),
-    "routing_law": ("pythia", "agreement"),
     "value_manifold": ("pythia", "scores"),
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 330, 70, 610, 50, 275

@@ -1,9 +1,9 @@
 # %% [markdown]
-# # What settles first in training, and does it follow the routing law?
+# # What settles first in training, and where does the next step move attention?
 #
 # A small model is trained in a wind tunnel at a constant rate, and another on random targets, which had nothing to
 # learn. At each snapshot: how far attention and values still are from their end, how far the answers are from Bayes'
-# rule, how strongly the loss pulls at each, and what a probe says; then the gradient law of attention. Less than a
+# rule, how strongly the loss pulls at each, and what a probe says; then the next step of descent. Less than a
 # minute on one core.
 
 # %%
@@ -13,7 +13,7 @@ from shutil import rmtree
 from llmgeom import Subject
 from llmgeom.commands.dynamics import Request, perform
 from llmgeom.dynamics.drift import settled
-from llmgeom.probes import known
+from llmgeom.papers import routing_law
 from llmgeom.progress import bar
 from llmgeom.record import Record
 from llmgeom.reports import figures
@@ -87,24 +87,23 @@ for name in ("frame", "value", "precision"):
 # %%
 first = Record.load(Path(folder) / "step0")
 for estimate in first.results["attention_write"].estimates:
-    print(f"{estimate.name}: {estimate.value:.3f} {estimate.cluster}, {estimate.verdict}")
+    print(f"{estimate.name}: {estimate.value:.3f} {estimate.unit}, {estimate.verdict}")
 
 # %% [markdown]
-# ## The routing law
+# ## The next step and the advantage
 #
 # Paper II: descent on an attention score raises it where the key's value serves the loss better than the average of
-# what the query already gets (a positive advantage). As arithmetic this holds in every softmax head, trained or not;
-# it is held against automatic differentiation. What can be false is that training, which moves no score by itself but
-# all weights at once, routes that way: of the attention, what share does the next step move to the side that the
-# advantage said? About one half where it tells nothing, and that is what advantages in random order give.
+# what the query already gets (a positive advantage). As arithmetic this holds in every softmax head, trained or not.
+# What can be false is that training, which moves no score by itself but all weights at once, routes that way: what
+# share of the attention does the next step move to the side that the advantage says? About one half where the advantage
+# tells nothing, and that is what advantages in random order give.
 
 # %%
 cut = named("bijection").cut(100, seed=1, split="held-out")
 for step in (steps[0], steps[len(steps) // 2], steps[-1]):
     subject = Subject.load(f"runs/learns/snapshots/step{step}")
-    law, follows, *_ = scan(subject, cut, known(["routing_law"])).results["routing_law"].estimates
-    print(f"step {step:3}: {law.name} {law.value:.0e}, {law.verdict}")
-    print(f"          {follows.name} {follows.value:.2f} ({follows.low:.2f} to {follows.high:.2f})", end=", ")
+    follows, *_ = scan(subject, cut, {"routing_law": routing_law}).results["routing_law"].estimates
+    print(f"step {step:3}: {follows.name} {follows.value:.2f} ({follows.low:.2f} to {follows.high:.2f})", end=", ")
     print(f"random order {follows.null_low:.2f} to {follows.null_high:.2f}: {follows.verdict}")
 
 # %%

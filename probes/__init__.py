@@ -17,7 +17,7 @@ from llmgeom.errors import UserError
 PROTOCOLS = ("sound", "published")
 # Edited passes and gradients, of every control too: more than the rest of a scan together, the more the deeper the model.
 # In prompts, which large models read, they are measured where they are asked for; in a tunnel always.
-ON_REQUEST = ("contribution", "routing_law")
+ON_REQUEST = ("contribution",)
 PUBLISHED = "published"
 
 

@@ -219,12 +219,10 @@ def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
 
 
 @pytest.mark.parametrize("run", ["dynamics"], indirect=True)
-def test_the_routing_law_holds_at_every_step_and_says_nothing_of_the_next(run):
+def test_the_next_step_is_compared_with_the_advantage_at_three_snapshots(run):
     told = "".join(out["text"] for out in run.outputs if out.get("name") == "stdout")
-    laws = re.findall(r"law against autograd (\S+), PASS", told)
     shares = re.findall(r"follows the advantage ([\d.]+) \(", told)
-    assert len(laws) == len(shares) == 3
-    assert all(float(error) < 1e-9 for error in laws) and all(0 < float(share) < 1 for share in shares)
+    assert len(shares) == 3 and all(0 < float(share) < 1 for share in shares)
 
 
 @pytest.mark.parametrize("run", ["your_own"], indirect=True)

@@ -18,8 +18,6 @@ from llmgeom.model.subject import Subject
 from llmgeom.stats import power
 from llmgeom.wind_tunnels.training import Training, train
 
-ROUTED = "read by routing_law"  # its passes, written out layer by layer, are no captures
-
 
 @pytest.fixture(scope="module")
 def tunnel(tmp_path_factory) -> Path:
@@ -63,14 +61,13 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     (name,) = plan.pools
     row, every = cost["sources"][name], planning.Source.of(plan, who, name).stages
     assert row["tokens"] == sum(one.tokens for one in every) and row["passes"] == sum(one.times for one in every)
-    passes = [one for one in every if one.stage != ROUTED]
     records, seen = scanned(plan, monkeypatch, tmp_path / "cache")
     (record,) = records.values()
     near = 0.08 if kind == "prompts" else 0.001  # other prompts are drawn, of the same pool; of a task the same
     # The check at load makes one of its three passes outside of captures.
-    assert seen["tokens"] == pytest.approx(sum(one.tokens for one in passes) - who.checked.sum(), rel=near)
-    assert seen["padded"] == pytest.approx(sum(sum(one.batches(4096)) for one in passes), rel=0.1)
-    pools = sum(one.tokens for one in passes if one.stage == "entropy of pools")
+    assert seen["tokens"] == pytest.approx(sum(one.tokens for one in every) - who.checked.sum(), rel=near)
+    assert seen["padded"] == pytest.approx(sum(sum(one.batches(4096)) for one in every), rel=0.1)
+    pools = sum(one.tokens for one in every if one.stage == "entropy of pools")
     assert (pools > 0) == (kind == "prompts")
     stored = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
     assert stored == pytest.approx(row["capture_bytes"], rel=0.15 if kind == "prompts" else 0.1)

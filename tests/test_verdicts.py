@@ -34,7 +34,7 @@ from llmgeom.stats.information import bits
 from llmgeom.stats.tests import prediction_p
 from tests.test_stats import coverage
 
-# Probes of the mechanism simulate nulls of their own, in their own files: untrained models obey the routing law, too.
+# Probes of the mechanism simulate nulls of their own, in their own files.
 PROBES = known(("attention_focus", "attention_write", "domain_restriction", "key_orthogonality", "value_manifold"))
 SITES = frozenset().union(*(probe.NEEDS.sites for probe in PROBES.values())) | {Site.ENTROPY}
 SAMPLES = frozenset().union(*(probe.NEEDS.samples for probe in PROBES.values()))

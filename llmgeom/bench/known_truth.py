@@ -16,6 +16,7 @@ from llmgeom.commands import patch as swap
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
+from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.posterior.scores import graded_on
@@ -172,10 +173,9 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     split = graded_on(task)
     whole = task.sample(n, seed, split)
     common: dict[str, Any] = {"seed": seed, "nulls": NULLS}
+    every_probe = {**probes.known(probes.names()), routing_law.NAME: routing_law}
     every: dict[str, Callable[[], Record]] = {
-        "scan": lambda: scan(
-            subject, task.cut(n, seed, split), probes.known(probes.names()), samples={WHOLE: whole}, **common
-        ),
+        "scan": lambda: scan(subject, task.cut(n, seed, split), every_probe, samples={WHOLE: whole}, **common),
         "swap": lambda: swap.examine(subject, task, n=n, **common),
         "heads": lambda: parts.examine(subject, whole, "heads", task=task, positions="all", **common),
         "blocks": lambda: parts.examine(subject, whole, "blocks", task=task, positions="all", **common),

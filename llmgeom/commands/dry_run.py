@@ -29,7 +29,7 @@ from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.subject import Subject
-from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment, routing_law
+from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment
 from llmgeom.reports.text import grid
 from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
 from llmgeom.stats import power
@@ -108,10 +108,6 @@ def _single_tokens(who: Weightless, of: Batch) -> np.ndarray:
     return np.ones(0 if rows else len(key_orthogonality.token_ids(who, replace(of, inputs=tokens))), int)
 
 
-def _routed(of: Batch) -> int:
-    return routing_law.PROMPTS if of.target is None else routing_law.SEQUENCES
-
-
 # What a probe's NEEDS.read runs itself, of the subject and of every control: times, lengths. A probe that is not here is
 # taken to run all prompts once.
 READ: Mapping[str, Callable[[Weightless, Batch], Runs]] = {
@@ -124,7 +120,6 @@ READ: Mapping[str, Callable[[Weightless, Batch], Runs]] = {
     "length_cliff": lambda who, of: [],
     "published_keys": lambda who, of: [],
     "qk_alignment": lambda who, of: [(1, (n := who.lengths(of))[qk_alignment.long_enough(n)])],
-    "routing_law": lambda who, of: [(3, _firsts(who, of, _routed(of)))],
 }
 
 
@@ -391,8 +386,6 @@ def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
     have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
     if claim.probe == "contribution":
         most = contribution.MOST
-    elif claim.probe == "routing_law":
-        most = _routed(batch)
     elif claim.probe == "belief_readout":
         most = belief_readout.MOST_ROWS // _queries(source.samples[WHOLE])
     return have if most is None else min(have, most), most

@@ -15,14 +15,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom import probes, wind_tunnels
+from llmgeom import wind_tunnels
 from llmgeom.bench.sweep import sweep
 from llmgeom.commands import dynamics
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
-from llmgeom.papers import paper1
+from llmgeom.papers import paper1, routing_law
 from llmgeom.papers.published_numbers import Check
+from llmgeom.papers.routing_law import NAME
 from llmgeom.papers.verdicts import Bench, over_seeds
 from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
@@ -495,8 +496,8 @@ def law(bench: Chain, test: Check, arch: str, metric: str) -> Estimate:
     folder = bench.out / "tunnels/law" / arch
     if not (folder / "scan/record.json").exists():
         batch = wind_tunnels.named(spec.task).cut(200, 0, "held-out")
-        scan(Subject.load(str(folder)), batch, probes.known(("routing_law",))).save(folder / "scan")
-    return _estimate(Record.load(folder / "scan"), "routing_law", metric)
+        scan(Subject.load(str(folder)), batch, {NAME: routing_law}).save(folder / "scan")
+    return _estimate(Record.load(folder / "scan"), NAME, metric)
 
 
 def settles(bench: Chain, test: Check, section: str, metric: str) -> Estimate:

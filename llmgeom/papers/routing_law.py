@@ -1,0 +1,293 @@
+"""Paper II's gradient law on one model: does a step of plain descent move attention as the advantage says?
+
+The law itself is arithmetic (llmgeom/model/attention_gradients.py): it is true of every softmax head, trained or not,
+and no claim that a model could pass. What can be false is that training, which moves no score by itself but all
+parameters at once, routes that way. This module measures that; `scan` runs it like a probe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.batch import Batch
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
+from llmgeom.model.attention_gradients import DECREASE, Mixing, step
+from llmgeom.model.subject import Subject
+from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Result as Base
+from llmgeom.scan import NULLS, Needs, View
+from llmgeom.stats.resampling import jackknife
+
+NAME = "routing_law"
+PROMPTS, SEQUENCES = 8, 32  # a text asks for a prediction at every token, a sequence of a tunnel for one
+SHUFFLES = NULLS
+EXACT = 1e-9  # of the largest gradient: how far the formulas may lie from automatic differentiation in float64
+NEXT, PULLED = "next step follows the advantage", "the same, weighted by the gradient"
+BEYOND, PART = "next step follows the advantage, beyond untrained", "advantage's part of the score gradient"
+CLAIMS = declared(NAME)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one model's gradients and its next step say; sums are [layer head sequence].
+
+    error      [gradient layer] largest |law - autograd| over the largest |autograd|.
+    rival      [layer] the same of the score gradient without the baseline E_i b (of a scan: with one).
+    mass       attention of the rows that have a choice, which sums to 1 a row; positive: its part on keys of positive
+               advantage; agree: its part on keys whose share the step moves as the advantage says.
+    pull       |dL/ds|; pulled: its part on keys whose share the step moves as the advantage says.
+    shuffled   [draw layer weight head] `agree` and `pulled`, summed over sequences, with the advantages of each row in
+               random order.
+    relative, whole   squared score gradient: the part that moves weight between keys, and all of it.
+    stakes     [layer head] mean over rows of sum_j |dL/ds_ij|, nats per unit of score, for the summed loss.
+    map        [query key] -dL/ds of the first sequence at `where`, the (layer, head) of the highest stakes.
+    names      the kinds of gradient; clusters: the cluster of each sequence; scan: the model is a selective scan.
+    expected, decrease   fall of the loss by the step, in nats: to first order, and as it came out.
+    """
+
+    error: np.ndarray
+    rival: np.ndarray
+    mass: np.ndarray
+    positive: np.ndarray
+    agree: np.ndarray
+    pull: np.ndarray
+    pulled: np.ndarray
+    shuffled: np.ndarray
+    relative: np.ndarray
+    whole: np.ndarray
+    stakes: np.ndarray
+    map: np.ndarray
+    where: tuple[int, int]
+    names: tuple[str, ...]
+    clusters: np.ndarray
+    queries: int
+    scan: bool
+    expected: float
+    decrease: float
+
+
+def read(subject: Subject, batch: Batch) -> Reading:
+    """One forward, backward and step on the first input of each of the first few clusters.
+
+    Raises:
+        Unavailable: Gradients cannot be computed for this model; see `attention_gradients.step`.
+    """
+    first = {cluster: i for i, cluster in reversed(list(enumerate(batch.cluster)))}
+    chosen = sorted(first.values())[: PROMPTS if batch.target is None else SEQUENCES]
+    taken = step(subject, batch.take(chosen))
+    layers, queries = taken.before.layers, taken.before.queries
+    generator = torch.Generator().manual_seed(0)
+    sums = [_sums(mixing, moved, generator) for mixing, moved in zip(layers, taken.share, strict=True)]
+    stakes = np.stack([_stakes(mixing, queries) for mixing in layers])
+    layer, head = (int(i) for i in np.unravel_index(int(stakes.argmax()), stakes.shape))
+    length = int(subject.tokens(batch.take(chosen[:1])).lengths[0])
+    return Reading(
+        error=np.array([[float(e.max()) for e in mixing.errors.values()] for mixing in layers]).T,
+        rival=np.array([_rival(mixing) for mixing in layers]),
+        **{name: np.stack([each[name] for each in sums]) for name in sums[0] if name != "shuffled"},
+        shuffled=np.stack([each["shuffled"] for each in sums], 1),
+        stakes=stakes,
+        map=(-queries * layers[layer].law.score[0, head, :length, :length]).cpu().numpy(),
+        where=(layer, head),
+        names=tuple(f.name for f in fields(layers[0].law)),
+        clusters=np.asarray(batch.cluster)[chosen],
+        queries=queries,
+        scan=layers[0].scan,
+        expected=taken.expected,
+        decrease=taken.found,
+    )
+
+
+def _sums(mixing: Mixing, moved: Tensor, generator: torch.Generator) -> dict[str, np.ndarray]:
+    """The sums of a Reading for one layer, [head sequence]; shuffled [draw weight head]."""
+    choice = mixing.seen & (mixing.seen.sum(-1, keepdim=True) > 1)
+    share, advantage = mixing.share * choice, mixing.advantage
+    gradient = mixing.law.score * choice
+    follows = (advantage * moved > 0).double()
+
+    def total(x: Tensor) -> np.ndarray:
+        return x.sum((-2, -1)).T.cpu().numpy()
+
+    return {
+        "mass": total(share),
+        "positive": total(share * (advantage > 0)),
+        "agree": total(share * follows),
+        "pull": total(gradient.abs()),
+        "pulled": total(gradient.abs() * follows),
+        "relative": total((share * advantage).square() if mixing.scan else gradient.square()),
+        "whole": total(gradient.square()),
+        "shuffled": _shuffles(advantage, moved, choice, (share, gradient.abs()), generator).cpu().numpy(),
+    }
+
+
+def _shuffles(
+    advantage: Tensor, moved: Tensor, among: Tensor, weights: Sequence[Tensor], generator: torch.Generator
+) -> Tensor:
+    """[draw weight head]: what agrees when the advantages of each row are in random order among the keys that count."""
+    places = (~among).to(torch.uint8).argsort(-1)  # keys that count first, equally many in both orders
+    draws = []
+    for _ in range(SHUFFLES):
+        lots = torch.rand(among.shape, generator=generator).to(among.device).masked_fill_(~among, 2)
+        other = torch.empty_like(advantage).scatter_(-1, places, advantage.gather(-1, lots.argsort(-1)))
+        follows = other * moved > 0
+        draws.append(torch.stack([(weight * follows).sum((0, 2, 3)) for weight in weights]))
+    return torch.stack(draws)
+
+
+def _stakes(mixing: Mixing, queries: int) -> np.ndarray:
+    rows = mixing.seen.any(-1).sum((0, 2)).clamp_min(1)
+    return (queries * mixing.law.score.abs().sum((0, 2, 3)) / rows).cpu().numpy()
+
+
+def _rival(mixing: Mixing) -> float:
+    """Error of the law of attention without its baseline, or of a scan's law with one."""
+    truth = mixing.autograd.score
+    wrong = -mixing.share * mixing.advantage if mixing.scan else mixing.weight * mixing.b
+    return float((wrong - truth).abs().max() / truth.abs().max().clamp_min(torch.finfo(truth.dtype).tiny))
+
+
+NEEDS = Needs(shuffled=False, read=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """What is at stake in every head's routing, and how far the next step follows the advantage."""
+
+    TITLE = "Next step and advantage"
+    MEANING = (
+        "Paper II: descent on an attention score raises it where the key's value serves the loss better than the "
+        "average of what the query already gets (a positive advantage). As arithmetic this holds for every softmax "
+        "head, trained or not. Training moves no score by itself but all parameters at once: agreement of 1 says that "
+        "it routes as the advantage says, and the shuffled level that the advantage does not tell where weight goes "
+        "next. A selective scan obeys another law: its weights are not normalised, no baseline is subtracted, and the "
+        "advantage is one part of its score gradient."
+    )
+    COMPUTED = (
+        "A float64 copy of the model, one forward and backward on the mean loss of the first prompt of each of 8 "
+        "templates (every next token), or of 32 sequences of a tunnel (the outcome drawn). Then one step of plain "
+        f"gradient descent on all parameters, so small that the loss falls by {DECREASE:g} of itself. Agreement: the "
+        "share of attention on keys whose log weight the step moves to the side that the advantage says, over all "
+        "heads, layers and rows that have a choice. Intervals are jackknifed over templates or sequences, each left "
+        "out of the sums, not of the step."
+    )
+    NULL = (
+        "The advantages of each row in random order (20 draws); and the model re-initialised, with gradients and a "
+        "step of its own."
+    )
+    FAILURE_MODES = (
+        "About half of the attention always lies on either side of the average, so a map of its positive part is near "
+        "one half wherever keys are many. A step that is not plain descent (Adam, momentum) may follow more or less. "
+        "Rows with one key, and queries that the loss does not depend on, are not counted; a tunnel's cut sequences "
+        "ask one query each, so that the last layer has one row of each. Gradients are sums: a few sequences may "
+        "decide them."
+    )
+
+    error: np.ndarray = quantity("gradient layer", "of the largest", "largest |law - autograd|", Figure("heatmap"))
+    rival: np.ndarray = quantity(
+        "layer", "of the largest", "error of the score law without its baseline (of a scan: with one)"
+    )
+    map: np.ndarray = quantity(
+        "query key", "nats per unit of score", "-dL/ds: where weight should go, head of the highest stakes",
+        Figure("heatmap"),
+    )  # fmt: skip
+    stakes: np.ndarray = quantity(
+        "layer head", "nats per unit of score", "sum over keys of |dL/ds|, mean over queries", Figure("heatmap")
+    )
+    positive: np.ndarray = quantity(
+        "layer head", "fraction", "share of attention on keys of positive advantage", Figure("heatmap")
+    )
+    follows: np.ndarray = quantity(
+        "layer head", "fraction", "share of attention that the next step moves as the advantage says", Figure("heatmap")
+    )
+    agreement: np.ndarray = quantity(
+        "layer",
+        "fraction",
+        "share of attention that the next step moves as the advantage says",
+        Figure("curve", band="agreement_null"),
+    )
+    agreement_null: np.ndarray = quantity("layer bound", "fraction", "advantages of a row in random order")
+    estimates: tuple[Estimate, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
+
+
+def measure(view: View) -> Result:
+    """Maps, curves and metrics from the readings of the model and of its untrained controls.
+
+    Raises:
+        UserError: The formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
+            row has two keys.
+    """
+    ours, controls = view.reading, view.control_readings
+    if ours is None:
+        raise UserError("the routing law is read from a model's gradients; scan a model, not a stored capture")
+    every, clusters = np.arange(len(ours.clusters)), len(ours.clusters)
+    if clusters < 5 or not ours.mass.sum():
+        raise UserError(
+            f"{clusters} templates or sequences with {ours.mass.sum():.0f} rows of two keys; at least 5 are needed"
+        )
+    if (worst := float(ours.error.max())) > EXACT:
+        raise UserError(
+            f"the law's gradients lie {worst:.2g} of the largest from those of automatic differentiation: this model's "
+            "attention is not what the formulas describe"
+        )
+    shuffled = _ratio(ours.shuffled.sum((1, 3)), np.array([ours.mass.sum(), ours.pull.sum()]))
+
+    def share(name: str, over: str, under: str, draws: np.ndarray | None = None) -> Estimate:
+        """Ratio of two sums against the draws in random order, or without these against the untrained controls."""
+
+        def statistic(rows: np.ndarray, of: Reading = ours) -> float:
+            return float(_ratio(getattr(of, over)[..., rows].sum(), getattr(of, under)[..., rows].sum()))
+
+        value, claim, source = statistic(every), CLAIMS[name], "advantages in random order"
+        if draws is None:
+            source, draws = "re-initialised", np.array([statistic(every, control) for control in controls])
+        null = Null.of(source, value, draws, claim.side)
+        interval = jackknife(statistic, every, ours.clusters)
+        return estimate(claim, value, interval, [null], n=ours.queries, clusters=clusters)
+
+    estimates = [share(NEXT, "agree", "mass", shuffled[:, 0]), share(PULLED, "pulled", "pull", shuffled[:, 1])]
+    if controls:
+        estimates.append(share(BEYOND, "agree", "mass"))
+        if ours.scan:
+            estimates.append(share(PART, "relative", "whole"))
+    return Result(
+        error=ours.error,
+        rival=ours.rival,
+        map=ours.map,
+        stakes=ours.stakes,
+        positive=_ratio(ours.positive.sum(2), ours.mass.sum(2)),
+        follows=_ratio(ours.agree.sum(2), ours.mass.sum(2)),
+        agreement=_ratio(ours.agree.sum((1, 2)), ours.mass.sum((1, 2))),
+        agreement_null=layer_band({"random order": _ratio(ours.shuffled[:, :, 0].sum(2), ours.mass.sum((1, 2)))}),
+        estimates=tuple(estimates),
+        warnings=_warnings(ours),
+        notes=(
+            f"map: layer {ours.where[0]}, head {ours.where[1]}, the first prompt or sequence",
+            f"{ours.queries} predictions in {clusters} prompts or sequences",
+            f"the law's gradients agree with automatic differentiation to {worst:.1g} of the largest",
+        ),
+        ticks={"gradient": ours.names},
+    )
+
+
+def _ratio(over: np.ndarray, under: np.ndarray) -> np.ndarray:
+    """over / under; 0 where `under` is 0."""
+    over, under = np.broadcast_arrays(over, under)
+    return np.divide(over, under, out=np.zeros_like(over), where=under > 0)
+
+
+def _warnings(ours: Reading) -> tuple[str, ...]:
+    if abs(ours.decrease / ours.expected - 1) < 0.05:
+        return ()
+    return (
+        f"the step lowered the loss by {ours.decrease:.2g} nats where {ours.expected:.2g} was expected: it is no small "
+        "step, and agreement is that of this step",
+    )
