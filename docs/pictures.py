@@ -111,7 +111,7 @@ def curve(measured, name: str) -> list[str]:
 
 
 def scatter(measured, name: str, entropy: np.ndarray) -> list[str]:
-    points, cluster = measured.arrays[name], measured.quantities[name].cluster
+    points, cluster = measured.arrays[name], measured.quantities[name].unit
     y, drawn = upright(points[:, 1].min(), points[:, 1].max(), f"component 2 [{cluster}]")
     x = scale(points[:, 0].min(), points[:, 0].max(), LEFT + 15, RIGHT - 15)
     share = (entropy - entropy.min()) / (np.ptp(entropy) or 1)

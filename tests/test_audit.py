@@ -40,7 +40,7 @@ def subject_of(family: str) -> Subject:
 
 def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, reading=None) -> View:
     """A view whose last layer's values are these, of models whose values are `draws`."""
-    batch = replace(ragged(lengths=(5,) * len(values)), unit=tuple(f"t{i // 2}" for i in range(len(values))))
+    batch = replace(ragged(lengths=(5,) * len(values)), cluster=tuple(f"t{i // 2}" for i in range(len(values))))
 
     def of(x: np.ndarray) -> Capture:
         rows = torch.arange(len(x))

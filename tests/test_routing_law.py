@@ -107,7 +107,7 @@ def test_shuffles_permute_each_row_among_the_keys_that_count():
 def test_reading_a_model_counts_what_its_gradients_say():
     """One head's numbers by plain loops over the pairs."""
     subject, batch = Subject.of(FAMILIES["llama"].model()), ragged(lengths=(9, 5, 7, 8, 6, 4))
-    batch = replace(batch, unit=("a", "a", "b", "c", "d", "e"))
+    batch = replace(batch, cluster=("a", "a", "b", "c", "d", "e"))
     found = routing_law.read(subject, batch)
     assert found.clusters.tolist() == ["a", "b", "c", "d", "e"]
     taken = step(subject, batch.take([0, 2, 3, 4, 5]))

@@ -430,7 +430,7 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
     return (
         row["name"],
-        f"{row['effect']:g} {row['cluster']}",
+        f"{row['effect']:g} {row['unit']}",
         said("interval_units"),
         said("needed_units") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
         said("any_layer_units"),
