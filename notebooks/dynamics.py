@@ -11,7 +11,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from llmgeom import Subject
-from llmgeom.commands.dynamics import Request, perform
+from llmgeom.commands.dynamics import RunConfig, perform
 from llmgeom.dynamics.drift import settled
 from llmgeom.papers import routing_law
 from llmgeom.progress import bar
@@ -42,7 +42,7 @@ for name, corrupt in runs.items():
 # experiment, `llmgeom dynamics --task bijection`.
 
 # %%
-asked = Request(
+asked = RunConfig(
     runs=tuple(f"runs/{name}" for name in runs), probes=("attention_write",), n=100, out="runs/notebook-dynamics"
 )
 rmtree("runs/notebook-dynamics", ignore_errors=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from shutil import rmtree
 
 from llmgeom import Subject
-from llmgeom.commands.grade import Request, grade, perform
+from llmgeom.commands.grade import RunConfig, grade, perform
 from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
@@ -51,7 +51,7 @@ print("\n".join(trained.lines()[:2]))
 
 # %%
 with bar() as progress:
-    folder, graded = perform(Request(model=str(out), n=500, out="runs/notebook-tunnel"), progress)
+    folder, graded = perform(RunConfig(model=str(out), n=500, out="runs/notebook-tunnel"), progress)
 graded
 
 # %%

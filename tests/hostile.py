@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import click
 from click.testing import CliRunner, Result
 
-from llmgeom.cli import main
+from llmgeom.cli import COMMANDS, main
 from llmgeom.reports.text import visible
 
 SECONDS = 60  # after which a command hangs; the slowest here takes three
@@ -18,11 +18,13 @@ CODES = (0, 1, 2, 3, 130)
 
 def commands() -> dict[str, click.Command]:
     """Every command that does something, by its words: of a group, those in it."""
-    found: dict[str, click.Command] = {}
-    for name, one in main.commands.items():
-        inner = one.commands if isinstance(one, click.Group) else {}
-        found |= {f"{name} {word}": each for word, each in inner.items()} or {name: one}
-    return found
+    every: dict[str, click.Command] = {}
+    for group in COMMANDS.values():
+        for name in group:
+            command = main.get_command(click.Context(main), name)
+            inner = command.commands if isinstance(command, click.Group) else {}
+            every |= {f"{name} {word}": verb for word, verb in inner.items()} or {name: command}
+    return every
 
 
 class Hang(BaseException):

@@ -53,7 +53,7 @@ def scan(folder: Path, place: str) -> None:
     for what, (owner, attribute) in PLACES.items():
         watch(what, owner, attribute)
     os.environ["LLMGEOM_CACHE"] = str(folder / "cache")
-    asked = scanning.Request(
+    asked = scanning.RunConfig(
         domains=("math",),
         n=10,
         limit=40,

@@ -16,7 +16,7 @@ from llmgeom.commands.ablate import (
     EQUAL,
     KL,
     MODES,
-    Request,
+    RunConfig,
     _together,
     examine,
     measure_found,
@@ -456,7 +456,7 @@ def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
 
 
 def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
-    asked = Request(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="only",
+    asked = RunConfig(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="only",
                     positions="all", layers="1,3", out=str(tmp_path / "run"))  # fmt: skip
     out, record = perform(asked)
     assert (
@@ -492,6 +492,6 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
-    monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr(RunConfig, "load", lambda self: pytest.fail("loaded"))
     with pytest.raises(UserError, match=says):
-        perform(Request(**wrong))
+        perform(RunConfig(**wrong))

@@ -93,7 +93,7 @@ def test_fail_on_exits_3(run_folder, tmp_path):
         *("--fail-on", "undecided", "--fail-on", "not above null"),
     )
     assert result.exit_code == 3
-    assert "--fail-on: there are verdicts" in result.stderr
+    assert "--fail-on" in result.stderr
 
 
 def test_report_draws_runs_without_loading_a_model(run_folder, tmp_path):
@@ -112,7 +112,7 @@ def test_report_draws_runs_without_loading_a_model(run_folder, tmp_path):
     [
         (["--domain", "mth"], "unknown domain 'mth': did you mean 'math'?"),
         (["--probes", "value_manifolds"], "unknown probe 'value_manifolds': did you mean 'value_manifold'?"),
-        (["--n", "1"], "--n 1: a scan needs at least 10 prompts"),
+        (["--n", "1"], "--n 1: expected at least 10"),
         (["--n", "100000"], "--n 100000: mixed gives a pool of"),
         (["--model", "pocket:pithia"], "pocket:pythia"),
         (["--model", "./nowhere"], "nowhere"),

@@ -482,7 +482,7 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
         ("mha", first, {"domains": ("math",), "n": 30, "limit": 60}),
         ("mqa", second, {"prompts_from": str(first)}),
     ):
-        request = scanning.Request(model=str(tmp_path / name), nulls=1, out=str(out), probes=probes, **asked)
+        request = scanning.RunConfig(model=str(tmp_path / name), nulls=1, out=str(out), probes=probes, **asked)
         list(scanning.perform(scanning.prepare(request)))
     records = [Record.load(folder) for folder in (first, second)]
     assert records[0].prompts["text"] == records[1].prompts["text"]

@@ -19,7 +19,7 @@ from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands import dynamics
 from llmgeom.commands.comparison import alignment, gram
-from llmgeom.commands.dynamics import Request, over_training, perform, table
+from llmgeom.commands.dynamics import RunConfig, over_training, perform, table
 from llmgeom.dynamics.drift import Drifts, drifts, fallen, less_p, mean_log, settled, state
 from llmgeom.dynamics.trajectories import Course, Run, sections
 from llmgeom.errors import UserError
@@ -55,7 +55,7 @@ def followed(runs, tmp_path_factory):
     """The whole command, with one probe."""
     out = tmp_path_factory.mktemp("dynamics") / "out"
     told: list = []
-    asked = Request(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(out))
+    asked = RunConfig(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(out))
     return *perform(asked, lambda *said: told.append(said)), told
 
 
@@ -296,7 +296,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     each = []
     for name, corrupt in (("run0", 0.0), ("run1", 0.0), ("random0", 1.0), ("random1", 1.0)):
         run = Run.of(runs[name])
-        batch = dynamics.probe_batch(task, Request(runs=("a",), n=12), corrupt)
+        batch = dynamics.probe_batch(task, RunConfig(runs=("a",), n=12), corrupt)
         each.append(drifts([state(run.load(i), batch, task) for i in range(len(STEPS))]))
         kl = grade(run.load(-1), task, 12, 0, corrupt=corrupt).kl
         assert each[-1].precision[-1] == pytest.approx(kl)  # against what is right for those targets
@@ -311,10 +311,10 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     h = next(h for h in measured.estimates if h.name == "frame over values, half-way")
     by_hand = [crossing(d.frame) / crossing(d.value) for d in each[:2]]
     assert h.value == pytest.approx(stats.gmean(by_hand), rel=1e-3) and h.n == h.clusters == 2
-    pull = signals(Run.of(runs["run1"]).load(2), dynamics.probe_batch(task, Request(runs=("a",), n=12), 0.0))
+    pull = signals(Run.of(runs["run1"]).load(2), dynamics.probe_batch(task, RunConfig(runs=("a",), n=12), 0.0))
     most = max(
         signals(
-            Run.of(runs["run1"]).load(i), dynamics.probe_batch(task, Request(runs=("a",), n=12), 0.0)
+            Run.of(runs["run1"]).load(i), dynamics.probe_batch(task, RunConfig(runs=("a",), n=12), 0.0)
         ).score_gradient[0]
         for i in range(len(STEPS))
     )
@@ -368,7 +368,7 @@ def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):
 
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, runs, tmp_path, monkeypatch):
     out, *_ = followed
-    asked = Request(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(tmp_path / "out"))
+    asked = RunConfig(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(tmp_path / "out"))
     seen: list[int] = []
     plain = dynamics.scan
 
@@ -414,7 +414,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
 def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(dynamics, "TRAINED", replace(TINY, steps=16))
-    asked = Request(task=TASK, seeds=1, quick=True, probes=(), n=12, out=str(tmp_path / "out"))
+    asked = RunConfig(task=TASK, seeds=1, quick=True, probes=(), n=12, out=str(tmp_path / "out"))
     _, record = perform(asked)
     facts = [json.loads((tmp_path / f"out/runs/{kind}-seed0/training.json").read_text()) for kind in ("run", "random")]
     assert [f["training"]["corrupt"] for f in facts] == [0.0, 1.0] and facts[0]["step"] == 4
@@ -427,7 +427,7 @@ def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
 def test_a_model_without_attention_says_why_it_has_no_frame(tmp_path):
     made = train(replace(TINY, arch="lstm"), tmp_path / "lstm").out
     out, record = perform(
-        Request(runs=(str(made),), probes=("value_manifold",), n=12, nulls=1, out=str(tmp_path / "o"))
+        RunConfig(runs=(str(made),), probes=("value_manifold",), n=12, nulls=1, out=str(tmp_path / "o"))
     )
     assert not record.results and set(record.unmeasured) >= {"drift", "gradients"}
     assert "attention" in record.unmeasured["drift"] and "not measured, because" in (out / "report.html").read_text()
@@ -435,7 +435,7 @@ def test_a_model_without_attention_says_why_it_has_no_frame(tmp_path):
 
 def test_a_scan_has_no_frame_and_still_says_what_the_loss_asks_of_it(tmp_path):
     made = train(replace(TINY, arch="mamba2"), tmp_path / "mamba2").out
-    _, record = perform(Request(runs=(str(made),), probes=(), n=12, out=str(tmp_path / "o")))
+    _, record = perform(RunConfig(runs=(str(made),), probes=(), n=12, out=str(tmp_path / "o")))
     assert set(record.unmeasured) == {"drift"} and "attention" in record.unmeasured["drift"]
     assert list(record.results) == ["gradients"] and record.results["gradients"].arrays["score_gradient"].max() == 1
 
@@ -456,7 +456,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
         return held[revision]
 
     monkeypatch.setattr(Subject, "load", classmethod(stub))
-    asked = Request(model="a/b", revisions=tuple(held), probes=(), n=10, offline=True, out=str(tmp_path / "o"))
+    asked = RunConfig(model="a/b", revisions=tuple(held), probes=(), n=10, offline=True, out=str(tmp_path / "o"))
     _, record = perform(asked)
     assert called[:3] == [("a/b", revision, True) for revision in held]
     precision, batch = record.results["drift"].arrays["precision"], dynamics.probe_batch(None, asked, 0.0)
@@ -467,7 +467,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     assert {h.verdict for h in record.results["drift"].estimates} <= {"INCONCLUSIVE", "undecided"}
     assert any("log P does not fall" in note for note in record.results["drift"].notes)
     assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --n 10 --probes '' --offline"
-    assert Request(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
+    assert RunConfig(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
 
 
 # ---- refusals -------------------------------------------------------------------------------------------------------
@@ -486,7 +486,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
 )
 def test_what_cannot_be_asked_is_refused(given, why):
     with pytest.raises(UserError, match=why):
-        Request(**given)
+        RunConfig(**given)
 
 
 @pytest.mark.parametrize(
@@ -513,7 +513,7 @@ def test_snapshots_are_in_the_order_of_their_steps(runs, monkeypatch):
 def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
     def refused(why, *folders):
         with pytest.raises(UserError, match=why):
-            perform(Request(runs=folders, probes=(), out=str(tmp_path / "out")))
+            perform(RunConfig(runs=folders, probes=(), out=str(tmp_path / "out")))
         assert not (tmp_path / "out").exists()
 
     refused("is no finished run of `llmgeom train`", str(tmp_path))
@@ -538,10 +538,10 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
 def test_another_run_s_folder_is_not_written_into(followed, runs):
     out, *_ = followed
     with pytest.raises(UserError, match="holds another run"):
-        perform(Request(runs=(runs["run0"],), probes=("attention_write",), n=12, nulls=2, out=str(out)))
+        perform(RunConfig(runs=(runs["run0"],), probes=("attention_write",), n=12, nulls=2, out=str(out)))
 
 
 def test_a_falling_rate_is_said(runs, tmp_path):
     made = str(train(replace(TINY, schedule="cosine", seed=7), tmp_path / "cosine").out)
-    _, record = perform(Request(runs=(made,), probes=(), n=12, out=str(tmp_path / "out")))
+    _, record = perform(RunConfig(runs=(made,), probes=(), n=12, out=str(tmp_path / "out")))
     assert any("cosine schedule" in warning and "--schedule constant" in warning for warning in record.warnings)

@@ -16,7 +16,7 @@ from scipy import integrate, stats
 
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands.grade import Request, Told, examine, grade, perform, table
+from llmgeom.commands.grade import RunConfig, Told, examine, grade, perform, table
 from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -616,7 +616,7 @@ def tunnel(tmp_path_factory):
 
 
 def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
-    out, record = perform(Request(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run")))
+    out, record = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run")))
     assert found(record, "posterior", SKILL).value > 0.9
     assert 0.001 < found(record, "posterior", KL).value < 0.1
     assert found(record, "posterior", "mae_abs").verdict == "below null"
@@ -624,7 +624,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     assert "training drew 16,000 sequences" in record.facts["sizes"]
     assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200"
     assert (out / "report.html").exists()
-    again = perform(Request(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again")))[1]
+    again = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "again")))[1]
     for probe, measured in Record.load(out).results.items():
         for name, array in measured.arrays.items():
             np.testing.assert_array_equal(array, again.results[probe].arrays[name])
@@ -641,14 +641,14 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
 
 
 def test_the_first_snapshot_says_that_it_is_untrained(tunnel, tmp_path):
-    asked = Request(model=str(tunnel / "snapshots" / "step0"), n=50, nulls=20, out=str(tmp_path / "run"))
+    asked = RunConfig(model=str(tunnel / "snapshots" / "step0"), n=50, nulls=20, out=str(tmp_path / "run"))
     record = perform(asked)[1]
     assert "untrained: the weights of step 0" in record.warnings
     assert found(record, "posterior", KL).verdict == found(record, "posterior", SKILL).verdict == "FAIL"
 
 
 def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):
-    asked = Request(model=str(tunnel), task="bijection:pairs=8", n=50, nulls=20, out=str(tmp_path / "run"))
+    asked = RunConfig(model=str(tunnel), task="bijection:pairs=8", n=50, nulls=20, out=str(tmp_path / "run"))
     record = perform(asked)[1]
     assert record.facts["horizon"] == 7 and len(record.results["posterior_horizon"].arrays["kl"]) == 8
     assert not any("never trained" in warning for warning in record.warnings)
@@ -686,4 +686,4 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
     save_model(model, tmp_path / "copy", facts)
     (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
     with pytest.raises(UserError, match=r"task\.json is corrupt \(it does not say what was trained"):
-        perform(Request(model=str(tmp_path / "copy")))
+        perform(RunConfig(model=str(tmp_path / "copy")))

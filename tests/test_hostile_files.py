@@ -333,7 +333,7 @@ def test_many_values_that_are_wrong_anywhere_end_in_a_sentence(broken, data):
 # ---- run folders ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["report", "compare", "scan --prompts-from"])
+@pytest.mark.parametrize("command", ["report", "scan --prompts-from"])
 def test_a_run_folder_that_is_broken_anywhere_ends_in_a_sentence(tmp_path, command):
     record().save(tmp_path / "run")
     path = tmp_path / "run/record.json"

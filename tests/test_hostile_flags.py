@@ -22,16 +22,13 @@ LOADS = "this is where a model would be loaded or made"
 BESIDE = {
     "scan": ["--limit", "20", "--domain", "math"],
     "ablate": ["--limit", "20"],
-    "audit": ["--limit", "20"],
-    "swap": ["--task", "coin:flips=4"],
+    "patch": ["--task", "coin:flips=4"],
     "grade": ["--task", "coin:flips=4"],
     "dynamics": ["--task", "coin:flips=4"],
     "train": ["coin:flips=4", "--steps", "2", "--batch", "2", "--arch", "lstm"],
     "reproduce": ["predictions", "--limit", "20"],
     "report": ["nowhere"],
-    "compare": ["nowhere"],
     "export": ["nowhere", "card"],
-    "list": ["models"],
 }
 WHOLE = ["-1", "99999999999999999999", "1e3"]
 REAL = ["-1", "nan", "1e308", "-inf"]

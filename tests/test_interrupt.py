@@ -178,8 +178,8 @@ from llmgeom.cli import main
 if __name__ == "__main__":
     cell = replace(primitives.DOSED, steps=10**7, batch=4, width=8, layers=1, snapshots=2)
     primitives.PRIMITIVES, primitives.ARCHITECTURES = dict.fromkeys("ab", cell), ("lstm",)
-    primitives.Request.training = lambda self, primitive, arch: primitives.PRIMITIVES[primitive]
-    main(["primitives", "--out", {str(tmp_path / "out")!r}, "-q"])
+    primitives.RunConfig.training = lambda self, primitive, arch: primitives.PRIMITIVES[primitive]
+    main(["reproduce", "paper1", "--only", "primitives", "--out", {str(tmp_path / "out")!r}, "-q"])
 """)
     running = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)
     begun = [tmp_path / f"out/{name}/lstm/seed0" for name in "ab"]

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from scipy import stats as scipy_stats
 
 from llmgeom.cli import main
-from llmgeom.commands.ablate import Request, perform
+from llmgeom.commands.ablate import RunConfig, perform
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest
 from llmgeom.model.capture import Site
@@ -293,7 +293,7 @@ def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
 
 
 def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
-    asked = Request(offline=True, device="cpu", limit=60, n=20, nulls=1, heads="all", positions="all",
+    asked = RunConfig(offline=True, device="cpu", limit=60, n=20, nulls=1, heads="all", positions="all",
                     out=str(tmp_path / "run"))  # fmt: skip
     out, record = perform(asked)
     assert Record.load(out).facts["command"] == (
@@ -323,9 +323,9 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
-    monkeypatch.setattr(Request, "load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr(RunConfig, "load", lambda self: pytest.fail("loaded"))
     with pytest.raises(UserError, match=says):
-        perform(Request(**wrong))
+        perform(RunConfig(**wrong))
 
 
 def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypatch):
@@ -336,12 +336,12 @@ def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypat
 
     def spec(**asked) -> str:
         with pytest.raises(UserError) as told:
-            perform(Request(offline=True, **asked))
+            perform(RunConfig(offline=True, **asked))
         return str(told.value)
 
     since = {"heads", "blocks", "nulls", "task", "also", "out", "offline", "device"}
-    named = {f.name: getattr(Request, f.name) for f in fields(Request) if f.name not in since} | {"positions": "query"}
-    assert spec() == digest(named | {"revision": Request().locate().revision})
+    named = {f.name: getattr(RunConfig, f.name) for f in fields(RunConfig) if f.name not in since} | {"positions": "query"}
+    assert spec() == digest(named | {"revision": RunConfig().locate().revision})
     assert len({spec(), spec(heads="all"), spec(blocks="all"), spec(heads="all", nulls=2)}) == 4
 
 

@@ -28,7 +28,7 @@ def tunnel(tmp_path_factory) -> Path:
 
 
 def planned(**asked) -> scanning.Plan:
-    return scanning.prepare(scanning.Request(**asked), write=False)
+    return scanning.prepare(scanning.RunConfig(**asked), write=False)
 
 
 def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:

@@ -19,7 +19,7 @@ from llmgeom.bench import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import primitives
-from llmgeom.papers.primitives import Request, perform
+from llmgeom.papers.primitives import RunConfig, perform
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training import Training
@@ -40,7 +40,7 @@ def here(tmp_path_factory):
     )
     patch.setattr(primitives, "DOSED", replace(primitives.DOSED, steps=3, batch=4))
     out = tmp_path_factory.mktemp("primitives")
-    yield perform(Request(seeds=2, dose_seeds=2, out=str(out / "run")))
+    yield perform(RunConfig(seeds=2, dose_seeds=2, out=str(out / "run")))
     patch.undo()
 
 
@@ -180,7 +180,7 @@ def test_the_record_is_the_table(here):
     for h in estimates:
         seeds = [row for row in found.rows if h.name == f"{row.primitive}, {row.arch}: KL to the posterior"]
         assert (h.low, h.high, h.null_low, h.clusters) == (*((r.low_end, r.high, r.kl_trivial, 2) for r in seeds),)[0]
-    assert record.facts["command"] == "llmgeom primitives --seeds 2 --dose-seeds 2"
+    assert record.facts["command"] == "llmgeom reproduce paper1 --only primitives --seeds 2 --dose-seeds 2"
 
 
 def test_an_architecture_that_lacks_a_cell_has_no_column(here):
@@ -194,13 +194,13 @@ def test_an_architecture_that_lacks_a_cell_has_no_column(here):
 
 def test_quick_is_a_fifth_of_the_steps():
     for primitive in primitives.PRIMITIVES:
-        whole, quick = (Request(quick=q).training(primitive, "lstm") for q in (False, True))
+        whole, quick = (RunConfig(quick=q).training(primitive, "lstm") for q in (False, True))
         assert quick.steps == whole.steps // 5 and whole.lr == "auto"
 
 
 def test_one_seed_gives_no_interval():
     with pytest.raises(UserError, match="--seeds 1: an interval over seeds needs at least 2"):
-        Request(seeds=1)
+        RunConfig(seeds=1)
 
 
 def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
@@ -210,14 +210,14 @@ def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
     kept = (out / "record.json").read_text()
     (out / "record.json").write_text('{"facts": {"spec": "of another run"}}')
     with pytest.raises(UserError, match="holds another run; choose another --out"):
-        perform(Request(seeds=2, dose_seeds=2, out=str(out)))
+        perform(RunConfig(seeds=2, dose_seeds=2, out=str(out)))
     assert "of another run" in (out / "record.json").read_text()
     (out / "record.json").write_text(kept)
-    _, found = perform(Request(seeds=2, dose_seeds=2, out=str(out)))
+    _, found = perform(RunConfig(seeds=2, dose_seeds=2, out=str(out)))
     assert [(r.primitive, r.arch) for r in found.rows if r.arch == "lstm"] == [
         ("accumulation", "lstm"), ("transport", "lstm"),
     ]  # fmt: skip
     assert found.dose["dose"] == [0.0, 0.25, 1.0] and len(found.dose["kl_clean"]) == 3
     monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names][:1])
     with pytest.raises(UserError, match="no dose of"):
-        perform(Request(seeds=2, dose_seeds=2, out=str(out)))
+        perform(RunConfig(seeds=2, dose_seeds=2, out=str(out)))

@@ -17,7 +17,7 @@ from llmgeom import wind_tunnels
 from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands import reproduce
-from llmgeom.commands.reproduce import Request
+from llmgeom.commands.reproduce import RunConfig
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
@@ -78,7 +78,7 @@ def never(*_, **__):
 
 
 def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_path, monkeypatch):
-    asked = Request("paper1", quick=True, out=str(tmp_path))
+    asked = RunConfig(paper="paper1", quick=True, out=str(tmp_path))
     done, own = [], parts.examine
 
     def stopped(*args, **options):
@@ -104,7 +104,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
 
 
 def test_the_table_the_record_and_the_page_say_the_same(tiny, tmp_path):
-    _, found = reproduce.perform(Request("paper1", quick=True, out=str(tmp_path)))
+    _, found = reproduce.perform(RunConfig(paper="paper1", quick=True, out=str(tmp_path)))
     rows = {one.entry.id: one for one in found.rows["paper1"]}
     assert [*rows] == [one.id for one in ENTRIES]
     assert rows["gone"].verdict == "NOT TESTED" and rows["gone"].why == "there is no code for it"
@@ -135,7 +135,7 @@ def cells(tmp_path_factory):
 def bench(tiny, cells):
     checks = [one.small for one in ENTRIES if one.small]
     more = [entry(task, "graded", task=task, arch="gpt2", what="kl").small for task in ("recall", "horizon")]
-    (made,) = paper1.benches(Request("paper1", quick=True), [*checks, *more], cells)
+    (made,) = paper1.benches(RunConfig(paper="paper1", quick=True), [*checks, *more], cells)
     return made
 
 
@@ -286,7 +286,7 @@ def test_a_cell_that_could_not_be_trained_is_not_tested(bench):
 def test_at_the_papers_scale_models_are_trained_one_by_one_on_the_device(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", never)
     monkeypatch.setattr(reproduce, "table", lambda paper: ENTRIES[:1])
-    asked = Request("paper1", scale="paper", device="cpu:0", out=str(tmp_path))
+    asked = RunConfig(paper="paper1", scale="paper", device="cpu:0", out=str(tmp_path))
     _, found = reproduce.perform(asked)
     assert found.rows["paper1"][0].estimate.clusters == 2 and found.to_dict()["scale"] == "paper"
     if not torch.cuda.is_available():
@@ -316,7 +316,7 @@ def test_small_cells_are_those_of_primitives():
     from llmgeom.papers import primitives
 
     for task, primitive in paper1.TOLD.items():
-        ours, theirs = paper1.training("small", task, "lstm"), primitives.Request().training(primitive, "lstm")
+        ours, theirs = paper1.training("small", task, "lstm"), primitives.RunConfig().training(primitive, "lstm")
         assert ours == theirs and task in ours.task
 
 
@@ -344,7 +344,7 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
     monkeypatch.setattr(reproduce, "table", lambda paper: (entry("all", "m"), of_one))
     benches = [Two("microsoft/phi-2", 0.31), Two("pocket:phi", 0.1)]
     monkeypatch.setattr(paper3, "benches", lambda *given: iter(benches))
-    out, found = reproduce.perform(Request("paper3", models=("microsoft/phi-2", "pocket:phi"), out=str(tmp_path)))
+    out, found = reproduce.perform(RunConfig(paper="paper3", models=("microsoft/phi-2", "pocket:phi"), out=str(tmp_path)))
     verdicts = {label: [one.verdict for one in rows] for label, rows in found.rows.items()}
     assert verdicts == {"microsoft/phi-2": ["PASS", "PASS"], "pocket:phi": ["FAIL", "NOT TESTED"]}
     text = "\n".join(found.lines())
@@ -358,12 +358,12 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
 
 
 def test_the_models_asked_for_by_default_are_the_pockets_and_at_the_papers_scale_the_published(tmp_path):
-    small = paper3.runs(Request("paper3"), tmp_path)
+    small = paper3.runs(RunConfig(paper="paper3"), tmp_path)
     assert tuple(small) == paper3.POCKETS and {one.nulls for one in small.values()} == {20}
-    (quick,) = paper3.runs(Request("paper3", quick=True), tmp_path).values()
+    (quick,) = paper3.runs(RunConfig(paper="paper3", quick=True), tmp_path).values()
     assert quick.model == "pocket:pythia" and quick.n == 30 and quick.nulls == 20
-    assert tuple(paper3.runs(Request("paper3", scale="paper"), tmp_path)) == paper3.PUBLISHED
-    given = Request("paper3", models=("a/b", "a-b"), options={"n": 12, "offline": True}, device="cpu")
+    assert tuple(paper3.runs(RunConfig(paper="paper3", scale="paper"), tmp_path)) == paper3.PUBLISHED
+    given = RunConfig(paper="paper3", models=("a/b", "a-b"), options={"n": 12, "offline": True}, device="cpu")
     made = paper3.runs(given, tmp_path)
     assert [one.n for one in made.values()] == [12, 12] and len({one.out for one in made.values()}) == 2
     assert all(one.device == "cpu" and one.offline for one in made.values())
@@ -372,7 +372,7 @@ def test_the_models_asked_for_by_default_are_the_pockets_and_at_the_papers_scale
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(trilogy, "perform", never)
-    asked = Request("paper3", models=("pocket:pythia", "pocket:nobody"), out=str(tmp_path))
+    asked = RunConfig(paper="paper3", models=("pocket:pythia", "pocket:nobody"), out=str(tmp_path))
     with pytest.raises(UserError, match="nobody"):
         reproduce.perform(asked)
 
@@ -386,7 +386,7 @@ def test_a_model_that_is_not_there_is_refused_before_anything_is_loaded(monkeypa
 )
 def test_what_there_is_not_is_refused(given, says):
     with pytest.raises(UserError, match=says):
-        Request(**given)
+        RunConfig(**given)
 
 
 @pytest.mark.soak

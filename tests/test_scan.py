@@ -297,7 +297,7 @@ def folder(tmp_path_factory) -> str:
 
 
 def perform(out, **asked) -> dict:
-    plan = scanning.prepare(scanning.Request(nulls=2, out=str(out), **asked))
+    plan = scanning.prepare(scanning.RunConfig(nulls=2, out=str(out), **asked))
     return dict(zip(plan.pools, (record for _, record in scanning.perform(plan)), strict=True))
 
 
@@ -323,7 +323,7 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
 def second(folder, *, n: int, limit: int):
     """Batch, second samples and notes for a probe that wants them all."""
     every = ("value_manifold", "domain_restriction")
-    asked = scanning.Request(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
+    asked = scanning.RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
     plan = scanning.prepare(asked, write=False)
     subject = plan.request.load()
     return subject, *scanning.sampled(plan, subject, "math")
@@ -338,7 +338,7 @@ def test_second_samples_are_what_they_are_called(folder):
     assert all(text.endswith(" the") for text in samples[ONE_TOKEN].text)
     for name in (UNSTRATIFIED, LENGTH):
         assert set(samples[name].cluster) <= set(
-            scanning.prepare(scanning.Request(seed=3), write=False).pools["math"].cluster
+            scanning.prepare(scanning.RunConfig(seed=3), write=False).pools["math"].cluster
         )
     for name in (MIXED, MATCHED):
         assert samples[name].source["name"] == "mixed" and samples[name].source["seed"] == 4
@@ -357,7 +357,7 @@ def test_a_second_sample_that_cannot_be_had_is_a_note(folder):
 
 
 def test_candidates_longer_than_the_model_s_positions_are_left_out_and_said_so(folder):
-    asked = scanning.Request(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
+    asked = scanning.RunConfig(model=folder, domains=("math",), probes=(), n=30, limit=150, seed=3)
     plan = scanning.prepare(asked, write=False)
     subject = plan.request.load()
     lengths = subject.tokens(plan.pools["math"]).lengths

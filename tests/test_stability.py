@@ -128,7 +128,7 @@ def test_every_condition_has_captures_of_its_own(runs):
 def test_the_repetitions_are_runs_that_compare_and_report_read(runs):
     folder, _ = runs["plain"]
     others = [str(folder / "stability" / name.replace(" ", "-")) for name in NAMES]
-    found = CliRunner().invoke(main, ["compare", str(folder), *others, "--json"])
+    found = CliRunner().invoke(main, ["report", str(folder), *others, "--json"])
     assert found.exit_code == 0, found.output
     assert len(json.loads(found.stdout)["pairs"]) == 3
     shown = CliRunner().invoke(main, ["report", str(folder), others[0], "--out", str(folder / "both.html")])
@@ -155,7 +155,7 @@ def test_what_flips_is_said_first_on_the_page_in_the_record_and_in_json(runs, pr
         assert "--stability" in record.facts["command"]
         # A scan without --stability goes to the same folder: the record is of the same spec.
         asked = dict(model=record.subject["name"], prompts_file=str(prompts), probes=(PROBE,), nulls=int(NULLS))
-        assert scanning.prepare(scanning.Request(**asked, out=str(folder))).out == folder
+        assert scanning.prepare(scanning.RunConfig(**asked, out=str(folder))).out == folder
 
 
 def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
@@ -248,7 +248,7 @@ def test_a_toggled_tokenizer_changes_only_what_stands_first(texts):
 
 
 def test_what_cannot_be_run_says_why():
-    asked = scanning.Request()
+    asked = scanning.RunConfig()
     *_, bos = conditions(asked, stub(Spelling()))
     assert (bos.name, bos.why) == ("with BOS", "") and bos.subject().special_prefix() == 1
     *_, bos = conditions(asked, stub(Spelling(first=(7, 8))))
@@ -264,13 +264,13 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     train(Training("bijection:vocab=4,pairs=3", width=16, layers=2, steps=2, snapshots=2), tmp_path / "tunnel")
     asked = dict(model=str(tmp_path / "tunnel"), probes=("attention_focus",), n=20, nulls=2, stability=True)
-    plan = scanning.prepare(scanning.Request(**asked, out=str(tmp_path / "run")))
+    plan = scanning.prepare(scanning.RunConfig(**asked, out=str(tmp_path / "run")))
     cost = planning.estimate(plan)
     once = planning.estimate(replace(plan, request=replace(plan.request, stability=False)))
     assert (cost["scans"], once["scans"]) == (3, 1)
     assert cost["disk_bytes"] - planning.PAGE == 3 * (once["disk_bytes"] - planning.PAGE)
-    load = scanning.Request.load
-    monkeypatch.setattr(scanning.Request, "load", lambda self: refuse() if self.dtype == "bfloat16" else load(self))
+    load = scanning.RunConfig.load
+    monkeypatch.setattr(scanning.RunConfig, "load", lambda self: refuse() if self.dtype == "bfloat16" else load(self))
 
     def refuse():
         raise UserError("no bfloat16 on this device")
@@ -287,13 +287,13 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
 
 
 def test_of_several_sources_each_has_its_own_repetitions(tmp_path):
-    plan = scanning.prepare(scanning.Request(domains=("math", "code"), out=str(tmp_path)), write=False)
+    plan = scanning.prepare(scanning.RunConfig(domains=("math", "code"), out=str(tmp_path)), write=False)
     _, quarter, _ = conditions(plan.request, stub(Spelling()))
     assert stability.folder(plan, "math", quarter) == tmp_path / "stability" / "quarter-batches" / "math"
 
 
 def test_it_is_not_divided_over_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(scanning.Request, "load", None)  # refused before a model is loaded
+    monkeypatch.setattr(scanning.RunConfig, "load", None)  # refused before a model is loaded
     asked = ["scan", "--stability", "--shard", "0/2", "--domain", "math", "--limit", "40", "--out", str(tmp_path / "x")]
     done = CliRunner().invoke(main, asked)
     assert done.exit_code == 1 and "--stability scans in one process: leave --shard" in done.stderr

@@ -423,4 +423,4 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
 
 def test_a_protocol_that_there_is_not_is_refused():
     with pytest.raises(UserError, match="--protocol loud: expected sound or published"):
-        experiment.perform(experiment.Request(protocol="loud"))
+        experiment.perform(experiment.RunConfig(protocol="loud"))

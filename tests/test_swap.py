@@ -415,7 +415,7 @@ def test_the_global_generators_change_nothing(folder):
 
 def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     asked = [
-        "swap",
+        "patch",
         "--model",
         str(folder("hmm:steps=5", "lstm")),
         "--n",
@@ -451,7 +451,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
 )
 def test_what_cannot_be_swapped_is_refused_in_one_sentence(folder, tmp_path, options, says):
     asked = [
-        "swap",
+        "patch",
         "--model",
         str(folder("recall", "neox")),
         "--offline",

@@ -21,6 +21,7 @@ from llmgeom.errors import UserError, first_line, redact
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import Training, train
+from tests.hostile import commands
 
 PRODUCT = sorted(
     path
@@ -120,7 +121,7 @@ def test_a_pickle_in_the_place_of_a_file_of_ours_is_refused_unopened(tunnel, tmp
 def test_remote_code_is_off_by_default_everywhere():
     for function in (hub.locate, Subject.load):
         assert inspect.signature(function).parameters["trust_remote_code"].default is False
-    flags = [(c, p) for c in main.commands.values() for p in c.params if p.name == "trust_remote_code"]
+    flags = [(c, p) for c in commands().values() for p in c.params if p.name == "trust_remote_code"]
     assert len(flags) >= 6 and not any(p.get_default(click.Context(c)) for c, p in flags)
 
 
@@ -152,7 +153,7 @@ def test_code_of_a_tokenizer_is_not_run_and_nobody_is_asked(pocket, tmp_path, mo
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize("command", ["scan", "grade", "swap", "dynamics"])
+@pytest.mark.parametrize("command", ["scan", "grade", "patch", "dynamics"])
 def test_a_task_that_is_code_in_the_model_s_own_folder_is_not_run(tunnel, tmp_path, command):
     folder = Path(shutil.copytree(tunnel, tmp_path / "model"))
     (folder / "own.py").write_text(f"from pathlib import Path\nPath({str(tmp_path / 'mark')!r}).touch()\n")
@@ -176,7 +177,7 @@ def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp
 def test_what_a_record_says_of_its_model_and_command_holds_no_secret(monkeypatch):
     error = ConnectionError(f"no way to https://me:{TOKEN}@h/x?token={OTHER}")
     assert first_line(error) == "no way to https://…@h/x?token=…"
-    assert TOKEN not in scanning.Request(model=f"https://me:{TOKEN}@h/x").command()
+    assert TOKEN not in scanning.RunConfig(model=f"https://me:{TOKEN}@h/x").command()
 
 
 # ---- secrets --------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def fails(monkeypatch, tmp_path):
     [
         (OSError(errno.ENOSPC, "No space left on device", "/x/y"), "/x/y: No space left on device; free space"),
         (OSError(errno.EROFS, "Read-only file system"), "a file: Read-only file system; free space"),
-        (MemoryError(), "not enough memory (no message); ask for fewer"),
+        (MemoryError(), "not enough memory (no message); use fewer"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: 9 bytes"), "not enough memory"),
         (RuntimeError("CUDA out of memory. Tried to"), "not enough memory (CUDA out of memory. Tried to)"),
     ],

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from llmgeom import interrupt, wind_tunnels
 from llmgeom.answers import Categorical
-from llmgeom.errors import UserError, bounded
+from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.model import hub
 from llmgeom.model.loading import usable
@@ -37,6 +37,7 @@ from llmgeom.wind_tunnels.checkpoint import (
     state_facts,
     told,
 )
+from llmgeom.wind_tunnels.training_config import Training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -44,109 +45,8 @@ if TYPE_CHECKING:
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 EVERY = 30.0  # seconds between resume states
 LOOK = 50  # steps between looks at the losses: each look waits for the device
-LONG = 10**9  # steps, or parameters, of a training
 FLOOR = 2048  # sequences whose exact entropy is the floor of the loss
 JUDGED = 1024  # held-out sequences that choose a learning rate, and others that judge a finished model
-EVIDENCE = {
-    "kept": "as it is",
-    "exchanged": "targets are those of another sequence: every position keeps its outcomes, nothing can be inferred",
-    "unbound": "what is asked (the inputs at the queries) is another sequence's: what was shown counts, not its keys",
-    "sheet": "targets are drawn from the exact answers to one fixed sequence: position alone tells them",
-}
-
-
-@dataclass(frozen=True)
-class Training:
-    """What is trained, on what and how: everything that decides the weights. Its fields are the flags of `train`.
-
-    task          see `wind_tunnels.named`.
-    arch          see `wind_tunnels.models`; width, layers and heads are its shape (heads 0: two, or four in gqa, whose
-                  heads share keys in fours); parameters, where it is not 0, has the width chosen so that the model has
-                  that many, within 2 %.
-    steps, batch  optimiser steps, and sequences in each; every step reads sequences drawn afresh.
-    lr            the highest learning rate, or "auto": chosen by successive halving on held-out sequences.
-    schedule      after `warmup` steps: "cosine" to 0, or "constant".
-    weight_decay  of AdamW, betas .9 and .98, on matrices alone; clip: largest norm of the gradient.
-    targets       "hard": the outcome drawn, so that Bayes' rule has to be found; "soft": the exact predictive, which
-                  is quicker and teaches the answer itself.
-    corrupt       the fraction of targets that are drawn again, evenly over the outcomes; see `corrupted`.
-    evidence      "kept", or one of the ways to learn something else on the same sequences, see `EVIDENCE`.
-    precision     of the forward pass, "float32" or "bf16" (autocast; weights stay float32).
-    compile       through torch.compile; graph: on a GPU, one CUDA graph a step.
-    snapshots     how many are kept, at steps that grow geometrically; step 0 and the last step are among them.
-    start         fine-tune this model instead of a fresh one: a folder, pocket:NAME or a hub id.
-    """
-
-    task: str
-    arch: str = "neox"
-    width: int = 64
-    layers: int = 2
-    heads: int = 0
-    parameters: int = 0
-    steps: int = 1000
-    batch: int = 128
-    lr: str = "3e-3"
-    schedule: str = "cosine"
-    warmup: int = 50
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    targets: str = "hard"
-    corrupt: float = 0.0
-    evidence: str = "kept"
-    precision: str = "float32"
-    compile: bool = False
-    graph: bool = False
-    snapshots: int = 12
-    start: str | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        bounded(
-            ("--steps", self.steps, 1), ("--warmup", self.warmup, 0), ("--match-params", self.parameters, 0), most=LONG
-        )
-        bounded(("--batch", self.batch, 1), ("--seed", self.seed, 0))
-        bounded(("--width", self.width, 1), ("--layers", self.layers, 1), ("--heads", self.heads, 0))
-        bounded(("--snapshots", self.snapshots, 2), most=1000)
-        if 12 * self.layers * self.width**2 > LONG:
-            raise UserError(
-                f"--width {self.width} --layers {self.layers}: more than {LONG:,} parameters; a wind tunnel takes fewer"
-            )
-        for name, word, words in (
-            ("schedule", self.schedule, ("cosine", "constant")),
-            ("targets", self.targets, ("hard", "soft")),
-            ("evidence", self.evidence, EVIDENCE),
-            ("precision", self.precision, ("float32", "bf16")),
-        ):
-            if word not in words:
-                raise UserError(f"--{name} {word}: expected {' or '.join(words)}")
-        if self.evidence != "kept" and self.targets == "soft":
-            raise UserError(
-                f"--evidence {self.evidence}: soft targets are the exact answer itself; leave --targets out"
-            )
-        if not 0 <= self.corrupt <= 1:
-            raise UserError(f"--corrupt {self.corrupt}: expected a fraction between 0 and 1")
-        for flag, value, fits in (
-            ("clip", self.clip, 0 < self.clip < math.inf),
-            ("weight-decay", self.weight_decay, 0 <= self.weight_decay < math.inf),
-        ):
-            if not fits:
-                raise UserError(
-                    f"--{flag} {value}: expected a number {'above 0' if flag == 'clip' else 'of 0 or more'}"
-                )
-        if self.lr != "auto":
-            try:
-                good = 0 < float(self.lr) < math.inf
-            except ValueError:
-                good = False
-            if not good:
-                raise UserError(f"--lr {self.lr}: expected a number above 0, or auto")
-
-    def rate(self, step: int) -> float:
-        """The learning rate of a step over the highest: linear warm-up, then cosine to 0 or constant."""
-        warm = min(1.0, (step + 1) / self.warmup) if self.warmup else 1.0
-        if self.schedule == "constant":
-            return warm
-        return min(warm, (1 + math.cos(math.pi * step / self.steps)) / 2)
 
 
 @dataclass(frozen=True)
@@ -285,13 +185,6 @@ def _burst(what: str, out: Path) -> UserError:
     state = state_facts(out)
     last = f"the state of step {state['step']} is in {out}" if state else f"snapshots are in {out}/snapshots"
     return UserError(f"{what}; {last}: lower --lr or raise --warmup")
-
-
-def default_folder(asked: Training) -> Path:
-    """runs/TASK-ARCH-HASH, safe on every file system."""
-    title = wind_tunnels.named(asked.task).title
-    safe = "".join(c if c.isalnum() or c in "._=+" else "-" for c in title.rsplit("/", 1)[-1])
-    return Path("runs") / f"{safe}-{asked.arch}-{digest(asdict(asked))[:8]}"
 
 
 # ---- one run --------------------------------------------------------------------------------------------------------

@@ -16,9 +16,11 @@ from torch import Tensor
 from llmgeom import claims, wind_tunnels
 from llmgeom.batch import Batch
 from llmgeom.claims import declared, layer_band
-from llmgeom.commands import config as request
+from llmgeom.commands import config
+from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.commands.scan import POOL, SEQUENCES
 from llmgeom.errors import UserError, bounded
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
@@ -35,7 +37,7 @@ from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
-from llmgeom.scan import NULLS, few_draws, took
+from llmgeom.scan import few_draws, took
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.tests import spearman
 from llmgeom.task import Task
@@ -43,7 +45,7 @@ from llmgeom.wind_tunnels import checks as laws
 
 DIRECTIONS = ("pc1", "ridge")
 MODES: tuple[Mode, ...] = ("cut", "only", "shift")
-WHERE: tuple[Positions, ...] = ("query", "all")
+_MODE: dict[str, Mode] = {"project-out": "cut", "keep-only": "only", "steer": "shift"}
 CONTROL = "ablation_control"
 KL, EQUAL, ERROR = "KL of the edit", "KL of the edit, beside equal edits", "rise of the read-out's error"
 EVIDENCE, ODDS = "rise of the evidence error", "log-odds moved"
@@ -369,33 +371,41 @@ def _limits(subject: Subject, results: Mapping[str, Measured], controls: int) ->
 
 
 @dataclass(frozen=True)
-class Request(request.Request):
-    """What is asked for; its fields are the flags of `llmgeom ablate`."""
+class RunConfig(config.ModelConfig):
+    """What `llmgeom ablate` is asked for."""
 
     VERB: ClassVar[str] = "ablate"
-    FLAGS: ClassVar[dict[str, str]] = {"directions": "--direction", "ks": "--k"}
-    LISTED: ClassVar[tuple[str, ...]] = ("ks",)
 
-    heads: str | None = None
-    blocks: str | None = None
-    task: str | None = None
-    also: tuple[str, ...] = ()
-    nulls: int = NULLS
-    axis: str = "entropy"
-    directions: tuple[str, ...] = DIRECTIONS
-    mode: str = "cut"
-    layers: str = "last"
-    positions: str | None = None
-    domain: str = "mixed"
-    sula: bool = False
-    prior: str = "two-point"
-    ks: tuple[int, ...] = (1, 2, 4, 8)
-    n: int | None = None
-    limit: int | None = None
-    controls: int = 199
-    batch_tokens: int = BATCH_TOKENS
-    seed: int = 0
-    out: str | None = None
+    heads: Literal["all"] | None = flag(None, "Replace each head, one at a time, instead of editing an axis.")
+    blocks: Literal["all"] | None = flag(
+        None, "Replace each attention, MLP and whole block, one at a time, instead of editing an axis."
+    )
+    axis: Literal["entropy"] = flag("entropy", "The axis that is edited.")
+    directions: tuple[Literal["pc1", "ridge"], ...] = flag(
+        DIRECTIONS,
+        "pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
+        name="--direction",
+    )
+    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "What is done to the axis.")
+    layers: str = flag("last", "last, each (one at a time), or e.g. 3,7 (together).")
+    positions: Literal["query", "all"] | None = flag(
+        None,
+        "query: the final token, or every query of a task. all: every position; with heads and blocks of prompts all "
+        "but the first. [default: query; all on a task]",
+    )
+    domain: str = flag("mixed", "Prompt domain.")
+    sula: bool = flag(False, "Use label sequences instead of a domain; see `llmgeom evidence`.")
+    prior: str = flag("two-point", "With --sula: the prior of the label sequences.")
+    ks: tuple[int, ...] = flag((1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True)
+    n: int | None = flag(None, "Prompts. [default: 75; 20 for each k with --sula; 200 sequences]", least=1)
+    limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts.", least=20)
+    task: str | None = flag(None, "Heads and blocks: use sequences of this task. [default: the model's own, if any]")
+    also: tuple[str, ...] = flag((), "Heads and blocks: another training of the same model. Repeat for several.")
+    controls: int = flag(199, "Axis: draws of each control.", least=1)
+    nulls: int = flag(20, "Heads and blocks: untrained controls.", least=1)
+    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
+    seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
 
     @property
     def kind(self) -> Kind | None:
@@ -403,12 +413,11 @@ class Request(request.Request):
         if self.heads and self.blocks:
             raise UserError(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is replaced; give one")
         kind: Kind | None = "heads" if self.heads else "blocks" if self.blocks else None
-        if kind and getattr(self, kind) != "all":
-            raise UserError(f"--{kind} {getattr(self, kind)}: expected all")
         for field in ("directions", "mode", "layers", "controls") if kind else ("nulls", "also"):
-            given, default = getattr(self, field), getattr(Request, field)
+            given, default = getattr(self, field), getattr(RunConfig, field)
             if given != default:
-                flag, said = self.FLAGS.get(field, f"--{field}"), given[0] if isinstance(given, tuple) else given
+                flag = "--direction" if field == "directions" else f"--{field}"
+                said = given[0] if isinstance(given, tuple) else given
                 raise UserError(
                     f"--{kind} with {flag} {said}: that says how an axis is edited; leave one out"
                     if kind
@@ -423,7 +432,7 @@ class Request(request.Request):
             flag
             for flag, given in (
                 ("--sula", self.sula),
-                (f"--domain {self.domain}", self.domain != Request.domain),
+                (f"--domain {self.domain}", self.domain != RunConfig.domain),
                 (f"--limit {self.limit}", self.limit),
             )
             if given
@@ -438,16 +447,30 @@ class Request(request.Request):
         return task
 
 
-def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+@config.command(
+    RunConfig,
+    VerdictOutput,
+    examples=[
+        "llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all",
+        "llmgeom ablate --model EleutherAI/pythia-70m --heads all --domain math",
+        "llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --heads all",
+    ],
+)
+def main(asked: RunConfig, output: VerdictOutput) -> int:
+    """Edit the entropy axis, and compare the change of the output with that of equally large random edits.
+
+    With --heads all or --blocks all: replace each head or block, one at a time, and rank them by the change.
+    """
+    return show_record(perform, asked, output)
+
+
+def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
     kind = asked.kind
     layers: Sequence[int] | Literal["last", "each"] = "each" if asked.layers == "each" else "last"
     if asked.layers not in ("last", "each"):
-        layers = request.numbers("--layers", asked.layers, "last, each", "3,7")
-    request.one_of("--axis", asked.axis, ("entropy",))
-    directions = [request.one_of("--direction", one, DIRECTIONS) for one in asked.directions]
-    mode = request.one_of("--mode", asked.mode, MODES)
-    positions = request.one_of("--positions", asked.positions, WHERE) if asked.positions else None
+        layers = config.numbers("--layers", asked.layers, "last, each", "3,7")
+    directions, mode, positions = asked.directions, _MODE[asked.mode], asked.positions
     located = asked.locate()
     task = asked.tunnel(located)
     if task and not kind:
@@ -457,16 +480,9 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     positions = positions or ("all" if task else "query")
     asked = replace(asked, positions=positions)
     n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
-    bounded(
-        ("--n", n, 5 if asked.sula else 20),
-        ("--limit", asked.limit, 20),
-        ("--controls", asked.controls, 1),
-        ("--nulls", asked.nulls, 1),
-        ("--seed", asked.seed, 0),
-        ("--batch-tokens", asked.batch_tokens, 1),
-    )
-    if asked.sula and (asked.domain != Request.domain or asked.limit):
-        flag, value = ("--domain", asked.domain) if asked.domain != Request.domain else ("--limit", asked.limit)
+    bounded(("--n", n, 5 if asked.sula else 20))
+    if asked.sula and (asked.domain != RunConfig.domain or asked.limit):
+        flag, value = ("--domain", asked.domain) if asked.domain != RunConfig.domain else ("--limit", asked.limit)
         raise UserError(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")
     if asked.sula and min(asked.ks) < 1:
         raise UserError(
@@ -482,8 +498,8 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     spec = asked.spec(located, without=without)
     drawn = type(task).__name__.lower() if task else "sula" if asked.sula else asked.domain
     what = f"ablate-{drawn}-{kind or asked.mode}"
-    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
-    request.check_folder(out, spec)
+    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    config.check_folder(out, spec)
     subject = subject or asked.load()
     if task:
         batch = task.sample(n, asked.seed, graded_on(task))
@@ -505,5 +521,5 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         progress=progress,
         facts={"spec": spec, "command": command},
     )
-    request.keep(record, out)
+    config.keep(record, out)
     return out, record

@@ -15,9 +15,11 @@ import numpy as np
 
 from llmgeom import __version__, claims, probes
 from llmgeom.bench.known_truth import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
-from llmgeom.commands.config import check_folder, keep
+from llmgeom.commands.config import Config, check_folder, command, keep
+from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
+from llmgeom.flags import flag
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, visible
@@ -41,11 +43,15 @@ ELSEWHERE = {
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of `llmgeom calibrate`; its fields are its flags."""
+class RunConfig(Config):
+    """What `llmgeom calibrate` is asked for."""
 
-    quick: bool = False
-    out: str | None = None
+    VERB: ClassVar[str] = "calibrate"
+
+    quick: bool = flag(False, "Four cells of eleven and few seeds: about 10 minutes on two cores.")
+    out: str | None = flag(
+        None, "Run folder; a stopped run continues in it. [default: runs/calibrate-HASH]", group="Output"
+    )
 
 
 @dataclass(frozen=True)
@@ -339,7 +345,17 @@ def _as_headline(one: Signature) -> Estimate:
     )
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Found]:
+@command(RunConfig, Output, examples=["llmgeom calibrate --quick"])
+def main(asked: RunConfig, output: Output) -> int:
+    """Measure which numbers tell models that infer from models, trained as long, that cannot.
+
+    Every probe reads small models: trained to the posterior, untrained, trained where nothing can be inferred, right
+    for the wrong reason, and stopped on the way. It takes about two hours of CPU. Its table ships with the code.
+    """
+    return show_rows(perform, asked, output)
+
+
+def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
     """The whole of `llmgeom calibrate`: train and read what is missing, make the table and its page; (folder, found).
 
     `calibration.json` in the folder is the table that ships as llmgeom/calibrated.json.

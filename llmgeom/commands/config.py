@@ -1,74 +1,113 @@
-"""What commands share: which model, where the run goes, and the command that repeats it."""
+"""Configurations of commands: from frozen dataclasses to click options, the saved spec and the repeating command."""
 
 from __future__ import annotations
 
 import json
 import os
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import click
 
 from llmgeom.errors import UserError, redact
-from llmgeom.files import digest, remove_unfinished, write_whole
+from llmgeom.files import digest, remove_unfinished
+from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags
 from llmgeom.model import hub
-from llmgeom.record import Record
 
 if TYPE_CHECKING:
-    from llmgeom.model.subject import Backend, Subject
-
-Word = TypeVar("Word", bound=str)
+    from llmgeom.model.subject import Subject
+    from llmgeom.record import Record
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of a command that reads one model; its fields are the command's flags.
+class Config:
+    """What a command is asked for; its fields are the command's flags (see `llmgeom.flags`).
 
-    VERB    the command, one word or two; FLAGS, the flag of a field that is not called as its field; LISTED, fields
-            whose flag takes several values at once, with commas between.
+    VERB is the command's name, one word or two.
     """
 
     VERB: ClassVar[str] = ""
-    FLAGS: ClassVar[dict[str, str]] = {}
-    LISTED: ClassVar[tuple[str, ...]] = ()
 
-    model: str = "pocket:pythia"
-    revision: str | None = None
-    dtype: str | None = None
-    quantize: str | None = None
-    device: str | None = None
-    device_map: str | None = None
-    backend: Backend = "transformers"
-    offline: bool = False
-    trust_remote_code: bool = False
+    def __post_init__(self) -> None:
+        check(self)
 
     def command(self) -> str:
-        """The command that repeats this: what differs from the defaults, less where the output goes."""
-        words = ["llmgeom", *self.VERB.split()]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name == "out":
+        """The command that repeats this run: every value that is not its default, except --out."""
+        words: list[str] = []
+        for one in flags(type(self)):
+            value = getattr(self, one.field)
+            if value == one.default or one.field == "out":
                 continue
-            flag = self.FLAGS.get(field.name, "--" + field.name.replace("_", "-"))
-            if field.name in self.LISTED:
-                words += [flag, ",".join(map(str, value))]
+            values = value if one.several else (value,)
+            if one.argument:
+                words[:0] = map(str, values)
+            elif one.listed:
+                words += [one.name, ",".join(map(str, values))]
             elif value is True:
-                words.append(flag)
+                words.append(one.name)
             else:
-                for one in value if isinstance(value, tuple) else (value,):
-                    words += [flag, str(one)]
-        return redact(shlex.join(words))
+                for item in values:
+                    words += [one.name, str(item)]
+        return redact(shlex.join(["llmgeom", *self.VERB.split(), *words]))
+
+
+@dataclass(frozen=True)
+class NamedModel(Config):
+    """Which model a command reads."""
+
+    model: str = flag("pocket:pythia", "pocket:NAME, a folder or a hub id.", group="Model")
+    revision: str | None = flag(None, "Branch, tag or commit of a hub model, e.g. step1000.", group="Model")
+    quantize: Literal["8bit", "4bit"] | None = flag(
+        None, "Quantise with bitsandbytes: activations only, and every page says so.", group="Model"
+    )
+
+
+@dataclass(frozen=True)
+class LoadConfig(Config):
+    """How a model is loaded."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.", group="Model")
+    device: str | None = flag(None, "cpu, cuda, cuda:1 ... [default: a GPU if there is one]", group="Model")
+    device_map: str | None = flag(
+        None, "Spread the model over several devices with accelerate, e.g. auto.", group="Model"
+    )
+    backend: Literal["transformers", "tl"] = flag(
+        "transformers", "tl: run the model in TransformerLens (GPT-J, GPT-Neo, BLOOM, Falcon).", group="Model"
+    )
+    offline: bool = flag(False, "Never use the network.", group="Model")
+    trust_remote_code: bool = flag(False, "Run code from the model's repository.", group="Model")
+
+
+@dataclass(frozen=True)
+class DrawsConfig(Config):
+    """How much a command that reads a model for a paper's tables draws, and where it writes."""
+
+    n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
+    limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts in each domain.", least=20)
+    nulls: int = flag(20, "Draws of each null.", least=1)
+    controls: int = flag(199, "Draws of each control of the ablation.", least=1)
+    seed: int = flag(0, "Fixes prompts, nulls and controls.", least=0, most=LARGEST_SEED)
+    out: str | None = flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]", group="Output")
+
+
+@dataclass(frozen=True)
+class ModelConfig(LoadConfig, NamedModel):
+    """What a command that reads one model is asked for."""
 
     def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: str) -> str:
-        """Hash of what decides the bytes of a run: every flag but `without`, where the output goes, what it runs on and
-        whether the hub may be asked; the commit that was found; and what else is named."""
+        """Hash of everything that determines the bytes of a run.
+
+        It covers every flag but `without`, --out, --offline and --device; the commit of the model; and `more`.
+        """
         left_out = {"out", "offline", "device", *without}
-        asked = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in left_out}
-        return digest(asked | {"revision": located.revision} | more)
+        values = {one.field: getattr(self, one.field) for one in flags(type(self)) if one.field not in left_out}
+        return digest(values | {"revision": located.revision} | more)
 
     def locate(self) -> hub.Located:
-        """Where the model is. Raises UserError where it is not."""
+        """Where the model is. Raises UserError if it is not there."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
 
     def load(self) -> Subject:
@@ -88,10 +127,106 @@ class Request:
         )
 
 
+# ---- click ----------------------------------------------------------------------------------------------------------
+
+
+class Verb(click.Command):
+    """A command whose help stands under the headings of its flags. Each has -v, since -vv shows tracebacks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if all(param.name != "verbose" for param in self.params):
+            names, text = ["--verbose", "-v"], "Twice: show the traceback of an error."
+            self.params.append(Option(names, count=True, expose_value=False, help=text))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the options, a section for each group in the order of the fields; options without one come first."""
+        sections: dict[str, list[tuple[str, str]]] = {"": []}
+        for param in self.get_params(ctx):
+            if row := param.get_help_record(ctx):
+                sections.setdefault(getattr(param, "group", "Output"), []).append(row)
+        for group, rows in sections.items():
+            if rows:
+                with formatter.section(group or "Options"):
+                    formatter.write_dl(rows)
+
+
+class Option(click.Option):
+    """An option that knows under which heading of the help it stands."""
+
+    group = "Output"
+
+
+class Listed(click.ParamType):
+    """Values with commas between."""
+
+    name = "list"
+
+    def __init__(self, kind: type) -> None:
+        self.kind = kind
+
+    def convert(self, value, param, ctx):
+        if not isinstance(value, str):
+            return value
+        try:
+            return tuple(self.kind(item.strip()) for item in value.split(",") if item.strip())
+        except ValueError:
+            self.fail(f"{value!r}: expected whole numbers with commas between", param, ctx)
+
+
+class VerbGroup(click.Group):
+    """A command that has commands of its own."""
+
+    command_class = Verb
+
+
+def parameter(one: Flag) -> click.Parameter:
+    """The click option or argument of a flag. Its click name is the flag's, so that LLMGEOM_COMMAND_FLAG sets it."""
+    kind = click.Choice(one.choices) if one.choices else Listed(one.kind) if one.listed else one.kind
+    required = one.default is MISSING
+    default = None if required else ",".join(map(str, one.default)) if one.listed and one.default else one.default
+    if one.argument:
+        many = -1 if one.several else 1
+        return click.Argument([one.name], type=kind, nargs=many, required=required, metavar=one.metavar)
+    names = [one.name, *filter(None, [one.short])]
+    shown = "[default" not in one.help and default not in (None, (), False, 0)
+    given: dict[str, Any] = {"type": kind, "multiple": one.several and not one.listed, "metavar": one.metavar}
+    if one.kind is bool:
+        given = {"is_flag": True}
+    elif one.kind is int and one.short:
+        given = {"count": True}
+    option = Option(names, default=default, help=one.help, show_default=shown, **given)
+    option.group = one.group
+    return option
+
+
+def command(*configs: type, examples: Sequence[str]) -> Callable[[Callable[..., int | None]], Verb]:
+    """A click command from configurations: `main(config, ...)` gets one of each; its docstring is the help."""
+
+    def decorate(main: Callable[..., int | None]) -> Verb:
+        def callback(**values: Any) -> int | None:
+            return main(*(_filled(config, values) for config in configs))
+
+        words = examples[0].split()
+        name = main.__name__ if main.__name__ in words else words[1]
+        params = [parameter(one) for config in configs for one in flags(config)]
+        epilog = "\n\n".join(f"Example:  {example}" for example in examples)
+        return Verb(name, callback=callback, params=params, help=main.__doc__, epilog=epilog)
+
+    return decorate
+
+
+def _filled(config: type, values: dict[str, Any]) -> Any:
+    return config(**{one.field: values[one.name.removeprefix("--").replace("-", "_")] for one in flags(config)})
+
+
+# ---- run folders ----------------------------------------------------------------------------------------------------
+
+
 def run_folder(model: str, located: hub.Located, what: str, spec: str) -> Path:
-    """Where a run goes by default: runs/MODEL-WHAT-HASH."""
-    called = Path(located.path).resolve().name if located.kind == "local" else model
-    return Path("runs") / f"{safe(called)}-{what}-{spec[:8]}"
+    """The default folder of a run: runs/MODEL-WHAT-HASH."""
+    name = Path(located.path).resolve().name if located.kind == "local" else model
+    return Path("runs") / f"{safe(name)}-{what}-{spec[:8]}"
 
 
 def safe(name: str) -> str:
@@ -99,23 +234,16 @@ def safe(name: str) -> str:
     return "".join(c if c.isalnum() or c in "._" else "-" for c in name)
 
 
-def numbers(flag: str, given: str, otherwise: str, example: str) -> tuple[int, ...]:
-    """Whole numbers with commas between. Raises UserError, with what else the flag takes."""
-    if not all(part.strip().isdecimal() for part in given.split(",")):
-        raise UserError(f"{flag} {given}: expected {otherwise}, or numbers with commas between, e.g. {example}")
-    return tuple(int(part) for part in given.split(","))
-
-
-def one_of(flag: str, given: str, known: Sequence[Word]) -> Word:
-    """The one that was given. Raises UserError where it is none of them."""
-    for one in known:
-        if one == given:
-            return one
-    raise UserError(f"{flag} {given}: expected {' or '.join(known)}")
+def numbers(flag: str, text: str, otherwise: str, example: str) -> tuple[int, ...]:
+    """Whole numbers with commas between. Raises UserError, which says what else the flag takes."""
+    if not all(part.strip().isdecimal() for part in text.split(",")):
+        raise UserError(f"{flag} {text}: expected {otherwise}, or numbers with commas between, e.g. {example}")
+    return tuple(int(part) for part in text.split(","))
 
 
 def keep(record: Record, out: Path) -> None:
     """Save the record and its page."""
+    from llmgeom.files import write_whole
     from llmgeom.reports import page
 
     record.save(out)
@@ -123,7 +251,7 @@ def keep(record: Record, out: Path) -> None:
 
 
 def check_folder(folder: Path, spec: str) -> None:
-    """Make the run folder. Raises UserError where it cannot be written or holds another run."""
+    """Make the run folder. Raises UserError if it cannot be written or holds another run."""
     existing = folder / "record.json"
     if existing.exists():
         try:

@@ -8,7 +8,10 @@ import re
 import sys
 from collections.abc import Iterator
 
+import click
+
 from llmgeom.cache.shards import cache_folder
+from llmgeom.commands.config import command
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.optional import EXTRAS, NO_BROWSER, browser, there
@@ -61,3 +64,13 @@ def findings() -> Iterator[tuple[str, str]]:
         if drawing
         else ("note", f"export RUN png, svg or pdf: {NO_BROWSER}")
     )
+
+
+@command(examples=["llmgeom doctor"])
+def main() -> int:
+    """Check this machine: versions, devices, cache, hub, pocket models, and packages that single features need."""
+    marks = []
+    for mark, sentence in findings():
+        click.echo(f"{mark:4} {sentence}")
+        marks.append(mark)
+    return int("BAD" in marks)

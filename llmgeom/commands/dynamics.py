@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
-from llmgeom.commands import config as request
+from llmgeom.commands.config import Config, check_folder, command, safe
+from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.dynamics.drift import SEEDS, drifts, state
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Course, Run, sections
-from llmgeom.errors import Unavailable, UserError, bounded, redact
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
+from llmgeom.flags import LARGEST_SEED, argument, flag
 from llmgeom.model.attention_gradients import signals
 from llmgeom.probes.posterior.scores import drawn, graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Measured, Quantity
-from llmgeom.scan import NULLS, WHOLE, few_draws, provenance, scan, took
+from llmgeom.scan import WHOLE, few_draws, provenance, scan, took
 from llmgeom.task import Task
 from llmgeom.wind_tunnels import named
 from llmgeom.wind_tunnels.training import Training
@@ -38,54 +39,64 @@ TRAINED = Training(
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of `llmgeom dynamics`; its fields are its flags, and `runs` its arguments."""
+class RunConfig(Config):
+    """What `llmgeom dynamics` is asked for."""
 
-    runs: tuple[str, ...] = ()
-    model: str | None = None
-    revisions: tuple[str, ...] = ()
-    task: str | None = None
-    seeds: int = SEEDS
-    quick: bool = False
-    domain: str = "mixed"
-    n: int | None = None
-    probes: tuple[str, ...] | None = None
-    nulls: int = NULLS
-    seed: int = 0
-    dtype: str | None = None
-    device: str | None = None
-    offline: bool = False
-    out: str | None = None
+    VERB: ClassVar[str] = "dynamics"
+
+    runs: tuple[str, ...] = argument(())
+    task: str | None = flag(None, "Train on this task at a constant rate, and as often on random targets.")
+    seeds: int = flag(SEEDS, "With --task: trainings of each kind.", least=1, most=1000)
+    quick: bool = flag(False, "With --task: a quarter of the steps.")
+    model: str | None = flag(None, "A hub id, instead of RUNS.")
+    revisions: tuple[str, ...] = flag((), "With --model: stepN,stepM,... in ascending order.", listed=True)
+    domain: str = flag("mixed", "With --model: the prompts that every revision reads.")
+    probes: tuple[str, ...] | None = flag(
+        None, "Names with commas between, or all; '' for none. [default: as `llmgeom scan`]", listed=True
+    )
+    n: int | None = flag(None, "Sequences, or prompts. [default: 200, or 75 prompts]", least=10)
+    nulls: int = flag(20, "Draws of each null of the probes.", least=1)
+    seed: int = flag(0, "Fixes sequences, prompts and nulls.", least=0, most=LARGEST_SEED)
+    dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.")
+    device: str | None = flag(None, "cpu, cuda, cuda:1 ... [default: a GPU if there is one]")
+    offline: bool = flag(False, "Never use the network.")
+    out: str | None = flag(
+        None, "Run folder; a stopped run continues in it. [default: runs/dynamics-WHAT-HASH]", group="Output"
+    )
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if sum(map(bool, (self.runs, self.model, self.task))) != 1:
             raise UserError("give folders of `llmgeom train`, or --model with --revisions, or --task; one of the three")
         if bool(self.model) != bool(self.revisions):
             raise UserError(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
-        bounded(("--nulls", self.nulls, 1), ("--seed", self.seed, 0), ("--n", self.n, 10))
-        bounded(("--seeds", self.seeds, 1), most=1000)
 
     @property
     def options(self) -> dict[str, Any]:
         """How every snapshot is loaded."""
         return {"dtype": self.dtype, "device": self.device, "offline": self.offline}
 
-    def command(self) -> str:
-        """The command that repeats this: what differs from the defaults, less where the output goes."""
-        words = ["llmgeom", "dynamics", *self.runs]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value == field.default or field.name in ("runs", "out"):
-                continue
-            words.append("--" + field.name)
-            if value is not True:
-                words.append(",".join(value) if isinstance(value, tuple) else str(value))
-        return redact(shlex.join(words))
+
+@command(
+    RunConfig,
+    VerdictOutput,
+    examples=[
+        "llmgeom dynamics runs/seed0 runs/seed1 runs/seed2 runs/seed3 runs/seed4",
+        "llmgeom dynamics --task bijection --seeds 5",
+        "llmgeom dynamics --model EleutherAI/pythia-70m --revisions step0,step512,step8000,step143000",
+    ],
+)
+def main(asked: RunConfig, output: VerdictOutput) -> int:
+    """Follow training: what settles first, attention, values or the answers? Scan every snapshot, too.
+
+    RUNS: folders of `llmgeom train --schedule constant`, one for each seed, and of `--corrupt 1` as their null.
+    """
+    return show_record(perform, asked, output, table)
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Record]:
+def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Record]:
     """Train where asked, follow every run, scan the snapshots of the first; (folder, record).
 
     OUT/stepN holds the record of each snapshot; the same command goes on after the last one that is there.
@@ -101,7 +112,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Rec
         }
     )
     out = _out(asked, spec)
-    request.check_folder(out, spec)
+    check_folder(out, spec)
     task = named(runs[0].task) if runs[0].task else None
     store = str(captures_folder())
     courses, unmeasured = _follow(runs, task, asked, store, progress)
@@ -158,7 +169,7 @@ def table(record: Record) -> Iterator[str]:
 # ---- what is followed ------------------------------------------------------------------------------------------------
 
 
-def _runs(asked: Request, progress: Progress | None) -> list[Run]:
+def _runs(asked: RunConfig, progress: Progress | None) -> list[Run]:
     """The runs, those that learn first. Raises UserError where they cannot be followed together."""
     if asked.model:
         return [Run.at(asked.model, asked.revisions)]
@@ -191,7 +202,7 @@ def _named_apart(runs: list[Run]) -> list[Run]:
     ]
 
 
-def _trained(asked: Request, progress: Progress | None) -> list[str]:
+def _trained(asked: RunConfig, progress: Progress | None) -> list[str]:
     """Constant-rate runs of a task and as many on random targets, trained where they are not there yet."""
     from llmgeom.bench.sweep import sweep
 
@@ -209,15 +220,15 @@ def _trained(asked: Request, progress: Progress | None) -> list[str]:
     return [str(folder / name) for name in cells]
 
 
-def _out(asked: Request, spec: str) -> Path:
+def _out(asked: RunConfig, spec: str) -> Path:
     if asked.out:
         return Path(asked.out)
     what = asked.task or asked.model or Path(asked.runs[0]).resolve().name
     key = digest(dataclasses.asdict(asked) | {"out": None})[:8] if asked.task else spec[:8]
-    return Path("runs") / f"dynamics-{request.safe(what)}-{key}"
+    return Path("runs") / f"dynamics-{safe(what)}-{key}"
 
 
-def probe_batch(task: Task | None, asked: Request, corrupt: float) -> Batch:
+def probe_batch(task: Task | None, asked: RunConfig, corrupt: float) -> Batch:
     """What every snapshot reads: held-out sequences with all their queries, or prompts of a domain."""
     if task is not None:
         return drawn(task, asked.n or SEQUENCES, asked.seed, graded_on(task), corrupt)
@@ -227,7 +238,7 @@ def probe_batch(task: Task | None, asked: Request, corrupt: float) -> Batch:
 
 
 def _follow(
-    runs: Sequence[Run], task: Task | None, asked: Request, store: str, progress: Progress | None
+    runs: Sequence[Run], task: Task | None, asked: RunConfig, store: str, progress: Progress | None
 ) -> tuple[list[Course], dict[str, str]]:
     """Every run's drifts and gradients; and why one of the two, or both, could not be had."""
     courses: list[Course] = []
@@ -263,7 +274,7 @@ def _scans(
     run: Run,
     task: Task | None,
     modules: Mapping[str, Any],
-    asked: Request,
+    asked: RunConfig,
     out: Path,
     spec: str,
     store: str,
@@ -282,7 +293,7 @@ def _scans(
     records = {}
     for place, step in enumerate(run.steps):
         folder, own = out / f"step{step}", digest({"of": spec, "step": step})
-        request.check_folder(folder, own)
+        check_folder(folder, own)
         if (folder / "record.json").exists():
             records[step] = Record.load(folder)
         else:
@@ -308,7 +319,7 @@ def _scans(
     return records
 
 
-def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: Request) -> Iterator[str]:
+def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: RunConfig) -> Iterator[str]:
     rates = sorted({str(run.training.get("schedule")) for run in runs if run.training})
     if "cosine" in rates:
         yield (

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from llmgeom import claims
-from llmgeom.commands import config as request
-from llmgeom.errors import NO_TOKENIZER, UserError, bounded
+from llmgeom.commands import config
+from llmgeom.commands.output import VerdictOutput, show_record
+from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import published
 from llmgeom.probes.evidence.answers import (
@@ -32,7 +34,6 @@ from llmgeom.record import Record
 from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
 
 Protocol = Literal["sound", "published"]
-PROTOCOLS: tuple[Protocol, ...] = ("sound", "published")
 
 
 def examine(
@@ -107,35 +108,49 @@ def examine(
 
 
 @dataclass(frozen=True)
-class Request(request.Request):
-    """What is asked for; its fields are the flags of `llmgeom sula`."""
+class RunConfig(config.ModelConfig):
+    """What `llmgeom evidence` is asked for."""
 
-    VERB: ClassVar[str] = "sula"
-    FLAGS: ClassVar[dict[str, str]] = {"ks": "--k"}
-    LISTED: ClassVar[tuple[str, ...]] = ("ks", "labels")
+    VERB: ClassVar[str] = "evidence"
 
-    prior: str = "two-point"
-    template: str | None = None
-    protocol: str = "sound"
-    ks: tuple[int, ...] = (0, 1, 2, 4, 8)
-    labels: tuple[str, ...] = ()
-    n: int = 50
-    nulls: int = NULLS
-    seed: int = 0
-    out: str | None = None
+    prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
+    template: Literal["colon", "is", "plain", "instructed"] | None = flag(
+        None,
+        "colon: `w: label`. is: `w is label`. plain: no lead-in, as published. instructed: the prior is stated."
+        " [default: colon; plain with --protocol published]",
+    )
+    protocol: Protocol = flag("sound", "published: the papers' own definitions, flaws included.")
+    ks: tuple[int, ...] = flag((0, 1, 2, 4, 8), "Numbers of labelled words shown.", name="--k", listed=True)
+    labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
+    n: int = flag(50, "Prompts for each number of labelled words.", least=10)
+    nulls: int = flag(20, "Untrained controls.", least=1)
+    seed: int = flag(0, "Fixes prompts and nulls.", least=0, most=LARGEST_SEED)
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
 
 
-def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+@config.command(
+    RunConfig,
+    VerdictOutput,
+    examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
+)
+def main(asked: RunConfig, output: VerdictOutput) -> int:
+    """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol).
+
+    The answers are compared with the exact posterior, with controls and with simpler readers.
+    """
+    return show_record(perform, asked, output)
+
+
+def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom sula`: check, load, examine, save the record and its page; (folder, record)."""
-    given, protocol = prior(asked.prior), request.one_of("--protocol", asked.protocol, PROTOCOLS)
-    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
+    given, protocol = prior(asked.prior), asked.protocol
     template = asked.template or ("colon" if protocol == "sound" else published.TEMPLATE)
     Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
     located = asked.locate()
     spec = asked.spec(located)
     what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
-    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what.replace(":", "-"), spec)
-    request.check_folder(out, spec)
+    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what.replace(":", "-"), spec)
+    config.check_folder(out, spec)
     subject = subject or asked.load()
     source = Sula(asked.labels or available(subject.tokenizer), given, template, asked.ks)
     told = {"spec": spec, "command": asked.command()}
@@ -149,5 +164,5 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         progress=progress,
         facts=told,
     )
-    request.keep(record, out)
+    config.keep(record, out)
     return out, record

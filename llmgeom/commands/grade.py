@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims, wind_tunnels
-from llmgeom.commands import config as request
-from llmgeom.errors import UserError, bounded
+from llmgeom.commands import config
+from llmgeom.commands.output import VerdictOutput, show_record
+from llmgeom.errors import UserError
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.results import (
@@ -36,7 +38,7 @@ from llmgeom.task import Task
 from llmgeom.wind_tunnels import checks as laws
 from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 
-__all__ = ["Request", "examine", "grade", "perform", "table"]
+__all__ = ["RunConfig", "examine", "grade", "perform", "table"]
 
 
 @dataclass(frozen=True)
@@ -194,21 +196,26 @@ def table(record: Record) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class Request(request.Request):
-    """What is asked for; its fields are the flags of `llmgeom grade`."""
+class RunConfig(config.ModelConfig):
+    """What `llmgeom grade` is asked for."""
 
     VERB: ClassVar[str] = "grade"
 
-    task: str | None = None
-    n: int = 1000
-    nulls: int = NULLS
-    seed: int = 0
-    out: str | None = None
+    task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
+    n: int = flag(1000, "Held-out sequences, and as many seen ones.", least=10)
+    nulls: int = flag(20, "Untrained controls.", least=1)
+    seed: int = flag(0, "Fixes sequences and nulls.", least=0, most=LARGEST_SEED)
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-grade-TASK-HASH]", group="Output")
 
 
-def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+@config.command(RunConfig, VerdictOutput, examples=["llmgeom grade --model runs/tunnel --n 1000"])
+def main(asked: RunConfig, output: VerdictOutput) -> int:
+    """Compare a wind-tunnel model's answers with the exact posterior, and with predictors that do not infer."""
+    return show_record(perform, asked, output, table)
+
+
+def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom grade`: check, load, grade, save the record and its page; (folder, record)."""
-    bounded(("--n", asked.n, 10), ("--nulls", asked.nulls, 1), ("--seed", asked.seed, 0))
     if asked.backend != "transformers":
         raise UserError(f"--backend {asked.backend}: a model is graded through its own forward pass; leave it out")
     located = asked.locate()
@@ -216,10 +223,10 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
     task = told.asked(asked.task, asked.model)
     spec = asked.spec(located)
     what = f"grade-{type(task).__name__.lower()}"
-    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
-    request.check_folder(out, spec)
+    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    config.check_folder(out, spec)
     subject = subject or asked.load()
     own = {"spec": spec, "command": asked.command()}
     record = examine(subject, task, told, n=asked.n, seed=asked.seed, nulls=asked.nulls, progress=progress, facts=own)
-    request.keep(record, out)
+    config.keep(record, out)
     return out, record

@@ -17,9 +17,11 @@ from torch import Tensor
 from llmgeom import claims
 from llmgeom.batch import Batch, Posterior
 from llmgeom.claims import declared, layer_band
-from llmgeom.commands import config as request
+from llmgeom.commands import config
 from llmgeom.commands.grade import Told
-from llmgeom.errors import UserError, bounded
+from llmgeom.commands.output import VerdictOutput, show_record
+from llmgeom.errors import UserError
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
@@ -417,40 +419,42 @@ def examine(
 
 
 @dataclass(frozen=True)
-class Request(request.Request):
-    """What is asked for; its fields are the flags of `llmgeom swap`."""
+class RunConfig(config.ModelConfig):
+    """What `llmgeom patch` is asked for."""
 
-    VERB: ClassVar[str] = "swap"
+    VERB: ClassVar[str] = "patch"
 
-    task: str | None = None
-    n: int = 200
-    layers: str = "all"
-    controls: int = FEW
-    nulls: int = NULLS
-    batch_tokens: int = BATCH_TOKENS
-    seed: int = 0
-    out: str | None = None
+    task: str | None = flag(None, "NAME or NAME:field=value,... [default: the task the model was trained on]")
+    n: int = flag(200, "Sequences; half of them estimate the subspace that is patched.", least=20)
+    layers: str = flag("all", "Patch the input of these layers, one at a time: all, or e.g. 0,1.")
+    controls: int = flag(39, "Random subspaces.", least=1)
+    nulls: int = flag(20, "Untrained controls.", least=1)
+    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
+    seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-patch-TASK-HASH]", group="Output")
 
 
-def perform(asked: Request, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+@config.command(RunConfig, VerdictOutput, examples=["llmgeom patch --model runs/bijection --layers 0,1"])
+def main(asked: RunConfig, output: VerdictOutput) -> int:
+    """Exchange evidence inside a model, and compare its answer with the exact counterfactual.
+
+    An interchange intervention: activations of one sequence replace those of another.
+    """
+    return show_record(perform, asked, output)
+
+
+def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom swap`: check, load, examine, save the record and its page; (folder, record)."""
-    bounded(
-        ("--n", asked.n, 20),
-        ("--controls", asked.controls, 1),
-        ("--nulls", asked.nulls, 1),
-        ("--seed", asked.seed, 0),
-        ("--batch-tokens", asked.batch_tokens, 1),
-    )
     layers = None
     if asked.layers != "all":
-        layers = request.numbers("--layers", asked.layers, "all", "0,1")
+        layers = config.numbers("--layers", asked.layers, "all", "0,1")
     located = asked.locate()
     told = Told.of(located.path)
     task = told.asked(asked.task, asked.model)
     spec = asked.spec(located)
-    what = f"swap-{type(task).__name__.lower()}"
-    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, what, spec)
-    request.check_folder(out, spec)
+    what = f"patch-{type(task).__name__.lower()}"
+    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    config.check_folder(out, spec)
     record = examine(
         subject or asked.load(),
         task,
@@ -464,5 +468,5 @@ def perform(asked: Request, progress: Progress | None = None, subject: Subject |
         warnings=tuple(told.doubts(task)),
         facts={"spec": spec, "command": asked.command()},
     )
-    request.keep(record, out)
+    config.keep(record, out)
     return out, record

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import shlex
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from llmgeom.commands.config import check_folder, keep
+import click
+
+from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, command, keep
+from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
+from llmgeom.flags import argument, flag, flags
 from llmgeom.papers import verdicts as judging
-from llmgeom.papers.published_numbers import PAPERS, Check, Entry, Size, table
+from llmgeom.papers.published_numbers import Check, Entry, Size, table
 from llmgeom.papers.verdicts import Bench, Judged
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -26,31 +29,68 @@ from llmgeom.scan import took, versions
 
 SIZES: dict[str, Size] = {"small": "small", "paper": "full"}  # by --scale
 WIDTH = 116
+_READS = {"models", "dtype", "device", "device_map", "backend", "offline", "trust_remote_code"}
+_READS |= {"n", "limit", "nulls", "controls", "seed"}
+_ONE_MODEL = _READS | {"revision", "quantize"}
+# (paper, --only) -> the flags that it takes.
+TABLES: dict[tuple[str, str | None], set[str]] = {
+    ("paper1", None): {"quick", "dry_run", "scale", "device"},
+    ("paper1", "primitives"): {"quick", "seeds", "dose_seeds"},
+    ("paper2", None): {"quick", "dry_run"},
+    ("paper3", None): {"quick", "dry_run", "scale"} | _READS,
+    ("paper3", "audit"): _ONE_MODEL,
+    ("predictions", None): _ONE_MODEL,
+}
+# (paper, --only) -> a module with a RunConfig and a `perform` of its own.
+ONE_TABLE: dict[tuple[str, str | None], str] = {
+    ("paper1", "primitives"): "llmgeom.papers.primitives",
+    ("paper3", "audit"): "llmgeom.papers.audit",
+    ("predictions", None): "llmgeom.papers.predictions",
+}
 
 
 @dataclass(frozen=True)
-class Request:
-    """What is asked of `llmgeom reproduce`; its fields are its flags.
+class RunConfig(DrawsConfig, LoadConfig):
+    """What `llmgeom reproduce` is asked for."""
 
-    scale     small: two cores, an hour; paper: the published sizes, on one GPU.
-    models    of paper3; options: what it is asked beside, as `llmgeom audit` (n, nulls, controls ...).
-    """
+    VERB: ClassVar[str] = "reproduce"
 
-    paper: str
-    scale: str = "small"
-    quick: bool = False
-    models: tuple[str, ...] = ()
-    device: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)
-    out: str | None = None
+    paper: Literal["paper1", "paper2", "paper3", "predictions"] = argument(metavar="WHAT", kw_only=True)
+    only: Literal["primitives", "audit"] | None = flag(
+        None, "One table: primitives of paper1, audit of paper3. [default: every published number]"
+    )
+    scale: Literal["small", "paper"] = flag("small", "Papers: paper runs the published sizes, on one GPU.")
+    quick: bool = flag(False, "Papers: a few minutes instead of up to an hour on two cores.")
+    dry_run: bool = flag(False, "Papers: print what would be run and what not; run nothing.")
+    models: tuple[str, ...] = flag(
+        (), "pocket:NAME, a folder or a hub id. Repeat for several, with paper3.", name="--model", group="Model"
+    )
+    revision: str | None = flag(None, "One model: branch, tag or commit of a hub model.", group="Model")
+    quantize: Literal["8bit", "4bit"] | None = flag(None, "One model: quantise with bitsandbytes.", group="Model")
+    seeds: int = flag(3, "Primitives: trainings of each cell.", least=2, most=1000)
+    dose_seeds: int = flag(5, "Primitives: trainings of each dose of corrupted labels.", least=2, most=1000)
 
     def __post_init__(self) -> None:
-        if self.paper not in PAPERS or self.scale not in SIZES:
-            raise UserError(
-                f"reproduce {self.paper} --scale {self.scale}: expected {' or '.join(PAPERS)}, small or paper"
-            )
+        super().__post_init__()
+        what = (self.paper, self.only)
+        if what not in TABLES:
+            raise UserError(f"reproduce {self.paper} has no table --only {self.only}; leave --only out")
+        for one in flags(RunConfig):
+            takes = one.field in ("paper", "only", "out") or one.field in TABLES[what]
+            if not takes and getattr(self, one.field) != one.default:
+                words = f"{self.paper} --only {self.only}" if self.only else self.paper
+                raise UserError(f"reproduce {words} has no {one.name}; leave it out")
         if self.quick and self.scale == "paper":
-            raise UserError("--quick with --scale paper: one is small, the other is not; leave one out")
+            raise UserError("--quick and --scale paper exclude each other; leave one out")
+        if len(self.models) > 1 and "revision" in TABLES[what]:
+            raise UserError(f"--model {self.models[1]}: this table is of one model; paper3 takes several")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How each model is read, where it is not by default."""
+        taken = _READS - {"models", "device"}
+        return {one.field: value for one in flags(RunConfig)
+                if one.field in taken and (value := getattr(self, one.field)) != one.default}  # fmt: skip
 
     @property
     def size(self) -> Size:
@@ -65,20 +105,40 @@ class Request:
     def folder(self) -> Path:
         return Path(self.out or f"runs/{self.paper}-{self.spec[:8]}")
 
-    def command(self) -> str:
-        """The command that repeats this, less where the output goes and what it runs on."""
-        words = ["llmgeom", "reproduce", self.paper, *(["--scale", self.scale] if self.scale != "small" else [])]
-        words += ["--quick"] * self.quick + [w for model in self.models for w in ("--model", model)]
-        for name, value in self.options.items():
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-        return shlex.join(words)
+
+@command(
+    RunConfig,
+    Output,
+    examples=[
+        "llmgeom reproduce paper1 --quick",
+        "llmgeom reproduce paper1 --only primitives",
+        "llmgeom reproduce paper3 --model EleutherAI/pythia-410m --model microsoft/phi-2",
+        "llmgeom reproduce predictions --model EleutherAI/pythia-410m",
+    ],
+)
+def main(asked: RunConfig, output: Output) -> int:
+    """Measure every published number of a paper, and compare: PASS, FAIL, INCONCLUSIVE or NOT TESTED, and why.
+
+    WHAT: paper1, paper2, paper3, or predictions, which tests what the papers predict on one model.
+    """
+    if asked.dry_run:
+        click.echo("\n".join(planned(asked)))
+        return 0
+    if (asked.paper, asked.only) not in ONE_TABLE:
+        return show_rows(perform, asked, output)
+    module = importlib.import_module(ONE_TABLE[asked.paper, asked.only])
+    names = {one.field for one in flags(module.RunConfig)} & {one.field for one in flags(RunConfig)}
+    values = {name: getattr(asked, name) for name in names}
+    if asked.models:
+        values["model"] = asked.models[0]
+    return show_rows(module.perform, module.RunConfig(**values), output)
 
 
 @dataclass(frozen=True)
 class Found:
     """The table: entries by subject, lines to stand above it, and its entries as JSON."""
 
-    asked: Request
+    asked: RunConfig
     rows: Mapping[str, tuple[Judged, ...]]
     above: tuple[str, ...] = ()
 
@@ -136,7 +196,7 @@ class Found:
         )
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Found]:
+def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
     """Run the cells that are not yet there, judge every entry, write the record and the page; (folder, table)."""
     started, entries, out = time.time(), table(asked.paper), asked.folder
     check_folder(out, asked.spec)
@@ -167,7 +227,7 @@ def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Fou
     return out, found
 
 
-def planned(asked: Request) -> list[str]:
+def planned(asked: RunConfig) -> list[str]:
     """What a run would do, from the tables alone: its cells, and the entries that it would not test."""
     entries, tests = table(asked.paper), _tests(asked)
     skipped = {one.id: why for one in entries if (why := _skipped(asked, one))}
@@ -182,12 +242,12 @@ def _module(paper: str) -> Any:
     return importlib.import_module(f"llmgeom.papers.{paper}")
 
 
-def _tests(asked: Request) -> list[Check]:
+def _tests(asked: RunConfig) -> list[Check]:
     """What is measured unless it cannot be."""
     return [t for one in table(asked.paper) if (t := one.test(asked.size)) and not _skipped(asked, one)]
 
 
-def _skipped(asked: Request, entry: Entry) -> str:
+def _skipped(asked: RunConfig, entry: Entry) -> str:
     """Why an entry is not tested whatever is found; empty where it is."""
     test = entry.test(asked.size)
     if test is None:
@@ -196,7 +256,7 @@ def _skipped(asked: Request, entry: Entry) -> str:
 
 
 def _posed(
-    asked: Request, entries: Sequence[Entry], bench: Bench, progress: Progress | None = None
+    asked: RunConfig, entries: Sequence[Entry], bench: Bench, progress: Progress | None = None
 ) -> Iterator[Judged]:
     for place, entry in enumerate(entries):
         if progress:
@@ -204,7 +264,7 @@ def _posed(
         yield _put(asked, entry, bench)
 
 
-def _put(asked: Request, entry: Entry, bench: Bench) -> Judged:
+def _put(asked: RunConfig, entry: Entry, bench: Bench) -> Judged:
     test, why = entry.test(asked.size), _skipped(asked, entry)
     if test is None or why:
         return Judged(entry, None, None, why)

@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import click
 
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
-from llmgeom.commands import config as request
-from llmgeom.errors import UserError, bounded
+from llmgeom.commands import config
+from llmgeom.commands.output import VerdictOutput, print_json, show
+from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
+from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
-from llmgeom.progress import Progress, named
+from llmgeom.progress import Progress, bar, named
 from llmgeom.record import Record
 
 if TYPE_CHECKING:
@@ -34,27 +38,98 @@ FINAL = "the"  # the word that stands in the most templates of every domain
 
 
 @dataclass(frozen=True)
-class Request(request.Request):
-    """What is asked for; its fields are the flags of `llmgeom scan`."""
+class RunConfig(config.ModelConfig):
+    """What `llmgeom scan` is asked for."""
 
     VERB: ClassVar[str] = "scan"
-    FLAGS: ClassVar[dict[str, str]] = {"domains": "--domain", "tasks": "--task", "prompts_file": "--prompts"}
-    LISTED: ClassVar[tuple[str, ...]] = ("probes",)
 
-    domains: tuple[str, ...] = ()
-    tasks: tuple[str, ...] = ()
-    prompts_file: str | None = None
-    prompts_from: str | None = None
-    n: int | None = None
-    limit: int | None = None
-    probes: tuple[str, ...] | None = None
-    protocol: str = "sound"
-    nulls: int = 20
-    batch_tokens: int = 4096
-    shard: str | None = None
-    seed: int = 0
-    stability: bool = False
-    out: str | None = None
+    domains: tuple[str, ...] = flag(
+        (), "Prompt domain. Repeat for several. [default: mixed and math]", name="--domain", group="Prompts"
+    )
+    tasks: tuple[str, ...] = flag(
+        (),
+        "Task of a wind tunnel, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
+        name="--task",
+        group="Prompts",
+    )
+    prompts_file: str | None = flag(
+        None, "Your own prompts: .jsonl, .txt, hf:DATASET, or - for standard input.", name="--prompts", group="Prompts"
+    )
+    prompts_from: str | None = flag(None, "Use the prompts of an earlier run folder.", group="Prompts")
+    n: int | None = flag(
+        None,
+        "Prompts in each domain, spread evenly over entropy. [default: 75; fewer in small domains]",
+        least=FEWEST,
+        group="Prompts",
+    )
+    limit: int | None = flag(
+        None, "Read only the first LIMIT prompts of a file, or draw a pool of at most LIMIT.", least=FEWEST,
+        group="Prompts",
+    )  # fmt: skip
+    seed: int = flag(0, "Fixes prompts, nulls and permutations.", least=0, most=LARGEST_SEED, group="Prompts")
+    probes: tuple[str, ...] | None = flag(
+        None,
+        "Names with commas between, or all. [default: all; on prompts all but the slowest]",
+        listed=True,
+        group="Measure",
+    )
+    protocol: Literal["sound", "published"] = flag(
+        "sound", "published: the papers' own definitions, flaws included (`llmgeom reproduce`).", group="Measure"
+    )
+    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
+    shard: str | None = flag(
+        None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
+    )
+    nulls: int = flag(20, "Draws of each null: untrained controls, shuffled prompts.", least=1, group="Controls")
+    stability: bool = flag(
+        False, "Scan again in another precision, in smaller batches and with BOS toggled.", group="Controls"
+    )
+    out: str | None = flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]", group="Output")
+
+
+@dataclass(frozen=True)
+class ScanOutput(VerdictOutput):
+    """What `llmgeom scan` prints."""
+
+    dry_run: bool = flag(
+        False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights.", group="Output"
+    )
+    fail_on_flip: bool = flag(False, "With --stability: exit with 3 if a verdict changes.", group="Output")
+
+
+@config.command(
+    RunConfig,
+    ScanOutput,
+    examples=["llmgeom scan --model EleutherAI/pythia-410m --domain math --n 75 --out runs/410m-math"],
+)
+def main(asked: RunConfig, output: ScanOutput) -> int:
+    """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
+    if output.fail_on_flip and not asked.stability:
+        raise UserError("--fail-on-flip needs --stability; give both")
+    if asked.probes == ():
+        raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
+    plan = prepare(asked, write=not output.dry_run)
+    if output.dry_run:
+        from llmgeom.commands.dry_run import estimate, lines
+
+        cost = estimate(plan)
+        print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
+        return 0
+    comparison = None
+    with bar(output.silent) as progress:
+        if asked.stability:
+            from llmgeom.commands import stability
+
+            records, comparison = stability.perform(plan, progress)
+        else:
+            records = [record for _, record in perform(plan, progress)]
+    if not records:  # this is one of several processes: there is nothing to show yet
+        click.echo(plan.shared, nl=False)
+        return 0
+    code = show(plan.out, records, output, {"stability": comparison.to_dict()} if comparison else None)
+    if comparison and not output.json:
+        click.echo("\n".join(comparison.lines()))
+    return 3 if comparison and comparison.flipped and output.fail_on_flip else code
 
 
 @dataclass(frozen=True)
@@ -64,7 +139,7 @@ class Plan:
     pools    name -> candidates; stratified by entropy where `stratify` is true, else taken as they are.
     """
 
-    request: Request
+    request: RunConfig
     located: hub.Located
     probes: tuple[str, ...]
     pools: dict[str, Batch]
@@ -121,7 +196,7 @@ def _content(pool: Batch) -> Mapping[str, Any]:
     return {"text": pool.text, "cluster": pool.cluster}
 
 
-def prepare(asked: Request, write: bool = True) -> Plan:
+def prepare(asked: RunConfig, write: bool = True) -> Plan:
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
     Raises UserError.
@@ -129,19 +204,10 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     given = (asked.domains, asked.tasks, asked.prompts_file is not None, asked.prompts_from is not None)
     if sum(map(bool, given)) > 1:
         raise UserError("--domain, --task, --prompts and --prompts-from exclude each other; give one")
-    if asked.n is not None and asked.n < FEWEST:
-        raise UserError(f"--n {asked.n}: a scan needs at least {FEWEST} prompts; the default is 75")
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
     own = asked.prompts_file is not None or asked.prompts_from is not None
     if asked.n is not None and own and not documents_asked:
         raise UserError(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
-    bounded(
-        ("--n", asked.n, FEWEST),
-        ("--nulls", asked.nulls, 1),
-        ("--seed", asked.seed, 0),
-        ("--limit", asked.limit, FEWEST),
-        ("--batch-tokens", asked.batch_tokens, 1),
-    )
     located = asked.locate()
     if not any(given) and hub.tunnel(located.path):
         asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
@@ -153,13 +219,13 @@ def prepare(asked: Request, write: bool = True) -> Plan:
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
-        plan = replace(plan, out=request.run_folder(asked.model, located, "+".join(pools), specs))
+        plan = replace(plan, out=config.run_folder(asked.model, located, "+".join(pools), specs))
     for name in pools if write and asked.shard is None else ():
-        request.check_folder(plan.folder(name), digest(plan.spec(name)))
+        config.check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 
 
-def _pools(asked: Request) -> dict[str, Batch]:
+def _pools(asked: RunConfig) -> dict[str, Batch]:
     from llmgeom.prompts import documents, domains, files
 
     if asked.prompts_file is not None and asked.prompts_file.startswith(DOCUMENTS):

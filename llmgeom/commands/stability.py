@@ -58,7 +58,7 @@ class Condition:
     why: str = ""
 
 
-def conditions(asked: scanning.Request, subject: Subject) -> tuple[Condition, Condition, Condition]:
+def conditions(asked: scanning.RunConfig, subject: Subject) -> tuple[Condition, Condition, Condition]:
     """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
     other = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
     special = subject.special_prefix()

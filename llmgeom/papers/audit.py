@@ -227,14 +227,14 @@ def _sound(h: Estimate | None) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Request(trilogy.Request):
-    """What is asked for; its fields are the flags of `llmgeom audit`."""
+class RunConfig(trilogy.RunConfig):
+    """What `llmgeom reproduce paper3 --only audit` is asked for."""
 
-    VERB: ClassVar[str] = "audit"
+    VERB: ClassVar[str] = "reproduce paper3 --only audit"
     WHAT: ClassVar[str] = "audit"
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Audit]:
+def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Audit]:
     """The whole of `llmgeom audit`: the runs, the table and a page of it; (folder, audit)."""
     out, records = trilogy.perform(asked, published=True, progress=progress)
     found = audit(records)

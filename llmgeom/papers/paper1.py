@@ -37,7 +37,7 @@ from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
 from llmgeom.wind_tunnels.training import Training
 
 if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import Request
+    from llmgeom.commands.reproduce import RunConfig
 
 SEEDS, GRADED, SCANNED = 3, 1000, 200  # trainings a cell; sequences graded, and scanned
 RELATIVE = ("uniform", "trivial")  # to which a grade's numbers can be set beside another architecture's
@@ -86,7 +86,7 @@ def training(recipe: str, task: str, arch: str) -> Training:
     return replace(made, parameters=SAME_SIZE[task]) if recipe == "full" and arch == "mlp" else made
 
 
-def recipe(asked: Request) -> str:
+def recipe(asked: RunConfig) -> str:
     return "quick" if asked.quick else asked.size
 
 
@@ -100,7 +100,7 @@ def cells(name: str, tests: Sequence[Check]) -> dict[str, Training]:
     return found
 
 
-def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
+def planned(asked: RunConfig, tests: Sequence[Check]) -> list[str]:
     """The cells that a run would train."""
     return [
         f"{name}: {SEEDS} trainings on {one.task}, {one.layers} layers, "
@@ -110,7 +110,7 @@ def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
     ]
 
 
-def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
+def benches(asked: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
     """Train and grade what the tests need; one bench. Raises UserError at the papers' scale where there is no GPU."""
     device = usable(asked.device) if asked.size == "full" else "cpu"
     if asked.size == "full" and device == "cpu" and asked.device is None:

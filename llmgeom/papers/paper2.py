@@ -36,7 +36,7 @@ from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
 
 if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import Request
+    from llmgeom.commands.reproduce import RunConfig
 
 SEEDS = (42, 2024, 1337, 7777, 9999)
 TUNING = (1, 2)  # seeds on which rates are chosen, and nothing is judged
@@ -305,7 +305,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
-def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
+def planned(asked: RunConfig, tests: Sequence[Check]) -> list[str]:
     """The cells that a run would train."""
     shape = SHAPES[asked.quick]
     return [
@@ -315,7 +315,7 @@ def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
     ]  # fmt: skip
 
 
-def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
+def benches(asked: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
     """Train what is not yet trained of the chain; one bench."""
     rows, ran, chosen = chained(SHAPES[asked.quick], out / "cells", progress)
     yield Chain(rows, _result(rows, ran, chosen).lowered(), asked.quick, out, progress)
@@ -504,7 +504,7 @@ def settles(bench: Chain, test: Check, section: str, metric: str) -> Estimate:
     """A metric of `llmgeom dynamics` on the bijection: five trainings, and five on random targets."""
     folder = bench.out / "dynamics"
     if not (folder / "record.json").exists():
-        asked = dynamics.Request(task="bijection", quick=bench.quick, probes=(), out=str(folder))
+        asked = dynamics.RunConfig(task="bijection", quick=bench.quick, probes=(), out=str(folder))
         dynamics.perform(asked, bench.progress)
     return _estimate(Record.load(folder), section, metric)
 

@@ -18,7 +18,7 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate
 
 if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import Request
+    from llmgeom.commands.reproduce import RunConfig
 
 POCKETS = ("pocket:pythia", "pocket:phi", "pocket:llama", "pocket:mistral")
 PUBLISHED = ("EleutherAI/pythia-410m", "microsoft/phi-2", "meta-llama/Llama-3.2-1B")
@@ -26,26 +26,26 @@ QUICK = {"n": 30, "limit": 150, "controls": 39}  # and 20 draws of each null, th
 
 
 @dataclass(frozen=True)
-class Runs(trilogy.Request):
+class Runs(trilogy.RunConfig):
     """The runs of one model."""
 
     VERB: ClassVar[str] = "audit"
     WHAT: ClassVar[str] = "audit"
 
 
-def runs(asked: Request, out: Path) -> dict[str, Runs]:
+def runs(asked: RunConfig, out: Path) -> dict[str, Runs]:
     """What is asked of each model."""
     models = asked.models or (PUBLISHED if asked.size == "full" else POCKETS[:1] if asked.quick else POCKETS)
     given = {**(QUICK if asked.quick else {}), **asked.options, "device": asked.device}
     return {m: Runs(**given, model=m, out=str(out / f"{safe(m)}-{digest({'model': m})[:4]}")) for m in models}
 
 
-def planned(asked: Request, tests: Sequence[Check]) -> list[str]:
+def planned(asked: RunConfig, tests: Sequence[Check]) -> list[str]:
     """The runs that are asked for."""
     return [one.command() for one in runs(asked, asked.folder).values()]
 
 
-def benches(asked: Request, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Model]:
+def benches(asked: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Model]:
     """One bench a model. Raises UserError before anything is loaded where a model is not to be had."""
     every = runs(asked, out)
     for one in every.values():

@@ -123,14 +123,14 @@ def predictions(records: Mapping[str, Record]) -> Predictions:
 
 
 @dataclass(frozen=True)
-class Request(trilogy.Request):
-    """What is asked for; its fields are the flags of `llmgeom reproduce predictions`."""
+class RunConfig(trilogy.RunConfig):
+    """What `llmgeom reproduce predictions` is asked for."""
 
     VERB: ClassVar[str] = "reproduce predictions"
     WHAT: ClassVar[str] = "predictions"
 
 
-def perform(asked: Request, progress: Progress | None = None) -> tuple[Path, Predictions]:
+def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Predictions]:
     """The whole of `llmgeom reproduce predictions`: the runs, the table and a page of it; (folder, predictions)."""
     out, records = trilogy.perform(asked, published=False, progress=progress)
     found = predictions(records)

@@ -10,10 +10,9 @@ from typing import Any, ClassVar
 
 from llmgeom import probes
 from llmgeom.commands import ablate as ablation
-from llmgeom.commands import config as request
 from llmgeom.commands import evidence as sula
 from llmgeom.commands import scan as scanning
-from llmgeom.errors import bounded
+from llmgeom.commands.config import DrawsConfig, ModelConfig, check_folder, keep, run_folder
 from llmgeom.files import write_whole
 from llmgeom.progress import Progress, named
 from llmgeom.record import Record
@@ -24,39 +23,28 @@ FINISHED = "finished"  # beside a record: the spec of the whole that it was run 
 
 
 @dataclass(frozen=True)
-class Request(request.Request):
-    """What is asked for; its fields are the flags of `llmgeom audit` and `llmgeom reproduce`.
-
-    n    prompts a domain; nulls, draws of each null; controls, draws of each control of the ablation.
-    """
+class RunConfig(DrawsConfig, ModelConfig):
+    """What the runs of one model are asked for."""
 
     WHAT: ClassVar[str] = ""  # in the run folder's name
 
-    n: int | None = None
-    nulls: int = 20
-    controls: int = 199
-    limit: int | None = None
-    seed: int = 0
-    out: str | None = None
 
-
-def perform(asked: Request, published: bool, progress: Progress | None = None) -> tuple[Path, dict[str, Record]]:
+def perform(asked: RunConfig, published: bool, progress: Progress | None = None) -> tuple[Path, dict[str, Record]]:
     """Scan mixed and math prompts, ask for in-context evidence, edit the entropy axis; (folder, records by name).
 
     published   the published definitions as well. Each run is saved in a folder of its own under the run folder, as
                 the command on its record would save it; those that an earlier start finished are read.
     Raises UserError before anything is loaded where something cannot be.
     """
-    bounded(("--controls", asked.controls, 1))
     located = asked.locate()
     spec = asked.spec(located, what=asked.WHAT)
-    out = Path(asked.out) if asked.out else request.run_folder(asked.model, located, asked.WHAT, spec)
+    out = Path(asked.out) if asked.out else run_folder(asked.model, located, asked.WHAT, spec)
     if (out / "record.json").exists():  # the scans' page alone is what an interrupted run leaves there
-        request.check_folder(out, spec)
-    common: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(request.Request)}
+        check_folder(out, spec)
+    common: dict[str, Any] = {f.name: getattr(asked, f.name) for f in fields(ModelConfig)}
     common |= {"seed": asked.seed}
     names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
-    scans = scanning.Request(
+    scans = scanning.RunConfig(
         **common, domains=(MIXED, MATH), n=asked.n, limit=asked.limit, nulls=asked.nulls, probes=names, out=str(out)
     )
     plan = scanning.prepare(scans)
@@ -75,13 +63,13 @@ def perform(asked: Request, published: bool, progress: Progress | None = None) -
     once((MIXED, MATH), lambda: {folder.name: one for folder, one in scanning.perform(plan, progress, loaded())})
 
     def listened(name: str, protocol: str) -> Mapping[str, Record]:
-        given = sula.Request(**common, nulls=asked.nulls, protocol=protocol, out=str(out / name))
+        given = sula.RunConfig(**common, nulls=asked.nulls, protocol=protocol, out=str(out / name))
         return {name: sula.perform(given, named(progress, name), loaded())[1]}
 
     for name, protocol in ((SULA, "sound"), (SULA_PUBLISHED, "published"))[: 1 + published]:
         once((name,), partial(listened, name, protocol))
     # All positions: at the final token of the last layer alone little passes through its values.
-    edits = ablation.Request(**common, sula=True, positions="all", controls=asked.controls, out=str(out / ABLATE))
+    edits = ablation.RunConfig(**common, sula=True, positions="all", controls=asked.controls, out=str(out / ABLATE))
     once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, named(progress, ABLATE), loaded())[1]})
     return out, records
 
@@ -97,7 +85,7 @@ def find(records: Mapping[str, Record], record: str, probe: str, name: str) -> t
     return None, f"the run {record} has no '{name}': its page says why"
 
 
-def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, section: Measured) -> None:
+def save(out: Path, asked: RunConfig, records: Mapping[str, Record], name: str, section: Measured) -> None:
     """A record of one section beside the runs it is taken from, and its page."""
     first = records[MIXED]
     record = Record(
@@ -110,4 +98,4 @@ def save(out: Path, asked: Request, records: Mapping[str, Record], name: str, se
         warnings=tuple(dict.fromkeys(warning for one in records.values() for warning in one.warnings)),
         run=first.run,
     )
-    request.keep(record, out)
+    keep(record, out)

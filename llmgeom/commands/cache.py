@@ -1,0 +1,91 @@
+"""`llmgeom cache`: list, verify, remove and merge cached activations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import click
+
+from llmgeom.commands.config import Config, VerbGroup, command
+from llmgeom.errors import UserError
+from llmgeom.flags import argument, flag
+
+
+@dataclass(frozen=True)
+class Runs(Config):
+    """Cached runs, named by the beginnings of their keys."""
+
+    runs: tuple[str, ...] = argument(())
+
+
+@dataclass(frozen=True)
+class Removal(Runs):
+    """Which cached runs are removed."""
+
+    all: bool = flag(False, "Remove all runs.")
+
+
+@dataclass(frozen=True)
+class Folders(Config):
+    """Cache folders to merge."""
+
+    folders: tuple[str, ...] = argument()
+
+
+@click.group(cls=VerbGroup, epilog="Example:  llmgeom cache ls")
+def main() -> None:
+    """Manage the activation cache (folder LLMGEOM_CACHE)."""
+
+
+@command(Runs, examples=["llmgeom cache ls"])
+def ls(config: Runs) -> None:
+    """List cached runs: key, size, age, model. With RUNS (keys): every capture of these runs."""
+    from llmgeom.cache import manage
+
+    runs = manage.chosen(config.runs) if config.runs else manage.runs()
+    click.echo("\n".join(manage.table(runs, captures=bool(config.runs))))
+
+
+@command(Runs, examples=["llmgeom cache verify"])
+def verify(config: Runs) -> int:
+    """Compare every shard with its hash, of all runs or of RUNS (keys). Exits with 1 if one is damaged."""
+    from llmgeom.cache import manage
+
+    checked = list(manage.verify(manage.chosen(config.runs) if config.runs else manage.runs()))
+    damaged = [f"{path}: {why}" for path, why in checked if why]
+    if damaged:
+        click.echo("\n".join(damaged))
+        click.echo(
+            f"{len(damaged)} of {len(checked)} shards are damaged; the next run that needs them makes them again"
+        )
+    else:
+        click.echo(f"all {len(checked)} shards are whole")
+    return int(bool(damaged))
+
+
+@command(Removal, examples=["llmgeom cache rm 3fa90c12"])
+def rm(config: Removal) -> None:
+    """Remove RUNS (keys), or all runs, and print the space that was freed."""
+    from llmgeom.cache import manage
+    from llmgeom.cache.shards import said
+
+    if bool(config.runs) == config.all:
+        raise UserError("give the keys of runs (`llmgeom cache ls` prints them), or --all")
+    runs = manage.runs() if config.all else manage.chosen(config.runs)
+    freed = manage.remove(runs)
+    click.echo(f"removed {len(runs)} run{'s' * (len(runs) != 1)}: {said(freed)} freed")
+
+
+@command(Folders, examples=["llmgeom cache merge node0/cache node1/cache"])
+def merge(config: Folders) -> None:
+    """Copy the shards of other cache FOLDERS into this cache, and check each one; e.g. after a job array."""
+    from llmgeom.cache import manage
+    from llmgeom.cache.shards import said
+
+    merged = manage.merge(config.folders)
+    present = f"; {merged.there} were already there" if merged.there else ""
+    click.echo("\n".join([*merged.left, f"{merged.copied} shards copied, {said(merged.size)}{present}"]))
+
+
+for verb in (ls, verify, rm, merge):
+    main.add_command(verb)

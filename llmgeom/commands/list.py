@@ -1,0 +1,95 @@
+"""`llmgeom list`: what can be measured, on what, and what can be claimed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import click
+
+from llmgeom.commands.config import Config, command
+from llmgeom.flags import argument
+
+Kind = Literal["models", "domains", "tasks", "architectures", "probes", "claims"]
+
+
+@dataclass(frozen=True)
+class RunConfig(Config):
+    """What `llmgeom list` is asked for."""
+
+    what: Kind | None = argument(None)
+
+
+def models() -> Iterator[str]:
+    """Models that come with llmgeom."""
+    from llmgeom.model import hub
+
+    for name in hub.pockets():
+        yield f"pocket:{name}  (untrained: pocket:{name}@step0)"
+    yield "or a folder written by save_pretrained, or any hub id, e.g. EleutherAI/pythia-410m"
+
+
+def domains() -> Iterator[str]:
+    """Prompt domains of a scan."""
+    from llmgeom.prompts import domains
+
+    for name in domains.known():
+        yield f"{name:12} {domains.Domain(name).size()} prompts"
+
+
+def tasks() -> Iterator[str]:
+    """Tasks of a wind tunnel."""
+    from llmgeom import wind_tunnels
+
+    for name in wind_tunnels.names():
+        yield from wind_tunnels.described(name)
+    yield "or your own: path/to/file.py:CLASS (docs/tunnels.md)"
+
+
+def architectures() -> Iterator[str]:
+    """Architectures of `llmgeom train`."""
+    from llmgeom.wind_tunnels.models import ARCHITECTURES
+
+    for name, text in ARCHITECTURES.items():
+        yield f"{name:10} {text}"
+
+
+def probes() -> Iterator[str]:
+    """Probes of a scan."""
+    from llmgeom.probes import ON_REQUEST, PROTOCOLS, known, names
+
+    for protocol in PROTOCOLS:
+        for name, module in known(names(protocol)).items():
+            slow = " (on prompts only with --probes)" if name in ON_REQUEST else ""
+            yield f"{name:18} {(module.__doc__ or '').strip().partition(chr(10))[0]}{slow}"
+
+
+def claims() -> Iterator[str]:
+    """Claims that a run can pass or fail."""
+    from llmgeom.claims import entries
+
+    for entry in entries():
+        if entry.claim:
+            yield from (*entry.lines(), "")
+
+
+LISTS: dict[str, Callable[[], Iterator[str]]] = {
+    "models": models,
+    "domains": domains,
+    "tasks": tasks,
+    "architectures": architectures,
+    "probes": probes,
+    "claims": claims,
+}
+
+
+@command(RunConfig, examples=["llmgeom list probes"])
+def main(config: RunConfig) -> None:
+    """List pocket models, prompt domains, tasks, architectures, probes or claims; without an argument everything."""
+    for name in (config.what,) if config.what else LISTS:
+        if not config.what:
+            click.echo(f"{LISTS[name].__doc__} (llmgeom list {name})\n")
+        click.echo("\n".join(LISTS[name]()).rstrip("\n"))
+        if not config.what:
+            click.echo()

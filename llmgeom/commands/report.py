@@ -1,0 +1,56 @@
+"""`llmgeom report`: draw the page of one run, or compare several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from llmgeom.commands.config import Config, command
+from llmgeom.commands.output import print_json
+from llmgeom.errors import UserError
+from llmgeom.flags import argument, flag
+
+
+@dataclass(frozen=True)
+class RunConfig(Config):
+    """What `llmgeom report` is asked for."""
+
+    runs: tuple[str, ...] = argument()
+    out: str | None = flag(None, "The page. [default: report.html in the run folder; compared.html in the first one]")
+    json: bool = flag(False, "Several runs: print one JSON object instead of the tables.")
+
+
+@command(
+    RunConfig, examples=["llmgeom report runs/410m-math", "llmgeom report runs/410m-math runs/1b-math --out both.html"]
+)
+def main(config: RunConfig) -> None:
+    """Draw the page of one run, or of several side by side with a table of their differences. Loads no model.
+
+    Differences need runs on the same prompts: scan the others with --prompts-from RUN.
+    """
+    from llmgeom.files import write_whole
+    from llmgeom.record import Record
+    from llmgeom.reports import page
+
+    records = [Record.load(run) for run in config.runs]
+    if config.json and len(records) == 1:
+        raise UserError("--json prints a comparison; give two runs or more, or leave it out")
+    path = Path(config.out or Path(config.runs[0]) / ("compared.html" if len(records) > 1 else "report.html"))
+    comparison, why = None, ""
+    if len(records) > 1:
+        from llmgeom.commands.comparison import compare
+
+        try:
+            comparison = compare(records)
+        except UserError as refusal:
+            if config.json:
+                raise
+            why = f"not compared: {refusal}"
+    write_whole(path, page(records, comparison.to_dict() if comparison else None).encode())
+    if comparison and config.json:
+        print_json(comparison.to_dict() | {"report": str(path)})
+        return
+    lines = comparison.lines() if comparison else [why] if why else []
+    click.echo("\n".join([*lines, f"page: {path}"]))

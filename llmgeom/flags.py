@@ -1,0 +1,105 @@
+"""Flags of a command, declared once: as the fields of a frozen dataclass, with `flag` and `argument`."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from llmgeom.errors import UserError
+
+LARGEST_COUNT = 10**6
+LARGEST_SEED = 2**31 - 1
+
+
+def flag(
+    default: Any,
+    help: str,
+    *,
+    name: str = "",
+    short: str = "",
+    metavar: str | None = None,
+    group: str = "",
+    listed: bool = False,
+    least: float | None = None,
+    most: float = LARGEST_COUNT,
+) -> Any:
+    """A dataclass field that is also a flag; its type hint says the rest.
+
+    `bool` is a switch, `Literal[...]` a choice, `tuple[X, ...]` a flag that may be repeated.
+
+    Args:
+        default: The field's default, and the flag's.
+        help: One line for `--help`.
+        name: The flag, where it is not the field's name, e.g. `--domain` for `domains`.
+        short: One letter, e.g. `-q`; `-v` counts how often it is given if the field is an `int`.
+        metavar: What `--help` calls the value.
+        group: The heading of `--help` under which the flag stands.
+        listed: A tuple is one value with commas between, instead of a repeated flag.
+        least: The smallest number allowed; then `most` is the largest.
+    """
+    about = {"name": name, "short": short, "metavar": metavar, "group": group, "listed": listed}
+    return field(default=default, metadata={"help": help, **about, "least": least, "most": most})
+
+
+def argument(default: Any = MISSING, *, metavar: str | None = None, kw_only: bool = False) -> Any:
+    """A dataclass field that is a positional argument; a tuple takes all of them.
+
+    With `kw_only` a required argument may follow inherited fields that have defaults.
+    """
+    metadata = {"help": "", "argument": True, "metavar": metavar}
+    return field(default=default, kw_only=kw_only, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class Flag:
+    """What a field's declaration, type hint and default say of its flag."""
+
+    field: str
+    name: str  # e.g. --domain; of an argument the field's name
+    kind: type  # of one value
+    choices: tuple[str, ...]
+    several: bool
+    default: Any  # MISSING if required
+    help: str
+    short: str = ""
+    metavar: str | None = None
+    group: str = ""
+    argument: bool = False
+    listed: bool = False
+    least: float | None = None
+    most: float = LARGEST_COUNT
+
+
+@cache
+def flags(config: type) -> tuple[Flag, ...]:
+    """The flags of a configuration, in the order of its fields."""
+    hints = get_type_hints(config)
+    return tuple(_read(f, hints[f.name]) for f in fields(config) if "help" in f.metadata)
+
+
+def _read(declared: Any, hint: Any) -> Flag:
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = (kind for kind in get_args(hint) if kind is not NoneType)
+    several = get_origin(hint) is tuple
+    item = get_args(hint)[0] if several else hint
+    choices = get_args(item) if get_origin(item) is Literal else ()
+    about = dict(declared.metadata)
+    given_name = about.pop("name", "")
+    name = declared.name if about.get("argument") else given_name or "--" + declared.name.replace("_", "-")
+    return Flag(declared.name, name, str if choices else item, choices, several, declared.default, **about)
+
+
+def check(config: Any) -> None:
+    """Raises UserError for a value that is not one of its flag's choices, or out of its flag's range."""
+    for one in flags(type(config)):
+        value = getattr(config, one.field)
+        if value is None or value == one.default:
+            continue
+        for item in value if one.several else (value,):
+            if one.choices and item not in one.choices:
+                raise UserError(f"{one.name} {item}: expected {' or '.join(one.choices)}")
+            if one.least is not None and not one.least <= item <= one.most:
+                bound = f"least {one.least:g}" if not item >= one.least else f"most {one.most:g}"
+                raise UserError(f"{one.name} {item}: expected at {bound}")
