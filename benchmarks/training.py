@@ -51,7 +51,7 @@ def recipes(only: list[str], seeds: int) -> None:
             continue
         rows = []
         for seed in range(seeds):
-            run = _Run(replace(training, seed=seed), wind_tunnels.named(training.task), float(training.lr), "cpu")
+            run = _Run(replace(training, seed=seed), wind_tunnels.load_task(training.task), float(training.lr), "cpu")
             began = time.process_time()
             for step in range(training.steps):
                 run.step(step)
@@ -66,7 +66,7 @@ def recipes(only: list[str], seeds: int) -> None:
 
 def plain(training: Training) -> Callable[..., float]:
     """A loop as it is usually written: sequences made one by one in Python lists, AdamW, float32."""
-    task = wind_tunnels.named(training.task)
+    task = wind_tunnels.load_task(training.task)
     run = _Run(training, task, float(training.lr), "cpu")
     optimizer = torch.optim.AdamW(run.plain.parameters(), lr=float(training.lr), betas=(0.9, 0.98), weight_decay=0.01)
     import random
@@ -124,16 +124,16 @@ def paper(rounds: int, steps: int = 4) -> None:
 
 
 def ours(training: Training) -> Callable[[int], float]:
-    run = _Run(training, wind_tunnels.named(training.task), float(training.lr), "cpu")
+    run = _Run(training, wind_tunnels.load_task(training.task), float(training.lr), "cpu")
     return lambda step: float(run.step(step))
 
 
 def curves(steps: int = 6) -> None:
     """Three loops on the same batches, from the same weights: the losses of both float32 ones agree."""
-    run, step = _Run(PAPER, wind_tunnels.named(PAPER.task), float(PAPER.lr), "cpu"), plain(PAPER)
+    run, step = _Run(PAPER, wind_tunnels.load_task(PAPER.task), float(PAPER.lr), "cpu"), plain(PAPER)
     narrow = ours(replace(PAPER, precision="bf16"))
-    task, drawn, last = run.task, run.task.drawn, []
-    object.__setattr__(task, "drawn", lambda *a, **k: last.append(drawn(*a, **k)) or last[-1])
+    task, drawn, last = run.task, run.task.draw_split, []
+    object.__setattr__(task, "draw_split", lambda *a, **k: last.append(drawn(*a, **k)) or last[-1])
     print("step: loss of ours, of the plain loop, of ours in bf16 (nats)")
     for i in range(steps):
         mine, half = float(run.step(i)), narrow(i)

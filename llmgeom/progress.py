@@ -13,7 +13,7 @@ class Progress(Protocol):
         """note: what changes while the stage goes on."""
 
 
-def named(progress: Progress | None, name: str) -> Progress | None:
+def prefixed(progress: Progress | None, name: str) -> Progress | None:
     """The same for one of several runs: its stages are called `NAME: STAGE`."""
     if progress is None:
         return None

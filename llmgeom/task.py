@@ -19,14 +19,14 @@ from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import UserError
 from llmgeom.stats.information import bits
 
-__all__ = ["Categorical", "Drawn", "Gaussian", "Split", "Task", "held_out", "on_device", "seeded", "uniform"]
+__all__ = ["Categorical", "Gaussian", "Sequences", "Split", "Task", "held_out", "on_device", "seeded", "uniform"]
 
 Split = Literal["any", "seen", "held-out"]
 BUCKETS = 10  # one of them is held out
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sequences:
     """Sequences on the device where they were drawn, and what was drawn at each query.
 
     inputs      token ids [sequence seq] int64, or real rows [sequence seq feature] float32.
@@ -47,7 +47,7 @@ class Task(ABC):
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
-    SPELT: ClassVar[str] = ""  # FILE:CLASS of a task of yours
+    FILE_SPEC: ClassVar[str] = ""  # FILE:CLASS of a task of yours
 
     # ---- what a task says of itself ---------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ class Task(ABC):
         """What the outcomes are: some of the tokens, or real numbers."""
 
     @property
-    def trained(self) -> int:
+    def trained_queries(self) -> int:
         """How many queries, the first ones, a loss is on: the horizon. All of them unless the task has one."""
         return len(self.query)
 
@@ -98,17 +98,17 @@ class Task(ABC):
         """n independent draws from the prior, [n ...]; one row is one hypothesis. None by default."""
         return torch.zeros(n, 0, device=generator.device)
 
-    def cell(self, hypothesis: Tensor) -> Int[Tensor, "n column"]:
+    def split_key(self, hypothesis: Tensor) -> Int[Tensor, "n column"]:
         """What is hashed to hold a hypothesis out: its integers, or real numbers in cells a quarter wide."""
         flat = hypothesis.flatten(1)
         return (flat * 4).floor().long() if flat.is_floating_point() else flat.long()
 
     @abstractmethod
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         """One sequence a hypothesis. With `training` the inputs may be drawn otherwise where the posterior does not
         depend on how (sticky keys)."""
 
-    def drawn(self, n: int, generator: torch.Generator, split: Split = "any", training: bool = False) -> Drawn:
+    def draw_split(self, n: int, generator: torch.Generator, split: Split = "any", training: bool = False) -> Sequences:
         """n sequences of a split, on the generator's device. UserError for a split that the task does not have."""
         if split != "any" and self.memorisable:
             raise UserError(f"{self.title} holds no hypotheses out: {self.memorisable}")
@@ -129,7 +129,7 @@ class Task(ABC):
             )
         many = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
         found = self.hypothesis(many, generator)
-        wanted = held_out(self.cell(found)) == (split == "held-out")
+        wanted = held_out(self.split_key(found)) == (split == "held-out")
         # Were there fewer than n after all, some would come twice; none comes from the other split.
         order = torch.arange(n, device=found.device) % wanted.sum().clamp_min(1)
         return found[torch.argsort(~wanted, stable=True)[order]]
@@ -137,7 +137,7 @@ class Task(ABC):
     @functools.cached_property
     def _held_out_share(self) -> float:
         """By trial: the hash holds out a tenth of the cells, which are few or unequal in some tasks."""
-        return held_out(self.cell(self.hypothesis(4096, seeded("share", 0)))).double().mean().item()
+        return held_out(self.split_key(self.hypothesis(4096, seeded("share", 0)))).double().mean().item()
 
     # ---- exact answers ----------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Task(ABC):
         """
         return None
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """The same sequences with one piece of their evidence another, which the task might have drawn too: what the
         answers would then have been, `log_predictive` says. None where the task does not say."""
         return None
@@ -174,15 +174,15 @@ class Task(ABC):
     # ---- a batch ----------------------------------------------------------------------------------------------------
 
     @property
-    def own(self) -> bool:
+    def from_file(self) -> bool:
         """Is it a task of yours, from a file?"""
-        return bool(self.SPELT)
+        return bool(self.FILE_SPEC)
 
     @property
     def title(self) -> str:
         """NAME:field=value,... with the fields that differ from their defaults; `--task` reads it back. A task of your
         own is named by its file."""
-        name = self.SPELT or type(self).__module__.rsplit(".", 1)[-1]
+        name = self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1]
         given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
         return f"{name}:{','.join(given)}" if given else name
 
@@ -193,8 +193,8 @@ class Task(ABC):
         """
         return self._sampled(n, seed, split, device)[0]
 
-    def _sampled(self, n: int, seed: int, split: Split, device: str = "cpu") -> tuple[Batch, Drawn, Posterior]:
-        drawn = self.drawn(n, seeded(f"sample/{split}", seed, device), split)
+    def _sampled(self, n: int, seed: int, split: Split, device: str = "cpu") -> tuple[Batch, Sequences, Posterior]:
+        drawn = self.draw_split(n, seeded(f"sample/{split}", seed, device), split)
         exact = Posterior(
             self.log_predictive(drawn.inputs),
             self.log_belief(drawn.inputs),
@@ -205,17 +205,17 @@ class Task(ABC):
         batch = Batch(
             inputs=self._padded(drawn, torch.full((n,), self.length)),
             cluster=tuple(f"sequence {i}" for i in range(n)),
-            source={**source, "trained": self.trained},
+            source={**source, "trained": self.trained_queries},
             query=self.mask().expand(n, -1),
             target=drawn.target,
             posterior=exact,
         )
         return batch, drawn, exact
 
-    def _padded(self, drawn: Drawn, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
+    def _padded(self, drawn: Sequences, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
         return Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths)
 
-    def cut(self, n: int, seed: int, split: Split = "any") -> Batch:
+    def truncated(self, n: int, seed: int, split: Split = "any") -> Batch:
         """n sequences, each cut at one of its queries, so that what is asked stands at the end as in a prompt.
 
         The query is drawn evenly; the first, before which nothing was seen, is left out where there are others.

@@ -18,7 +18,7 @@ from llmgeom.progress import bar
 from llmgeom.record import Record
 from llmgeom.reports import figures
 from llmgeom.scan import scan
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 
 # %% [markdown]
@@ -99,7 +99,7 @@ for estimate in first.results["attention_write"].estimates:
 # tells nothing, and that is what advantages in random order give.
 
 # %%
-cut = named("bijection").cut(100, seed=1, split="held-out")
+cut = load_task("bijection").truncated(100, seed=1, split="held-out")
 for step in (steps[0], steps[len(steps) // 2], steps[-1]):
     subject = Subject.load(f"runs/learns/snapshots/step{step}")
     follows, *_ = scan(subject, cut, {"routing_law": routing_law}).results["routing_law"].estimates

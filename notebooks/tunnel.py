@@ -15,7 +15,7 @@ from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
 from llmgeom.scan import scan
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 
 # %% [markdown]
@@ -25,7 +25,7 @@ from llmgeom.wind_tunnels.training import Training, train
 # values not yet used. The exact predictive is a tensor like any other.
 
 # %%
-task = named("bijection:vocab=6,pairs=8,replacement=true")
+task = load_task("bijection:vocab=6,pairs=8,replacement=true")
 batch = task.sample(3, seed=0, split="held-out")
 print(batch.inputs.ids[0].tolist(), "keys 0-5, values 6-11")
 print(batch.posterior.predictive[0].exp().round(decimals=2))
@@ -84,7 +84,7 @@ print(f"KL {grade(untrained, task, n=1000, seed=1).kl:.3f} bits a query")
 # Each sequence is cut at one of its queries, so that what is asked stands at the end, as in a prompt.
 
 # %%
-cut = task.cut(120, seed=2, split="held-out")
+cut = task.truncated(120, seed=2, split="held-out")
 with bar() as progress:
     record = scan(subject, cut, known(["value_manifold", "attention_focus"]), progress=progress)
 record

@@ -26,7 +26,7 @@ from llmgeom.result import Result as Base
 from llmgeom.scan import Needs, View, scan
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 
 # %% [markdown]
@@ -44,7 +44,7 @@ from dataclasses import dataclass
 
 import torch
 
-from llmgeom.task import Categorical, Drawn, Task
+from llmgeom.task import Categorical, Sequences, Task
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Urn(Task):
     def draw(self, hypothesis, generator, training=False):
         order = torch.rand(len(hypothesis), self.balls, generator=generator, device=generator.device).argsort(1)
         red = (order < hypothesis).long()[:, : self.draws]
-        return Drawn(torch.cat([torch.full_like(red[:, :1], 2), red[:, :-1]], 1), red)
+        return Sequences(torch.cat([torch.full_like(red[:, :1], 2), red[:, :-1]], 1), red)
 
     def log_predictive(self, inputs):
         r, w = ((inputs == colour).cumsum(1).double()[..., None] for colour in (1, 0))
@@ -84,7 +84,7 @@ class Urn(Task):
         return torch.stack([1 - red, red], -1).log()
 '''
 Path("urn.py").write_text(URN, encoding="utf-8")
-task = named("urn.py:Urn")
+task = load_task("urn.py:Urn")
 batch = task.sample(3, seed=0)
 print(batch.inputs.ids[0].tolist(), "2 first, then 0 white and 1 red")
 print(batch.posterior.predictive[0, :, 1].exp().round(decimals=3))
@@ -189,7 +189,7 @@ odds_line = SimpleNamespace(NEEDS=NEEDS, measure=measure)
 # of your own stands one of ours.
 
 # %%
-cut = task.cut(120, seed=3)
+cut = task.truncated(120, seed=3)
 probes = {"odds_line": odds_line, **known(["value_manifold"])}
 with bar() as progress:
     record = scan(subject, cut, probes, nulls=20, seed=0, progress=progress)

@@ -131,9 +131,9 @@ def test_signals_are_of_the_summed_loss_and_do_not_depend_on_how_many_run_togeth
 
 
 def test_the_loss_of_a_task_is_that_of_the_outcomes_drawn_at_its_queries():
-    task = wind_tunnels.named("recall:pairs=3,keys=5,values=5,queries=2")
+    task = wind_tunnels.load_task("recall:pairs=3,keys=5,values=5,queries=2")
     subject = Subject.of(build("gpt2", vocabulary=task.vocabulary, length=task.length, width=16))
-    for batch in (task.sample(5, 0), task.cut(5, 0)):
+    for batch in (task.sample(5, 0), task.truncated(5, 0)):
         form = task.answers.read(subject.capture(batch, {Site.LOG_PROBS}).log_probs)
         expected = task.answers.loss(form, batch.target.flatten()).mean()
         found = routing.routing(subject, batch)
@@ -145,7 +145,7 @@ def test_the_loss_of_a_real_number_is_minus_its_log_density():
     logits, y = torch.randn(7, 2), torch.randn(7)
     normal = torch.distributions.Normal(logits[:, 0], (logits[:, 1] / 2).exp())
     torch.testing.assert_close(losses(logits, y), -normal.log_prob(y))
-    task = wind_tunnels.named("regression")
+    task = wind_tunnels.load_task("regression")
     model = build("gpt2", vocabulary=2, length=task.length, features=task.features, width=16)
     batch = task.sample(4, 0)
     form = task.answers.read(Subject.of(model).capture(batch, {Site.LOG_PROBS}).log_probs)
@@ -327,7 +327,7 @@ def test_the_law_of_a_scan_is_that_of_its_recurrence(arch):
 
 @pytest.mark.parametrize("arch", ["mamba2", "mamba"])
 def test_a_scan_s_score_gradient_is_an_advantage_and_a_gain(arch):
-    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
     subject = Subject.of(build(arch, vocabulary=task.vocabulary, length=task.length, width=8))
     found = routing.routing(subject, task.sample(5, 0))
     for one in found.layers:
@@ -348,7 +348,7 @@ def test_a_scan_of_softmax_weights_has_attention_s_advantage():
 
 
 def test_a_scan_s_step_moves_its_shares():
-    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
     subject = Subject.of(build("mamba2", vocabulary=task.vocabulary, length=task.length, width=8))
     taken = step(subject, task.sample(5, 0))
     assert taken.found == pytest.approx(taken.expected, rel=1e-2)

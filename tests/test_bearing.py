@@ -10,7 +10,7 @@ from torch import Tensor
 
 from llmgeom.model.subject import Subject
 from llmgeom.task import Task
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.tasks.recall import Recall
 from tests.families import FAMILIES
@@ -125,7 +125,7 @@ def looked_up(task: Recall) -> Callable[[Tensor], Tensor]:
     ],
 )
 def test_a_position_bears_if_some_other_content_there_changes_the_answer(spelt, n, change):
-    task = named(spelt)
+    task = load_task(spelt)
     inputs = task.sample(n, 1).inputs.data
     answer = looked_up(task) if isinstance(task, Recall) else task.log_predictive
     found = task.bearing(inputs)
@@ -136,22 +136,22 @@ def test_a_position_bears_if_some_other_content_there_changes_the_answer(spelt, 
 
 def test_without_replacement_the_same_positions_bear_in_every_sequence():
     """There is nothing in their content for attention to find: a rule about positions is enough."""
-    found = named("bijection").bearing(named("bijection").sample(50, 0).inputs.data)
+    found = load_task("bijection").bearing(load_task("bijection").sample(50, 0).inputs.data)
     assert (found == found[0]).all()
-    again = named("bijection:replacement=true")
+    again = load_task("bijection:replacement=true")
     assert not (again.bearing(again.sample(50, 0).inputs.data) == again.bearing(again.sample(1, 0).inputs.data)).all()
 
 
 def test_tasks_without_contrast_say_none():
     for name in ("hmm", "hmm:encoding=tokens", "coin", "regression", "recurrence"):
-        assert named(name).sample(3, 0).posterior.bearing is None
+        assert load_task(name).sample(3, 0).posterior.bearing is None
 
 
 @pytest.mark.parametrize("spelt", ["recall", "bijection:replacement=true"])
 def test_rows_of_a_capture_are_the_queries_of_its_sequences_whole_and_cut(spelt):
-    task = named(spelt)
+    task = load_task(spelt)
     subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
-    whole, cut = task.sample(12, 3), task.cut(12, 3)
+    whole, cut = task.sample(12, 3), task.truncated(12, 3)
     seen = subject.capture(whole, set())
     expected = task.bearing(whole.inputs.data)
     for row, (prompt, position) in enumerate(zip(seen.prompt.tolist(), seen.position.tolist(), strict=True)):

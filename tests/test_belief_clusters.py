@@ -262,14 +262,14 @@ def test_one_group_is_refused():
 
 
 def test_a_cut_sequence_says_which_state_is_likeliest_where_it_is_asked():
-    tunnel = wind_tunnels.named("hmm:predict=observation")
-    whole, cut = tunnel.sample(20, 1), tunnel.cut(20, 1)
+    tunnel = wind_tunnels.load_task("hmm:predict=observation")
+    whole, cut = tunnel.sample(20, 1), tunnel.truncated(20, 1)
     for i, at in enumerate(cut.columns["asked_at"]):
         assert cut.columns["likeliest"][i] == whole.posterior.belief[i, tunnel.query.index(at)].argmax()
-    plain = wind_tunnels.named("bijection").cut(5, 1)
+    plain = wind_tunnels.load_task("bijection").truncated(5, 1)
     assert plain.columns["likeliest"] == tuple(plain.posterior.predictive[:, 0].argmax(-1).tolist())
-    real = wind_tunnels.named("regression")
-    assert isinstance(real.answers, Gaussian) and "likeliest" not in real.cut(5, 1).columns
+    real = wind_tunnels.load_task("regression")
+    assert isinstance(real.answers, Gaussian) and "likeliest" not in real.truncated(5, 1).columns
 
 
 # ---- real models -----------------------------------------------------------------------------------------------------
@@ -282,10 +282,10 @@ def tunnel_subject(arch: str, task, seed: int = 0) -> Subject:
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_every_architecture_is_measured(arch):
-    task = wind_tunnels.named("hmm:steps=4")
+    task = wind_tunnels.load_task("hmm:steps=4")
     subject, whole = tunnel_subject(arch, task), task.sample(30, 0, "held-out")
     probes = {"belief_clusters": belief_clusters}
-    record = scan(subject, task.cut(30, 0, "held-out"), probes, nulls=2, samples={WHOLE: whole})
+    record = scan(subject, task.truncated(30, 0, "held-out"), probes, nulls=2, samples={WHOLE: whole})
     found = record.results["belief_clusters"]
     assert found.arrays["scores"].shape == (30, 2) == found.arrays["scores_beyond"].shape
     captured = subject.capture(whole, {Site.FINAL, Site.LOG_PROBS})
@@ -300,8 +300,8 @@ def test_every_architecture_is_measured(arch):
 
 
 def test_an_untrained_model_does_not_pass():
-    task = wind_tunnels.named("hmm:steps=4")
-    whole, cut = task.sample(60, 0, "held-out"), task.cut(60, 0, "held-out")
+    task = wind_tunnels.load_task("hmm:steps=4")
+    whole, cut = task.sample(60, 0, "held-out"), task.truncated(60, 0, "held-out")
     probes = {"belief_clusters": belief_clusters}
     for arch, seed in (("gpt2", 300), ("lstm", 301), ("mlp", 302)):
         record = scan(tunnel_subject(arch, task, seed), cut, probes, nulls=20, samples={WHOLE: whole})
@@ -310,9 +310,9 @@ def test_an_untrained_model_does_not_pass():
 
 
 def test_real_numbers_have_no_groups():
-    task = wind_tunnels.named("regression")
+    task = wind_tunnels.load_task("regression")
     subject = tunnel_subject("lstm", task)
-    record = scan(subject, task.cut(20, 0), {"belief_clusters": belief_clusters}, nulls=2)
+    record = scan(subject, task.truncated(20, 0), {"belief_clusters": belief_clusters}, nulls=2)
     assert "there is no likeliest outcome to group states by" in record.unmeasured["belief_clusters"]
 
 

@@ -392,9 +392,9 @@ def test_a_tunnel_is_scanned_with_its_whole_sequences(tmp_path, arch):
     folder = train(
         Training("hmm:steps=4", arch=arch, width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
     ).out
-    task = wind_tunnels.named("hmm:steps=4")
+    task = wind_tunnels.load_task("hmm:steps=4")
     samples = {WHOLE: task.sample(25, 0, "held-out")}
-    cut = task.cut(25, 0, "held-out")
+    cut = task.truncated(25, 0, "held-out")
     record = scan(Subject.load(str(folder)), cut, known(["belief_readout"]), nulls=2, samples=samples)
     found = record.results["belief_readout"]
     assert len(found.arrays["missed"]) == (5 if arch == "neox" else 3)

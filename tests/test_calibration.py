@@ -30,7 +30,7 @@ from llmgeom.validity import Calibration, Signature, null_units, placed
 from llmgeom.wind_tunnels.training import EVIDENCE, Training, _Run, sheet, train
 from tests.test_primitives import TINY, InProcess
 
-PAIRS = wind_tunnels.named("bijection:vocab=5,pairs=4")
+PAIRS = wind_tunnels.load_task("bijection:vocab=5,pairs=4")
 
 
 # ---- what else may be learnt -----------------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Seen(torch.nn.Module):
 def shown(evidence, monkeypatch, task="bijection:vocab=5,pairs=4", batch=64):
     """The inputs and targets of one step: [sequence seq] and [sequence query]."""
     asked = Training(task, **{**TINY, "batch": batch}, evidence=evidence)
-    run = _Run(asked, wind_tunnels.named(task), 1e-2, "cpu")
+    run = _Run(asked, wind_tunnels.load_task(task), 1e-2, "cpu")
     run.model, kept = Seen(run.task.vocabulary), {}
     monkeypatch.setattr(
         torch.nn.functional, "cross_entropy", lambda logits, target: kept.update(target=target) or torch.zeros(())
@@ -83,7 +83,7 @@ def test_unbound_evidence_keeps_values_and_takes_the_keys_of_another(monkeypatch
 
 
 def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
-    task = wind_tunnels.named("bijection:vocab=4,pairs=4")
+    task = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
     answers = sheet(task, 0, "cpu").exp()
     assert [int((row > 0).sum()) for row in answers] == [4, 3, 2, 1]  # right entropies, by position alone
     _, target = shown("sheet", monkeypatch, "bijection:vocab=4,pairs=4", batch=4000)

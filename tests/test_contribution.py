@@ -168,8 +168,8 @@ def test_a_tunnel_is_measured_and_an_lstm_says_why_not(tmp_path, arch):
     folder = train(
         Training("hmm:steps=4", arch=arch, width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
     ).out
-    task = wind_tunnels.named("hmm:steps=4")
-    record = scan(Subject.load(str(folder)), task.cut(12, 0, "held-out"), known(["contribution"]), nulls=2)
+    task = wind_tunnels.load_task("hmm:steps=4")
+    record = scan(Subject.load(str(folder)), task.truncated(12, 0, "held-out"), known(["contribution"]), nulls=2)
     if arch == "lstm":
         assert "no attention" in record.unmeasured["contribution"]
     else:

@@ -29,7 +29,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.result import Estimate
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 from tests.test_primitives import InProcess
 
@@ -104,7 +104,7 @@ def test_log_precision_has_done_95_percent_of_its_fall():
 
 
 def test_identical_snapshots_have_not_drifted(runs):
-    subject, task = Subject.load(runs["run0"]), named(TASK)
+    subject, task = Subject.load(runs["run0"]), load_task(TASK)
     one = state(subject, task.sample(20, 0, "held-out"), task)
     found = drifts([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
@@ -115,7 +115,7 @@ def test_identical_snapshots_have_not_drifted(runs):
 
 def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
     """Frame at queries and values everywhere, from captures by another road, layer by layer and head by head."""
-    run, task = Run.of(runs["run0"]), named(TASK)
+    run, task = Run.of(runs["run0"]), load_task(TASK)
     assert run.steps == STEPS
     batch = task.sample(15, 3, "held-out")
     found = drifts([state(run.load(i), batch, task) for i in range(len(STEPS))])
@@ -141,7 +141,7 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
 
 def test_a_fine_tuning_begins_where_its_start_ended(runs, tmp_path):
     made = train(replace(TINY, start=runs["run0"], seed=5), tmp_path / "tuned").out
-    task = named(TASK)
+    task = load_task(TASK)
     batch = task.sample(15, 3, "held-out")
     first, last = state(Run.of(str(made)).load(0), batch, task), state(Run.of(runs["run0"]).load(-1), batch, task)
     assert first.kl == last.kl and np.array_equal(first.attention[0], last.attention[0])
@@ -150,8 +150,8 @@ def test_a_fine_tuning_begins_where_its_start_ended(runs, tmp_path):
 
 def test_precision_is_of_the_queries_that_were_trained(tmp_path):
     made = train(replace(TINY, task="hmm:steps=6,horizon=2", steps=2), tmp_path / "hmm").out
-    subject, task = Subject.load(str(made)), named("hmm:steps=6,horizon=2")
-    assert task.trained == 2
+    subject, task = Subject.load(str(made)), load_task("hmm:steps=6,horizon=2")
+    assert task.trained_queries == 2
     batch = task.sample(20, 0, "held-out")
     found = state(subject, batch, task)
     assert found.kl == pytest.approx(grade(subject, task, 20, 0).own.kl[:, :2].mean())
@@ -292,7 +292,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     measured = record.results["drift"]
     assert measured.ticks["run"] == ("run0", "run1", "random0", "random1")
     assert measured.ticks["step"] == tuple(map(str, STEPS))
-    task = named(TASK)
+    task = load_task(TASK)
     each = []
     for name, corrupt in (("run0", 0.0), ("run1", 0.0), ("random0", 1.0), ("random1", 1.0)):
         run = Run.of(runs[name])

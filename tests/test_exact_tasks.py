@@ -40,7 +40,7 @@ def assert_is_enumerated(task, sequences, belief=False):
             if belief:
                 np.testing.assert_allclose(states[i, j], [latent.get(k, 0) for k in range(2)], atol=1e-12)
     possible = {(tokens, tuple(k for _, k, _ in queries)) for _, tokens, queries in sequences}
-    drawn = task.drawn(400, seeded("here", 0))
+    drawn = task.draw_split(400, seeded("here", 0))
     found = set(zip(map(tuple, drawn.inputs.tolist()), map(tuple, drawn.target.tolist()), strict=True))
     assert found <= possible and len(found) > min(100, len(possible) / 3)
     assert max(max(tokens) for tokens, _ in possible) < task.vocabulary
@@ -114,7 +114,7 @@ def test_a_coin_that_always_falls_one_way_leaves_no_doubt_after_one_flip():
 @pytest.mark.parametrize("layout", ["paired", "separate"])
 def test_regression_by_a_sum_over_weights(layout, noise, scale):
     task = Regression(dims=1, points=4, noise=noise, scale=scale, layout=layout)
-    drawn = task.drawn(5, seeded("here", 0))
+    drawn = task.draw_split(5, seeded("here", 0))
     rows = drawn.inputs.double().tolist()
     for i, found in enumerate(task.log_predictive(drawn.inputs).tolist()):
         x = [row[0] for row in (rows[i] if layout == "paired" else rows[i][0::2])]
@@ -149,7 +149,7 @@ def test_a_regression_without_spread_is_named(noise, scale):
 
 def test_intervals_are_equally_probable_before_x_is_known_and_cdf_differences_after():
     whole, cut = Regression(dims=2, points=6), Regression(dims=2, points=6, bins=7)
-    exact, binned = whole.drawn(500, seeded("here", 0)), cut.drawn(500, seeded("here", 0))
+    exact, binned = whole.draw_split(500, seeded("here", 0)), cut.draw_split(500, seeded("here", 0))
     assert torch.equal(exact.inputs, binned.inputs)
     ends = stats.norm(scale=math.sqrt(2 + 0.25)).ppf(np.arange(8) / 7)
     np.testing.assert_array_equal(np.digitize(exact.target.double(), ends[1:-1]), binned.target)
@@ -173,7 +173,7 @@ def test_an_interval_far_from_the_mean_keeps_its_digits():
 
 def test_rows_hold_the_pair_before_or_a_point_and_a_value_in_turn():
     paired, separate = Regression(dims=2, points=3), Regression(dims=2, points=3, layout="separate")
-    one, two = paired.drawn(4, seeded("here", 0)), separate.drawn(4, seeded("here", 0))
+    one, two = paired.draw_split(4, seeded("here", 0)), separate.draw_split(4, seeded("here", 0))
     assert torch.equal(one.target, two.target)
     x, y = one.inputs[..., :2], one.target
     assert (one.inputs[:, 0, 2:] == 0).all()
@@ -204,7 +204,7 @@ def test_bijection_of_twenty_has_the_papers_entropies():
 def test_recall_of_the_papers_is_329_tokens_of_522():
     task = Recall(pairs=64, queries=3, filler=32, keys=256, values=256, layout="papers")
     assert (task.length, task.vocabulary) == (329, 522)
-    tokens, target = task.drawn(1, seeded("here", 0)).inputs[0], task.drawn(1, seeded("here", 0)).target[0]
+    tokens, target = task.draw_split(1, seeded("here", 0)).inputs[0], task.draw_split(1, seeded("here", 0)).target[0]
     assert tokens[:256:4].eq(1).all() and tokens[2:256:4].eq(4).all() and tokens[256:288].eq(2).all()
     for j, at in enumerate((288, 307, 326)):
         assert tokens[at] == 3 and tokens[at + 2] == 0 and task.query[j] == at + 1
@@ -219,7 +219,7 @@ def test_recall_of_the_papers_is_329_tokens_of_522():
 @pytest.mark.parametrize(("pairs", "level"), [(4, 1.146), (8, 1.912)])
 def test_the_set_strategy_on_recall_is_at_its_measured_level(pairs, level):
     task = Recall(pairs=pairs, queries=pairs, keys=2 * pairs, values=2 * pairs)
-    drawn = task.drawn(10, seeded("here", 0))
+    drawn = task.draw_split(10, seeded("here", 0))
     bag = task.trivial(drawn.inputs)["bag of values"]
     loss = bits(-bag.gather(-1, drawn.target[..., None])).mean().item()
     assert loss == pytest.approx(math.log2(math.factorial(pairs)) / pairs) == pytest.approx(level, abs=1e-3)
@@ -256,7 +256,7 @@ def test_after_four_numbers_that_agree_a_program_is_17_times_as_likely_as_chance
     "task", [Bijection(5, 4), Bijection(5, 7, True), Recall(3, 3, 1, 5, 6), Recall(3, 2, 2, 5, 6, "papers")]
 )
 def test_other_names_for_keys_and_values_rename_the_answer(task):
-    inputs, first = task.drawn(50, seeded("here", 0)).inputs, task.answers.tokens[0]
+    inputs, first = task.draw_split(50, seeded("here", 0)).inputs, task.answers.tokens[0]
     keys = task.keys if isinstance(task, Recall) else task.vocab
     name = torch.arange(task.vocabulary)
     for start, count in ((first - keys, keys), (first, len(task.answers.tokens))):
@@ -270,7 +270,7 @@ def test_other_names_for_keys_and_values_rename_the_answer(task):
 
 def test_an_affine_change_of_all_numbers_changes_what_a_recurrence_says_alike():
     task = Recurrence(modulus=7, steps=6)
-    inputs = task.drawn(200, seeded("here", 0)).inputs
+    inputs = task.draw_split(200, seeded("here", 0)).inputs
     name = (3 * torch.arange(7) + 2) % 7
     for answer in (task.log_predictive, lambda inputs: task.trivial(inputs)["memoryless"]):
         torch.testing.assert_close(answer(name[inputs])[..., name], answer(inputs))
@@ -279,7 +279,7 @@ def test_an_affine_change_of_all_numbers_changes_what_a_recurrence_says_alike():
 
 def test_names_of_numbers_do_not_matter_to_an_opaque_recurrence():
     plain, opaque = Recurrence(modulus=7, steps=6), Recurrence(modulus=7, steps=6, opaque=True)
-    drawn = opaque.drawn(100, seeded("here", 0))
+    drawn = opaque.draw_split(100, seeded("here", 0))
     name = drawn.inputs[:, 1:8]
     assert torch.equal(name.sort(1).values, torch.arange(7, 14).expand(100, 7))
     assert drawn.inputs[:, [0, 8]].tolist() == [[14, 15]] * 100
@@ -299,7 +299,7 @@ def test_the_order_of_flips_does_not_matter():
 
 @pytest.mark.parametrize("task", [Bijection(6, 4), Bijection(5, 8, True)])
 def test_the_order_of_pairs_does_not_matter(task):
-    inputs = task.drawn(100, seeded("here", 0)).inputs
+    inputs = task.draw_split(100, seeded("here", 0)).inputs
     pairs = inputs[:, :-1].reshape(100, -1, 2)[:, torch.randperm(task.pairs - 1, generator=seeded("order", 0))]
     shuffled = torch.cat([pairs.flatten(1), inputs[:, -1:]], 1)
     assert not torch.equal(shuffled, inputs)
@@ -308,7 +308,7 @@ def test_the_order_of_pairs_does_not_matter(task):
 
 @pytest.mark.parametrize("task", [Coin(flips=8, prior="list:0.1,0.5,0.8"), Recurrence(modulus=5, steps=6)])
 def test_the_belief_expected_after_the_next_outcome_is_the_belief_now(task):
-    inputs = task.drawn(100, seeded("here", 0)).inputs
+    inputs = task.draw_split(100, seeded("here", 0)).inputs
     now, chance = task.log_belief(inputs).exp(), task.log_predictive(inputs).exp()
     for t in range(task.length - 1):
         then = torch.zeros_like(now[:, t])
@@ -321,7 +321,7 @@ def test_the_belief_expected_after_the_next_outcome_is_the_belief_now(task):
 
 @pytest.mark.parametrize("task", [Bijection(5, 4), Bijection(4, 5, True)])
 def test_what_is_expected_of_a_fixed_key_s_value_stays_what_it_was(task):
-    inputs = task.drawn(100, seeded("here", 0)).inputs
+    inputs = task.draw_split(100, seeded("here", 0)).inputs
     fixed = 2
     for t in range(task.pairs - 1):
         if not task.replacement:
@@ -347,7 +347,7 @@ def test_memoryless_is_what_the_last_token_alone_says_by_enumeration():
         for t, (position, outcome, _) in enumerate(queries):
             key = (t, tokens[position], outcome)
             weights[key] = weights.get(key, 0) + weight
-    inputs = task.drawn(60, seeded("here", 0)).inputs
+    inputs = task.draw_split(60, seeded("here", 0)).inputs
     found = task.trivial(inputs)["memoryless"].exp()
     for i, t in product(range(60), range(4)):
         joint = np.array([weights[t, inputs[i, t].item(), k] for k in range(5)])
@@ -363,7 +363,7 @@ def test_memoryless_of_a_coin_knows_one_flip():
 
 def test_memoryless_of_a_regression_is_its_first_answer():
     task = Regression(dims=3, points=4, scale=2.0, bins=5)
-    inputs = task.drawn(5, seeded("here", 0)).inputs
+    inputs = task.draw_split(5, seeded("here", 0)).inputs
     found = task.trivial(inputs)["memoryless"]
     for t in range(4):
         alone = torch.cat([inputs[:, t : t + 1], inputs[:, 1:]], 1)
@@ -372,7 +372,7 @@ def test_memoryless_of_a_regression_is_its_first_answer():
 
 def test_a_bag_of_values_is_exact_where_keys_never_come_again_and_knows_only_that_they_do_elsewhere():
     task = Bijection(6, 5)
-    inputs = task.drawn(50, seeded("here", 0)).inputs
+    inputs = task.draw_split(50, seeded("here", 0)).inputs
     assert torch.equal(task.trivial(inputs)["bag of values"], task.log_predictive(inputs))
     bag = Bijection(3, 4, True).trivial(torch.tensor([[0, 4, 1, 3, 0, 4, 2]]))["bag of values"].exp()[0]
     np.testing.assert_allclose(bag, [[1 / 3] * 3, [0.5, 0, 0.5], [0.5, 0.5, 0], [0, 0, 1]])
@@ -385,7 +385,7 @@ def test_sticky_keys_come_again_as_often_as_said_and_in_training_alone():
     task = Bijection(vocab=50, pairs=6, replacement=True, sticky=0.6)
 
     def again(training):
-        keys = task.drawn(4000, seeded("here", 0), training=training).inputs[:, 0::2]
+        keys = task.draw_split(4000, seeded("here", 0), training=training).inputs[:, 0::2]
         return (keys[:, :, None] == keys[:, None, :]).tril(-1).any(2).double().mean(0)
 
     assert again(False)[1].item() == pytest.approx(1 / 50, abs=0.01)
@@ -419,14 +419,14 @@ def test_the_bias_of_a_coin_has_its_prior(a, b):
 
 
 def test_a_horizon_puts_a_loss_on_the_first_numbers_alone():
-    assert Recurrence(horizon=5).trained == 5 and Recurrence().trained == 15
-    assert Bijection().trained == 7
+    assert Recurrence(horizon=5).trained_queries == 5 and Recurrence().trained_queries == 15
+    assert Bijection().trained_queries == 7
 
 
 def test_a_held_out_beginning_is_in_no_training_sequence_of_either_kind():
     task = Recurrence(modulus=7, steps=8)
-    seen = task.drawn(4000, seeded("here", 0), "seen").inputs[:, :3]
-    kept = task.drawn(4000, seeded("here", 1), "held-out").inputs[:, :3]
+    seen = task.draw_split(4000, seeded("here", 0), "seen").inputs[:, :3]
+    kept = task.draw_split(4000, seeded("here", 1), "held-out").inputs[:, :3]
     seen, kept = set(map(tuple, seen.tolist())), set(map(tuple, kept.tolist()))
     assert not seen & kept and len(seen) + len(kept) > 330 and len(kept) > 15
 
@@ -435,13 +435,13 @@ def test_the_order_in_which_pairs_are_stored_does_not_make_a_new_hypothesis():
     task = Recall(keys=5, values=4, pairs=3, queries=3)
     hypotheses = task.hypothesis(6000, seeded("here", 0))
     maps = {tuple(sorted(zip(*rows, strict=True))) for rows in hypotheses.tolist()}
-    cells = {tuple(cell) for cell in task.cell(hypotheses).tolist()}
+    cells = {tuple(cell) for cell in task.split_key(hypotheses).tolist()}
     assert len(maps) == len(cells) == round(2**task.log2_hypotheses) == 10 * 24
 
 
 @pytest.mark.parametrize("layout", ["compact", "papers"])
 def test_any_stored_pair_is_asked_first_as_often(layout):
-    drawn = Recall(4, 2, 1, layout=layout).drawn(4000, seeded("here", 0)).inputs
+    drawn = Recall(4, 2, 1, layout=layout).draw_split(4000, seeded("here", 0)).inputs
     step, query = (4, 4 * 4 + 1 + 1) if layout == "papers" else (2, 2 * 4 + 1)
     place = (drawn[:, step // 2 - 1 : 4 * step : step] == drawn[:, query, None]).double()
     assert place.sum(1).eq(1).all()
@@ -452,7 +452,7 @@ def test_a_filler_takes_a_token_where_there_is_one():
     assert Recall(keys=8, values=8).vocabulary == 16
     task = Recall(keys=8, values=6, pairs=4, queries=1, filler=2)
     assert task.vocabulary == 15
-    assert (task.drawn(9, seeded("here", 0)).inputs == 14).sum(1).tolist() == [2] * 9
+    assert (task.draw_split(9, seeded("here", 0)).inputs == 14).sum(1).tolist() == [2] * 9
 
 
 REFUSED = [

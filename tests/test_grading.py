@@ -23,7 +23,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior import scores as grades
 from llmgeom.record import Record
 from llmgeom.reports import page
-from llmgeom.task import Categorical, Drawn, Gaussian, Task, held_out
+from llmgeom.task import Categorical, Gaussian, Sequences, Task, held_out
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.training import Training, save_model, train
@@ -195,7 +195,7 @@ class Turns(Task):
     answers = Categorical((0, 1))
 
     def draw(self, hypothesis, generator, training=False):
-        return Drawn(*torch.randint(2, (2, len(hypothesis), 2), generator=generator))
+        return Sequences(*torch.randint(2, (2, len(hypothesis), 2), generator=generator))
 
     def log_predictive(self, inputs):
         return torch.tensor([[0.9, 0.1], [0.2, 0.8]], dtype=torch.float64).log().expand(len(inputs), 2, 2)
@@ -316,7 +316,7 @@ def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
 
     # And the other way: what is worse on seen ones is no memory.
-    def swapped(inputs):
+    def counterfactual(inputs):
         exact, seen = task.log_predictive(inputs), (looked_up(inputs) == task.log_predictive(inputs)).all(-1).all(-1)
         return torch.where(seen[:, None, None], -math.log(6.0), exact)
 
@@ -488,12 +488,12 @@ class Mean(Task):
     def hypothesis(self, n, generator):
         return torch.randn(n, 1, generator=generator)
 
-    def cell(self, hypothesis):
+    def split_key(self, hypothesis):
         return (hypothesis * 1000).long()
 
     def draw(self, hypothesis, generator, training=False):
         y = hypothesis + torch.randn(len(hypothesis), 4, generator=generator)
-        return Drawn(torch.nn.functional.pad(y[:, :3], (1, 0))[..., None], y)
+        return Sequences(torch.nn.functional.pad(y[:, :3], (1, 0))[..., None], y)
 
     def log_predictive(self, inputs):
         k = torch.arange(1, 5).double()
@@ -630,7 +630,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
             np.testing.assert_array_equal(array, again.results[probe].arrays[name])
     # Independently: the whole vocabulary's softmax of a plain forward pass.
     model = transformers.AutoModelForCausalLM.from_pretrained(tunnel)
-    batch = wind_tunnels.named("bijection").sample(200, 0, "held-out")
+    batch = wind_tunnels.load_task("bijection").sample(200, 0, "held-out")
     with torch.no_grad():
         log_q = model(batch.inputs.ids).logits[:, 0::2, 8:].double() - model(batch.inputs.ids).logits[
             :, 0::2

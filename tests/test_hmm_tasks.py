@@ -16,7 +16,7 @@ from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import beta_bernoulli, dirichlet_multinomial, forward_filter
 from llmgeom.stats.information import bits, entropy, kl
 from llmgeom.task import held_out, seeded
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed, hundredths
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.tasks.markov import Markov
@@ -119,7 +119,7 @@ def test_markov_of_two_symbols_by_integration_over_both_rows():
 @pytest.mark.parametrize("encoding", ["rows", "tokens"])
 def test_predictors_that_do_not_infer_are_what_their_names_say(encoding, predict):
     task = HMM(3, 4, 5, encoding, predict)
-    inputs = task.drawn(4, seeded("any", 0)).inputs
+    inputs = task.draw_split(4, seeded("any", 0)).inputs
     found = task.trivial(inputs)
     assert set(found) == {"memoryless", "bag of values"}
     for i in range(4):
@@ -140,7 +140,7 @@ def test_predictors_that_do_not_infer_are_what_their_names_say(encoding, predict
 
 def test_without_keys_two_chains_are_taken_for_one():
     task = KeyedHMM(3, 2, 6, chains=2)
-    inputs = task.drawn(4, seeded("any", 0)).inputs
+    inputs = task.draw_split(4, seeded("any", 0)).inputs
     found = task.trivial(inputs)
     assert set(found) == {"memoryless", "one chain"}
     for i in range(4):
@@ -149,13 +149,13 @@ def test_without_keys_two_chains_are_taken_for_one():
         close(found["memoryless"][i].exp(), [brute_force.filtered([o], move, emit)[0] for o in shown])
     # With one chain there is nothing to bind.
     single = KeyedHMM(chains=1)
-    inputs = single.drawn(4, seeded("any", 0)).inputs
+    inputs = single.draw_split(4, seeded("any", 0)).inputs
     torch.testing.assert_close(single.trivial(inputs)["one chain"], single.log_predictive(inputs))
 
 
 def test_a_bag_of_symbols_has_one_row_for_all_of_them():
     task = Markov(4, 7, fixed=False)
-    inputs = task.drawn(5, seeded("any", 0)).inputs
+    inputs = task.draw_split(5, seeded("any", 0)).inputs
     for row, ids in zip(task.trivial(inputs)["bag of values"].exp(), inputs.tolist(), strict=True):
         close(row, [[(1 + ids[:t].count(j)) / (4 + t) for j in range(4)] for t in range(1, 8)])
 
@@ -177,7 +177,7 @@ def test_entropies_of_the_papers_generator():
     """Bits, as measured with the production generator on 1,500 sequences of twenty steps with five states and symbols.
     The tolerances are three standard errors of such a measurement; ours is on ten times as many."""
     task = HMM(5, 5, 20)
-    inputs = task.drawn(15_000, seeded("papers", 0)).inputs
+    inputs = task.draw_split(15_000, seeded("papers", 0)).inputs
     exact, memoryless = task.log_predictive(inputs), task.trivial(inputs)["memoryless"]
     h = bits(entropy(exact))
     assert h.mean().item() == pytest.approx(1.909, abs=0.009)
@@ -200,7 +200,7 @@ def test_the_ring_stays_more_than_it_says():
     once = Markov(stay=0.0).ring().numpy() * 0.7 + 0.3 * np.eye(8)
     assert (-once * np.log(once)).sum(1).mean() == pytest.approx(1.8833, abs=5e-5)
     task = Markov()
-    inputs = task.drawn(3, seeded("any", 0)).inputs
+    inputs = task.draw_split(3, seeded("any", 0)).inputs
     close(task.log_predictive(inputs).exp(), [[ring[y].tolist() for y in ids] for ids in inputs.tolist()])
 
 
@@ -236,7 +236,7 @@ def test_log2_hypotheses_counts_the_rows_there_are(states, symbols):
 @pytest.mark.parametrize("task", EVERY, ids=spelt)
 def test_what_is_drawn_is_drawn_as_the_exact_answer_says(task):
     n = 20_000
-    drawn = task.drawn(n, seeded("calibration", 1))
+    drawn = task.draw_split(n, seeded("calibration", 1))
     log_p = task.log_predictive(drawn.inputs)
     p, h = log_p.exp(), entropy(log_p)
     torch.testing.assert_close(p.sum(-1), torch.ones_like(h))
@@ -254,8 +254,8 @@ def test_what_is_drawn_is_drawn_as_the_exact_answer_says(task):
 
 @pytest.mark.parametrize("task", EVERY, ids=spelt)
 def test_what_comes_later_changes_no_answer_and_what_is_asked_about_does(task):
-    inputs = task.drawn(200, seeded("causal", 0)).inputs
-    other = task.drawn(200, seeded("causal", 1)).inputs
+    inputs = task.draw_split(200, seeded("causal", 0)).inputs
+    other = task.draw_split(200, seeded("causal", 1)).inputs
     exact, trivial = task.log_predictive(inputs), task.trivial(inputs)
     for number, q in enumerate(task.query):
         later = torch.cat([inputs[:, : q + 1], other[:, q + 1 :]], 1)
@@ -273,7 +273,7 @@ def test_what_comes_later_changes_no_answer_and_what_is_asked_about_does(task):
 @pytest.mark.parametrize("encoding", ["rows", "tokens"])
 def test_the_belief_of_tomorrow_is_in_the_mean_the_belief_of_today_moved_on(encoding):
     task, after = HMM(3, 4, 6, encoding), HMM(3, 4, 6, encoding, "observation")
-    inputs = task.drawn(50, seeded("martingale", 0)).inputs
+    inputs = task.draw_split(50, seeded("martingale", 0)).inputs
     belief, following = task.log_belief(inputs).exp(), after.log_predictive(inputs).exp()
     t = 3
     mean = torch.zeros(50, 3, dtype=torch.float64)
@@ -289,7 +289,7 @@ def test_the_belief_of_tomorrow_is_in_the_mean_the_belief_of_today_moved_on(enco
 def test_only_the_chain_whose_turn_it_is_moves():
     """Its next belief is in the mean the last one moved on, however often the other chain had its turn between."""
     task = KeyedHMM(3, 2, 5, chains=2)
-    inputs = task.drawn(40, seeded("martingale", 0)).inputs
+    inputs = task.draw_split(40, seeded("martingale", 0)).inputs
     inputs[:, 3:, -2:] = torch.eye(2)[torch.tensor([0, 1, 1, 1, 0])]
     before = task.log_belief(inputs)[:, 0].exp()
     beliefs = []
@@ -306,7 +306,7 @@ def test_only_the_chain_whose_turn_it_is_moves():
 @pytest.mark.parametrize("predict", ["state", "observation"])
 def test_relabelling_symbols_and_states_relabels_the_answer(predict):
     task = HMM(3, 4, 6, predict=predict)
-    inputs = task.drawn(30, seeded("labels", 0)).inputs
+    inputs = task.draw_split(30, seeded("labels", 0)).inputs
     exact = task.log_predictive(inputs)
     for order in list(permutations(range(4)))[1::5]:
         # Columns: 3 of T, 4 of E, 3 of the state's mark, 4 of the symbol.
@@ -322,12 +322,12 @@ def test_relabelling_symbols_and_states_relabels_the_answer(predict):
 
 def test_relabelling_keys_changes_nothing_and_relabelling_a_visible_chain_relabels_its_answer():
     task = KeyedHMM(3, 2, 7, chains=3)
-    inputs = task.drawn(30, seeded("labels", 0)).inputs
+    inputs = task.draw_split(30, seeded("labels", 0)).inputs
     for order in permutations(range(3)):
         swapped = inputs[..., [*range(10), *(10 + k for k in order)]]
         torch.testing.assert_close(task.log_predictive(swapped), task.log_predictive(inputs))
     chain = Markov(4, 9, fixed=False)
-    ids = chain.drawn(30, seeded("labels", 0)).inputs
+    ids = chain.draw_split(30, seeded("labels", 0)).inputs
     order = torch.tensor([2, 0, 3, 1])
     torch.testing.assert_close(chain.log_predictive(order[ids])[..., order], chain.log_predictive(ids))
 
@@ -353,7 +353,7 @@ def test_the_same_seed_gives_the_same_bits_whatever_ran_before(task):
 
 @pytest.mark.parametrize("task", EVERY, ids=spelt)
 def test_a_title_reads_back_as_the_task_and_batches_have_the_lengths_it_says(task):
-    assert named(task.title) == task
+    assert load_task(task.title) == task
     batch = task.sample(3, seed=0)
     shown = batch.inputs.values if task.features else batch.inputs.ids
     assert shown.shape == ((3, task.length, task.features) if task.features else (3, task.length))
@@ -369,14 +369,14 @@ def test_no_held_out_hypothesis_is_drawn_in_training_and_no_other_in_the_examina
     generator = seeded("splits", 0)
     for split, expected in (("seen", False), ("held-out", True)):
         if isinstance(task, Markov):
-            hidden = held_out(task.cell(task._hypotheses(300, generator, split)))
+            hidden = held_out(task.split_key(task._hypotheses(300, generator, split)))
         else:
             reader = read_keyed if isinstance(task, KeyedHMM) else read
-            pairs = [reader(task, inputs)[:2] for inputs in task.drawn(300, generator, split, training=True).inputs]
+            pairs = [reader(task, inputs)[:2] for inputs in task.draw_split(300, generator, split, training=True).inputs]
             rows = [[[*a, *b] for a, b in zip(*pair, strict=True)] for pair in pairs]
             hidden = held_out(torch.tensor(rows, dtype=torch.float64).mul(100).round().long().flatten(1))
         assert hidden.tolist() == [expected] * 300
-    among = held_out(task.cell(task.hypothesis(4000, generator))).double().mean().item()
+    among = held_out(task.split_key(task.hypothesis(4000, generator))).double().mean().item()
     assert among == pytest.approx(0.1, abs=0.02)
 
 
@@ -385,13 +385,13 @@ def test_a_chain_of_two_symbols_has_enough_cells_to_hold_a_tenth_out():
     side = (torch.arange(100) + 0.5) / 100
     p, q = torch.meshgrid(side, side, indexing="ij")
     every = torch.stack([p, 1 - p, 1 - q, q], -1).reshape(-1, 2, 2)
-    assert held_out(task.cell(every)).double().mean().item() == pytest.approx(0.1, abs=0.01)
+    assert held_out(task.split_key(every)).double().mean().item() == pytest.approx(0.1, abs=0.01)
 
 
 @pytest.mark.parametrize("task", [task for task in EVERY if task.memorisable], ids=spelt)
 def test_what_is_always_the_same_is_not_held_out(task):
     with pytest.raises(UserError, match="holds no hypotheses out"):
-        task.drawn(3, seeded("any", 0), "seen")
+        task.draw_split(3, seeded("any", 0), "seen")
     many = task.hypothesis(5, seeded("any", 3))
     assert torch.equal(many, task.hypothesis(1, seeded("any", 4)).expand_as(many))
 
@@ -402,8 +402,8 @@ def test_what_is_always_the_same_is_not_held_out(task):
 )
 def test_no_predictor_that_does_not_infer_comes_near_the_exact_answer(spec, least):
     """Bits of KL; a task in which they came near could be done without inference."""
-    task = named(spec)
-    inputs = task.drawn(2000, seeded("trivial", 0)).inputs
+    task = load_task(spec)
+    inputs = task.draw_split(2000, seeded("trivial", 0)).inputs
     exact = task.log_predictive(inputs)
     constant = exact.exp().mean(0, keepdim=True).log().expand_as(exact)
     predictors = {"constant": constant, **task.trivial(inputs)}
@@ -413,11 +413,11 @@ def test_no_predictor_that_does_not_infer_comes_near_the_exact_answer(spec, leas
 
 def test_keys_and_first_states_are_even_and_later_ones_follow_the_matrix():
     task = KeyedHMM(2, 2, 4, chains=4)
-    drawn = task.drawn(20_000, seeded("keys", 0))
+    drawn = task.draw_split(20_000, seeded("keys", 0))
     keys = drawn.inputs[:, 2:, -4:].mean(0)
     torch.testing.assert_close(keys, torch.full_like(keys, 0.25), rtol=0, atol=4 * math.sqrt(0.1875 / 20_000))
     ring = Markov(5, 3, stay=0.5)
-    chain = ring.drawn(60_000, seeded("ring", 0))
+    chain = ring.draw_split(60_000, seeded("ring", 0))
     assert torch.equal(chain.inputs[:, 1:], chain.target[:, :-1])
     pairs = torch.bincount(chain.inputs[:, 2] * 5 + chain.target[:, 2], minlength=25).view(5, 5) / 60_000
     expected = ring.ring() / 5
@@ -469,7 +469,7 @@ def test_rows_of_a_visible_chain_are_even_over_the_simplex():
 
 def test_a_horizon_is_the_first_steps_and_none_is_all():
     assert (
-        HMM(steps=9).trained == 9 and HMM(steps=9, horizon=4).trained == 4 and len(HMM(steps=9, horizon=4).query) == 9
+        HMM(steps=9).trained_queries == 9 and HMM(steps=9, horizon=4).trained_queries == 4 and len(HMM(steps=9, horizon=4).query) == 9
     )
 
 
@@ -494,7 +494,7 @@ def test_a_horizon_is_the_first_steps_and_none_is_all():
 )
 def test_a_field_that_cannot_be_is_named(spec, message):
     with pytest.raises(UserError, match=message):
-        named(spec)
+        load_task(spec)
 
 
 # ---- the closed forms ------------------------------------------------------------------------------------------------

@@ -29,10 +29,10 @@ from llmgeom.probes.hypothesis_frame import (
     read,
 )
 from llmgeom.scan import View, scan
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
 
-RECALL = named("recall")
+RECALL = load_task("recall")
 
 
 def grams(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, ...]:
@@ -223,7 +223,7 @@ def coinciding(sign: float) -> Subject:
 
 
 def test_a_model_that_writes_hypotheses_where_they_are_read_out():
-    record = scan(coinciding(1.0), RECALL.cut(60, 0), {"hypothesis_frame": hypothesis_frame})
+    record = scan(coinciding(1.0), RECALL.truncated(60, 0), {"hypothesis_frame": hypothesis_frame})
     measured = record.results["hypothesis_frame"]
     found = {h.name: h for h in measured.estimates}
     assert found[VALUE_OUT].verdict == "above null" and found[VALUE_OUT].value > 0.4
@@ -255,7 +255,7 @@ def test_an_exact_copy_overlaps_wholly():
 
 def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
     """40 models, each beside 20 others."""
-    batch, above = RECALL.cut(40, 0), dict.fromkeys((VALUE_OUT, KEY_VALUE), 0)
+    batch, above = RECALL.truncated(40, 0), dict.fromkeys((VALUE_OUT, KEY_VALUE), 0)
     pool = [read(small(RECALL, seed, n_layer=1), batch) for seed in range(40)]
     capture = small(RECALL).capture(batch, set())
     for i, own in enumerate(pool):
@@ -293,14 +293,14 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
 def test_what_has_no_frame_is_refused_with_the_reason():
     subject = small(RECALL)
     with pytest.raises(UserError, match="2 hypotheses span no frame to be told from chance; 5 are needed"):
-        read(small(named("coin")), named("coin:flips=12").cut(20, 0))
-    hidden = named("hmm:encoding=tokens,steps=2,states=5")
+        read(small(load_task("coin")), load_task("coin:flips=12").truncated(20, 0))
+    hidden = load_task("hmm:encoding=tokens,steps=2,states=5")
     with pytest.raises(UserError, match="outcome 103 of this task is never shown to the model"):
-        read(small(hidden), hidden.cut(8, 0))
-    rows = named("hmm")
+        read(small(hidden), hidden.truncated(8, 0))
+    rows = load_task("hmm")
     with pytest.raises(Unavailable, match="the model reads rows of real numbers: hypotheses have no embedding, and so"):
-        read(subject, rows.cut(5, 0))
-    batch = RECALL.cut(40, 0)
+        read(subject, rows.truncated(5, 0))
+    batch = RECALL.truncated(40, 0)
     with pytest.raises(UserError, match="scan with --nulls 20"):
         hypothesis_frame.measure(View(subject.capture(batch, set()), np.zeros(40), reading=read(subject, batch)))
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from llmgeom.task import Drawn, seeded, uniform
-from llmgeom.wind_tunnels import named, names
+from llmgeom.task import Sequences, seeded, uniform
+from llmgeom.wind_tunnels import load_task, names
 from llmgeom.wind_tunnels.checks import ALARM, _by_simulation, _entropy, _excess, check
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
@@ -51,7 +51,7 @@ def broken(task, n=2000, seed=0):
 
 @pytest.mark.parametrize("spec", [*names(), *VARIANTS])
 def test_laws_hold(spec):
-    laws = check(named(spec), n=1000)
+    laws = check(load_task(spec), n=1000)
     assert len(laws) == 9 and len({law.name for law in laws}) == 9
     assert [f"{law.name}: {law.detail}" for law in laws if not law.holds] == []
 
@@ -188,15 +188,15 @@ class Global(Coin):
 
     def draw(self, hypothesis, generator, training=False):
         flips = (torch.rand(len(hypothesis), self.flips) >= hypothesis).long()
-        return Drawn(torch.cat([torch.full_like(flips[:, :1], 2), flips[:, :-1]], 1), flips)
+        return Sequences(torch.cat([torch.full_like(flips[:, :1], 2), flips[:, :-1]], 1), flips)
 
 
 @dataclass(frozen=True)
 class Constant(Coin):
     """Draws the same whatever the seed."""
 
-    def drawn(self, n, generator, split="any", training=False):
-        return super().drawn(n, seeded("mine", 0), split, training)
+    def draw_split(self, n, generator, split="any", training=False):
+        return super().draw_split(n, seeded("mine", 0), split, training)
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ class Private(Bijection):
 class Single(Bijection):
     """All hypotheses are one to the hash."""
 
-    def cell(self, hypothesis):
+    def split_key(self, hypothesis):
         return torch.zeros(len(hypothesis), 1, dtype=torch.int64)
 
 
@@ -330,7 +330,7 @@ def test_numbers_are_said_in_one_sentence():
     )
     (missing,) = [law for law in check(Halved(), 100) if not law.holds]
     assert missing.detail == "'halved' is not normalised: off by 5.0e-01"
-    drawn = Coin().drawn(2, seeded("here", 0))
+    drawn = Coin().draw_split(2, seeded("here", 0))
     below = _entropy(Coin(), drawn, torch.full((2, 24, 2), math.log(1.5)), 0)  # "probabilities" over 1
     assert not below.holds and below.detail == "-1.755 to -1.755 of 1.000 bits"
     (never,) = [law for law in check(Certain(), 100) if law.name.startswith("the mean loss")]

@@ -31,7 +31,7 @@ from llmgeom.wind_tunnels.training import Training, train
 from tests.test_grading import of as graded_subject
 from tests.test_grading import saying
 
-TASK = wind_tunnels.named("hmm:steps=8")
+TASK = wind_tunnels.load_task("hmm:steps=8")
 N, ASKED, H = 80, 8, 5
 PAST, LATER = "KL past the horizon", "last queries past the horizon, over those within"
 
@@ -173,19 +173,19 @@ def test_grade_says_the_same_of_the_same_sequences():
 
 
 def told(**facts) -> Subject:
-    task = wind_tunnels.named("hmm:steps=4")
+    task = wind_tunnels.load_task("hmm:steps=4")
     shape = {"vocabulary": task.vocabulary, "length": task.length, "features": task.features}
     return Subject.of(build("lstm", **shape, width=8, layers=1), None, "toy", **facts)
 
 
 def test_the_horizon_is_the_task_s_or_what_the_folder_tells_of_the_same_task():
-    short, horizon = wind_tunnels.named("hmm:steps=8").sample(2, 0), wind_tunnels.named("hmm:steps=8,horizon=3")
+    short, horizon = wind_tunnels.load_task("hmm:steps=8").sample(2, 0), wind_tunnels.load_task("hmm:steps=8,horizon=3")
     assert reach(told(), short) == Reach(8, "")
     assert reach(told(trained_on="hmm:steps=5", trained_queries=5), short) == Reach(5, "hmm:steps=5")
     assert reach(told(trained_on="hmm:steps=20", trained_queries=20), short).queries == 8
     assert reach(told(trained_on="recall", trained_queries=5), short).queries == 8
-    assert reach(told(), horizon.sample(2, 0)).queries == 3 and reach(told(), horizon.cut(2, 0)).queries == 3
-    assert wind_tunnels.named("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
+    assert reach(told(), horizon.sample(2, 0)).queries == 3 and reach(told(), horizon.truncated(2, 0)).queries == 3
+    assert wind_tunnels.load_task("recurrence:horizon=5").sample(2, 0).source["trained"] == 5
 
 
 def test_nothing_past_the_horizon_is_refused():
@@ -197,8 +197,8 @@ def test_nothing_past_the_horizon_is_refused():
 
 def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     """Log-probabilities over a whole vocabulary are not captured for prompts, which have no exact answer."""
-    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
-    batch = task.cut(20, 0, "held-out")
+    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
+    batch = task.truncated(20, 0, "held-out")
     subject = Subject.of(build("lstm", vocabulary=task.vocabulary, length=task.length, width=8), None, "toy")
     asked = []
     plain = Subject.capture
@@ -208,9 +208,9 @@ def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     assert record.unmeasured == {"length_cliff": NO_EXACT} and not any(Site.LOG_PROBS in sites for sites in asked)
     record = scan(subject, batch, probes, nulls=2)
     assert "whole sequences of a task" in record.unmeasured["length_cliff"]
-    real = wind_tunnels.named("regression")
+    real = wind_tunnels.load_task("regression")
     subject = Subject.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
-    record = scan(subject, real.cut(20, 0), probes, nulls=2, samples={WHOLE: real.sample(20, 0)})
+    record = scan(subject, real.truncated(20, 0), probes, nulls=2, samples={WHOLE: real.sample(20, 0)})
     assert record.unmeasured["length_cliff"].startswith("what is asked here is a real number")
 
 
@@ -225,7 +225,7 @@ def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):
     shown = CliRunner().invoke(main, ["scan", "--model", str(folder), "--task", "hmm:steps=8", *flags])
     assert shown.exit_code == 0, shown.output
     record = Record.load(tmp_path / "run")
-    past, task = record.results["length_cliff"], wind_tunnels.named("hmm:steps=8")
+    past, task = record.results["length_cliff"], wind_tunnels.load_task("hmm:steps=8")
     assert past.notes[0] == "the horizon is query 4" and record.subject["trained_on"] == "hmm:steps=4"
     batch = task.sample(60, 0, "held-out")
     said = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().view(60, 8, 3)

@@ -85,7 +85,7 @@ def test_exact_answers_stand_in_the_order_of_the_rows():
 
 def test_a_cut_sequence_has_the_exact_answer_of_the_query_it_ends_in():
     task = Bijection()
-    whole, cut = task.sample(20, 3), task.cut(20, 3)
+    whole, cut = task.sample(20, 3), task.truncated(20, 3)
     for i, at in enumerate(cut.columns["asked_at"]):
         assert torch.equal(cut.posterior.predictive[i, 0], whole.posterior.predictive[i, task.query.index(at)])
     assert torch.equal(cut.inputs.ids, whole.inputs.ids)

@@ -19,7 +19,7 @@ from llmgeom.exports.live import LARGEST, TASKS, contents
 from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.reports.live import plain
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.models import build
 from tests.test_page import Tree
@@ -47,7 +47,7 @@ SHAPES = {
 
 def model(arch: str, spec: str, seed: int = 0):
     """Every parameter is drawn: at the start, biases are 0 and norms 1, and one left out would not be missed."""
-    task = named(spec)
+    task = load_task(spec)
     made = build(arch, vocabulary=task.vocabulary, length=task.length, **({"width": 16} | SHAPES[arch]))
     drawn = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def model(arch: str, spec: str, seed: int = 0):
 
 def trained(folder, spec: str = "coin:flips=9", arch: str = "neox"):
     """A folder as `llmgeom train` leaves it, of a model that was not trained at all."""
-    save_model(model(arch, spec), folder, {"task": spec, "trained_queries": len(named(spec).query), "step": 0})
+    save_model(model(arch, spec), folder, {"task": spec, "trained_queries": len(load_task(spec).query), "step": 0})
     return folder
 
 
@@ -90,7 +90,7 @@ def test_the_page_holds_the_weights_and_the_numbers_of_one_sequence(given, spec,
     run = request.getfixturevalue(given)
     said = export(run, "live", str(tmp_path / "live.html"))
     html = (tmp_path / "live.html").read_text(encoding="utf-8")
-    held, tree, task = data(html), Tree(html), named(spec)
+    held, tree, task = data(html), Tree(html), load_task(spec)
     net = model("neox", spec)
     count = sum(p.numel() for p in net.parameters())
     assert said[0] == str(tmp_path / "live.html") and said[1].startswith(f"{count:,} parameters, ")
@@ -178,7 +178,7 @@ def view(chromium, run, tmp_path_factory):  # noqa: F811
 @pytest.mark.parametrize("arch", SHAPES)
 def test_the_forward_pass_is_pytorch_s(view, arch):
     spec = "bijection:vocab=7,pairs=7"
-    net, task = model(arch, spec, seed=3), named(spec)
+    net, task = model(arch, spec, seed=3), load_task(spec)
     ids = task.sample(8, seed=1).inputs.data
     with torch.no_grad():
         theirs = net.double()(ids).logits.log_softmax(-1)
@@ -201,7 +201,7 @@ def test_the_numbers_of_a_query_are_those_of_grade(view, other, tmp_path):
         live = before;
         return found;
     }"""
-    found, task = view.evaluate(code, json.dumps(held)), named(OTHER)
+    found, task = view.evaluate(code, json.dumps(held)), load_task(OTHER)
     batch = task.sample(1, seed=0)
     with torch.no_grad():
         form = task.answers.read(model("neox", OTHER)(batch.inputs.data).logits[:, list(task.query)])
@@ -214,7 +214,7 @@ def test_the_numbers_of_a_query_are_those_of_grade(view, other, tmp_path):
 @pytest.mark.browser
 @pytest.mark.parametrize("spec", SPECS)
 def test_the_exact_answer_is_the_task_s(view, spec):
-    task = named(spec)
+    task = load_task(spec)
     batch = task.sample(40, seed=2)
     fields = {"name": spec.partition(":")[0], **vars(task)}
     assert fields["name"] in TASKS
@@ -229,7 +229,7 @@ def test_the_exact_answer_is_the_task_s(view, spec):
 )
 def test_what_may_come_next_is_what_the_task_may_draw(view, spec):
     """Of every sequence that the task draws, each token is offered; what has probability 0 is not."""
-    task = named(spec)
+    task = load_task(spec)
     held = {"name": spec.partition(":")[0], "length": task.length, "query": list(task.query), **vars(task)}
     held["outcomes"] = list(task.answers.tokens)
     code = """([task, each]) => {

@@ -117,7 +117,7 @@ def effects(task, spec, inputs, clean, edited) -> dict[str, float]:
         "mae": abs(entropy(form(edited)) - entropy(exact)),
         "clean_mae": abs(entropy(form(clean)) - entropy(exact)),
     }
-    return {name: one[: task.trained].mean() for name, one in each.items()}
+    return {name: one[: task.trained_queries].mean() for name, one in each.items()}
 
 
 def z_of(task, model, block, inputs: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ CASES = [(BIJECTION, "neox"), (HMM, "gpt2"), (FEW, "gpt2")]
 @pytest.mark.parametrize("positions", ["query", "all"])
 @pytest.mark.parametrize(("spec", "arch"), CASES)
 def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, arch, positions):
-    task, one = wind_tunnels.named(spec), subject(spec, arch)
+    task, one = wind_tunnels.load_task(spec), subject(spec, arch)
     batch = batch_of(task)
     made = Replaced.of(Sequences.of(one, batch, task, 0, 60), "heads", positions)
     assert tuple(made.effects) == WAYS["heads"], "positions mean the same in all sequences: even all can be exchanged"
@@ -172,7 +172,7 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
 
 @pytest.mark.parametrize(("spec", "arch"), CASES[:2])
 def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
-    task, one = wind_tunnels.named(spec), subject(spec, arch)
+    task, one = wind_tunnels.load_task(spec), subject(spec, arch)
     made = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
     layer = one.blocks[1].layer
 
@@ -190,7 +190,7 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
 
 
 def test_the_record_holds_each_effect_s_mean(subject):
-    task, one = wind_tunnels.named(HMM), subject(HMM, "gpt2", 0, 3)
+    task, one = wind_tunnels.load_task(HMM), subject(HMM, "gpt2", 0, 3)
     batch = batch_of(task)
     for kind in ("heads", "blocks"):
         made = Replaced.of(Sequences.of(one, batch, task, 0, 4096), kind, "all")
@@ -221,7 +221,7 @@ def test_the_record_holds_each_effect_s_mean(subject):
 
 
 def test_only_parts_set_to_0_are_claimed_about_and_only_of_a_task(subject):
-    task = wind_tunnels.named(HMM)
+    task = wind_tunnels.load_task(HMM)
     for kind, name in (("heads", SECOND), ("blocks", TENFOLD)):
         record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
         claimed = {(probe, h.name) for probe, m in record.results.items() for h in m.estimates if h.claim}
@@ -279,7 +279,7 @@ def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
 
 
 def test_over_trainings_every_model_counts_once(subject):
-    task = wind_tunnels.named(BIJECTION)
+    task = wind_tunnels.load_task(BIJECTION)
     every = [subject(BIJECTION, "neox", seed) for seed in range(5)]
     record = examine(every[0], batch_of(task), "heads", task=task, also=every[1:], positions="all", nulls=2)
     half = folds(Sequences.of(every[0], batch_of(task), task, 0, 4096).held.cluster, 0, 2)
@@ -306,7 +306,7 @@ def test_over_trainings_every_model_counts_once(subject):
 
 
 def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
-    task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
+    task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
     record = examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 1)], nulls=1)
     assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
     with pytest.raises(UserError, match=r"has 6 heads, .* 4: no such training"):
@@ -357,7 +357,7 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
 
 
 def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
-    task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
+    task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
 
     class Unlike(Sequences):
         def means(self, sites, positions):
@@ -368,7 +368,7 @@ def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
 
 
 def test_rows_are_numbered_input_after_input(subject):
-    task, one = wind_tunnels.named(BIJECTION), subject(BIJECTION, "neox")
+    task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
     batch, seen = batch_of(task, 6), []
 
     class Some(Packed):

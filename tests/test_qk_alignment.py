@@ -16,10 +16,10 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing, cosines
 from llmgeom.scan import WHOLE, Sample, View, scan
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES
 
-RECALL = named("recall:keys=12,values=12,queries=3")
+RECALL = load_task("recall:keys=12,values=12,queries=3")
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_attention_on_the_matching_pair_is_found_in_value_head_and_verdict():
 
 def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_and_not_above_its_null():
     """A rule about places: always the values, none the keys, in whichever sequence."""
-    task = named("bijection:replacement=true")
+    task = load_task("bijection:replacement=true")
     batch, rows = task.sample(80, 2), None
     rows = even(task, 80)
     rows[..., 0::2] = 0
@@ -149,7 +149,7 @@ def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_a
 
 
 def test_where_the_same_places_bear_everywhere_the_headline_says_so():
-    task = named("bijection")
+    task = load_task("bijection")
     batch = task.sample(40, 3)
     result = measured(task, batch, [even(task, 40, 1), on_bearing(batch)])
     found = heads(result)
@@ -161,7 +161,7 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
 
 
 def test_a_window_s_even_attention_has_no_excess_either():
-    task = named("bijection")
+    task = load_task("bijection")
     batch, rows = task.sample(30, 4), even(task, 30, window=4)
     untrained = [[even(task, 30), rows]] * 20
     result = measured(task, batch, [even(task, 30), rows], untrained=untrained)
@@ -179,14 +179,14 @@ def test_a_single_row_s_zero_weights_are_no_window():
 
 
 def test_tasks_without_contrast_keep_their_cosines():
-    ring = named("markov:steps=6")
+    ring = load_task("markov:steps=6")
     result = measured(ring, ring.sample(20, 0), [even(ring, 20)])
     assert not isinstance(result, WithBearing) and set(heads(result)) == {SPREAD}
     assert result.notes == (
         "one layer: there is no change from the first to the last",
         "at no query do some of the earlier positions bear and others not: attention has nothing to choose",
     )
-    coin = named("coin:flips=6")
+    coin = load_task("coin:flips=6")
     assert not isinstance(measured(coin, coin.sample(20, 0), [even(coin, 20)]), WithBearing)
 
 
@@ -215,7 +215,7 @@ def untrained(seed: int) -> Subject:
 def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(monkeypatch):
     """30 models, each as the subject beside 20 others."""
     monkeypatch.setattr(qk_alignment, "PLACEBOS", 39)
-    whole, main = RECALL.sample(60, 7), RECALL.cut(60, 7)
+    whole, main = RECALL.sample(60, 7), RECALL.truncated(60, 7)
     pool = [untrained(seed) for seed in range(30)]
     seen = [one.capture(whole, {Site.ATTENTION}) for one in pool]
     read = [cosines(one, main) for one in pool]
@@ -259,7 +259,7 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
     task, subject = RECALL, matching()
     # GPT-2's width must hold every token.
     assert subject.facts["d_model"] >= task.vocabulary
-    record = scan(subject, task.cut(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0)
+    record = scan(subject, task.truncated(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0)
     batch, expected = task.sample(60, 0), []
     for x in batch.inputs.data.tolist():
         for q in task.query:
@@ -271,7 +271,7 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
         assert found[name].verdict == "PASS"
     assert found[BEST].verdict == "above null"
     # The matching key's cosine is 1, that of the others -1 / (width - 1).
-    main = task.cut(60, 0)
+    main = task.truncated(60, 0)
     some = [x.index(x[length - 1]) > 0 for x, length in zip(main.inputs.ids.tolist(), main.inputs.lengths, strict=True)]
     other = -1 / (subject.facts["d_model"] - 1)
     spread = []
@@ -310,9 +310,9 @@ def test_cosines_are_those_of_the_scores_that_attention_is_made_of(name):
 
 
 def test_contrast_is_the_mean_over_bearing_keys_less_the_mean_over_the_others():
-    task = named("bijection:replacement=true,pairs=8")
+    task = load_task("bijection:replacement=true,pairs=8")
     subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
-    batch = task.cut(12, 3)
+    batch = task.truncated(12, 3)
     found, everything = cosines(subject, batch), subject.capture(batch, {Site.KEY, Site.QUERY}, positions="all")
     expected = []
     for i, length in enumerate(batch.inputs.lengths.tolist()):
@@ -329,7 +329,7 @@ def test_contrast_is_the_mean_over_bearing_keys_less_the_mean_over_the_others():
 
 def test_cosines_do_not_change_with_the_lengths_of_queries_and_keys_but_with_a_part_common_to_all_keys():
     subject = Subject.of(FAMILIES["gpt2"].model(), None, "gpt2")
-    batch = RECALL.cut(10, 0)
+    batch = RECALL.truncated(10, 0)
     before = cosines(subject, batch).spread
     attention = subject.model.transformer.h[0].attn.c_attn
     width = subject.facts["d_model"]
@@ -344,7 +344,7 @@ def test_cosines_do_not_change_with_the_lengths_of_queries_and_keys_but_with_a_p
 
 def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
     subject = untrained(0)
-    main = RECALL.cut(8, 0)
+    main = RECALL.truncated(8, 0)
     lengths = main.inputs.lengths.clone()
     lengths[:4] = 4
     short = replace(main, inputs=Tokens(main.inputs.ids, lengths))

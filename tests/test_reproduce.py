@@ -148,7 +148,7 @@ def check(**given) -> Check:
 
 
 def test_errors_are_set_beside_a_uniform_answer_the_best_trivial_one_and_a_rival(bench):
-    task, made = wind_tunnels.named(TINY["hmm"].task), []
+    task, made = wind_tunnels.load_task(TINY["hmm"].task), []
     for seed in (0, 1):
         own, other = (grade(loaded(bench, f"hmm/{arch}/seed{seed}"), task, 40, seed) for arch in ("gpt2", "lstm"))
         uniform, best = (np.abs(own.trivial[name].gap).mean() for name in ("uniform", own.best))
@@ -166,24 +166,24 @@ def test_errors_are_set_beside_a_uniform_answer_the_best_trivial_one_and_a_rival
     assert h.value == pytest.approx(np.exp(np.log(own / other).mean()))
     h = paper1.graded(bench, check(), task="recall", arch="gpt2", what="accuracy")
     right = [
-        grade(loaded(bench, f"recall/gpt2/seed{s}"), wind_tunnels.named(TINY["recall"].task), 40, s) for s in (0, 1)
+        grade(loaded(bench, f"recall/gpt2/seed{s}"), wind_tunnels.load_task(TINY["recall"].task), 40, s) for s in (0, 1)
     ]
     assert h.value == pytest.approx(np.mean([one.own.right.mean() for one in right]))
 
 
 def test_past_the_horizon_means_the_queries_that_no_loss_was_on(bench):
     of, ratio = {"task": "hmm", "arch": "gpt2", "times": 1.5}, []
-    longer = wind_tunnels.named("hmm:states=2,symbols=2,steps=6")
+    longer = wind_tunnels.load_task("hmm:states=2,symbols=2,steps=6")
     for seed in (0, 1):
         kl = grade(loaded(bench, f"hmm/gpt2/seed{seed}"), longer, 40, 0, trained=4).own.kl.mean(0)
         assert len(kl) == 6
         ratio.append((kl[4] / kl[:4].mean(), kl[4:].mean() / kl[:4].mean()))
     for what, expected in zip(("first", "later"), np.log(ratio).mean(0), strict=True):
         assert paper1.horizon(bench, check(scale="log"), **of, what=what).value == pytest.approx(np.exp(expected))
-    own = grade(loaded(bench, "horizon/gpt2/seed0"), wind_tunnels.named(TINY["horizon"].task), 40, split="seen")
+    own = grade(loaded(bench, "horizon/gpt2/seed0"), wind_tunnels.load_task(TINY["horizon"].task), 40, split="seen")
     found = paper1.horizon(bench, check(), task="horizon", arch="gpt2", what="mae")
     assert own.own.gap.shape[1] == 5 and own.trained == 3
-    other = grade(loaded(bench, "horizon/gpt2/seed1"), wind_tunnels.named(TINY["horizon"].task), 40, split="seen")
+    other = grade(loaded(bench, "horizon/gpt2/seed1"), wind_tunnels.load_task(TINY["horizon"].task), 40, split="seen")
     assert found.value == pytest.approx(np.mean([np.abs(one.own.gap).mean() for one in (own, other)]))
 
 
@@ -196,7 +196,7 @@ def test_no_error_past_the_horizon_is_a_ratio_of_0_and_not_another_number(bench,
 
 
 def test_final_states_are_those_of_the_held_out_sequences(bench):
-    task, shares = wind_tunnels.named(TINY["hmm"].task), []
+    task, shares = wind_tunnels.load_task(TINY["hmm"].task), []
     batch = task.sample(10, 0, "held-out")
     for seed in (0, 1):
         x = loaded(bench, f"hmm/lstm/seed{seed}").capture(batch, {Site.FINAL}).final.double().numpy()
@@ -305,7 +305,7 @@ def test_a_plan_says_what_would_be_trained_and_trains_nothing(monkeypatch):
     assert "NOT TESTED recall-transformer: at the papers' size" in result.output
     for name in ("bijection", "hmm"):
         made = paper1.training("full", name, "gpt2")
-        built = wind_tunnels.named(made.task)
+        built = wind_tunnels.load_task(made.task)
         from llmgeom.wind_tunnels.training import fresh
 
         count = sum(p.numel() for p in fresh(made, built).parameters())

@@ -28,7 +28,7 @@ from llmgeom.wind_tunnels.training import Training, train
 from tests.brute_force import filtered, hmm_of_rows, hot
 
 torch.set_num_threads(1)
-TASK = wind_tunnels.named("bijection:vocab=4,pairs=4")
+TASK = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
 LEAK = 0.01
 FRAME = f"frame swap {PLACES[0]}"
 
@@ -170,10 +170,10 @@ def test_a_placebo_brings_what_its_donor_holds_there_more_than_one_s_own():
 # ---- the pairs ------------------------------------------------------------------------------------------------------
 
 
-def swapped(spec: str, n: int = 300):
-    task = wind_tunnels.named(spec)
-    inputs = task.drawn(n, seeded("inputs", 0)).inputs
-    other = task.swapped(inputs, seeded("other", 0))
+def counterfactual(spec: str, n: int = 300):
+    task = wind_tunnels.load_task(spec)
+    inputs = task.draw_split(n, seeded("inputs", 0)).inputs
+    other = task.counterfactual(inputs, seeded("other", 0))
     at = (other != inputs).reshape(n, task.length, -1).any(-1)
     assert other.dtype == inputs.dtype and other.shape == inputs.shape
     return task, inputs, other, at
@@ -183,7 +183,7 @@ def swapped(spec: str, n: int = 300):
     "spec", ["bijection", "bijection:replacement=true", "bijection:vocab=3,pairs=9,replacement=true"]
 )
 def test_another_bijection_shows_the_same_keys(spec):
-    task, inputs, other, at = swapped(spec)
+    task, inputs, other, at = counterfactual(spec)
     assert (other[:, 0::2] == inputs[:, 0::2]).all() and at.any(1).all()
     for row in other.tolist():
         pairs = {*zip(row[0:-1:2], row[1::2], strict=True)}
@@ -195,7 +195,7 @@ def test_another_bijection_shows_the_same_keys(spec):
 
 @pytest.mark.parametrize("spec", ["recall", "recall:layout=papers,filler=2,queries=2", "recall:filler=3"])
 def test_two_stored_values_change_places_and_their_answers_with_them(spec):
-    task, inputs, other, at = swapped(spec)
+    task, inputs, other, at = counterfactual(spec)
     stored = 4 * task.pairs if task.layout == "papers" else 2 * task.pairs
     assert (at[:, :stored].sum(1) == 2).all()
     step = 4 if task.layout == "papers" else 2
@@ -208,19 +208,19 @@ def test_two_stored_values_change_places_and_their_answers_with_them(spec):
 
 
 def test_another_observation_at_one_step_under_the_same_matrices():
-    task, _, other, at = swapped("hmm:steps=5")
+    task, _, other, at = counterfactual("hmm:steps=5")
     assert (at.sum(1) == 1).all() and at.any(0).tolist() == [False] * 3 + [True] * 4 + [False]
     for row in other[:20].tolist():
         move, emit, shown = hmm_of_rows(row, 3, 3)
         exact = filtered([hot(one) for one in shown], move, emit)
         np.testing.assert_allclose(task.log_predictive(torch.tensor([row]))[0].exp(), exact, atol=1e-6)
-    _, _, other, at = swapped("hmm:encoding=tokens,steps=4")
+    _, _, other, at = counterfactual("hmm:encoding=tokens,steps=4")
     assert (at.sum(1) == 1).all() and at[:, -7::2].sum() == len(at) and (other[:, -7::2] >= 100).all()
-    assert swapped("hmm:fixed=true,steps=4")[3].sum(1).eq(1).all()
+    assert counterfactual("hmm:fixed=true,steps=4")[3].sum(1).eq(1).all()
 
 
 def test_the_key_of_a_step_stays():
-    _, inputs, other, at = swapped("keyed_hmm")
+    _, inputs, other, at = counterfactual("keyed_hmm")
     assert (at.sum(1) == 1).all() and not at[:, :3].any() and not at[:, -1].any() and at[:, 3:-1].any(0).all()
     assert (other[..., -2:] == inputs[..., -2:]).all() and (other[:, 3:, -5:-2].sum(-1) == 1).all()
 
@@ -229,7 +229,7 @@ def test_the_key_of_a_step_stays():
     ("spec", "first", "many"), [("coin", 1, 2), ("markov:fixed=false", 0, 8), ("recurrence", 0, 17)]
 )
 def test_one_symbol_is_another(spec, first, many):
-    task, _, other, at = swapped(spec)
+    task, _, other, at = counterfactual(spec)
     assert (at.sum(1) == 1).all() and at.any(0).tolist() == [False] * first + [True] * (task.length - first - 1) + [
         False
     ]
@@ -237,21 +237,21 @@ def test_one_symbol_is_another(spec, first, many):
 
 
 def test_an_opaque_recurrence_keeps_its_names():
-    task, _, other, at = swapped("recurrence:opaque=true")
+    task, _, other, at = counterfactual("recurrence:opaque=true")
     assert not at[:, : task.header].any() and (at.sum(1) == 1).all()
     assert other[:, task.header :].min() >= 17 and other[:, task.header :].max() < 34
 
 
 def test_the_evidence_that_is_swapped_is_drawn_evenly():
-    _, inputs, other, at = swapped("bijection", 6000)
+    _, inputs, other, at = counterfactual("bijection", 6000)
     np.testing.assert_allclose(at.double().mean(0)[1::2], 1 / 6, atol=0.02)
-    _, inputs, other, at = swapped("markov:fixed=false", 8000)
+    _, inputs, other, at = counterfactual("markov:fixed=false", 8000)
     step = (other - inputs)[at] % 8
     np.testing.assert_allclose(torch.bincount(step, minlength=8).double() / 8000, [0] + [1 / 7] * 7, atol=0.02)
 
 
 def test_queries_count_that_come_later_and_have_another_answer():
-    task = wind_tunnels.named("hmm:steps=6")
+    task = wind_tunnels.load_task("hmm:steps=6")
     pairs = Pairs.of(task, 50, 0, "held-out")
     for at, counted, x, other in zip(
         pairs.at, pairs.counted, pairs.x.inputs.values.tolist(), pairs.other.inputs.values.tolist(), strict=True
@@ -263,12 +263,12 @@ def test_queries_count_that_come_later_and_have_another_answer():
         differ = abs(exact[0] - exact[1]).max(1) > 0.01
         differ[: int(at.nonzero()) - 3 + 1] = False
         assert counted.tolist() == differ.tolist() and counted.any()
-    late = Pairs.of(wind_tunnels.named("hmm:steps=6,horizon=3"), 50, 0, "held-out")
+    late = Pairs.of(wind_tunnels.load_task("hmm:steps=6,horizon=3"), 50, 0, "held-out")
     assert late.counted.any() and not late.counted[:, 3:].any()
 
 
 def test_a_donor_shows_the_same_at_the_same_position():
-    pairs = Pairs.of(wind_tunnels.named("recall"), 30, 0, "held-out")
+    pairs = Pairs.of(wind_tunnels.load_task("recall"), 30, 0, "held-out")
     batch, position = pairs.donors(0, "held-out")
     rows = torch.arange(len(position))
     assert (batch.inputs.ids[rows, position] == pairs.shown(pairs.x)).all()
@@ -331,7 +331,7 @@ LAYERS = {"neox": "gpt_neox.layers", "gpt2": "transformer.h"}
 
 @pytest.mark.parametrize(("task", "arch"), [("recall", "neox"), ("hmm:steps=5", "gpt2"), ("hmm:steps=5", "lstm")])
 def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual(folder, task, arch):
-    subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.named(task)
+    subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.load_task(task)
     pairs = Pairs.of(task, 12, 0, "held-out")
     made = Moved.of(subject, pairs, pairs, (0, 1), controls=2, batch_tokens=40)
     np.testing.assert_allclose(made.moved["whole"][0, 0], made.way, atol=2e-5)
@@ -366,7 +366,7 @@ def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual
 
 
 def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeypatch):
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     pairs, kept = Pairs.of(task, 12, 0, "held-out"), {}
 
     def run(self, copies, progress=None):
@@ -391,7 +391,7 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
 
 def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
     """One pair of sequences exchanges two pieces of evidence and spans one direction, whatever the measured ones do."""
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     pairs = Pairs.of(task, 12, 0, "held-out")
     one, many = (Moved.of(subject, fit, pairs.take(range(6, 12)), (0,)) for fit in (pairs.take([0]), pairs))
     assert one.dimensions == (1,) and many.dimensions > (3,)
@@ -400,7 +400,7 @@ def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
 
 
 def test_the_global_generators_change_nothing(folder):
-    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.named("recall")
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     first = examine(subject, task, n=24, nulls=1, controls=3)
     torch.manual_seed(9)
     np.random.seed(9)
@@ -467,10 +467,10 @@ def test_what_cannot_be_swapped_is_refused_in_one_sentence(folder, tmp_path, opt
 
 def test_a_task_without_counterfactuals_is_refused():
     with pytest.raises(UserError, match="bijection:pairs=1 does not say which other evidence there might have been"):
-        Pairs.of(wind_tunnels.named("bijection:pairs=1"), 20, 0, "any")
+        Pairs.of(wind_tunnels.load_task("bijection:pairs=1"), 20, 0, "any")
     with pytest.raises(
         UserError, match="markov: in 0 of 40 sequences other evidence changes a later answer; 10 are needed"
     ):
-        examine(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.named("markov"), n=40)
-    certain = wind_tunnels.named("coin:prior=list:0.0,0.5")
-    assert certain.swapped(torch.zeros(2, 24, dtype=torch.int64), seeded("x", 0)) is None
+        examine(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.load_task("markov"), n=40)
+    certain = wind_tunnels.load_task("coin:prior=list:0.0,0.5")
+    assert certain.counterfactual(torch.zeros(2, 24, dtype=torch.int64), seeded("x", 0)) is None

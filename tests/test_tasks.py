@@ -13,7 +13,7 @@ import torch
 from llmgeom.batch import Rows, Tokens
 from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Task, held_out, on_device, seeded, uniform
-from llmgeom.wind_tunnels import named, names
+from llmgeom.wind_tunnels import load_task, names
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.tasks.recall import Recall
@@ -23,7 +23,7 @@ OWN = '''
 from __future__ import annotations
 from dataclasses import dataclass
 import torch
-from llmgeom.task import Categorical, Drawn, Task, uniform
+from llmgeom.task import Categorical, Sequences, Task, uniform
 
 @dataclass(frozen=True)
 class Die(Task):
@@ -38,7 +38,7 @@ class Die(Task):
 
     def draw(self, hypothesis, generator, training=False):
         rolled = torch.randint(self.sides, (len(hypothesis), 3), generator=generator)
-        return Drawn(rolled[:, :2], rolled[:, 1:])
+        return Sequences(rolled[:, :2], rolled[:, 1:])
 
     def log_predictive(self, inputs):
         return uniform(inputs, 2, self.sides)
@@ -67,7 +67,7 @@ def test_every_file_is_a_task_with_a_one_line_title_and_defaults():
     assert {"bijection", "coin", "recall", "recurrence", "regression"} <= set(names())
     assert not {"task", "answers", "laws", "train", "models"} & set(names())
     for name in names():
-        task = named(name)
+        task = load_task(name)
         assert task.title == name and dataclasses.is_dataclass(task)
         assert type(task).__doc__.splitlines()[0].endswith(".")
 
@@ -85,15 +85,15 @@ def test_every_file_is_a_task_with_a_one_line_title_and_defaults():
     ],
 )
 def test_a_title_is_the_spec_that_makes_the_task(spec):
-    task = named(spec)
+    task = load_task(spec)
     assert task.title == spec
-    assert named(task.title) == task
+    assert load_task(task.title) == task
 
 
 def test_values_may_hold_commas_and_fields_come_in_any_order():
-    assert named("coin:prior=list:0.2,0.7,flips=5") == Coin(flips=5, prior="list:0.2,0.7")
-    assert named("bijection:replacement=TRUE,pairs=9") == Bijection(pairs=9, replacement=True)
-    assert named("bijection:replacement=false") == Bijection() == named("bijection:") == named("bijection")
+    assert load_task("coin:prior=list:0.2,0.7,flips=5") == Coin(flips=5, prior="list:0.2,0.7")
+    assert load_task("bijection:replacement=TRUE,pairs=9") == Bijection(pairs=9, replacement=True)
+    assert load_task("bijection:replacement=false") == Bijection() == load_task("bijection:") == load_task("bijection")
 
 
 @pytest.mark.parametrize(
@@ -114,13 +114,13 @@ def test_values_may_hold_commas_and_fields_come_in_any_order():
 )
 def test_a_spec_that_does_not_fit_is_refused_in_one_sentence(spec, said):
     with pytest.raises(UserError, match=re.escape(said)):
-        named(spec)
+        load_task(spec)
 
 
 def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
-    task = named(f"{own}:Die:sides=6")
+    task = load_task(f"{own}:Die:sides=6")
     assert task.title == f"{own.resolve()}:Die:sides=6"
-    again = named(task.title)
+    again = load_task(task.title)
     assert again.title == task.title and dataclasses.asdict(again) == {"sides": 6, "weight": 0.5}
     batch = task.sample(5, 0)
     assert batch.source["name"] == task.title
@@ -144,13 +144,13 @@ def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
 )
 def test_what_a_file_of_one_s_own_lacks_is_named(own, rest, said):
     with pytest.raises(UserError, match=re.escape(said)):
-        named(f"{own}{rest}")
+        load_task(f"{own}{rest}")
 
 
 def test_a_file_without_a_task_is_said_to_have_none(tmp_path):
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="has no task 'X'; found none"):
-        named(f"{tmp_path / 'empty.py'}:X")
+        load_task(f"{tmp_path / 'empty.py'}:X")
 
 
 # ---- hypotheses that are held out -----------------------------------------------------------------------------------
@@ -179,16 +179,16 @@ def test_the_hash_is_splitmix_and_holds_out_a_tenth_of_what_is_alike():
 
 @pytest.mark.parametrize("name", names())
 def test_splits_share_no_hypothesis(name):
-    task = named(name)
+    task = load_task(name)
     if task.memorisable:
         for split in ("seen", "held-out"):
             with pytest.raises(UserError, match=re.escape(f"{name} holds no hypotheses out: {task.memorisable}")):
-                task.drawn(2, seeded("here", 0), split)
+                task.draw_split(2, seeded("here", 0), split)
         return
     for split in ("seen", "held-out"):
         found = task._hypotheses(3000, seeded("here", 0), split)
         assert len(found) == 3000
-        assert (held_out(task.cell(found)) == (split == "held-out")).all()
+        assert (held_out(task.split_key(found)) == (split == "held-out")).all()
         assert len(found.flatten(1).unique(dim=0)) > 100
 
 
@@ -196,7 +196,7 @@ def test_few_hypotheses_are_drawn_again_rather_than_taken_from_the_other_split()
     task = Bijection(4, 3)  # 24 of them
     for split in ("seen", "held-out"):
         found = task._hypotheses(20_000, seeded("here", 0), split)
-        assert len(found) == 20_000 and (held_out(task.cell(found)) == (split == "held-out")).all()
+        assert len(found) == 20_000 and (held_out(task.split_key(found)) == (split == "held-out")).all()
 
 
 @dataclass(frozen=True)
@@ -216,22 +216,22 @@ def test_a_prior_that_holds_nothing_out_is_refused_for_a_split():
     task = Bijection(2, 2)
     assert held_out(torch.tensor([[0, 1], [1, 0]])).sum() == 0
     with pytest.raises(UserError, match=re.escape("0.00% of the prior is held-out; give it more hypotheses, or finer")):
-        task.drawn(3, seeded("here", 0), "held-out")
+        task.draw_split(3, seeded("here", 0), "held-out")
 
 
 def test_a_task_without_hypotheses_holds_none_out(own):
-    task = named(f"{own}:Die:sides=6")
+    task = load_task(f"{own}:Die:sides=6")
     assert task.memorisable == "it gives no `hypothesis`" and not Bijection().memorisable and Coin().memorisable
     assert task.log2_hypotheses == math.inf
     with pytest.raises(UserError, match="holds no hypotheses out: it gives no `hypothesis`"):
-        task.drawn(3, seeded("here", 0), "seen")
+        task.draw_split(3, seeded("here", 0), "seen")
 
 
 def test_real_hypotheses_are_hashed_by_cells_a_quarter_wide():
-    cells = Task.cell(Bijection(), torch.tensor([[-0.26, 0.24], [0.0, 1.0]]))
+    cells = Task.split_key(Bijection(), torch.tensor([[-0.26, 0.24], [0.0, 1.0]]))
     assert cells.tolist() == [[-2, 0], [0, 4]]
-    assert Regression(scale=2.0).cell(torch.tensor([[0.019, -0.001]])).tolist() == [[0, -1]]
-    assert Task.cell(Bijection(), torch.tensor([[[3, 1], [0, 2]]])).tolist() == [[3, 1, 0, 2]]
+    assert Regression(scale=2.0).split_key(torch.tensor([[0.019, -0.001]])).tolist() == [[0, -1]]
+    assert Task.split_key(Bijection(), torch.tensor([[[3, 1], [0, 2]]])).tolist() == [[3, 1, 0, 2]]
 
 
 # ---- drawing and sampling -------------------------------------------------------------------------------------------
@@ -239,10 +239,10 @@ def test_real_hypotheses_are_hashed_by_cells_a_quarter_wide():
 
 @pytest.mark.parametrize("name", names())
 def test_a_task_is_consistent_with_itself(name):
-    task = named(name)
-    drawn = task.drawn(64, seeded("here", 0))
+    task = load_task(name)
+    drawn = task.draw_split(64, seeded("here", 0))
     assert list(task.query) == sorted(set(task.query)) and task.query[0] >= 0 and task.query[-1] < task.length
-    assert 1 <= task.trained <= len(task.query)
+    assert 1 <= task.trained_queries <= len(task.query)
     assert drawn.target.shape == (64, len(task.query))
     assert task.mask().nonzero()[:, 0].tolist() == list(task.query)
     if task.features:
@@ -264,7 +264,7 @@ def test_a_task_is_consistent_with_itself(name):
 
 @pytest.mark.parametrize("task", [Bijection(5, 4), Bijection(5, 7, True), Recall(), Coin(flips=6)])
 def test_a_target_is_the_token_that_stands_after_its_query(task):
-    drawn = task.drawn(100, seeded("here", 0))
+    drawn = task.draw_split(100, seeded("here", 0))
     for j, at in enumerate(task.query):
         if at + 1 < task.length:
             assert torch.equal(drawn.inputs[:, at + 1], drawn.target[:, j] + task.answers.tokens[0])
@@ -272,7 +272,7 @@ def test_a_target_is_the_token_that_stands_after_its_query(task):
 
 @pytest.mark.parametrize("name", names())
 def test_a_sample_carries_its_exact_answers_and_where_it_came_from(name):
-    task = named(name)
+    task = load_task(name)
     batch = task.sample(6, 3)
     torch.manual_seed(0)
     again, other = task.sample(6, 3), task.sample(6, 4)
@@ -285,7 +285,7 @@ def test_a_sample_carries_its_exact_answers_and_where_it_came_from(name):
     assert torch.equal(batch.posterior.predictive, task.log_predictive(inputs))
     assert batch.source == {
         "kind": "task", "name": name, "n": 6, "seed": 3, "split": "any", "spec": dataclasses.asdict(task),
-        "trained": task.trained,
+        "trained": task.trained_queries,
     }  # fmt: skip
     part = batch.take([4, 1])
     assert torch.equal(part.target, batch.target[[4, 1]])
@@ -297,7 +297,7 @@ def test_each_split_and_each_purpose_has_draws_of_its_own():
     found = [task.sample(20, 0, split).target for split in ("any", "seen", "held-out")]
     assert not any(torch.equal(a, b) for i, a in enumerate(found) for b in found[:i])
     for split, target in zip(("any", "seen", "held-out"), found, strict=True):
-        assert torch.equal(target, task.drawn(20, seeded(f"sample/{split}", 0), split).target)
+        assert torch.equal(target, task.draw_split(20, seeded(f"sample/{split}", 0), split).target)
     a, b = (torch.rand(3, generator=seeded(purpose, 0)) for purpose in ("train", "sample"))
     assert not torch.equal(a, b)
     assert torch.equal(a, torch.rand(3, generator=seeded("train", 0)))

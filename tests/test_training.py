@@ -152,7 +152,7 @@ def test_snapshot_steps_grow_geometrically():
 
 
 def test_no_held_out_hypothesis_is_trained_on(monkeypatch):
-    task, seen = wind_tunnels.named("bijection:vocab=4,pairs=3"), []
+    task, seen = wind_tunnels.load_task("bijection:vocab=4,pairs=3"), []
     kind = type(task)
     plain = kind.draw
     spy = lambda self, hypothesis, *rest, **more: seen.append(hypothesis) or plain(self, hypothesis, *rest, **more)  # noqa: E731
@@ -170,7 +170,7 @@ def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
     """Cross-entropy less the mean exact entropy is KL >= 0, and a small model gets near it."""
     asked = Training("bijection:vocab=4,pairs=3", width=32, layers=1, heads=2, steps=400, batch=128, lr="1e-2")
     done = train(asked, tmp_path / "a")
-    task = wind_tunnels.named(asked.task)
+    task = wind_tunnels.load_task(asked.task)
     values = task.sample(4000, 5).posterior.predictive
     entropy = -(values.exp() * values.clamp_min(-1e30)).sum(-1).mean() / math.log(2)
     assert done.floor == pytest.approx(float(entropy), abs=0.01)
@@ -180,10 +180,10 @@ def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
 
 def test_the_floor_is_of_what_is_trained_on():
     """Keys that stick come again more often than those of grading, and known answers have no entropy."""
-    task = wind_tunnels.named("bijection:vocab=6,pairs=8,replacement=true,sticky=0.9")
+    task = wind_tunnels.load_task("bijection:vocab=6,pairs=8,replacement=true,sticky=0.9")
     means = []
     for training in (True, False):
-        exact = task.log_predictive(task.drawn(8000, seeded("x", 1), "seen", training=training).inputs)
+        exact = task.log_predictive(task.draw_split(8000, seeded("x", 1), "seen", training=training).inputs)
         means.append(float(-(exact.exp() * exact.clamp_min(-1e30)).sum(-1).mean() / math.log(2)))
     assert abs(means[0] - means[1]) > 0.1
     assert trainer.floor(task, 0.0, 0) == pytest.approx(means[0], abs=0.03)
@@ -191,7 +191,7 @@ def test_the_floor_is_of_what_is_trained_on():
 
 def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
     """The soft loss is the mean of the hard one over what might be drawn: autograd on many draws says the same."""
-    task = wind_tunnels.named("coin:flips=3,prior=list:.2,.9")
+    task = wind_tunnels.load_task("coin:flips=3,prior=list:.2,.9")
     asked = Training(task.title, arch="lstm", width=8, layers=1, heads=1, batch=20_000, lr="1e-2")
     gradients = []
     for targets in ("hard", "soft"):
@@ -214,7 +214,7 @@ def test_corrupted_is_the_law_of_redrawn_targets(p):
 
 def test_what_is_shown_stays_true_when_labels_are_corrupted():
     """Only targets are drawn again: the inputs of a corrupted training are those of a clean one."""
-    task = wind_tunnels.named("bijection:vocab=4,pairs=3")
+    task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
     run = trainer._Run(trainer.replace(SMALL, corrupt=1.0), task, 1e-2, "cpu")
     inputs = []
     plain = trainer.outputs
@@ -223,7 +223,7 @@ def test_what_is_shown_stays_true_when_labels_are_corrupted():
         run.loss()
     finally:
         trainer.outputs = plain
-    clean = task.drawn(SMALL.batch, seeded("train", 0), "seen", training=True)
+    clean = task.draw_split(SMALL.batch, seeded("train", 0), "seen", training=True)
     assert torch.equal(inputs[0], clean.inputs)
     assert run.floor == pytest.approx(2.0, abs=1e-9)  # four outcomes, each alike
 
@@ -256,7 +256,7 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
 def test_a_pocket_model_can_be_fine_tuned(tmp_path):
     asked = Training("coin:flips=4", start="pocket:llama", steps=30, batch=16, lr="1e-3", warmup=5, snapshots=2)
     done = train(asked, tmp_path / "a")
-    task = wind_tunnels.named(asked.task)
+    task = wind_tunnels.load_task(asked.task)
     untrained = Subject.load("pocket:llama").model
     assert done.gap < 0.5 < gap(untrained, task, 0.0, 0)
 
@@ -355,7 +355,7 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path):
 
 
 def test_a_gradient_is_clipped_to_its_norm():
-    run = trainer._Run(trainer.replace(SMALL, clip=1e-3), wind_tunnels.named(SMALL.task), 1e-2, "cpu")
+    run = trainer._Run(trainer.replace(SMALL, clip=1e-3), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
     run.step(0)
     norm = torch.stack([p.grad.norm() for p in run.plain.parameters()]).norm().item()
     assert norm == pytest.approx(1e-3, rel=1e-3)
@@ -363,7 +363,7 @@ def test_a_gradient_is_clipped_to_its_norm():
 
 def test_matrices_decay_and_vectors_do_not():
     """With a learning rate times decay of 1 and no gradient to speak of, a matrix is gone after one step."""
-    run = trainer._Run(trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.named(SMALL.task), 0.1, "cpu")
+    run = trainer._Run(trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.load_task(SMALL.task), 0.1, "cpu")
     decay = [group["weight_decay"] for group in run.optimizer.param_groups]
     sizes = [{p.dim() > 1 for p in group["params"]} for group in run.optimizer.param_groups]
     assert decay == [10.0, 0.0] and sizes == [{True}, {False}]
@@ -376,10 +376,10 @@ def test_matrices_decay_and_vectors_do_not():
 
 def test_a_horizon_trains_the_first_queries_alone():
     """The loss of a task with a horizon is the mean over its first queries, by hand."""
-    task = wind_tunnels.named("recurrence:modulus=5,steps=6,horizon=2")
+    task = wind_tunnels.load_task("recurrence:modulus=5,steps=6,horizon=2")
     run = trainer._Run(Training(task.title, width=16, layers=1, batch=64), task, 1e-2, "cpu")
     loss = run.loss().item()
-    drawn = task.drawn(64, seeded("train", 0), "seen", training=True)
+    drawn = task.draw_split(64, seeded("train", 0), "seen", training=True)
     with torch.no_grad():
         log_p = run.plain(input_ids=drawn.inputs).logits.log_softmax(-1)
     tokens = torch.tensor(task.answers.tokens)[drawn.target]
@@ -388,8 +388,8 @@ def test_a_horizon_trains_the_first_queries_alone():
 
 
 def test_bf16_is_the_forward_pass_alone():
-    exact = trainer._Run(SMALL, wind_tunnels.named(SMALL.task), 1e-2, "cpu")
-    narrow = trainer._Run(trainer.replace(SMALL, precision="bf16"), wind_tunnels.named(SMALL.task), 1e-2, "cpu")
+    exact = trainer._Run(SMALL, wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
+    narrow = trainer._Run(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
     one, other = exact.loss(), narrow.loss()
     assert one != other and one.item() == pytest.approx(other.item(), rel=0.02)
     narrow.step(0)
@@ -399,7 +399,7 @@ def test_bf16_is_the_forward_pass_alone():
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_the_step():
-    task = wind_tunnels.named(SMALL.task)
+    task = wind_tunnels.load_task(SMALL.task)
     plain, compiled = (trainer._Run(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
     for step in range(5):
         assert plain.step(step).item() == pytest.approx(compiled.step(step).item(), abs=1e-5)

@@ -25,7 +25,7 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(m.name for m in pkgutil.iter_modules([str(Path(__path__[0]) / "tasks")])))
 
 
-def named(spec: str) -> Task:
+def load_task(spec: str) -> Task:
     """`NAME`, `NAME:field=value,field=value`, or of a file of yours `path/to/file.py:CLASS[:field=value,...]`.
 
     Raises UserError for what is not there, a field that the task does not have, and a value that does not fit it.
@@ -43,7 +43,7 @@ def named(spec: str) -> Task:
     return kind(**_values(kind, spelt, rest))
 
 
-def described(name: str) -> list[str]:
+def describe(name: str) -> list[str]:
     """A task in words: its first line, and its fields with their defaults."""
     kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}"))
     given = ", ".join(f"{f.name}={f.default}" for f in fields(kind))
@@ -111,5 +111,5 @@ def _of_file(path: str, name: str) -> type[Task]:
         raise UserError(f"{path}: {name} is no frozen dataclass; write @dataclass(frozen=True) above it")
     if kind.__abstractmethods__:
         raise UserError(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")
-    kind.SPELT = f"{place.resolve()}:{name}"
+    kind.FILE_SPEC = f"{place.resolve()}:{name}"
     return kind

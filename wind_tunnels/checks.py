@@ -12,7 +12,7 @@ from torch import Tensor
 from llmgeom.answers import Categorical
 from llmgeom.errors import UserError
 from llmgeom.stats import information
-from llmgeom.task import Drawn, Task, held_out, seeded
+from llmgeom.task import Sequences, Task, held_out, seeded
 
 ALARM = 1e-4  # at most, how often a law fails where it holds
 ROUNDING = 1e-6
@@ -30,9 +30,9 @@ class Law:
 
 def check(task: Task, n: int = 2000, seed: int = 0) -> tuple[Law, ...]:
     """Each law, on n sequences of the task."""
-    drawn = task.drawn(n, seeded("laws", seed))
+    drawn = task.draw_split(n, seeded("laws", seed))
     exact = task.log_predictive(drawn.inputs)
-    laws: list[Callable[[Task, Drawn, Tensor, int], Law]] = [
+    laws: list[Callable[[Task, Sequences, Tensor, int], Law]] = [
         _normalised, _entropy, _score, _frequencies, _past, _future, _trivial, _seed, _held_out
     ]  # fmt: skip
     return tuple(law(task, drawn, exact, seed) for law in laws)
@@ -43,7 +43,7 @@ def obeyed(task: Task) -> tuple[Law, ...]:
 
     Raises UserError with the first that is broken.
     """
-    if not task.own:
+    if not task.from_file:
         return ()
     found = check(task)
     for law in found:
@@ -57,14 +57,14 @@ def obeyed(task: Task) -> tuple[Law, ...]:
 # ---- of the answer itself -------------------------------------------------------------------------------------------
 
 
-def _normalised(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _normalised(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     belief = task.log_belief(drawn.inputs)
     off = max(_unnormalised(task, exact), 0.0 if belief is None else _sum_off(belief))
     what = "probabilities sum to one" if _categorical(task) else "means and log variances are finite"
     return Law(what, off <= ROUNDING, f"off by at most {off:.1e}, on {_counts(exact)}")
 
 
-def _entropy(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _entropy(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     name = "entropy is between 0 and that of the uniform answer"
     if not _categorical(task):
         return Law(name, True, "not asked: the entropy of a real number may be negative")
@@ -76,7 +76,7 @@ def _entropy(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
 # ---- of what was drawn ----------------------------------------------------------------------------------------------
 
 
-def _score(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _score(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     """-log p(target) is the entropy in the mean."""
     name = "the mean loss is the mean entropy"
     if not _categorical(task):
@@ -95,7 +95,7 @@ def _score(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
     return _by_simulation(name, _excess(surprise.sum(), variance, -RAREST), _gap(surprise))
 
 
-def _frequencies(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _frequencies(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     """At each query every outcome comes as often as it was probable; a standardised residual is N(0, 1)."""
     name = "each outcome comes as often as it was probable"
     if not _categorical(task):
@@ -109,11 +109,11 @@ def _frequencies(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
     return _by_simulation(name, excess, f"off by {off.mean(0).abs().max().item():.3f} at worst")
 
 
-def _past(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _past(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     """What is left of the target when the answer is subtracted has nothing to do with what was seen before."""
     name = "nothing seen explains what the answer leaves open"
     few = max(1, min(len(exact), 20_000_000 // (task.length * exact.shape[-1] + 1)))
-    drawn, exact = Drawn(drawn.inputs[:few], drawn.target[:few]), exact[:few]
+    drawn, exact = Sequences(drawn.inputs[:few], drawn.target[:few]), exact[:few]
     excess = []
     for seen in _rows_seen(task, drawn.inputs) if task.features else _tokens_seen(task, drawn.inputs):
         if not _categorical(task):
@@ -158,7 +158,7 @@ def _rows_seen(task: Task, inputs: Tensor) -> Iterator[Tensor]:
         yield seen * torch.linspace(-1, 1, len(task.answers.tokens)) if _categorical(task) else seen
 
 
-def _future(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _future(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     """The answer stays as it is when everything after the query comes from other sequences."""
     inputs = drawn.inputs[:256]
     moved = 0.0
@@ -180,7 +180,7 @@ def _future(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
 # ---- of the task ----------------------------------------------------------------------------------------------------
 
 
-def _trivial(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _trivial(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     """Under the exact answer the likelihood ratio of any other has mean 1 at most, so it passes 1 / alarm no oftener
     than that (Ville 1939)."""
     name, answers = "no trivial predictor beats the exact answer", task.answers
@@ -203,21 +203,21 @@ def _trivial(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
     return Law(name, True, f"KL(exact || trivial) in bits a query: {told}" if told else "not asked: it names none")
 
 
-def _seed(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _seed(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     name = "the seed alone decides what is drawn"
     with torch.random.fork_rng(devices=[]):
         torch.rand(1)
-        again = task.drawn(len(exact), seeded("laws", seed))
+        again = task.draw_split(len(exact), seeded("laws", seed))
     if not (torch.equal(again.inputs, drawn.inputs) and torch.equal(again.target, drawn.target)):
         return Law(name, False, f"seed {seed} gave other sequences the second time")
-    other = task.drawn(len(exact), seeded("laws", seed + 1))
+    other = task.draw_split(len(exact), seeded("laws", seed + 1))
     same = torch.equal(other.inputs, drawn.inputs) and torch.equal(other.target, drawn.target)
     return Law(
         name, not same, f"seed {seed} gives the same bits twice and seed {seed + 1} {'too' if same else 'others'}"
     )
 
 
-def _held_out(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
+def _held_out(task: Task, drawn: Sequences, exact: Tensor, seed: int) -> Law:
     name, n = "held-out hypotheses are in no training draw", len(exact)
     if task.memorisable:
         return Law(name, True, f"not asked: it holds none out, since {task.memorisable}")
@@ -225,12 +225,12 @@ def _held_out(task: Task, drawn: Drawn, exact: Tensor, seed: int) -> Law:
         seen, kept = (task._hypotheses(n, seeded(f"laws/{split}", seed), split) for split in ("seen", "held-out"))
     except UserError as refusal:
         return Law(name, False, str(refusal))
-    both = {tuple(cell) for cell in task.cell(seen).tolist()} & {tuple(cell) for cell in task.cell(kept).tolist()}
+    both = {tuple(cell) for cell in task.split_key(seen).tolist()} & {tuple(cell) for cell in task.split_key(kept).tolist()}
     one, other = (task.draw(hypotheses, seeded("laws/draw", seed)) for hypotheses in (seen, kept))
     ignored = (one.inputs == other.inputs).flatten(1).all(1) & (one.target == other.target).all(1)
     if ignored.all():
         return Law(name, False, "`draw` does not use the hypothesis: a seen and a held-out one give the same sequences")
-    share = held_out(task.cell(task.hypothesis(n, seeded("laws/share", seed)))).double().mean().item()
+    share = held_out(task.split_key(task.hypothesis(n, seeded("laws/share", seed)))).double().mean().item()
     return Law(name, not both, f"{len(both)} in both of {n} draws each; {share:.3f} of the prior is held out")
 
 
@@ -261,11 +261,11 @@ def _answers(task: Task, inputs: Tensor) -> list[Tensor]:
     return [task.log_predictive(inputs), *task.trivial(inputs).values(), *(() if belief is None else (belief,))]
 
 
-def _one_hot(drawn: Drawn, exact: Tensor) -> Tensor:
+def _one_hot(drawn: Sequences, exact: Tensor) -> Tensor:
     return torch.nn.functional.one_hot(drawn.target, exact.shape[-1])
 
 
-def _residual(drawn: Drawn, exact: Tensor) -> Tensor:
+def _residual(drawn: Sequences, exact: Tensor) -> Tensor:
     """In standard deviations of the answer."""
     return (drawn.target - exact[..., 0]) * (-exact[..., 1] / 2).exp()
 

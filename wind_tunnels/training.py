@@ -92,7 +92,7 @@ def train(
     Raises UserError: a folder that holds something else, a loss that is not finite, a disk that is full.
     """
     out = Path(out)
-    task = wind_tunnels.named(asked.task)
+    task = wind_tunnels.load_task(asked.task)
     counted = [f"--corrupt {asked.corrupt}"] * bool(asked.corrupt) + ["--evidence sheet"] * (asked.evidence == "sheet")
     if counted and not isinstance(task.answers, Categorical):
         raise UserError(f"{counted[0]}: {task.title} asks for real numbers, not outcomes")
@@ -201,7 +201,7 @@ class _Run:
             self.plain.config.get_text_config()._attn_implementation = "eager"
         self.split: Split = "any" if task.memorisable else "seen"
         self.generator = seeded("train", asked.seed, device)
-        self.query = torch.tensor(task.query, device=device)[: task.trained]
+        self.query = torch.tensor(task.query, device=device)[: task.trained_queries]
         self.tokens = torch.tensor(task.answers.tokens, device=device)
         self.floor = floor(task, asked.corrupt, asked.seed)
         self.sheet = sheet(task, asked.seed, device) if asked.evidence == "sheet" else None
@@ -270,8 +270,8 @@ class _Run:
     def loss(self) -> Tensor:
         """Mean over the sequences of a fresh batch and their trained queries."""
         asked, task = self.asked, self.task
-        drawn = task.drawn(asked.batch, self.generator, self.split, training=True)
-        inputs, target = drawn.inputs, drawn.target[:, : task.trained]
+        drawn = task.draw_split(asked.batch, self.generator, self.split, training=True)
+        inputs, target = drawn.inputs, drawn.target[:, : task.trained_queries]
         if asked.evidence == "exchanged":
             target = target.roll(1, 0)
         elif asked.evidence == "unbound":
@@ -287,7 +287,7 @@ class _Run:
         with torch.autocast(torch.device(self.device).type, torch.bfloat16) if narrow else nullcontext():
             logits = outputs(self.model, inputs, self.query)
         if asked.targets == "soft":
-            exact = task.log_predictive(inputs)[:, : task.trained]
+            exact = task.log_predictive(inputs)[:, : task.trained_queries]
             exact = corrupted(exact, asked.corrupt) if asked.corrupt else exact
             answers = task.answers
             return answers.cross_entropy(answers.exact(exact).float(), answers.read(logits)).mean()
@@ -303,7 +303,7 @@ class _Run:
             "spec": spec,
             "training": asdict(self.asked),
             "task": self.task.title,
-            "trained_queries": self.task.trained,
+            "trained_queries": self.task.trained_queries,
             "lr": self.lr,
             "step": step,
             "floor_bits": self.floor,
@@ -371,8 +371,8 @@ def redrawn(target: Tensor, p: float, outcomes: int, generator: torch.Generator)
 
 def sheet(task: Task, seed: int, device: str) -> Tensor:
     """[query outcome] log-probabilities, nats: the exact answers to one sequence, drawn by the seed alone."""
-    drawn = task.drawn(1, seeded("sheet", seed, device), "any")
-    return task.log_predictive(drawn.inputs)[0, : task.trained]
+    drawn = task.draw_split(1, seeded("sheet", seed, device), "any")
+    return task.log_predictive(drawn.inputs)[0, : task.trained_queries]
 
 
 def corrupted(log_predictive: Tensor, p: float) -> Tensor:
@@ -385,8 +385,8 @@ def corrupted(log_predictive: Tensor, p: float) -> Tensor:
 def floor(task: Task, corrupt: float, seed: int) -> float:
     """The mean exact entropy of a trained query, bits: no model's loss is lower in the mean, but on a sheet's targets,
     whose entropies are its own."""
-    drawn = task.drawn(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
-    exact = task.log_predictive(drawn.inputs)[:, : task.trained]
+    drawn = task.draw_split(FLOOR, seeded("floor", seed), "any" if task.memorisable else "seen", training=True)
+    exact = task.log_predictive(drawn.inputs)[:, : task.trained_queries]
     exact = corrupted(exact, corrupt) if corrupt else exact
     found = float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
     if not math.isfinite(found):
@@ -405,7 +405,7 @@ def tune(
     sequences. Where nothing is learnt for long and then suddenly much, runs so short can mislead.
 
     Returns it and what was seen, bits by rate by round. Raises UserError where no rate gives a finite loss."""
-    task = wind_tunnels.named(asked.task)
+    task = wind_tunnels.load_task(asked.task)
     left, seen = list(rates), {}
     for part, divisor in enumerate((8, 4)):
         short = replace(asked, steps=max(1, asked.steps // divisor), warmup=min(asked.warmup, asked.steps // divisor))
@@ -435,9 +435,9 @@ def gap(model: nn.Module, task: Task, corrupt: float, seed: int, purpose: str = 
     """KL(exact || model), bits a trained query, on held-out sequences (fresh ones where nothing can be held out)."""
     device = next(model.parameters()).device
     generator = seeded(purpose, seed, device)
-    drawn = task.drawn(JUDGED, generator, "any" if task.memorisable else "held-out")
-    exact = task.log_predictive(drawn.inputs)[:, : task.trained]
+    drawn = task.draw_split(JUDGED, generator, "any" if task.memorisable else "held-out")
+    exact = task.log_predictive(drawn.inputs)[:, : task.trained_queries]
     exact = task.answers.exact(corrupted(exact, corrupt) if corrupt else exact)
-    query = torch.tensor(task.query, device=device)[: task.trained]
+    query = torch.tensor(task.query, device=device)[: task.trained_queries]
     form = task.answers.read(outputs(model, drawn.inputs, query))
     return float(bits(task.answers.kl(exact, form.double())).mean())

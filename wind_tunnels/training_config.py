@@ -20,7 +20,7 @@ class Training:
     """What is trained, on what and how: everything that determines the weights. Its fields are the flags of `train`.
 
     Attributes:
-        task: See `wind_tunnels.named`.
+        task: See `wind_tunnels.load_task`.
         arch: See `wind_tunnels.models`. `width`, `layers` and `heads` are its shape.
         heads: 0 means two, or four in gqa, whose four heads share one pair of keys and values.
         parameters: If not 0, the width is chosen so that the model has this many, within 2 %.
@@ -107,6 +107,6 @@ class Training:
 
 def default_folder(asked: Training) -> Path:
     """runs/TASK-ARCH-HASH, safe on every file system."""
-    title = wind_tunnels.named(asked.task).title
+    title = wind_tunnels.load_task(asked.task).title
     safe = "".join(c if c.isalnum() or c in "._=+" else "-" for c in title.rsplit("/", 1)[-1])
     return Path("runs") / f"{safe}-{asked.arch}-{digest(asdict(asked))[:8]}"

@@ -175,7 +175,7 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     common: dict[str, Any] = {"seed": seed, "nulls": NULLS}
     every_probe = {**probes.known(probes.names()), routing_law.NAME: routing_law}
     every: dict[str, Callable[[], Record]] = {
-        "scan": lambda: scan(subject, task.cut(n, seed, split), every_probe, samples={WHOLE: whole}, **common),
+        "scan": lambda: scan(subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common),
         "swap": lambda: swap.examine(subject, task, n=n, **common),
         "heads": lambda: parts.examine(subject, whole, "heads", task=task, positions="all", **common),
         "blocks": lambda: parts.examine(subject, whole, "blocks", task=task, positions="all", **common),
@@ -225,4 +225,4 @@ def _plain(h: Estimate) -> dict[str, Any]:
 
 def tasks(found: list[Mapping[str, Any]]) -> tuple[str, ...]:
     """The tasks of readings, each once."""
-    return tuple(dict.fromkeys(wind_tunnels.named(one["task"]).title for one in found))
+    return tuple(dict.fromkeys(wind_tunnels.load_task(one["task"]).title for one in found))

@@ -165,7 +165,7 @@ def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[
     began = time.process_time()
     try:
         done = train(training, folder, device=device)
-        task = wind_tunnels.named(training.task)
+        task = wind_tunnels.load_task(training.task)
         subject = Subject.load(folder, device=device)
         made = grade(subject, task, n, training.seed)
         numbers = graded(made) | {"lr": done.lr, "parameters": done.parameters}

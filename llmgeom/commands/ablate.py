@@ -31,7 +31,7 @@ from llmgeom.probes.interventions.patching import DOSES, FEW, JUDGED, Bench, Cop
 from llmgeom.probes.interventions.replacement import Kind, towards
 from llmgeom.probes.interventions.splits import Halves
 from llmgeom.probes.posterior.scores import graded_on
-from llmgeom.progress import Progress, named
+from llmgeom.progress import Progress, prefixed
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
@@ -322,7 +322,7 @@ def examine(
 
     def axis(direction: str) -> Ablation:
         probe, at = f"ablation_{direction}", halves.bench(chosen, positions)
-        values, tell = {n: value["held"][n] for n in chosen}, named(progress, probe)
+        values, tell = {n: value["held"][n] for n in chosen}, prefixed(progress, probe)
         return measure_axis(probe, at, axes(direction, chosen), values, mode, controls, seed, tell)
 
     def layered(direction: str) -> Layers:
@@ -330,7 +330,7 @@ def examine(
         for n, one in axes(direction, range(last + 1)).items():
             at = halves.bench((n,), positions)
             own, draws = _together({n: one}, mode, min(FEW, controls), seed)
-            each, null = Effects.of(at, mode, own, draws, named(progress, f"layer {n}")).judged("kl")
+            each, null = Effects.of(at, mode, own, draws, prefixed(progress, f"layer {n}")).judged("kl")
             rows.append(
                 (each.mean(), *layer_band({k: d[:, None] for k, d in null.items()})[0], _scale(at, {n: one}) / 10)
             )
@@ -340,7 +340,7 @@ def examine(
     def found() -> Found:
         aimed = readout_direction(subject, halves.pair)
         at = halves.bench((last,), "query")
-        return measure_found(at, last, axes("pc1", (last,))[last], aimed, controls, seed, named(progress, CONTROL))
+        return measure_found(at, last, axes("pc1", (last,))[last], aimed, controls, seed, prefixed(progress, CONTROL))
 
     measures: dict[str, Callable[[], Result]] = {CONTROL: found}
     for direction in directions:
@@ -442,7 +442,7 @@ class RunConfig(config.ModelConfig):
         spelt = self.task or (hub.tunnel_task(located.path) if hub.tunnel(located.path) and not prompts else None)
         if spelt is None:
             return None
-        task = wind_tunnels.named(spelt)
+        task = wind_tunnels.load_task(spelt)
         laws.obeyed(task)
         return task
 

@@ -29,7 +29,7 @@ from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Measured, Quantity
 from llmgeom.scan import WHOLE, few_draws, provenance, scan, took
 from llmgeom.task import Task
-from llmgeom.wind_tunnels import named
+from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training
 
 SEQUENCES, PROMPTS = 200, 75
@@ -113,7 +113,7 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, R
     )
     out = _out(asked, spec)
     check_folder(out, spec)
-    task = named(runs[0].task) if runs[0].task else None
+    task = load_task(runs[0].task) if runs[0].task else None
     store = str(captures_folder())
     courses, unmeasured = _follow(runs, task, asked, store, progress)
     records = _scans(runs[0], task, modules, asked, out, spec, store, progress) if modules else {}
@@ -206,7 +206,7 @@ def _trained(asked: RunConfig, progress: Progress | None) -> list[str]:
     """Constant-rate runs of a task and as many on random targets, trained where they are not there yet."""
     from llmgeom.bench.sweep import sweep
 
-    spec = replace(TRAINED, task=named(str(asked.task)).title)
+    spec = replace(TRAINED, task=load_task(str(asked.task)).title)
     spec = replace(spec, steps=spec.steps // 4) if asked.quick else spec
     cells = {
         f"{kind}-seed{seed}": replace(spec, corrupt=corrupt, seed=seed)
@@ -289,7 +289,7 @@ def _scans(
         batch = probe_batch(None, asked, 0.0)
     else:
         n, split = asked.n or SEQUENCES, graded_on(task)
-        batch, samples = task.cut(n, asked.seed, split), {WHOLE: task.sample(n, asked.seed, split)}
+        batch, samples = task.truncated(n, asked.seed, split), {WHOLE: task.sample(n, asked.seed, split)}
     records = {}
     for place, step in enumerate(run.steps):
         folder, own = out / f"step{step}", digest({"of": spec, "step": step})

@@ -65,7 +65,7 @@ class Told:
                 f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task"
             )
         try:
-            task = wind_tunnels.named(spec or hub.trusted(self.task, self.folder))
+            task = wind_tunnels.load_task(spec or hub.trusted(self.task, self.folder))
         except UserError as refusal:
             raise refusal if spec else UserError(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
         laws.obeyed(task)
@@ -108,7 +108,7 @@ def examine(
 ) -> Record:
     """Grade the model and `nulls` untrained controls on n held-out sequences and as many seen ones."""
     started, corrupt = time.time(), told.corrupt
-    trained = min(task.trained, told.trained or task.trained)
+    trained = min(task.trained_queries, told.trained or task.trained_queries)
     found = {POSTERIOR: grade(subject, task, n, seed, trained=trained)}
     if corrupt:
         found[MIXTURE] = grade(subject, task, n, seed, trained=trained, corrupt=corrupt)

@@ -43,7 +43,7 @@ def tasks() -> Iterator[str]:
     from llmgeom import wind_tunnels
 
     for name in wind_tunnels.names():
-        yield from wind_tunnels.described(name)
+        yield from wind_tunnels.describe(name)
     yield "or your own: path/to/file.py:CLASS (docs/tunnels.md)"
 
 

@@ -74,7 +74,7 @@ class Pairs:
             raise UserError(f"{task.title} asks for real numbers; a swap is measured on answers among tokens")
         x = task.sample(n, seed, split)
         inputs = x.tokens.data
-        swapped = task.swapped(inputs, seeded("swap", seed))
+        swapped = task.counterfactual(inputs, seeded("swap", seed))
         if swapped is None:
             raise UserError(f"{task.title} does not say which other evidence there might have been: give it `swapped`")
         exact = Posterior(task.log_predictive(swapped), outcomes=x.exact.outcomes)
@@ -83,7 +83,7 @@ class Pairs:
         query = list(task.query)
         differ = (x.exact.predictive.exp() - exact.predictive.exp()).abs().amax(-1) > DIFFER
         counted = differ & (at.cumsum(1)[:, query] > 0) & ~at[:, query]
-        counted[:, task.trained :] = False
+        counted[:, task.trained_queries :] = False
         return cls(task, x, other, at, counted).take(counted.any(1).nonzero()[:, 0].tolist())
 
     def take(self, index: Sequence[int]) -> Pairs:
@@ -98,7 +98,7 @@ class Pairs:
 
         Raises UserError where one is not found.
         """
-        pool = self.task.drawn(POOL, seeded("swap/donors", seed), split).inputs
+        pool = self.task.draw_split(POOL, seeded("swap/donors", seed), split).inputs
         _, position = self.at.nonzero(as_tuple=True)
         same = torch.stack([
             (pool[:, j] == mine).reshape(POOL, -1).all(1)

@@ -20,7 +20,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
-from llmgeom.progress import Progress, bar, named
+from llmgeom.progress import Progress, bar
 from llmgeom.record import Record
 
 if TYPE_CHECKING:
@@ -239,9 +239,9 @@ def _pools(asked: RunConfig) -> dict[str, Batch]:
         from llmgeom import wind_tunnels
         from llmgeom.probes.posterior.scores import graded_on
 
-        tasks = [wind_tunnels.named(spec) for spec in asked.tasks]
+        tasks = [wind_tunnels.load_task(spec) for spec in asked.tasks]
         n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
-        return {task.title: task.cut(n, asked.seed, graded_on(task)) for task in tasks}
+        return {task.title: task.truncated(n, asked.seed, graded_on(task)) for task in tasks}
     if asked.prompts_file is not None or asked.prompts_from is not None:
         if asked.prompts_from is not None:
             Record.load(asked.prompts_from)  # refuses what is no whole run
@@ -312,7 +312,7 @@ def scanned(
         notes=notes,
         batch_tokens=batch_tokens or plan.request.batch_tokens,
         store=str(captures_folder()),
-        progress=named(progress, name),
+        progress=prefixed(progress, name),
         facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
     )
 
@@ -350,7 +350,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         from llmgeom import wind_tunnels
 
         of = pool.source
-        return pool, {WHOLE: wind_tunnels.named(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
+        return pool, {WHOLE: wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
     if not plan.stratify:
         return pool, {}, []
 

@@ -48,7 +48,7 @@ def state(subject: Subject, batch: Batch, task: Task | None, store: str | None =
     rows = tuple(layer[asked].float().numpy() for layer in found.layers(Site.ATTENTION))
     values = tuple(layer.float().numpy() for layer in found.layers(Site.VALUE))
     if task is not None:
-        return State(rows, values, kl=float(graded(subject, task, batch).kl[:, : task.trained].mean()))
+        return State(rows, values, kl=float(graded(subject, task, batch).kl[:, : task.trained_queries].mean()))
     return State(rows, values, subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy())
 
 

@@ -168,7 +168,7 @@ def tunnel(folder: str) -> bool:
 
 
 def tunnel_task(folder: str) -> str:
-    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.named` reads it. Raises
+    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.load_task` reads it. Raises
     UserError as `trusted`."""
     return trusted(tunnel_facts(folder)["trained_on"], folder)
 

@@ -212,7 +212,7 @@ def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times:
     first, later: mean KL of the first query past the horizon, or of all past it, over those within; mae: |H_model -
     H_exact|, mean over all queries.
     """
-    trained = wind_tunnels.named(training(bench.recipe, task, arch).task)
+    trained = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
     assert isinstance(trained, HMM | Recurrence), trained.title  # what the entries ask it of
     longer = replace(trained, steps=round(trained.steps * times))
 
@@ -235,13 +235,13 @@ def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times:
 
 def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric: str) -> Estimate:
     """A metric of a scan, mean over trainings, against the hardest of their nulls."""
-    of = wind_tunnels.named(training(bench.recipe, task, arch).task)
+    of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
     names = bench.probed[f"{task}/{arch}"]
 
     def scanned(subject: Subject) -> Record:
         whole = {WHOLE: of.sample(SCANNED, 0, graded_on(of))}
         store = str(captures_folder())
-        return scan(subject, of.cut(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store)
+        return scan(subject, of.truncated(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store)
 
     found = []
     for name in bench.seeds(task, arch):
@@ -257,7 +257,7 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric:
 def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Estimate:
     """Heads or blocks set to 0 one at a time. most, least: the error of entropy without the one that matters most, or
     least, over that of the model as it is; else a metric."""
-    of = wind_tunnels.named(training(bench.recipe, task, arch).task)
+    of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
 
     def cut(subject: Subject) -> Record:
         batch = of.sample(SCANNED, 0, graded_on(of))
@@ -289,7 +289,7 @@ def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what
 def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Estimate:
     """Of the final states: the share of their first component (not standardised, as in the published code), or the
     held-out R2 of the exact entropy, folds by sequence; against the same model re-initialised."""
-    of = wind_tunnels.named(training(bench.recipe, task, arch).task)
+    of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
     batch = of.sample(SCANNED // 4, 0, graded_on(of))
 
     def number(who: Subject) -> float:

@@ -495,7 +495,7 @@ def law(bench: Chain, test: Check, arch: str, metric: str) -> Estimate:
         raise UserError(why)
     folder = bench.out / "tunnels/law" / arch
     if not (folder / "scan/record.json").exists():
-        batch = wind_tunnels.named(spec.task).cut(200, 0, "held-out")
+        batch = wind_tunnels.load_task(spec.task).truncated(200, 0, "held-out")
         scan(Subject.load(str(folder)), batch, {NAME: routing_law}).save(folder / "scan")
     return _estimate(Record.load(folder / "scan"), NAME, metric)
 

@@ -13,7 +13,7 @@ from llmgeom.files import digest
 from llmgeom.papers import runs as trilogy
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench
-from llmgeom.progress import Progress, named
+from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 
@@ -51,7 +51,7 @@ def benches(asked: RunConfig, tests: Sequence[Check], out: Path, progress: Progr
     for one in every.values():
         one.locate()
     for place, (model, one) in enumerate(every.items(), 1):
-        yield Model(model, trilogy.perform(one, True, named(progress, f"{model}, {place} of {len(every)}"))[1])
+        yield Model(model, trilogy.perform(one, True, prefixed(progress, f"{model}, {place} of {len(every)}"))[1])
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,7 @@ def _profile(rows: tuple[Row, ...]) -> Profile:
 
 def _dose(cells: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
     """From the grades of each dose's trainings; a dose of fewer than two has no interval, and no place."""
-    task = wind_tunnels.named(DOSED.task)
+    task = wind_tunnels.load_task(DOSED.task)
     predictive = task.sample(GRADED, 0, "held-out").exact.predictive
     kept = {dose: some for dose, some in cells.items() if len(some) > 1}
     if not kept:

@@ -14,7 +14,7 @@ from llmgeom.commands import evidence as sula
 from llmgeom.commands import scan as scanning
 from llmgeom.commands.config import DrawsConfig, ModelConfig, check_folder, keep, run_folder
 from llmgeom.files import write_whole
-from llmgeom.progress import Progress, named
+from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured
 
@@ -64,13 +64,13 @@ def perform(asked: RunConfig, published: bool, progress: Progress | None = None)
 
     def listened(name: str, protocol: str) -> Mapping[str, Record]:
         given = sula.RunConfig(**common, nulls=asked.nulls, protocol=protocol, out=str(out / name))
-        return {name: sula.perform(given, named(progress, name), loaded())[1]}
+        return {name: sula.perform(given, prefixed(progress, name), loaded())[1]}
 
     for name, protocol in ((SULA, "sound"), (SULA_PUBLISHED, "published"))[: 1 + published]:
         once((name,), partial(listened, name, protocol))
     # All positions: at the final token of the last layer alone little passes through its values.
     edits = ablation.RunConfig(**common, sula=True, positions="all", controls=asked.controls, out=str(out / ABLATE))
-    once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, named(progress, ABLATE), loaded())[1]})
+    once((ABLATE,), lambda: {ABLATE: ablation.perform(edits, prefixed(progress, ABLATE), loaded())[1]})
     return out, records
 
 

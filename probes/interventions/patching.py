@@ -200,7 +200,7 @@ class Tunnel(Packed):
             "mae": (answers.entropy(q) - answers.entropy(exact)).abs(),
             "clean_mae": (answers.entropy(p) - answers.entropy(exact)).abs(),
         }
-        each = {name: nats.unflatten(0, (len(self.batch), -1))[:, : self.task.trained] for name, nats in found.items()}
+        each = {name: nats.unflatten(0, (len(self.batch), -1))[:, : self.task.trained_queries] for name, nats in found.items()}
         return {name: bits(nats.mean(1).numpy()) for name, nats in each.items()}
 
 

@@ -228,7 +228,7 @@ def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float =
     def form(log_predictive: Tensor) -> Tensor:
         return task.answers.exact(corrupted(log_predictive, corrupt) if corrupt else log_predictive).double()
 
-    others = task.drawn(len(batch), seeded("grade/constant", seed)).inputs
+    others = task.draw_split(len(batch), seeded("grade/constant", seed)).inputs
     means, even = form(task.log_predictive(others)), {}
     if isinstance(task.answers, Categorical):
         even["uniform"] = form(uniform(others[:1], len(task.query), len(task.answers.tokens)))
@@ -266,7 +266,7 @@ def grade(
     corrupt   grade against the mixture that labels drawn again with this probability have.
     """
     batch = drawn(task, n, seed, split or graded_on(task), corrupt)
-    trained = min(task.trained, trained or task.trained)
+    trained = min(task.trained_queries, trained or task.trained_queries)
     exact, form = owed(task, batch), read(subject, task, batch)
     parts = zip(exact.split(AT_ONCE), form.double().split(AT_ONCE), strict=True)
     scored = {name: score(task, batch, one) for name, one in trivials(task, batch, trained, seed, corrupt).items()}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Drawn, Task, renamed, uniform
+from llmgeom.task import Categorical, Sequences, Task, renamed, uniform
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Bijection(Task):
         """The value of each key, [n vocab]."""
         return torch.rand(n, self.vocab, generator=generator, device=generator.device).argsort(1)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         n, device = len(hypothesis), generator.device
         if self.replacement and training:
             keys = self._stuck(n, generator)
@@ -75,7 +75,7 @@ class Bijection(Task):
             keys = torch.rand(n, self.vocab, generator=generator, device=device).argsort(1)[:, : self.pairs]
         values = hypothesis.gather(1, keys)
         tokens = torch.stack([keys, values + self.vocab], -1).flatten(1)
-        return Drawn(tokens[:, :-1], values)
+        return Sequences(tokens[:, :-1], values)
 
     def _stuck(self, n: int, generator: torch.Generator) -> Tensor:
         """Keys [n pairs]: with probability `sticky` one of those seen before, each alike, else one not yet seen."""
@@ -109,7 +109,7 @@ class Bijection(Task):
         told = torch.where(same.any(2, keepdim=True), same, earlier)
         return torch.stack([same | own, told], -1).flatten(2)[..., :-1]
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """A value that is shown, at a place drawn evenly, and one that is not (or where all are, another) exchanged:
         what another map would have shown at the same keys."""
         if self.pairs < 2:

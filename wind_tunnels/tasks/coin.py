@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Drawn, Task, altered, on_device
+from llmgeom.task import Categorical, Sequences, Task, altered, on_device
 
 START = 2  # the token before the first flip; 0 is heads, 1 tails
 
@@ -77,11 +77,11 @@ class Coin(Task):
         gamma = torch._standard_gamma(on_device(values, generator.device).expand(n, 2), generator=generator)
         return (gamma[:, :1] / gamma.sum(1, keepdim=True)).float()
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         lots = torch.rand(len(hypothesis), self.flips, generator=generator, device=generator.device)
         flips = (lots >= hypothesis).long()
         start = torch.full_like(flips[:, :1], START)
-        return Drawn(torch.cat([start, flips[:, :-1]], 1), flips)
+        return Sequences(torch.cat([start, flips[:, :-1]], 1), flips)
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self._after(_flips(inputs).cumsum(1))
@@ -93,7 +93,7 @@ class Coin(Task):
             return None
         return _weights(_flips(inputs).cumsum(1), on_device(values, inputs.device))
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """One flip turned over, the last that is shown excepted. None where a bias of 0 or 1 forbids it."""
         kind, values = self._prior()
         if self.flips < 3 or (kind == "list" and {0.0, 1.0} & {*values}):

@@ -14,7 +14,7 @@ from torch.nn.functional import one_hot, pad
 
 from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import forward_filter
-from llmgeom.task import Categorical, Drawn, Task, altered, seeded
+from llmgeom.task import Categorical, Sequences, Task, altered, seeded
 
 LEAST = 5  # hundredths, of every probability
 TRANS, EMIT, SEP, OBS, SYMBOL = 96, 97, 98, 99, 100  # tokens 0 .. 95 are probabilities .05 .. 1.00
@@ -106,7 +106,7 @@ class HMM(Task):
         return Categorical(tuple(range(first, first + self.outcomes)))
 
     @property
-    def trained(self) -> int:
+    def trained_queries(self) -> int:
         return self.horizon or self.steps
 
     @property
@@ -119,13 +119,13 @@ class HMM(Task):
             return _fixed(self.states, self.symbols, generator.device).expand(n, -1, -1)
         return matrices(n, self.states, self.symbols, generator)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         # One step more than is shown: at the last one the next may be asked.
         lots = torch.randint(100, (len(hypothesis), 1, self.steps), generator=generator, device=generator.device)
         states = walk(hypothesis[..., : self.states], lots, generator)[:, 0]
         symbols = emit(hypothesis, states, generator)
         target = states[:, :-1] if self.predict == "state" else symbols[:, 1:]
-        return Drawn(self._inputs(hypothesis, symbols[:, :-1]), target)
+        return Sequences(self._inputs(hypothesis, symbols[:, :-1]), target)
 
     def _inputs(self, hypothesis: Tensor, symbols: Tensor) -> Tensor:
         if self.encoding == "rows":
@@ -168,7 +168,7 @@ class HMM(Task):
         ahead = (belief[..., None] + log_move[:, None]).logsumexp(-2)
         return (ahead[..., None] + log_emit[:, None]).logsumexp(-2)
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """Another observation at one step, the last excepted: every symbol can come from every state."""
         if self.steps < 2:
             return None
@@ -236,7 +236,7 @@ def log2_matrices(states: int, symbols: int) -> float:
 
 @functools.cache
 def _fixed(states: int, symbols: int, device: torch.device) -> Tensor:
-    """The one pair of matrices of `fixed`. Drawn on the CPU, so that it is the same on every device."""
+    """The one pair of matrices of `fixed`. Sequences on the CPU, so that it is the same on every device."""
     # A seed with which, for three states and symbols, both questions are far from what the last observation alone tells
     # and from a constant; with seed 0 the next observation would be the same whatever was seen.
     return matrices(1, states, symbols, seeded("hmm/fixed", 6)).to(device)

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot, pad
 
 from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import forward_filter
-from llmgeom.task import Categorical, Drawn, Task, altered
+from llmgeom.task import Categorical, Sequences, Task, altered
 from llmgeom.wind_tunnels.tasks.hmm import (
     check_sizes,
     emit,
@@ -82,7 +82,7 @@ class KeyedHMM(Task):
         """[T E] in hundredths, [n state state+symbol]."""
         return matrices(n, self.states, self.symbols, generator)
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         n, device = len(hypothesis), generator.device
         keys = torch.randint(self.chains, (n, self.steps), generator=generator, device=device)
         # How often the chain of a step has moved before it: its own time.
@@ -93,7 +93,7 @@ class KeyedHMM(Task):
         symbols = emit(hypothesis, states, generator)
         shown = torch.cat([one_hot(symbols, self.symbols), one_hot(keys, self.chains)], -1).float()
         blank = self.features - shown.shape[-1]
-        return Drawn(torch.cat([header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1), states)
+        return Sequences(torch.cat([header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1), states)
 
     def _read(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[T E] in hundredths, the observations and the keys, back from the inputs."""
@@ -122,7 +122,7 @@ class KeyedHMM(Task):
         keys = self._read(inputs)[2]
         return pad((keys[:, :, None] == keys[:, None, :]).tril(), (self.states, 0), value=True)
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """Another observation at one step, the last excepted, of the same chain."""
         if self.steps < 2:
             return None

@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 
 from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import dirichlet_multinomial
-from llmgeom.task import Categorical, Drawn, Task, altered
+from llmgeom.task import Categorical, Sequences, Task, altered
 from llmgeom.wind_tunnels.tasks.hmm import dirichlet, walk
 
 
@@ -85,14 +85,14 @@ class Markov(Task):
             return self.ring(generator.device).float().expand(n, -1, -1)
         return dirichlet((n, self.symbols, self.symbols), generator)
 
-    def cell(self, hypothesis: Tensor) -> Tensor:
+    def split_key(self, hypothesis: Tensor) -> Tensor:
         """Hundredths: with few symbols, quarters would leave too few cells to hold a tenth of them out."""
         return (hypothesis.flatten(1) * 100).long()
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         lots = torch.rand(len(hypothesis), 1, self.steps, generator=generator, device=generator.device)
         chain = walk(hypothesis, lots, generator)[:, 0]
-        return Drawn(chain[:, :-1], chain[:, 1:])
+        return Sequences(chain[:, :-1], chain[:, 1:])
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         if self.fixed:
@@ -113,7 +113,7 @@ class Markov(Task):
         taken = torch.arange(self.steps, device=inputs.device)[:, None] > 0
         return start | end | own & taken
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """Another symbol at one step, the last excepted. On the ring later answers do not depend on it."""
         if self.steps < 2:
             return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Drawn, Task, renamed, uniform
+from llmgeom.task import Categorical, Sequences, Task, renamed, uniform
 
 PAD, STORE, FILLER, QUERY, SEP = range(5)
 FIRST_KEY = 10  # in the papers' layout
@@ -91,12 +91,12 @@ class Recall(Task):
         ]
         return torch.stack([order[:, : self.pairs] for order in chosen], 1)
 
-    def cell(self, hypothesis: Tensor) -> Tensor:
+    def split_key(self, hypothesis: Tensor) -> Tensor:
         """In the order of the keys: the same pairs stored in another order are the same hypothesis."""
         order = hypothesis[:, :1].argsort(2).expand_as(hypothesis)
-        return super().cell(hypothesis.gather(2, order))
+        return super().split_key(hypothesis.gather(2, order))
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         n, device = len(hypothesis), generator.device
         asked = torch.rand(n, self.pairs, generator=generator, device=device).argsort(1)[:, : self.queries]
         tokens = torch.stack([hypothesis[:, 0] + self.first_key, hypothesis[:, 1] + self.first_value], 1)
@@ -113,7 +113,7 @@ class Recall(Task):
             inputs[:, 0 : 2 * self.pairs : 2], inputs[:, 1 : 2 * self.pairs : 2] = tokens[:, 0], tokens[:, 1]
             inputs[:, first + 1 :: step] = asked_tokens[:, 1, :-1]
         inputs[:, first::step] = asked_tokens[:, 0]
-        return Drawn(inputs, asked_tokens[:, 1] - self.first_value)
+        return Sequences(inputs, asked_tokens[:, 1] - self.first_value)
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         keys, values = self._stored(inputs)
@@ -132,7 +132,7 @@ class Recall(Task):
         found[:, range(self.queries), query] = True
         return found
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """The values of two stored pairs exchanged, and with them the answers that are shown."""
         if self.pairs < 2:
             return None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Drawn, Task, altered, on_device
+from llmgeom.task import Categorical, Sequences, Task, altered, on_device
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Recurrence(Task):
         return tuple(range(self.header, self.length))
 
     @property
-    def trained(self) -> int:
+    def trained_queries(self) -> int:
         return self.horizon or len(self.query)
 
     @property
@@ -89,19 +89,19 @@ class Recurrence(Task):
             numbers[t] = torch.where(by_program, (a * numbers[t - 1] + b) % p, numbers[t])
         return torch.stack([by_program.long(), a, b, *numbers], 1)
 
-    def cell(self, hypothesis: Tensor) -> Tensor:
+    def split_key(self, hypothesis: Tensor) -> Tensor:
         """The first three numbers, whoever made them: a held-out beginning is in no sequence that is trained on."""
         return hypothesis[:, 3:6]
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         numbers = hypothesis[:, 3:]
         if not self.opaque:
-            return Drawn(numbers[:, :-1], numbers[:, 1:])
+            return Sequences(numbers[:, :-1], numbers[:, 1:])
         n, p, device = len(hypothesis), self.modulus, generator.device
         name = torch.rand(n, p, generator=generator, device=device).argsort(1)
         named = name.gather(1, numbers)
         ord_, sep = (torch.full((n, 1), token, device=device) for token in (2 * p, 2 * p + 1))
-        return Drawn(torch.cat([ord_, name + p, sep, named[:, :-1] + p], 1), named[:, 1:])
+        return Sequences(torch.cat([ord_, name + p, sep, named[:, :-1] + p], 1), named[:, 1:])
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         p, numbers = self.modulus, self._numbers(inputs)
@@ -123,7 +123,7 @@ class Recurrence(Task):
         chance = (math.log1p(-self.program) - seen * math.log(p)).expand_as(program)
         return torch.stack([program, chance], -1).log_softmax(-1)
 
-    def swapped(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
+    def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
         """Another number at one step, the last that is shown excepted; chance might have drawn it."""
         before, numbers = inputs.split([self.header, self.steps - 1], 1)
         first = self.answers.tokens[0]

@@ -12,7 +12,7 @@ from torch import Tensor
 from llmgeom.answers import Answers
 from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import gaussian_regression
-from llmgeom.task import Categorical, Drawn, Gaussian, Task
+from llmgeom.task import Categorical, Gaussian, Sequences, Task
 
 
 @dataclass(frozen=True)
@@ -71,11 +71,11 @@ class Regression(Task):
         """The weights, [n dim]."""
         return self.scale * torch.randn(n, self.dims, generator=generator, device=generator.device)
 
-    def cell(self, hypothesis: Tensor) -> Tensor:
+    def split_key(self, hypothesis: Tensor) -> Tensor:
         """Cells a hundredth of tau wide: were they wider, the few about 0 would decide what share is held out."""
         return (100 / self.scale * hypothesis).floor().long()
 
-    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Drawn:
+    def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         n, device = len(hypothesis), generator.device
         lots = torch.randn(n, self.points, self.dims + 1, generator=generator, device=device)
         x, noise = lots[..., :-1], lots[..., -1]
@@ -87,7 +87,7 @@ class Regression(Task):
             inputs = torch.zeros(n, 2 * self.points, self.features, device=device)
             inputs[:, 0::2, : self.dims], inputs[:, 1::2, -2], inputs[:, 1::2, -1] = x, y, 1.0
             inputs = inputs[:, :-1]
-        return Drawn(inputs, torch.bucketize(y.double(), self._edges(device)[1:-1]) if self.bins else y)
+        return Sequences(inputs, torch.bucketize(y.double(), self._edges(device)[1:-1]) if self.bins else y)
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self._answer(gaussian_regression(*self._pairs(inputs), self.noise, self.scale))
