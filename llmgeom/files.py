@@ -78,20 +78,13 @@ def remove_unfinished(folder: Path, name: str = "") -> None:
         folder: Where to look.
         name: Restricts the search to files that would have got this name.
     """
+    from psutil import pid_exists
+
     for path in folder.glob(f".{name or '*'}.*.tmp"):
         process = path.name.split(".")[-2]
-        if process.isdigit() and not _is_running(int(process)):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # the process belongs to another user
-    return True
+        if process.isdigit() and not pid_exists(int(process)):
+            with contextlib.suppress(OSError):  # a read-only folder can still be read
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def sha256(data: bytes) -> str:

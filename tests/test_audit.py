@@ -312,7 +312,7 @@ def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, comm
 
 
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(trilogy.RunConfig, "load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr(trilogy.RunConfig, "load", lambda *_: pytest.fail("loaded"))
     for given, says in (({"controls": 0}, "--controls 0"), ({"nulls": 0}, "--nulls 0"), ({"n": 3}, "--n 3")):
         with pytest.raises(Exception, match=says):
             trilogy.perform(audit.RunConfig(**given, out=str(tmp_path / "run")), published=True)
@@ -398,7 +398,7 @@ def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch)
     for name in ("scanning", "sula"):
         monkeypatch.setattr(getattr(trilogy, name), "perform", _never)
     monkeypatch.setattr(trilogy.scanning, "prepare", lambda scans: None)
-    monkeypatch.setattr(trilogy.RunConfig, "load", lambda self: "the model")
+    monkeypatch.setattr(trilogy.RunConfig, "load", lambda *_: "the model")
     _, found = trilogy.perform(asked, published=True)
     assert asked_of == ["the model"] and {*found} == {*records}
     monkeypatch.setattr(trilogy.RunConfig, "load", _never)

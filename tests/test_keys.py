@@ -133,9 +133,9 @@ CAPTURING = {
     "model/layers": "b44249af452364d9",
     "model/loading": "c5c79f582e15c3b5",
     "model/passes": "761a20737f7f95f8",
-    "model/subject": "fff1b04b7b539cff",
+    "model/subject": "26dc2194065f2f70",
     "model/transformer_lens": "be5e368b911d6b05",
-    "cache/shards": "cba630d07113b55f",
+    "cache/shards": "3a236dadeea3a1a9",
     "stats/information": "b72ec31c8f63febb",
 }
 

@@ -7,9 +7,11 @@ import shutil
 
 import pytest
 import torch
+from click.testing import CliRunner
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
+from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
@@ -48,6 +50,61 @@ def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
     untrained, trained = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
     assert untrained.weight_hash == trained.untrained(0).weight_hash != trained.weight_hash
     assert untrained.name == "pocket:pythia@step0"
+
+
+# ---- a branch of the hub that moves while a command runs -----------------------------------------------------------
+
+OLD, NEW = "a" * 40, "b" * 40
+
+
+@pytest.fixture
+def moving(tmp_path, monkeypatch):
+    """A cached hub model whose branch `main` names another commit, of other weights, after every look-up."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    ref = tmp_path / "models--o--moves" / "refs" / "main"
+    ref.parent.mkdir(parents=True)
+    ref.write_text(OLD)
+    for commit, scale in ((OLD, 1.0), (NEW, 2.0)):
+        snapshot = tmp_path / "models--o--moves" / "snapshots" / commit
+        shutil.copytree(hub.locate("pocket:pythia").path, snapshot)
+        weights = load_file(snapshot / "model.safetensors")
+        weights["gpt_neox.final_layer_norm.weight"] *= scale
+        save_file(weights, snapshot / "model.safetensors", metadata={"format": "pt"})
+    plain = hub.locate
+
+    def locate(*args, **options):
+        found = plain(*args, **options)
+        ref.write_text(NEW if found.revision == OLD else OLD)
+        return found
+
+    monkeypatch.setattr(hub, "locate", locate)
+
+
+def test_weights_come_from_the_commit_that_was_located(moving):
+    located = hub.locate("o/moves", offline=True)
+    assert located.revision == OLD
+    first, again = Subject.load(located, device="cpu"), Subject.load(located, device="cpu")
+    later = Subject.load("o/moves", offline=True, device="cpu")
+    assert first.facts["revision"] == again.facts["revision"] == OLD and later.facts["revision"] == NEW
+    assert first.weight_hash == again.weight_hash != later.weight_hash
+
+
+@pytest.mark.parametrize(
+    "command", ["scan --domain math", "scan --stability", "sula", "ablate", "grade --task coin:flips=3"]
+)
+def test_a_command_looks_the_model_up_once_and_loads_that_commit(moving, monkeypatch, tmp_path, command):
+    loaded, looked_up = [], []
+    plain = hub.locate
+    monkeypatch.setattr(hub, "locate", lambda *a, **k: looked_up.append(a) or plain(*a, **k))
+
+    def load(model, *_, **__):
+        loaded.append(model)
+        raise UserError("enough")
+
+    monkeypatch.setattr(Subject, "load", load)
+    monkeypatch.chdir(tmp_path)
+    CliRunner().invoke(main, [*command.split(), "--model", "o/moves", "--offline"])
+    assert len(looked_up) == 1 and [at.revision for at in loaded] == [OLD]
 
 
 @pytest.mark.parametrize(

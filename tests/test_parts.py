@@ -323,7 +323,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
-    monkeypatch.setattr(RunConfig, "load", lambda self: pytest.fail("loaded"))
+    monkeypatch.setattr(RunConfig, "load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match=says):
         perform(RunConfig(**wrong))
 

@@ -270,7 +270,9 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
     assert (cost["scans"], once["scans"]) == (3, 1)
     assert cost["disk_bytes"] - planning.PAGE == 3 * (once["disk_bytes"] - planning.PAGE)
     load = scanning.RunConfig.load
-    monkeypatch.setattr(scanning.RunConfig, "load", lambda self: refuse() if self.dtype == "bfloat16" else load(self))
+    monkeypatch.setattr(
+        scanning.RunConfig, "load", lambda self, at=None: refuse() if self.dtype == "bfloat16" else load(self, at)
+    )
 
     def refuse():
         raise UserError("no bfloat16 on this device")

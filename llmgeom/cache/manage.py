@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, held, said, taken
+from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, is_being_made, said, taken
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 
@@ -111,7 +111,7 @@ def remove(of: Iterable[Run]) -> int:
     one."""
     of = list(of)
     for run in of:
-        if busy := next((one for one in run.captures if held(one.folder)), None):
+        if busy := next((one for one in run.captures if is_being_made(one.folder)), None):
             raise UserError(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
     for run in of:
         shutil.rmtree(run.folder)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
+from llmgeom.files import digest, remove_unfinished, write_whole
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,7 +24,7 @@ SCHEMA = 2  # of the shards; 1 had its hashes in a manifest beside them
 NAME = re.compile(r"(\d{5,})-([0-9a-f]{32})\.safetensors")
 ASIDE = "set-aside"
 FREE = "free space (`llmgeom cache rm`), or set LLMGEOM_CACHE to a folder elsewhere"
-RUN, SPEC = "run.json", "spec.json"
+RUN, SPEC, LOCK = "run.json", "spec.json", ".lock"
 
 _log = logging.getLogger(__name__)
 
@@ -108,49 +108,17 @@ def flaw(name: str, data: bytes, of: str) -> str:
     return ""
 
 
-def held(folder: Path) -> bool:
-    """Is a process making the capture in this folder?"""
-    with contextlib.suppress(ImportError, OSError), contextlib.ExitStack() as stack:
-        import fcntl
+def is_being_made(folder: Path) -> bool:
+    """Whether another process holds the lock of a capture's folder."""
+    from filelock import FileLock, Timeout
 
-        handle = os.open(folder, os.O_RDONLY)
-        stack.callback(os.close, handle)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
-
-
-@contextlib.contextmanager
-def _locked(folder: Path, shared: bool = False, waiting: str = "") -> Iterator[bool]:
-    """While a lock on a folder is held: is it ours alone? `waiting` is said where another process has it.
-
-    Without locks (Windows, some network file systems) nothing is torn either: files are at worst written twice.
-    """
-    with contextlib.ExitStack() as stack:
-        alone = False
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            handle = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, handle)
-            how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-            try:
-                fcntl.flock(handle, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if waiting:
-                    _log.warning(waiting, folder)
-                fcntl.flock(handle, how)
-            alone = not shared
-        yield alone
-
-
-def _clear(folder: Path, name: str) -> None:
-    """Remove what a killed process left of files of this name; whoever writes them holds the lock."""
-    for path in folder.glob(f".{name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            path.unlink()
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:  # a file system without locks
+        return False
 
 
 class Store:
@@ -175,17 +143,12 @@ class Store:
         self.folder = Path(root) / self.of
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _locked(self.folder.parent) as alone:
-                for path, what, told in (
-                    (self.folder.parent / RUN, run, about[0]),
-                    (self.folder / SPEC, spec, about[1]),
-                ):
-                    if alone:
-                        _clear(path.parent, path.name)
-                    body = {"schema": SCHEMA, "spec": what, "about": told}
-                    text = json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
-                    if not path.exists() or path.read_bytes() != text:
-                        write_whole(path, text, FREE)
+            for path, what, told in ((self.folder.parent / RUN, run, about[0]), (self.folder / SPEC, spec, about[1])):
+                remove_unfinished(path.parent, path.name)
+                body = {"schema": SCHEMA, "spec": what, "about": told}
+                text = json.dumps(body, sort_keys=True, indent=1).encode() + b"\n"
+                if not path.exists() or path.read_bytes() != text:
+                    write_whole(path, text, FREE)
         except OSError as error:
             raise UserError(
                 f"{self.folder} cannot be made ({error.strerror}); set LLMGEOM_CACHE to a folder that can be written"
@@ -248,13 +211,25 @@ class Store:
 
     @contextlib.contextmanager
     def writing(self, shared: bool = False) -> Iterator[None]:
-        """While shards are made: another process that is to make them waits, and then finds them.
+        """Hold the capture's lock while shards are made; a second process waits for it and then finds them stored.
 
-        shared: processes that divide the shards among them do not wait for each other.
+        Args:
+            shared: For processes that divide the shards among them: they do not wait for each other.
         """
-        with _locked(self.folder, shared, "another process is making %s: waiting for it") as alone:
-            if alone:
-                _clear(self.folder, "*.safetensors")
+        from filelock import FileLock, Timeout
+
+        lock = FileLock(self.folder / LOCK)
+        with contextlib.ExitStack() as stack:
+            stack.callback(lock.release)
+            with contextlib.suppress(OSError):  # without locks two processes may both make a shard, of the same bytes
+                try:
+                    lock.acquire(timeout=0)
+                except Timeout:
+                    if not shared:
+                        _log.warning("another process is making %s: waiting for it", self.folder)
+                        lock.acquire()
+            if not shared:
+                remove_unfinished(self.folder, "*.safetensors")
             self.refresh()
             yield
 

@@ -500,7 +500,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     what = f"ablate-{drawn}-{kind or asked.mode}"
     out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
     config.check_folder(out, spec)
-    subject = subject or asked.load()
+    subject = subject or asked.load(located)
     if task:
         batch = task.sample(n, asked.seed, graded_on(task))
     elif asked.sula:

@@ -110,13 +110,12 @@ class ModelConfig(LoadConfig, NamedModel):
         """Where the model is. Raises UserError if it is not there."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
 
-    def load(self) -> Subject:
-        """The model, checked."""
+    def load(self, located: hub.Located | None = None) -> Subject:
+        """The model, checked. Pass what `locate` returned: the run's hash and the weights are then of one commit."""
         from llmgeom.model.subject import Subject
 
         return Subject.load(
-            self.model,
-            self.revision,
+            located or self.locate(),
             dtype=self.dtype,
             quantize=self.quantize,
             device=self.device,

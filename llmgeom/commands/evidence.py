@@ -151,7 +151,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
     out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what.replace(":", "-"), spec)
     config.check_folder(out, spec)
-    subject = subject or asked.load()
+    subject = subject or asked.load(located)
     source = Sula(asked.labels or available(subject.tokenizer), given, template, asked.ks)
     told = {"spec": spec, "command": asked.command()}
     record = examine(

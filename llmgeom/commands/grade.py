@@ -225,7 +225,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     what = f"grade-{type(task).__name__.lower()}"
     out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
     config.check_folder(out, spec)
-    subject = subject or asked.load()
+    subject = subject or asked.load(located)
     own = {"spec": spec, "command": asked.command()}
     record = examine(subject, task, told, n=asked.n, seed=asked.seed, nulls=asked.nulls, progress=progress, facts=own)
     config.keep(record, out)

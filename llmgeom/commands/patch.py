@@ -456,7 +456,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
     config.check_folder(out, spec)
     record = examine(
-        subject or asked.load(),
+        subject or asked.load(located),
         task,
         n=asked.n,
         layers=layers,

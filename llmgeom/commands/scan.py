@@ -275,7 +275,7 @@ def perform(
     from llmgeom.cache.distributed import Share
 
     share = Share.given(plan.request.shard)
-    subject = subject or plan.request.load()
+    subject = subject or plan.request.load(plan.located)
     if share is not None and not _shared(share, plan, subject, progress):
         return
     records = []

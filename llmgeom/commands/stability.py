@@ -12,6 +12,7 @@ from llmgeom.commands import scan as scanning
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.batching import plan as batches
+from llmgeom.model.hub import Located
 from llmgeom.model.subject import Subject
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -58,7 +59,9 @@ class Condition:
     why: str = ""
 
 
-def conditions(asked: scanning.RunConfig, subject: Subject) -> tuple[Condition, Condition, Condition]:
+def conditions(
+    asked: scanning.RunConfig, subject: Subject, located: Located | None = None
+) -> tuple[Condition, Condition, Condition]:
     """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
     other = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
     special = subject.special_prefix()
@@ -72,7 +75,7 @@ def conditions(asked: scanning.RunConfig, subject: Subject) -> tuple[Condition, 
     else:
         toggled = Toggled(subject.tokenizer, prefix=(subject.tokenizer.bos_token_id,))
     return (
-        Condition(other, lambda: replace(asked, dtype=other).load()),
+        Condition(other, lambda: replace(asked, dtype=other).load(located)),
         Condition("quarter batches", lambda: subject, quarter=True),
         Condition(bos, lambda: replace(subject, tokenizer=toggled), why=why),
     )
@@ -190,12 +193,12 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
     """
     if Share.given(plan.request.shard) is not None:
         raise UserError("--stability scans in one process: leave --shard, or the launcher, out")
-    subject = plan.request.load()
+    subject = plan.request.load(plan.located)
     main = dict(zip(plan.pools, (record for _, record in scanning.perform(plan, progress, subject)), strict=True))
     drawn = {name: scanning.sampled(plan, subject, name) for name in plan.pools}
     again: dict[str, dict[str, Record]] = {name: {} for name in plan.pools}
     not_run = {}
-    for condition in conditions(plan.request, subject):
+    for condition in conditions(plan.request, subject, plan.located):
         try:
             made = dict(_repeated(plan, condition, drawn, progress))
         except UserError as refusal:

@@ -82,7 +82,7 @@ class Subject:
     @classmethod
     def load(
         cls,
-        model: str,
+        model: str | hub.Located,
         revision: str | None = None,
         *,
         dtype: str | None = None,
@@ -95,6 +95,7 @@ class Subject:
     ) -> Subject:
         """Load `pocket:NAME`, a local folder or a hub id, check it, and say what it is.
 
+        model     a name, or what `hub.locate` returned for one, so that a branch that moves meanwhile changes nothing.
         dtype     float32 by default on a CPU and below 2e9 parameters on a GPU, else bfloat16.
         device    "cpu", "cuda", "cuda:1" ...; the first GPU by default where there is one.
         quantize  "8bit" (LLM.int8) or "4bit" (NF4), by bitsandbytes; the rest is then float16 or bfloat16 by default.
@@ -111,7 +112,9 @@ class Subject:
             from llmgeom.model.transformer_lens import BridgeSubject
 
             cls = BridgeSubject
-        located = hub.locate(model, revision, offline=offline, trust_remote_code=trust_remote_code)
+        located = model
+        if not isinstance(located, hub.Located):
+            located = hub.locate(located, revision, offline=offline, trust_remote_code=trust_remote_code)
         try:
             loaded, tokenizer = loading.load(located, dtype, device, quantize, device_map, trust_remote_code)
             told = {"files": fingerprint.of_files(hub.folder(located)), **hub.tunnel_facts(located.path)}

@@ -49,7 +49,7 @@ def perform(asked: RunConfig, published: bool, progress: Progress | None = None)
     )
     plan = scanning.prepare(scans)
     records: dict[str, Record] = {}
-    loaded = cache(asked.load)
+    loaded = cache(partial(asked.load, located))
 
     def once(names: tuple[str, ...], make: Callable[[], Mapping[str, Record]]) -> None:
         marks = [out / name / FINISHED for name in names]
