@@ -136,7 +136,7 @@ CAPTURING = {
     "model/subject": "26dc2194065f2f70",
     "model/transformer_lens": "be5e368b911d6b05",
     "cache/shards": "3a236dadeea3a1a9",
-    "stats/information": "b72ec31c8f63febb",
+    "stats/information": "7e8a67a2c9b5bead",
 }
 
 
