@@ -108,7 +108,7 @@ before
 # %% [markdown]
 # ## Keep it
 #
-# The run folder is the one that `llmgeom scan` writes: `Record.load`, `llmgeom report` and `llmgeom compare` read it.
+# The run folder is the one that `llmgeom scan` writes: `Record.load`, `llmgeom report` reads it.
 # The page has both records side by side, every figure and every prompt, and needs no network.
 
 # %%

@@ -263,7 +263,7 @@ def test_what_cannot_be_compared_is_a_sentence():
 
 
 def test_fewer_than_two_runs_are_refused():
-    with pytest.raises(UserError, match="1 run was given, a comparison needs two or more: llmgeom compare RUN RUN"):
+    with pytest.raises(UserError, match="1 run was given, a comparison needs two or more: llmgeom report RUN RUN"):
         compare.compare(two(np.random.default_rng(0))[:1])
 
 

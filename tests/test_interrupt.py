@@ -190,6 +190,6 @@ if __name__ == "__main__":
     _, stderr = running.communicate(timeout=60)
     assert running.returncode == 130, stderr
     first, last = (line for line in stderr.splitlines() if line)
-    assert "stopping after what is in hand" in first and "Continue with: llmgeom primitives" in last
+    assert "stopping after" in first and "Continue with: llmgeom reproduce paper1 --only primitives" in last
     for one in begun:
         assert trainer.state_facts(one)["step"] > 0 and not list(one.rglob("*.tmp"))

@@ -178,7 +178,7 @@ def compare(records: Sequence[Record]) -> Comparison:
     claims, draws of the nulls, seed. (`Record.load` has already refused another schema.)
     """
     if len(records) < 2:
-        raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom compare RUN RUN")
+        raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom report RUN RUN")
     names, first = [str(record.subject["name"]) for record in records], records[0]
     labels = [f"{name} (run {i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
     others = list(zip(labels, records, strict=True))[1:]

@@ -1,4 +1,4 @@
-"""SULA and the entropy axis as Paper III defines them, flaws included: `llmgeom sula --protocol published`."""
+"""SULA and the entropy axis as Paper III defines them, flaws included: `llmgeom evidence --protocol published`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Published(Result):
     FAILURE_MODES: ClassVar[str] = (
         "The target is of another variable than the answer. Words carry no evidence, so removing them must change "
         "nothing; at k = 1 shuffled prompts are distributed as unshuffled ones; k = 0 prompts differ in length "
-        "from all others and carry the correlations. See the sound measures of `llmgeom sula` and `llmgeom ablate`."
+        "from all others and carry the correlations. See the sound measures of `llmgeom evidence` and `llmgeom ablate`."
     )
 
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
