@@ -79,7 +79,7 @@ class Record:
             write_whole(folder / name, blob)
         body = {
             "schema": SCHEMA,
-            "results": {probe: _plain(measured) for probe, measured in self.results.items()},
+            "results": {probe: plain_of(measured) for probe, measured in self.results.items()},
             "unmeasured": dict(self.unmeasured),
             "subject": dict(self.subject),
             "source": dict(self.source),
@@ -139,7 +139,7 @@ class Record:
             raise UserError(f"{folder}/arrays.safetensors cannot be read ({error}); run the scan again") from error
         rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
         return cls(
-            results={probe: _measured(probe, plain, arrays) for probe, plain in body["results"].items()},
+            results={probe: measured_from(plain, _of_probe(arrays, probe)) for probe, plain in body["results"].items()},
             unmeasured=body["unmeasured"],
             prompts={name: tuple(row[name] for row in rows) for name in (rows[0] if rows else ())},
             subject=body["subject"],
@@ -155,13 +155,19 @@ _PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "
 }
 
 
-def _plain(measured: Measured) -> dict[str, Any]:
+def _of_probe(arrays: Mapping[str, np.ndarray], probe: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(f"{probe}."): array for name, array in arrays.items() if name.startswith(f"{probe}.")}
+
+
+def plain_of(measured: Measured) -> dict[str, Any]:
+    """A result without its arrays, as plain data."""
     plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}))
     del plain["arrays"]
     return plain
 
 
-def _measured(probe: str, plain: dict[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
+def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
+    """A result from its plain data and its arrays by name."""
     quantities = {
         name: Quantity(tuple(q["axes"]), q["unit"], q["meaning"], Figure(**q["figure"]) if q["figure"] else None)
         for name, q in plain["quantities"].items()
@@ -174,6 +180,6 @@ def _measured(probe: str, plain: dict[str, Any], arrays: Mapping[str, np.ndarray
             "warnings": tuple(plain["warnings"]),
             "notes": tuple(plain.get("notes", ())),
             "ticks": {axis: tuple(names) for axis, names in plain.get("ticks", {}).items()},
-            "arrays": {name: arrays[f"{probe}.{name}"] for name in quantities},
+            "arrays": {name: arrays[name] for name in quantities},
         }
     )

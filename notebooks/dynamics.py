@@ -17,7 +17,7 @@ from llmgeom.papers import routing_law
 from llmgeom.progress import bar
 from llmgeom.record import Record
 from llmgeom.reports import figures
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 
@@ -102,7 +102,7 @@ for estimate in first.results["attention_write"].estimates:
 cut = load_task("bijection").truncated(100, seed=1, split="held-out")
 for step in (steps[0], steps[len(steps) // 2], steps[-1]):
     subject = Subject.load(f"runs/learns/snapshots/step{step}")
-    follows, *_ = scan(subject, cut, {"routing_law": routing_law}).results["routing_law"].estimates
+    follows, *_ = run_probes(subject, cut, {"routing_law": routing_law}).results["routing_law"].estimates
     print(f"step {step:3}: {follows.name} {follows.value:.2f} ({follows.low:.2f} to {follows.high:.2f})", end=", ")
     print(f"random order {follows.null_low:.2f} to {follows.null_high:.2f}: {follows.verdict}")
 

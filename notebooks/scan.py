@@ -22,7 +22,7 @@ from llmgeom.progress import bar
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.reports import figures, page
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 
 subject = Subject.load(MODEL)
 subject.facts["parity"]
@@ -57,7 +57,7 @@ batch.text[:3]
 # %%
 probes = known(chosen(None))
 with bar() as progress:
-    record = scan(subject, batch, probes, nulls=20, seed=0, progress=progress)
+    record = run_probes(subject, batch, probes, controls=20, seed=0, progress=progress)
 record
 
 # %% [markdown]
@@ -102,7 +102,7 @@ drawn["attention_focus"]["mean_entropy"]
 # %%
 untrained = Subject.load(f"{MODEL}@step0") if MODEL.startswith("pocket:") else subject.untrained(0)
 with bar() as progress:
-    before = scan(untrained, batch, probes, nulls=20, seed=0, progress=progress)
+    before = run_probes(untrained, batch, probes, controls=20, seed=0, progress=progress)
 before
 
 # %% [markdown]

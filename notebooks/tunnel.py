@@ -14,7 +14,7 @@ from llmgeom.commands.grade import RunConfig, grade, perform
 from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 
@@ -86,7 +86,7 @@ print(f"KL {grade(untrained, task, n=1000, seed=1).kl:.3f} bits a query")
 # %%
 cut = task.truncated(120, seed=2, split="held-out")
 with bar() as progress:
-    record = scan(subject, cut, known(["value_manifold", "attention_focus"]), progress=progress)
+    record = run_probes(subject, cut, known(["value_manifold", "attention_focus"]), progress=progress)
 record
 
 # %% [markdown]

@@ -18,12 +18,13 @@ import torch
 from llmgeom import Site, Subject
 from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.commands.grade import grade
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes import known
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View, scan
+from llmgeom.run import run_probes
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 from llmgeom.wind_tunnels import load_task
@@ -164,7 +165,7 @@ class Result(Base):
     warnings: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     log_p = view.capture.exact.predictive.double().numpy()
     odds, fold = log_p[:, 1] - log_p[:, 0], folds(view.clusters, view.seed)
 
@@ -192,7 +193,7 @@ odds_line = SimpleNamespace(NEEDS=NEEDS, measure=measure)
 cut = task.truncated(120, seed=3)
 probes = {"odds_line": odds_line, **known(["value_manifold"])}
 with bar() as progress:
-    record = scan(subject, cut, probes, nulls=20, seed=0, progress=progress)
+    record = run_probes(subject, cut, probes, controls=20, seed=0, progress=progress)
 record
 
 # %%
@@ -207,7 +208,7 @@ drawn["odds_line"]["missed"]
 
 # %%
 with bar() as progress:
-    before = scan(Subject.load(str(out / "snapshots/step0")), cut, probes, progress=progress)
+    before = run_probes(Subject.load(str(out / "snapshots/step0")), cut, probes, progress=progress)
 before
 
 # %%

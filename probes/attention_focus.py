@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 from scipy.stats import rankdata
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.passes import Observer, Step
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import jackknife
 
@@ -39,17 +40,26 @@ class Reach:
     weight: tuple[float, ...]
 
 
-def reach(subject: Subject, batch: Batch) -> Reach:
-    """One more pass, of the longest prompt alone."""
-    longest = int(subject.tokens(batch).lengths.argmax())
-    one = subject.capture(batch.take([longest]), {Site.ATTENTION})
-    seen, rows = int(one.position[-1]) + 1, [layer[-1] for layer in one.layers(Site.ATTENTION)]
-    first = [int(row.amax(0).nonzero()[0]) for row in rows]
-    return Reach(tuple(seen - at for at in first), tuple(float(row.sum(-1).min()) for row in rows))
+def visible(step: Step) -> dict[str, torch.Tensor]:
+    """[row layer]: the first position with weight from the queried token, and the smallest sum of weights of a head."""
+    rows = step.layers(Site.ATTENTION)
+    first = [(row.amax(1) > 0).int().argmax(-1).double() for row in rows]
+    return {"first": torch.stack(first, 1), "weight": torch.stack([row.sum(-1).amin(1).double() for row in rows], 1)}
+
+
+def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
+    """What the final query of the longest prompt sees at each layer."""
+    capture = captures[""]
+    last = int((capture.prompt == int(capture.lengths.argmax())).nonzero()[-1, 0])
+    first, weight = (capture.observed(f"visible.{name}")[last].tolist() for name in ("first", "weight"))
+    return Reach(tuple(int(capture.position[last]) + 1 - int(at) for at in first), tuple(weight))
 
 
 NEEDS = Needs(
-    sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}), many=True, read=reach
+    sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}),
+    all_prompts=True,
+    observers=(Observer("visible", visible, frozenset({Site.ATTENTION})),),
+    collect=collect,
 )
 
 
@@ -81,18 +91,18 @@ class Result(Base):
     warnings: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Entropy maps, curves, focusing and monotonicity with nulls. UserError where too few prompts are long enough,
     or a layer sees a single token."""
     long, seen = _long(view)
     clusters = view.clusters[long]
     layers = len(view.capture.layers(Site.ATTENTION_ENTROPY))
-    limits = np.array(view.reading.tokens if view.reading else [seen.max()] * layers)
+    limits = np.array(view.observations.tokens if view.observations else [seen.max()] * layers)
     if limits.min() < 2:
         raise UserError(f"layer {limits.argmin()} sees a single token: its attention has no entropy to compare with")
     main = _curves(view.capture, long, seen, limits)
     # Means over prompts: a sample of these has the same, so that nulls of a sample will do.
-    held = view.held
+    held = view.null_subset
     theirs = _long(held)
     nulls = {
         "re-initialised": [_curves(control, *theirs, limits) for control in held.untrained],
@@ -137,11 +147,11 @@ def measure(view: View) -> Result:
         rest_null=band("rest"),
         first=_mean(view.capture, Site.ATTENTION_FIRST, long),
         estimates=tuple(estimates),
-        warnings=tuple(_warnings(view.reading, long, seen, layers)),
+        warnings=tuple(_warnings(view.observations, long, seen, layers)),
     )
 
 
-def _long(view: View) -> tuple[np.ndarray, np.ndarray]:
+def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:
     """[row] which prompts are long enough, and of these how many tokens each has."""
     seen = view.capture.position.numpy() + 1
     long = seen >= LEAST_TOKENS

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from llmgeom.claims import declared
 from llmgeom.model.capture import Site
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.shared.representation_geometry import CloudResult, describe
-from llmgeom.scan import Needs, View
 
 NEEDS = Needs(frozenset({Site.ATTENTION_WRITE}))
 CLAIMS = declared("attention_write")
@@ -44,7 +44,7 @@ class Result(CloudResult):
     )
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Shares, |rho| and held-out R2 at every layer, with nulls; metrics at the last. Raises UserError."""
     found = describe(view, Site.ATTENTION_WRITE, CLAIMS, "attention write: ")
     return Result(**found.fields, estimates=found.estimates, warnings=found.warnings)

@@ -10,15 +10,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, Needs, ProbeInput
 from llmgeom.probes.shared.representation_geometry import Portrait, final_tokens
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import WHOLE, Needs, View
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import band, jackknife, permute_clusters
 
@@ -52,27 +51,37 @@ class ReadOut:
         return self.rows if self.labels is None else self.rows[np.isin(self.tokens, groups.label)]
 
 
-def read_out(subject: Subject, batch: Batch) -> ReadOut:
-    """From the weights, and of prompts by one more pass.
+def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+    """Rows of the output embedding for the outcomes of a task, or for the likeliest next tokens of prompts.
 
     Raises Unavailable where the model has no output embedding in memory, UserError where answers are real numbers.
     """
+    capture = captures[""]
+    posterior, found = capture.batch.posterior, {}
     head = subject.model.get_output_embeddings()
     if head is None or head.weight.is_meta:
-        raise Unavailable(f"{subject.name} has no output embedding in memory, and clusters are held against it")
-    labels = None
-    if batch.posterior is None:
-        labels = subject.capture(batch, {Site.LOG_PROBS}).log_probs.argmax(-1).numpy()
-        tokens = np.unique(labels)
-    elif batch.posterior.outcomes:
-        tokens = np.unique(batch.posterior.outcomes)
+        raise Unavailable(f"{subject.name} has no output embedding in memory, which clusters are compared with")
+    if posterior is None:
+        if (Site.LIKELY, -1) not in capture.tensors:  # a control: the trained model's read-out is used
+            return {}
+        found["labels"] = capture.likely[:, 0, 0].long().numpy()
+        tokens = np.unique(found["labels"])
+    elif posterior.outcomes:
+        tokens = np.unique(posterior.outcomes)
     else:
         raise UserError("what is asked here is a real number: there is no likeliest outcome to group states by")
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
-    return ReadOut(tokens, rows.double().cpu().numpy(), labels)
+    return {**found, "tokens": tokens, "rows": rows.double().cpu().numpy()}
 
 
-NEEDS = Needs(sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), read=read_out)
+def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> ReadOut | None:
+    """The read-out of one model."""
+    return ReadOut(examined["tokens"], examined["rows"], examined.get("labels")) if "tokens" in examined else None
+
+
+NEEDS = Needs(
+    sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), examine=output_rows, collect=collect
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,10 +164,10 @@ class Grouped:
         return _silhouette(sums, self.label[kept], self.member[kept])
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Silhouettes in four spaces with their nulls. Raises UserError for fewer than two groups, too few units, and a
     read-out that takes all directions."""
-    held, read = view.samples.get(WHOLE, view), view.reading
+    held, read = view.samples.get(WHOLE, view), view.observations
     capture = held.capture
     exact = capture.batch.posterior is not None
     groups = _believed(capture) if exact else _grouped(capture, read.labels)
@@ -176,7 +185,7 @@ def measure(view: View) -> Result:
     made = {name: Grouped(d, groups.label) for name, d in _distances(capture, groups, read.of(groups)).items()}
     mixed = [Grouped(made[BEYOND].distance, label) for label in exchanged]
     # Of prompts groups and read-out are the trained model's, which to an control are any groups and any directions.
-    told = view.control_readings if exact else (read,) * len(held.untrained)
+    told = view.control_observations if exact else (read,) * len(held.untrained)
     untrained = [
         _numbers(control, groups, one.of(groups), exchanged) for control, one in zip(held.untrained, told, strict=True)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, Needs, ProbeInput
 from llmgeom.probes.shared.representation_geometry import read_at, varies
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import WHOLE, Needs, View
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.similarity import cka
@@ -38,16 +38,24 @@ CLAIMS = declared("belief_readout")
 Statistic = Callable[[Any, np.ndarray], float]  # of what is measured site by site, and the rows that are kept
 
 
-def lens(subject: Subject, batch: Batch) -> np.ndarray | None:
-    """[depth row] KL(what the model says || logit lens of the residual) in bits; None where there is an exact answer.
+def lens(step: Step) -> dict[str, Tensor]:
+    """[row depth] KL(final distribution || logit lens of the residual) in nats; nothing where answers are exact."""
+    if step.batch.posterior is not None:
+        return {}
+    final = step.log_probs.double().log_softmax(-1)
+    each = [kl(final, step.unembed(x).double().log_softmax(-1)) for x in step.layers(Site.RESIDUAL)]
+    return {"kl": torch.stack(each, 1).clamp_min(0)}
 
-    Raises Unavailable as `Subject.lens`."""
-    if batch.posterior is not None:
-        return None
-    seen = subject.capture(batch, {Site.RESIDUAL, Site.LOG_PROBS})
-    said = seen.log_probs.double().log_softmax(-1)
-    each = [kl(said, subject.lens(x).double().log_softmax(-1)) for x in seen.layers(Site.RESIDUAL)]
-    return bits(torch.stack(each).clamp_min(0).numpy())
+
+def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray | None:
+    """[depth row] bits; None where answers are exact."""
+    capture = captures[""]
+    return None if capture.batch.posterior is not None else bits(capture.observed("lens.kl").numpy().T)
+
+
+def has_lens(subject: Subject) -> None:
+    """Raises Unavailable where the logit lens of this model is not known."""
+    _ = subject.unembedding
 
 
 NEEDS = Needs(
@@ -55,7 +63,9 @@ NEEDS = Needs(
     optional=frozenset({Site.ATTENTION_WRITE}),
     shuffled=False,
     samples=frozenset({WHOLE}),
-    read=lens,
+    observers=(Observer("lens", lens, frozenset({Site.RESIDUAL})),),
+    check=has_lens,
+    collect=collect,
 )
 
 
@@ -103,7 +113,7 @@ class Lens(Base):
     warnings: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result | Lens:
+def measure(view: ProbeInput) -> Result | Lens:
     """The read-out where an exact answer is known, else the lens. Raises UserError for real-valued answers, and for a
     posterior that position alone tells."""
     if view.capture.batch.posterior is None:
@@ -186,9 +196,9 @@ def measure(view: View) -> Result | Lens:
     )
 
 
-def _lens(view: View) -> Lens:
+def _lens(view: ProbeInput) -> Lens:
     """KL by the lens and CKA at every depth. Raises UserError below two layers."""
-    own, clusters, every = view.reading, view.clusters, np.arange(len(view.clusters))
+    own, clusters, every = view.observations, view.clusters, np.arange(len(view.clusters))
     middle = (len(own) - 1) // 2
     if len(own) - 1 < LEAST_LAYERS:
         raise UserError(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
@@ -203,8 +213,8 @@ def _lens(view: View) -> Lens:
 
     made = []
     measures: tuple[tuple[str, Statistic, Any, Sequence[Any]], ...] = (
-        (HALF_LENS, way, own, view.control_readings),
-        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.control_readings),
+        (HALF_LENS, way, own, view.control_observations),
+        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.control_observations),
         (HALF_CKA, alike, residuals[0], residuals[1:]),
     )
     for name, statistic, mine, theirs in measures:
@@ -215,7 +225,7 @@ def _lens(view: View) -> Lens:
     return Lens(
         missed=own.mean(1),
         missed_interval=_spans(own, clusters),
-        missed_null=_band([control.mean(1) for control in view.control_readings]),
+        missed_null=_band([control.mean(1) for control in view.control_observations]),
         alike=alignment[0],
         alike_null=_band([*alignment[1:]]),
         estimates=tuple(made),

@@ -15,9 +15,9 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Point
 from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 
@@ -89,7 +89,9 @@ def _said(capture: Capture) -> Tensor:
     return capture.log_probs.double().log_softmax(-1)  # float32 sums to 1 within 1e-7 only
 
 
-NEEDS = Needs(sites=frozenset(BRANCHES), shuffled=False, read=replaced)
+NEEDS = Needs(
+    sites=frozenset(BRANCHES), shuffled=False, examine=lambda subject, captures: replaced(subject, captures[""].batch)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,9 +155,9 @@ class OfEvidence(Result):
     mlp_evidence: np.ndarray = quantity("layer", "bits", "rise of KL(exact || model), the MLP's replaced")
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Norms, effects and shares. Raises UserError where no branch changes anything."""
-    own, untrained = view.reading, view.control_readings
+    own, untrained = view.observations, view.control_observations
     if not own.effect.sum() > 0:
         raise UserError(
             "no branch changes what this model says when replaced by its mean: there is nothing to share out"

@@ -11,10 +11,10 @@ import numpy as np
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import MATCHED, MIXED, Needs, ProbeInput, Sample
 from llmgeom.probes.shared.representation_geometry import flat, vectors
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import MATCHED, MIXED, Needs, Sample, View
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 
@@ -79,7 +79,7 @@ class Result(Base):
     notes: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Gains at every layer with the controls' band; metrics at the last. Raises Unavailable where there is no mixed
     sample to compare with, UserError where one is of another size."""
     if not {MIXED, MATCHED} <= view.samples.keys():

@@ -15,10 +15,10 @@ from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 
 MOST_TOKENS = 32
@@ -222,7 +222,9 @@ def input_norms(subject: Subject) -> list[nn.Module]:
     return found
 
 
-NEEDS = Needs(frozenset({Site.KEY}), shuffled=False, read=read)
+NEEDS = Needs(
+    frozenset({Site.KEY}), shuffled=False, examine=lambda subject, captures: read(subject, captures[""].batch)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,13 +280,13 @@ class Result(Base):
     notes: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Overlaps and match with their nulls. Raises UserError without re-initialised models."""
-    if not view.control_readings:
+    if not view.control_observations:
         raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
-    own, n = view.reading.frames, len(view.reading.names)
+    own, n = view.observations.frames, len(view.observations.names)
     every = np.arange(n)
-    found, untrained = own.of(every), [control.others.of(every) for control in view.control_readings]
+    found, untrained = own.of(every), [control.others.of(every) for control in view.control_observations]
     estimates = []
     for name, layer in ((VALUE_OUT, -1), (KEY_VALUE, 0)):
 
@@ -294,9 +296,9 @@ def measure(view: View) -> Result:
         draws = np.array([control[name][layer].mean() for control in untrained])
         value, span = statistic(every), jackknife(statistic, every, every)
         estimates.append(estimate(CLAIMS[name], value, span, [Null.of(UNTRAINED, value, draws)], n=n, clusters=n))
-    notes = [f"{n} hypotheses: {', '.join(view.reading.names)}"]
-    if view.reading.others is not own:
-        others = view.reading.others.of(every)
+    notes = [f"{n} hypotheses: {', '.join(view.observations.names)}"]
+    if view.observations.others is not own:
+        others = view.observations.others.of(every)
         notes.append(
             f"of as many other tokens, those that the prompts hold most often: {others[VALUE_OUT][-1].mean():.3f} "
             f"({VALUE_OUT}) and {others[KEY_VALUE][0].mean():.3f} ({KEY_VALUE})"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,11 +14,12 @@ from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.cosines import (
     class_cosine,
     cosines,
@@ -34,6 +35,7 @@ from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, band, jackknife
 from llmgeom.stats.tests import tail_p
 
 MOST_TOKENS = 256
+TOKENS = "single tokens"
 LEAST_CLASSES = 3
 PERMUTATIONS = 10_000
 WORK = 10**9  # multiplications that all permutations together may cost: about a second
@@ -80,15 +82,14 @@ class Reading:
         }
 
 
-def read(subject: Subject, batch: Batch) -> Reading | str:
-    """A Reading of one model, or the sentence that says why there is none."""
-    try:
-        return _read(subject, batch)
-    except UserError as why:
-        return str(why)
+def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+    """Mean |cos| of the columns of W_K and W_Q [layer head 2], and sum_h W_Q W_Q' of each group in layer 0
+    [kv_head head_dim head_dim] unless a norm stands between W_Q and the scores.
 
-
-def _read(subject: Subject, batch: Batch) -> Reading:
+    Raises UserError for fewer than 5 different tokens, and where a matrix cannot be cut out of the weights.
+    """
+    if (tokens := len(captures[TOKENS].batch) if TOKENS in captures else 0) < LEAST_CLUSTERS:
+        raise UserError(f"the prompts hold {tokens} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
     layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
 
     def of_columns(weight, count: int) -> np.ndarray:
@@ -99,33 +100,54 @@ def _read(subject: Subject, batch: Batch) -> Reading:
                 found[layer, head] = mean_abs_cosine(columns), mean_abs_cosine(columns, centre=True)
         return found
 
-    ids = token_ids(subject, batch)
-    if len(ids) < LEAST_CLUSTERS:
-        raise UserError(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
-    alone = Batch(
-        Tokens(torch.tensor(ids)[:, None], torch.ones(len(ids), dtype=torch.int64)),
-        tuple(map(str, ids)),
-        {"kind": "single tokens"},
-    )
+    found = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
+    if not _normed(subject):
+        found["metric"] = _metric([_numpy(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
+    return found | {"d_model": np.array(subject.facts["d_model"])}
+
+
+def _normed(subject: Subject) -> bool:
+    """Whether queries and keys are normalised after their projection."""
     attention = subject.blocks[0].attention
-    normed = attention is not None and any("norm" in name for name, _ in attention.named_children())
-    capture = subject.capture(alone, {Site.KEY, Site.QUERY} if normed else {Site.KEY})
-    keys = _numpy(capture.layers(Site.KEY)[0]).transpose(1, 0, 2)
-    if normed:
-        # A norm stands between W_Q and the scores: what queries are, over the same tokens, takes the place of W_Q.
-        queries = [_numpy(capture.layers(Site.QUERY)[0])[:, head] for head in range(heads)]
-    else:
-        queries = [_numpy(query_weight(subject, 0, head)) for head in range(heads)]
+    return attention is not None and any("norm" in name for name, _ in attention.named_children())
+
+
+def _metric(queries: Sequence[np.ndarray], kv_heads: int) -> np.ndarray:
+    """[kv_head head_dim head_dim]: second moments of the queries that read each kv head, summed over its group."""
     second = np.stack([q.T @ q for q in queries])
-    metric = second.reshape(kv_heads, heads // kv_heads, *second.shape[1:]).sum(1)
+    return second.reshape(kv_heads, len(queries) // kv_heads, *second.shape[1:]).sum(1)
+
+
+def first_layer(step: Step) -> dict[str, torch.Tensor]:
+    """Keys and queries of layer 0, [token head head_dim]."""
+    return {"key": step.layers(Site.KEY)[0], "query": step.layers(Site.QUERY)[0]}
+
+
+def collect(captures: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Reading:
+    """The Reading of one model, from its weights and its keys of single tokens."""
+    keys, queries = (_numpy(captures[TOKENS].observed(f"single_tokens.{name}")) for name in ("key", "query"))
+    # Where a norm follows the projections, the queries of the same tokens take the place of W_Q.
+    metric = examined.get("metric")
+    if metric is None:
+        metric = _metric([queries[:, head] for head in range(queries.shape[1])], keys.shape[1])
+    keys = keys.transpose(1, 0, 2)
     return Reading(
-        columns=of_columns(key_weight, kv_heads),
-        query_columns=of_columns(query_weight, heads),
+        columns=examined["columns"],
+        query_columns=examined["query_columns"],
         keys=keys,
         seen=seen_through(keys, metric),
-        d_model=subject.facts["d_model"],
-        normed=normed,
+        d_model=int(examined["d_model"]),
+        normed="metric" not in examined,
     )
+
+
+def single_tokens(subject: Subject, batch: Batch) -> Batch | None:
+    """The tokens whose keys are compared, each as a prompt of its own; None for a model that reads no tokens."""
+    if isinstance(batch.inputs, Rows):
+        return None
+    ids = token_ids(subject, batch)
+    tokens = Tokens(torch.tensor(ids)[:, None], torch.ones(len(ids), dtype=torch.int64))
+    return Batch(tokens, tuple(map(str, ids)), {"kind": TOKENS})
 
 
 def token_ids(subject: Subject, batch: Batch) -> list[int]:
@@ -146,7 +168,14 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
     return x.detach().double().cpu().numpy()
 
 
-NEEDS = Needs(frozenset({Site.KEY}), shuffled=False, read=read)
+NEEDS = Needs(
+    frozenset({Site.KEY}),
+    shuffled=False,
+    observers=(Observer("single_tokens", first_layer, frozenset({Site.KEY, Site.QUERY}), samples=(TOKENS,)),),
+    inputs={TOKENS: single_tokens},
+    examine=weights,
+    collect=collect,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,12 +236,10 @@ class WithClasses(Result):
     class_simplex: float = quantity("", "|cos|", "a regular simplex with a corner for each class")
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Every form of key orthogonality with its null. Raises Unavailable where the weights or keys cannot be read."""
-    own = view.reading
-    if isinstance(own, str):
-        raise Unavailable(own)
-    untrained = [control for control in view.control_readings if not isinstance(control, str)]
+    own = view.observations
+    untrained = view.control_observations
     if not untrained:
         raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
     estimates, warnings = [], []
@@ -370,7 +397,7 @@ def _classes(capture: Capture, clusters: np.ndarray) -> tuple[dict[str, str], st
     )
 
 
-def _class_means(view: View, classes: Mapping[str, str]) -> tuple[Estimate, dict]:
+def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate, dict]:
     clusters = view.clusters
     names = np.array(sorted(classes))
     labels = np.array([classes[cluster] for cluster in names])

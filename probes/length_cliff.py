@@ -10,8 +10,8 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, Needs, ProbeInput
 from llmgeom.probes.shared.length_curves import Horizon, past
-from llmgeom.scan import WHOLE, Needs, View
 from llmgeom.stats.information import bits, kl
 
 
@@ -32,7 +32,13 @@ def reach(subject: Subject, batch: Batch) -> Reach:
     return Reach(queries, told)
 
 
-NEEDS = Needs(sites=frozenset({Site.LOG_PROBS}), shuffled=False, samples=frozenset({WHOLE}), exact=True, read=reach)
+NEEDS = Needs(
+    sites=frozenset({Site.LOG_PROBS}),
+    shuffled=False,
+    samples=frozenset({WHOLE}),
+    exact=True,
+    examine=lambda subject, captures: reach(subject, captures[""].batch),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +49,11 @@ class Result(Horizon):
     COMPUTED = f"{Horizon.COMPUTED} The trivial predictor is the mean exact answer at each query over the sequences."
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
     if WHOLE not in view.samples:
         raise UserError("a length cliff needs whole sequences of a task; llmgeom scan --task gives them")
-    sample, found = view.samples[WHOLE], view.reading
+    sample, found = view.samples[WHOLE], view.observations
     exact = sample.capture.exact
     if not exact.outcomes:
         raise UserError("what is asked here is a real number; llmgeom grade measures it past the horizon too")

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.passes import Observer, Step
+from llmgeom.probe import WHOLE, Needs, ProbeInput, Sample
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import WHOLE, Needs, Sample, View
-from llmgeom.stats.resampling import band, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.tests import tail_p
 
@@ -43,52 +43,71 @@ class Cosines:
     contrast: np.ndarray | None
 
 
-def cosines(subject: Subject, batch: Batch) -> Cosines:
+def cosines(step: Step) -> dict[str, torch.Tensor]:
     """c_j = q.k_j / (|q| |k_j|), 0 < j < T - 1: q the query at the final position T - 1 of a prompt, k_j the key at j
     of the kv head that the query head reads (head h reads h // (heads / kv_heads)).
 
     As attention consumes them, after rotary embedding: the score is |q| |k_j| c_j / sqrt(head_dim), so that this is its
-    angle at the distance at which it acts. Prompts of fewer than 5 tokens are left out, and of those whose bearing keys
-    are none or all, the contrast. Paper I's figure of cos(q_t, k_j), by head instead of averaged over heads.
-    Raises UserError for fewer than 5 units of long enough prompts.
+    angle at the distance at which it acts. Paper I's figure of cos(q_t, k_j), by head instead of averaged over heads.
+
+    Returns:
+        spread [row layer head]: sd of c_j over j, 0 where there is no j; contrast [row layer head], where the batch
+        says which positions bear on the answer: mean over bearing j less mean over the others, 0 where there are none
+        of either.
     """
-    long = long_enough(subject.tokens(batch).lengths.numpy())
-    if len({cluster for cluster, kept in zip(batch.cluster, long, strict=True) if kept}) < 5:
-        raise UserError(
-            f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; query-key cosines need 5 units of them"
-        )
-    seen = subject.capture(batch.take(long.nonzero()[0]), {Site.QUERY, Site.KEY}, positions="all")
-    lengths, place = seen.lengths, (seen.prompt, seen.position)
-    ends = seen.lengths.cumsum(0) - 1  # rows are (prompt, position) in order
-    at = torch.arange(int(lengths.max()))
+    lengths = step.lengths.to(step.all_prompt.device)
+    place, ends = (step.all_prompt, step.all_position), lengths.cumsum(0) - 1  # rows are (prompt, position) in order
+    at = torch.arange(int(lengths.max()), device=lengths.device)
     between = ((at > 0) & (at < lengths[:, None] - 1)).double()[:, None]
-    found = []
-    for query, key in zip(seen.layers(Site.QUERY), seen.layers(Site.KEY), strict=True):
+    layers = []
+    for query, key in zip(step.everywhere(Site.QUERY), step.everywhere(Site.KEY), strict=True):
         heads, kv_heads = query.shape[1], key.shape[1]
-        keys = torch.zeros(len(lengths), len(at), *key.shape[1:], dtype=torch.float64)
+        keys = torch.zeros(len(lengths), len(at), *key.shape[1:], dtype=torch.float64, device=key.device)
         keys[place] = torch.nn.functional.normalize(key.double(), dim=-1)
         last = torch.nn.functional.normalize(query[ends].double(), dim=-1)
-        found.append(torch.einsum("phd,pthd->pht", last, keys.repeat_interleave(heads // kv_heads, 2)))
-    c = torch.stack(found)  # [layer prompt head position]
+        layers.append(torch.einsum("phd,pthd->pht", last, keys.repeat_interleave(heads // kv_heads, 2)))
+    c = torch.stack(layers)  # [layer prompt head position]
 
     def mean(x: torch.Tensor, of: torch.Tensor) -> torch.Tensor:
-        return (x * of).sum(-1) / of.sum(-1)
+        return (x * of).sum(-1) / of.sum(-1).clamp_min(1)
 
-    spread = mean((c - mean(c, between)[..., None]) ** 2, between).sqrt()
-    contrast, posterior = None, seen.batch.posterior
+    arrays = {"spread": mean((c - mean(c, between)[..., None]) ** 2, between).sqrt().transpose(0, 1)}
+    posterior = step.batch.posterior
     if posterior is not None and posterior.bearing is not None:
-        bears = posterior.bearing[:, -1:, : len(at)] * between
+        bears = posterior.bearing[:, -1:, : len(at)].to(between) * between
         some = (bears.sum(-1) > 0) & (bears.sum(-1) < between.sum(-1))
-        kept = some[:, 0]
-        contrast = mean(c[:, kept], bears[kept]) - mean(c[:, kept], (between - bears)[kept])
-    return Cosines(spread.transpose(1, 2).numpy(), None if contrast is None else contrast.transpose(1, 2).numpy())
+        arrays["contrast"] = ((mean(c, bears) - mean(c, between - bears)) * some).transpose(0, 1)
+        arrays["contrasted"] = some[:, 0].double()
+    return {name: array[step.prompt] for name, array in arrays.items()}
+
+
+def collect(captures: Mapping[str, Capture], _: Any = None) -> Cosines:
+    """The cosines of prompts that are long enough. Raises UserError for fewer than 5 clusters of them."""
+    capture = captures[""]
+    long = long_enough(capture.lengths.numpy())
+    if len({cluster for cluster, kept in zip(capture.batch.cluster, long, strict=True) if kept}) < LEAST_CLUSTERS:
+        raise UserError(
+            f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; query-key cosines need {LEAST_CLUSTERS} "
+            "clusters of them"
+        )
+    spread, contrast = capture.observed("cosines.spread").numpy()[long], None
+    if ("cosines.contrast", -1) in capture.tensors:
+        kept = long & (capture.observed("cosines.contrasted").numpy() > 0)
+        contrast = capture.observed("cosines.contrast").numpy()[kept].transpose(1, 2, 0)
+    return Cosines(spread.transpose(1, 2, 0), contrast)
 
 
 def long_enough(lengths: np.ndarray) -> np.ndarray:
     return lengths >= LEAST_TOKENS
 
 
-NEEDS = Needs(frozenset({Site.ATTENTION}), shuffled=False, samples=frozenset({WHOLE}), read=cosines)
+NEEDS = Needs(
+    frozenset({Site.ATTENTION}),
+    shuffled=False,
+    samples=frozenset({WHOLE}),
+    observers=(Observer("cosines", cosines, everywhere=frozenset({Site.QUERY, Site.KEY})),),
+    collect=collect,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +150,14 @@ class WithBearing(Result):
     contrast_null: np.ndarray = quantity("layer bound", "cos", "the same, re-initialised models")
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """The spread of cosines, and the attention on bearing positions where they are known.
 
     Raises UserError for fewer than 5 units, and where nothing else was read than the model itself.
     """
-    if not view.control_readings:
+    if not view.control_observations:
         raise UserError("no re-initialised model was read, and the cosines have no other null: scan with --nulls 20")
-    spread, untrained = view.reading.spread, [control.spread for control in view.control_readings]
+    spread, untrained = view.observations.spread, [control.spread for control in view.control_observations]
     long = long_enough(view.capture.lengths.numpy())
     clusters = np.asarray(view.capture.batch.cluster)[long]
     curves, null = spread.mean(1), np.array([control.mean((1, 2)) for control in untrained])
@@ -163,9 +182,12 @@ def measure(view: View) -> Result:
     notes.append(said)
     if not rows:
         return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
-    if not view.reading.contrast.size:
+    if not view.observations.contrast.size:
         raise UserError("no sequence is cut where some earlier keys bear and others do not: ask for more with --n")
-    contrast, theirs = view.reading.contrast, [control.contrast.mean((1, 2)) for control in view.control_readings]
+    contrast, theirs = (
+        view.observations.contrast,
+        [control.contrast.mean((1, 2)) for control in view.control_observations],
+    )
     more |= {"contrast": contrast.mean((1, 2)), "contrast_null": layer_band({UNTRAINED: np.array(theirs)})}
     return WithBearing(**fields, **more, estimates=(*rows, *estimates), notes=tuple(notes))
 

@@ -9,6 +9,7 @@ import numpy as np
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, ProbeInput, Sample
 from llmgeom.probes.shared.representation_geometry import (
     OWN,
     PERMUTATIONS,
@@ -25,7 +26,6 @@ from llmgeom.probes.shared.representation_geometry import (
     untrained_nulls,
 )
 from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.scan import LENGTH, ONE_TOKEN, UNSTRATIFIED, Needs, Sample, View
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.tests import correlation_test, spearman
@@ -100,7 +100,7 @@ class Result(CloudResult):
     )
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Shares, |rho| and held-out R2 at every layer, with nulls; shape and metrics at the last. Raises UserError."""
     common = describe(view, Site.VALUE, CLAIMS)
     last, theirs = _last(view.capture), [_last(control) for control in view.untrained]
@@ -121,7 +121,7 @@ def _last(capture: Capture) -> np.ndarray:
     return flat(capture.layers(Site.VALUE)[-1])
 
 
-def _second(view: View) -> tuple[list[Estimate], list[str]]:
+def _second(view: ProbeInput) -> tuple[list[Estimate], list[str]]:
     """|rho| in every second sample that there is; a sentence where it cannot be had."""
     found, missing = [], []
     for name in SECOND:
@@ -140,7 +140,7 @@ def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
     return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.clusters, test, draws)
 
 
-def _order(view: View, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Estimate:
+def _order(view: ProbeInput, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Estimate:
     """|Spearman| of entropy and the place along the curve."""
     place = unrolled[:, 0]
     test = correlation_test(place, view.entropy, view.clusters, PERMUTATIONS, view.seed)
@@ -154,7 +154,7 @@ def _order(view: View, unrolled: np.ndarray, theirs: list[np.ndarray]) -> Estima
     return correlation(CLAIMS[ORDER], place, view.entropy, view.clusters, test, draws)
 
 
-def _shape(view: View, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:
+def _shape(view: ProbeInput, last: np.ndarray, theirs: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:
     """Intrinsic dimension: the single numbers, the metric, and what a reader should know of the points.
 
     The spectrum-matched Gaussian is an exact test of "a Gaussian", but what is not Gaussian need not be learnt: tokens

@@ -34,7 +34,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import corpus, grammar, pool
 from llmgeom.prompts.domains import MIXED
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from llmgeom.stats.pca import shares
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import equivalence_p, holm, needed_n_mean
@@ -249,7 +249,7 @@ def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
 
 def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
     """Every metric by probe and name, of the probes that give the signatures, and why a probe gave none."""
-    record = scan(subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), nulls=nulls)
+    record = run_probes(subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), controls=nulls)
     values = {name: {h.name: h.value for h in found.estimates} for name, found in record.results.items()}
     heads = subject.capture(prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
     values["kinds"] = {PER_HEAD: float(np.mean([shares(head).pc12 for head in heads.swapaxes(0, 1)]))}

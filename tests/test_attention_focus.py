@@ -14,9 +14,9 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import ProbeInput
 from llmgeom.probes import attention_focus
 from llmgeom.probes.attention_focus import Reach, reach
-from llmgeom.scan import View
 from tests.families import FAMILIES, LENGTHS, ragged
 
 N = 60
@@ -54,10 +54,10 @@ def drawn(rng: np.random.Generator, sharp: list[float], sink: float = 0.0, n=N, 
     return rows
 
 
-def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) -> View:
+def view(sharp: list[float], seed: int, sink: float = 0.0, null: float = 0.5) -> ProbeInput:
     rng = np.random.default_rng(seed)
     flat = [null] * len(sharp)
-    return View(
+    return ProbeInput(
         capture=of_rows(drawn(rng, sharp, sink)),
         entropy=rng.uniform(0, 8, N),
         untrained=tuple(of_rows(drawn(rng, flat)) for _ in range(20)),
@@ -182,7 +182,7 @@ def test_even_attention_over_a_window_is_at_its_maximum_too():
     positions = np.resize([15, 11, 5, 3, 2], N)
     rows = [windowed(N, positions, width) for width in (16, 4, 16)]
     null = of_rows(rows, positions)
-    given = View(null, np.zeros(N), (null,) * 20, (null,) * 20, reading=Reach((16, 4, 16), (1.0, 1.0, 1.0)))
+    given = ProbeInput(null, np.zeros(N), (null,) * 20, (null,) * 20, observations=Reach((16, 4, 16), (1.0, 1.0, 1.0)))
     result = attention_focus.measure(given)
     np.testing.assert_allclose(result.normalised, 1, atol=1e-6)
     np.testing.assert_allclose(result.rest, 1, atol=1e-6)
@@ -192,14 +192,14 @@ def test_even_attention_over_a_window_is_at_its_maximum_too():
         "its bits still fall with the window",
     )
     # Told of no window, the same rows look focused in the middle.
-    blind = attention_focus.measure(replace(given, reading=None))
+    blind = attention_focus.measure(replace(given, observations=None))
     assert blind.normalised[1] < 0.8 and blind.warnings == ()
 
 
 def test_a_window_of_one_token_is_refused():
     given = view([0.5, 0.5, 0.5], 8)
     with pytest.raises(UserError, match="layer 1 sees a single token: its attention has no entropy to compare with"):
-        attention_focus.measure(replace(given, reading=Reach((12, 1, 12), (1.0, 1.0, 1.0))))
+        attention_focus.measure(replace(given, observations=Reach((12, 1, 12), (1.0, 1.0, 1.0))))
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -224,7 +224,7 @@ def test_a_weight_of_one_head_that_rounds_to_nothing_is_no_window():
 
 
 def test_a_learned_sink_is_said():
-    given = replace(view([0.5, 0.5, 0.5], 9), reading=Reach((12, 12, 12), (1.0, 0.62, 0.9)))
+    given = replace(view([0.5, 0.5, 0.5], 9), observations=Reach((12, 12, 12), (1.0, 0.62, 0.9)))
     (warning,) = attention_focus.measure(given).warnings
     assert warning.startswith("heads have a learned sink: weights on tokens sum to as little as 0.62")
 

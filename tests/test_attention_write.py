@@ -15,9 +15,9 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import ProbeInput
 from llmgeom.probes import attention_write, value_manifold
 from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
-from llmgeom.scan import View
 from tests.families import FAMILIES, VOCAB
 
 N = 40
@@ -61,12 +61,12 @@ def turned(name: str, model, seed: int):
     return other
 
 
-def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> View:
+def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> ProbeInput:
     """A scan's view with a few untrained controls only: what is compared are values, not verdicts."""
     capture = subject.capture(batch, SITES)
     untrained = tuple(subject.untrained(1 + i).capture(batch, {*SITES, Site.ENTROPY}) for i in range(2))
     found = np.random.default_rng(0).uniform(0, 8, N) if entropy is None else entropy
-    return View(capture=capture, entropy=found, untrained=untrained, shuffled=untrained, seed=0)
+    return ProbeInput(capture=capture, entropy=found, untrained=untrained, shuffled=untrained, seed=0)
 
 
 def numbers(result) -> np.ndarray:

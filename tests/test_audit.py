@@ -20,13 +20,14 @@ from llmgeom.papers import audit, paper3, predictions
 from llmgeom.papers import runs as trilogy
 from llmgeom.papers.published_numbers import table
 from llmgeom.papers.runs import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
+from llmgeom.probe import ProbeInput
 from llmgeom.probes import known, names
 from llmgeom.probes.evidence import published
 from llmgeom.probes.evidence.answers import Reading, Truth, label_entropy
 from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
-from llmgeom.scan import View, scan
+from llmgeom.run import run_probes
 from llmgeom.stats.pca import shares
 from tests.families import FAMILIES, ragged
 
@@ -38,7 +39,7 @@ def subject_of(family: str) -> Subject:
     return Subject.of(FAMILIES[family].model(), name=family)
 
 
-def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, reading=None) -> View:
+def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, observations=None) -> ProbeInput:
     """A view whose last layer's values are these, of models whose values are `draws`."""
     batch = replace(ragged(lengths=(5,) * len(values)), cluster=tuple(f"t{i // 2}" for i in range(len(values))))
 
@@ -47,7 +48,7 @@ def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, rea
         last = torch.full((len(x),), 4)
         return Capture(batch, rows, last, last + 1, {(Site.VALUE, 0): torch.from_numpy(x)[:, None]})
 
-    return View(of(values), entropy, untrained=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), reading=reading)
+    return ProbeInput(of(values), entropy, untrained=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), observations=reading)
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -123,13 +124,13 @@ def test_permuted_columns_are_the_same_columns():
 
 def test_focusing_is_that_of_eager_attention():
     subject, batch = subject_of("llama"), ragged(lengths=LENGTHS)
-    view = View(
+    view = ProbeInput(
         subject.capture(batch, focus.NEEDS.sites),
         np.zeros(len(batch)),
         untrained=(subject.untrained(1).capture(batch, focus.NEEDS.sites),),
         shuffled=(subject.untrained(2).capture(batch, focus.NEEDS.sites),),
-        reading=focus.everywhere(subject, batch),
-        control_readings=(focus.everywhere(subject.untrained(1), batch),),
+        observations=focus.everywhere(subject, batch),
+        control_observations=(focus.everywhere(subject.untrained(1), batch),),
     )
     result = focus.measure(view)
     subject.model.set_attn_implementation("eager")
@@ -153,12 +154,12 @@ def test_keys_are_compared_as_the_papers_code_compares_them(family):
     subject, batch = subject_of(family), ragged(lengths=LENGTHS)
     own, seen = keys.read(subject, batch), subject.capture(batch, keys.NEEDS.sites)
     untrained = [subject.untrained(1), subject.untrained(2)]
-    view = View(
+    view = ProbeInput(
         seen,
         np.zeros(len(batch)),
         untrained=tuple(control.capture(batch, keys.NEEDS.sites) for control in untrained),
-        reading=own,
-        control_readings=tuple(keys.read(control, batch) for control in untrained),
+        observations=own,
+        control_observations=tuple(keys.read(control, batch) for control in untrained),
     )
     found = {h.name: h.value for h in keys.measure(view).estimates}
     heads = subject.facts["heads"]
@@ -180,7 +181,7 @@ def test_keys_are_compared_as_the_papers_code_compares_them(family):
 
 def test_quoted_baselines_stand_beside_the_exact_ones():
     subject, batch = subject_of("llama"), ragged(lengths=LENGTHS)
-    record = scan(subject, batch, {"published_keys": keys}, nulls=1)
+    record = run_probes(subject, batch, {"published_keys": keys}, controls=1)
     of = record.results["published_keys"]
     baseline = dict(zip(of.ticks["baseline"], of.arrays["baseline"], strict=True))
     rng = np.random.default_rng(0)

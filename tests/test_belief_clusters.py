@@ -16,9 +16,10 @@ from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_clusters
 from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _apart, _spaces, read_out
-from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.run import run_probes
 from llmgeom.stats.manifold import distances
 from llmgeom.task import Gaussian
 from llmgeom.wind_tunnels.models.architectures import ARCHITECTURES, build
@@ -53,7 +54,7 @@ def of(x: np.ndarray, label: np.ndarray, token: np.ndarray, sure: float = 0.9, s
     return Capture(batch, prompt, position, lengths, {(Site.FINAL, -1): final})
 
 
-def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> View:
+def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> ProbeInput:
     """Sequences whose final states are noise and a centre for each group, in the read-out's space, in a direction that
     nothing reads ("free"), for each token instead ("token"), or nowhere."""
     rng = np.random.default_rng(seed)
@@ -71,10 +72,10 @@ def view(where: str, seed: int, strength: float = 3.0, n: int = N) -> View:
     whole = Sample(main, np.zeros(n * STEPS), untrained)
     few = replace(main, tensors={(Site.FINAL, -1): main.final[:40]})
     readings = tuple(ReadOut(np.arange(K), read_rows(1 + i)) for i in range(20))
-    return View(few, np.zeros(40), (), (), {WHOLE: whole}, reading, readings, seed)
+    return ProbeInput(few, np.zeros(40), (), (), {WHOLE: whole}, reading, readings, seed)
 
 
-def measured(given: View):
+def measured(given: ProbeInput):
     result = belief_clusters.measure(given)
     return result, {h.name: h for h in judge({"belief_clusters": result.lowered()})["belief_clusters"].estimates}
 
@@ -138,7 +139,7 @@ def test_headlines_are_what_scikit_learn_says_of_the_rows():
     assert found["silhouette"].high == pytest.approx(found["silhouette"].value + half, abs=1e-9)
     assert found["silhouette"].clusters == N and found["silhouette"].n == N * STEPS
     # An untrained control is read through its own rows.
-    untrained, theirs = given.samples[WHOLE].untrained, given.control_readings
+    untrained, theirs = given.samples[WHOLE].untrained, given.control_observations
     bands = []
     for control, one in zip(untrained, theirs, strict=True):
         own = np.linalg.qr((one.rows[1:] - one.rows[0]).T)[0]
@@ -285,7 +286,7 @@ def test_every_architecture_is_measured(arch):
     task = wind_tunnels.load_task("hmm:steps=4")
     subject, whole = tunnel_subject(arch, task), task.sample(30, 0, "held-out")
     probes = {"belief_clusters": belief_clusters}
-    record = scan(subject, task.truncated(30, 0, "held-out"), probes, nulls=2, samples={WHOLE: whole})
+    record = run_probes(subject, task.truncated(30, 0, "held-out"), probes, controls=2, samples={WHOLE: whole})
     found = record.results["belief_clusters"]
     assert found.arrays["scores"].shape == (30, 2) == found.arrays["scores_beyond"].shape
     captured = subject.capture(whole, {Site.FINAL, Site.LOG_PROBS})
@@ -304,7 +305,7 @@ def test_an_untrained_model_does_not_pass():
     whole, cut = task.sample(60, 0, "held-out"), task.truncated(60, 0, "held-out")
     probes = {"belief_clusters": belief_clusters}
     for arch, seed in (("gpt2", 300), ("lstm", 301), ("mlp", 302)):
-        record = scan(tunnel_subject(arch, task, seed), cut, probes, nulls=20, samples={WHOLE: whole})
+        record = run_probes(tunnel_subject(arch, task, seed), cut, probes, controls=20, samples={WHOLE: whole})
         found = {h.name: h for h in record.results["belief_clusters"].estimates}
         assert found[NAME].verdict != "PASS", (arch, found[NAME].why)
 
@@ -312,7 +313,7 @@ def test_an_untrained_model_does_not_pass():
 def test_real_numbers_have_no_groups():
     task = wind_tunnels.load_task("regression")
     subject = tunnel_subject("lstm", task)
-    record = scan(subject, task.truncated(20, 0), {"belief_clusters": belief_clusters}, nulls=2)
+    record = run_probes(subject, task.truncated(20, 0), {"belief_clusters": belief_clusters}, controls=2)
     assert "there is no likeliest outcome to group states by" in record.unmeasured["belief_clusters"]
 
 
@@ -340,7 +341,7 @@ def test_prompts_are_grouped_by_the_model_s_own_likeliest_token():
     assert (read.labels == expected).all() and (read.tokens == np.unique(expected)).all()
     np.testing.assert_allclose(read.rows, subject.model.lm_head.weight.detach().numpy()[read.tokens])
     # An untrained model's answer is a look-up of the last token: nothing is left to tell.
-    record = scan(subject, batch, {"belief_clusters": belief_clusters}, nulls=2)
+    record = run_probes(subject, batch, {"belief_clusters": belief_clusters}, controls=2)
     assert "clusters of belief are those of the last token" in record.unmeasured["belief_clusters"]
 
 
@@ -361,7 +362,7 @@ def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups()
     read = ReadOut(np.unique(label), rng.normal(size=(4, 8)), label)
     x = noise() + (label == 9)[:, None] * free
     untrained = tuple(states(noise()) for _ in range(20))
-    given = View(states(x), np.zeros(60), untrained, reading=read, control_readings=(read,) * 20)
+    given = ProbeInput(states(x), np.zeros(60), untrained, observations=read, control_observations=(read,) * 20)
     result, found = measured(given)
     assert result.ticks["group"] == (4, 9) and result.sizes.tolist() == [28, 28]
     assert result.notes == ("4 rows are left out, whose group has fewer than 5",)
@@ -375,7 +376,7 @@ def test_prompts_with_one_answer_are_refused():
     subject, batch = llama(3), prompts()
     with torch.no_grad():
         subject.model.lm_head.weight.zero_()
-    record = scan(subject, batch, {"belief_clusters": belief_clusters}, nulls=2)
+    record = run_probes(subject, batch, {"belief_clusters": belief_clusters}, controls=2)
     assert record.unmeasured["belief_clusters"] == (
         "1 next token is the model's likeliest in 5 rows or more; clusters need two such groups: raise --n"
     )

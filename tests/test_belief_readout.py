@@ -14,9 +14,10 @@ from llmgeom.batch import Batch, Posterior, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
-from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.run import run_probes
 from llmgeom.stats import softmax_probe as softmax_readout
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.similarity import cka
@@ -369,7 +370,7 @@ def test_the_way_and_the_steps_of_the_lens():
     other = np.array([1.0, 1.5, 0.9, 0.5, 0.0])[:, None] * rng.uniform(0.9, 1.1, n)
     x = [rng.standard_normal((n, 6)) for _ in range(5)]
     captures = [at_depths(x)] * 4
-    view = View(captures[0], np.zeros(n), tuple(captures[1:]), reading=own, control_readings=(other,) * 3)
+    view = ProbeInput(captures[0], np.zeros(n), tuple(captures[1:]), observations=own, control_observations=(other,) * 3)
     made = belief_readout.measure(view)
     found = {h.name: h for h in made.estimates}
     way = found["lens: way done at half depth"]
@@ -381,7 +382,7 @@ def test_the_way_and_the_steps_of_the_lens():
     np.testing.assert_allclose(made.missed, own.mean(1))
     assert made.alike[-1] == pytest.approx(1) and made.alike[0] < 0.7
     with pytest.raises(UserError, match="1 layer: a way from input to output has at least 2"):
-        belief_readout.measure(View(captures[0], np.zeros(n), reading=own[:2]))
+        belief_readout.measure(ProbeInput(captures[0], np.zeros(n), observations=own[:2]))
 
 
 # ---- the whole way ---------------------------------------------------------------------------------------------------
@@ -395,7 +396,7 @@ def test_a_tunnel_is_scanned_with_its_whole_sequences(tmp_path, arch):
     task = wind_tunnels.load_task("hmm:steps=4")
     samples = {WHOLE: task.sample(25, 0, "held-out")}
     cut = task.truncated(25, 0, "held-out")
-    record = scan(Subject.load(str(folder)), cut, known(["belief_readout"]), nulls=2, samples=samples)
+    record = run_probes(Subject.load(str(folder)), cut, known(["belief_readout"]), controls=2, samples=samples)
     found = record.results["belief_readout"]
     assert len(found.arrays["missed"]) == (5 if arch == "neox" else 3)
     assert found.notes == ("25 sequences, 100 queries, seed 0",)

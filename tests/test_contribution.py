@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes import contribution, known
 from llmgeom.probes.contribution import MOST, OfEvidence, Replaced
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from llmgeom.stats.resampling import band
 from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES, hooked
@@ -88,7 +88,7 @@ def drawn(attention: float, mlp: float, seed: int, size: float = 1.0, evidence: 
 
 
 def view(own: Replaced, untrained: list[Replaced]) -> SimpleNamespace:
-    return SimpleNamespace(reading=own, control_readings=tuple(untrained))
+    return SimpleNamespace(observations=own, control_observations=tuple(untrained))
 
 
 def judged(own: Replaced, untrained: list[Replaced]) -> dict:
@@ -169,7 +169,7 @@ def test_a_tunnel_is_measured_and_an_lstm_says_why_not(tmp_path, arch):
         Training("hmm:steps=4", arch=arch, width=32, layers=2, heads=2, steps=3, batch=8), tmp_path / "t"
     ).out
     task = wind_tunnels.load_task("hmm:steps=4")
-    record = scan(Subject.load(str(folder)), task.truncated(12, 0, "held-out"), known(["contribution"]), nulls=2)
+    record = run_probes(Subject.load(str(folder)), task.truncated(12, 0, "held-out"), known(["contribution"]), controls=2)
     if arch == "lstm":
         assert "no attention" in record.unmeasured["contribution"]
     else:

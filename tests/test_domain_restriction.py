@@ -13,9 +13,9 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import MATCHED, MIXED, ProbeInput, Sample
 from llmgeom.probes import domain_restriction
 from llmgeom.probes.domain_restriction import gain
-from llmgeom.scan import MATCHED, MIXED, Sample, View
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 
@@ -42,7 +42,7 @@ def counts(wanted=(500, 30, 30), start=(600, 45, 30), reached=(500, 30, 30)) -> 
 
 def view(
     own: float, mixed: float, matched: float, untrained=(0.3, 0.3, 0.3), seed=0, source: dict | None = None
-) -> View:
+) -> ProbeInput:
     """Strengths of the planted plane in each sample, and in each sample's untrained controls."""
     rng = np.random.default_rng(seed)
 
@@ -55,7 +55,7 @@ def view(
         MIXED: sample(mixed, untrained[1], {"name": "mixed"}),
         MATCHED: sample(matched, untrained[2], source or counts()),
     }
-    return View(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
+    return ProbeInput(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
 
 
 def found(result) -> dict:

@@ -16,6 +16,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
+from llmgeom.probe import ProbeInput
 from llmgeom.probes import hypothesis_frame
 from llmgeom.probes.hypothesis_frame import (
     KEY_VALUE,
@@ -28,7 +29,7 @@ from llmgeom.probes.hypothesis_frame import (
     overlap,
     read,
 )
-from llmgeom.scan import View, scan
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
 
@@ -223,7 +224,7 @@ def coinciding(sign: float) -> Subject:
 
 
 def test_a_model_that_writes_hypotheses_where_they_are_read_out():
-    record = scan(coinciding(1.0), RECALL.truncated(60, 0), {"hypothesis_frame": hypothesis_frame})
+    record = run_probes(coinciding(1.0), RECALL.truncated(60, 0), {"hypothesis_frame": hypothesis_frame})
     measured = record.results["hypothesis_frame"]
     found = {h.name: h for h in measured.estimates}
     assert found[VALUE_OUT].verdict == "above null" and found[VALUE_OUT].value > 0.4
@@ -260,7 +261,7 @@ def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
     capture = small(RECALL).capture(batch, set())
     for i, own in enumerate(pool):
         others = tuple(pool[(i + j) % 40] for j in range(1, 21))
-        for h in hypothesis_frame.measure(View(capture, np.zeros(40), reading=own, control_readings=others)).estimates:
+        for h in hypothesis_frame.measure(ProbeInput(capture, np.zeros(40), observations=own, control_observations=others)).estimates:
             above[h.name] += h.verdict == "above null"
             assert h.null.startswith(UNTRAINED)
     # At 5 % 2 of 40 are expected; 6 or more come with probability 1.4 %.
@@ -282,7 +283,7 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
     np.testing.assert_allclose(found.others.out, hypothesis_frame._frames(subject, common).out)
     assert found.others.out.shape == (32, 32)
     measured = hypothesis_frame.measure(
-        View(subject.capture(batch, set()), np.zeros(30), (), (), {}, found, (found,) * 20)
+        ProbeInput(subject.capture(batch, set()), np.zeros(30), (), (), {}, found, (found,) * 20)
     )
     others = found.others.of(np.arange(32))[VALUE_OUT][-1].mean()
     assert measured.notes[1].startswith("of as many other tokens, those that the prompts hold most often: ")
@@ -302,7 +303,7 @@ def test_what_has_no_frame_is_refused_with_the_reason():
         read(subject, rows.truncated(5, 0))
     batch = RECALL.truncated(40, 0)
     with pytest.raises(UserError, match="scan with --nulls 20"):
-        hypothesis_frame.measure(View(subject.capture(batch, set()), np.zeros(40), reading=read(subject, batch)))
+        hypothesis_frame.measure(ProbeInput(subject.capture(batch, set()), np.zeros(40), observations=read(subject, batch)))
 
 
 def test_a_layer_whose_values_come_from_elsewhere_is_not_read(monkeypatch):

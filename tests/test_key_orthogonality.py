@@ -14,10 +14,10 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import ProbeInput
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, CLASSES, COLUMNS, SEEN, SEEN_CENTRED, WHOLE, Reading
 from llmgeom.result import Result
-from llmgeom.scan import View
 from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 
@@ -218,14 +218,14 @@ def capture(rng, strength: float = 0.0, columns: dict | None = None, n: int = 72
     return Capture(batch, torch.arange(n), torch.full((n,), 3), torch.full((n,), 4), tensors)
 
 
-def view(seed=0, planted=False, strength=0.0, twin_planted=False, columns=None, per=2, **more) -> View:
+def view(seed=0, planted=False, strength=0.0, twin_planted=False, columns=None, per=2, **more) -> ProbeInput:
     rng = np.random.default_rng(seed)
-    return View(
+    return ProbeInput(
         capture=capture(rng, strength, columns, per=per),
         entropy=np.linspace(0, 8, 72),
         untrained=tuple(capture(rng, 0.0, columns, per=per) for _ in range(20)),
-        reading=reading(rng, planted, **more),
-        control_readings=tuple(reading(rng, twin_planted, **more) for _ in range(20)),
+        observations=reading(rng, planted, **more),
+        control_observations=tuple(reading(rng, twin_planted, **more) for _ in range(20)),
         seed=seed,
     )
 
@@ -341,11 +341,11 @@ def test_what_cannot_be_read_is_a_row_with_its_reason():
     why = probe.read(Subject.of(model), ragged())
     assert isinstance(why, str) and "lays out its key weights is not known" in why
     with pytest.raises(Unavailable, match="lays out its key weights is not known"):
-        probe.measure(replace(view(), reading=why))
+        probe.measure(replace(view(), observations=why))
     few = Batch(Tokens(torch.tensor([[4, 5, 4, 5]]), torch.tensor([4])), ("a",), {})
     assert probe.read(Subject.of(FAMILIES["llama"].model()), few).startswith("the prompts hold 2 different tokens")
     with pytest.raises(UserError, match="no re-initialised model was read"):
-        probe.measure(replace(view(), control_readings=()))
+        probe.measure(replace(view(), control_observations=()))
 
 
 def test_the_last_layers_are_told_from_the_others():

@@ -20,11 +20,12 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import length_cliff
 from llmgeom.probes.length_cliff import Reach, reach
 from llmgeom.probes.shared.length_curves import RATIO
 from llmgeom.record import Record
-from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.training import Training, train
@@ -50,16 +51,16 @@ def capture(batch, log_p) -> Capture:
     return Capture(batch, prompt, position, batch.inputs.lengths, {(Site.LOG_PROBS, -1): log_p.flatten(0, 1).float()})
 
 
-def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> View:
+def view(mixed, trained: int = H, seed: int = 0, n: int = N) -> ProbeInput:
     batch, said = answers(mixed, seed=seed, n=n)
     own = capture(batch, said)
     noise = [torch.Generator().manual_seed(i) for i in range(20)]
     untrained = tuple(capture(batch, torch.randn(said.shape, generator=each).log_softmax(-1)) for each in noise)
     sample = Sample(own, np.zeros(n * ASKED), untrained)
-    return View(own, np.zeros(n * ASKED), samples={WHOLE: sample}, reading=Reach(trained, "hmm"))
+    return ProbeInput(own, np.zeros(n * ASKED), samples={WHOLE: sample}, observations=Reach(trained, "hmm"))
 
 
-def found(given: View) -> dict:
+def found(given: ProbeInput) -> dict:
     result = length_cliff.measure(given)
     return {h.name: h for h in judge({"length_cliff": result.lowered()})["length_cliff"].estimates}
 
@@ -161,7 +162,7 @@ def test_grade_says_the_same_of_the_same_sequences():
     log_p[..., list(task.answers.tokens)] = predictive(batch.inputs.ids)
     own = capture(batch, log_p)
     sample = Sample(own, np.zeros(360), (own,) * 20)
-    scanned = found(View(own, np.zeros(360), samples={WHOLE: sample}, reading=Reach(4, "bijection")))
+    scanned = found(ProbeInput(own, np.zeros(360), samples={WHOLE: sample}, observations=Reach(4, "bijection")))
     assert graded.keys() == scanned.keys() and graded[RATIO].verdict == scanned[RATIO].verdict == "FAIL"
     for name, one in graded.items():
         assert (one.value, one.low, one.high) == pytest.approx(
@@ -204,13 +205,13 @@ def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
     plain = Subject.capture
     monkeypatch.setattr(Subject, "capture", lambda self, b, s, **more: asked.append({*s}) or plain(self, b, s, **more))
     probes = {"length_cliff": length_cliff}
-    record = scan(subject, replace(batch, posterior=None), probes, nulls=2)
+    record = run_probes(subject, replace(batch, posterior=None), probes, controls=2)
     assert record.unmeasured == {"length_cliff": NO_EXACT} and not any(Site.LOG_PROBS in sites for sites in asked)
-    record = scan(subject, batch, probes, nulls=2)
+    record = run_probes(subject, batch, probes, controls=2)
     assert "whole sequences of a task" in record.unmeasured["length_cliff"]
     real = wind_tunnels.load_task("regression")
     subject = Subject.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
-    record = scan(subject, real.truncated(20, 0), probes, nulls=2, samples={WHOLE: real.sample(20, 0)})
+    record = run_probes(subject, real.truncated(20, 0), probes, controls=2, samples={WHOLE: real.sample(20, 0)})
     assert record.unmeasured["length_cliff"].startswith("what is asked here is a real number")
 
 

@@ -19,7 +19,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus, value_manifold
 from llmgeom.record import Record
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from tests.families import FAMILIES, VOCAB
 
 N, FEW = 70, 40
@@ -39,7 +39,7 @@ def prompts(n: int = N, length: int = 14, seed: int = 3) -> Batch:
 
 def measured(model: Subject, batch: Batch, probes: dict, store: Path | None = None, **options) -> Record:
     options = {"nulls": 2, "seed": 5, "batch_tokens": 64, "store": None if store is None else str(store)} | options
-    return scan(model, batch, probes, **options)
+    return run_probes(model, batch, probes, **options)
 
 
 def heads(record: Record, probe: str) -> dict:
@@ -171,7 +171,7 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
             views[name] = view
             return attention_focus.measure(view)
 
-        needs = scanning.Needs(attention_focus.NEEDS.sites, many=many, read=lambda who, batch: len(batch))
+        needs = scanning.Needs(attention_focus.NEEDS.sites, all_prompts=many, read=lambda who, batch: len(batch))
         return type(attention_focus)(name), needs, measure
 
     probes = {}
@@ -196,7 +196,7 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
 def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
     monkeypatch.setattr(scanning, "MOST", FEW)
     views = []
-    needs = scanning.Needs(frozenset({Site.VALUE}), samples=frozenset({"other"}), many=True)
+    needs = scanning.Needs(frozenset({Site.VALUE}), samples=frozenset({"other"}), all_prompts=True)
     module = type(attention_focus)("seen")
     module.NEEDS = needs
 

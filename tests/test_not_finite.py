@@ -18,7 +18,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.record import Record
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES
@@ -73,7 +73,7 @@ def test_an_activation_of_one_layer_for_one_prompt_is_named_by_both(pocket, bad,
         with pytest.raises(
             UserError, match=rf"on prompt 8 \('The number 7 is'\); the first .* come from layer {layer}:"
         ):
-            scan(spoilt, prompts(20), probes.known(("value_manifold",)), nulls=1)
+            run_probes(spoilt, prompts(20), probes.known(("value_manifold",)), controls=1)
         fine = spoilt.capture(prompts(20).take([i for i in range(20) if i != 7][:7]), {Site.ENTROPY})
     assert torch.isfinite(fine.entropy).all()
 
@@ -114,7 +114,7 @@ def test_what_does_not_reach_the_logits_is_named_by_site_layer_and_prompt(pocket
             with pytest.raises(UserError, match=said):
                 spoilt.capture(batch, {Site.KEY, Site.VALUE}, batch_tokens=batch_tokens)
         with pytest.raises(UserError, match=said):
-            scan(spoilt, batch, probes.known(("value_manifold",)), nulls=1)
+            run_probes(spoilt, batch, probes.known(("value_manifold",)), controls=1)
         assert spoilt.capture(batch, {Site.KEY}).key.isfinite().all()
 
 

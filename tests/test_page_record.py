@@ -18,8 +18,9 @@ from llmgeom.model.hub import pockets
 from llmgeom.model.subject import Subject
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import signed
+from llmgeom.prompt_table import prompt_table
 from llmgeom.prompts.domains import Domain
-from llmgeom.scan import _likely, _piece, _pieces, prompt_table, scan
+from llmgeom.run import _likely, _piece, _pieces, run_probes
 from tests.families import FAMILIES
 
 
@@ -31,7 +32,7 @@ def subject():
 @pytest.fixture(scope="module")
 def record(subject):
     batch = Domain("math").sample(20, 0)
-    return batch, scan(subject, batch, known(("value_manifold",)), nulls=1)
+    return batch, run_probes(subject, batch, known(("value_manifold",)), controls=1)
 
 
 def test_the_likeliest_next_tokens_are_those_of_the_model_run_by_hand(subject, record):

@@ -13,9 +13,10 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import qk_alignment
 from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing, cosines
-from llmgeom.scan import WHOLE, Sample, View, scan
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES
 
@@ -68,7 +69,7 @@ def measured(task, batch: Batch, rows: list[np.ndarray], seed: int = 0, untraine
     whole = Sample(captured(batch, rows), np.zeros(0), tuple(captured(batch, one) for one in untrained))
     main = replace(whole.capture, lengths=torch.full((n,), task.length))
     readings = tuple(read() for _ in range(20))
-    return qk_alignment.measure(View(main, np.zeros(n), (), (), {WHOLE: whole}, read(), readings, seed))
+    return qk_alignment.measure(ProbeInput(main, np.zeros(n), (), (), {WHOLE: whole}, read(), readings, seed))
 
 
 def heads(result) -> dict:
@@ -224,7 +225,7 @@ def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(mon
     for i in range(30):
         others = [(i + j) % 30 for j in range(1, 21)]
         sample = Sample(seen[i], np.zeros(0), tuple(seen[j] for j in others))
-        view = View(cut, np.zeros(60), (), (), {WHOLE: sample}, read[i], tuple(read[j] for j in others), i)
+        view = ProbeInput(cut, np.zeros(60), (), (), {WHOLE: sample}, read[i], tuple(read[j] for j in others), i)
         for name, h in heads(qk_alignment.measure(view)).items():
             above[name] += h.verdict == "above null"
     # At 5 % 1.5 of 30 are expected; 5 or more come with probability 1.6 %.
@@ -259,7 +260,7 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
     task, subject = RECALL, matching()
     # GPT-2's width must hold every token.
     assert subject.facts["d_model"] >= task.vocabulary
-    record = scan(subject, task.truncated(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0)
+    record = run_probes(subject, task.truncated(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0)
     batch, expected = task.sample(60, 0), []
     for x in batch.inputs.data.tolist():
         for q in task.query:
@@ -356,6 +357,6 @@ def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
 
 def test_without_twins_the_probe_refuses():
     batch = RECALL.sample(10, 0)
-    view = View(captured(batch, [even(RECALL, 10)]), np.zeros(10), reading=Cosines(np.ones((1, 2, 10)), None))
+    view = ProbeInput(captured(batch, [even(RECALL, 10)]), np.zeros(10), observations=Cosines(np.ones((1, 2, 10)), None))
     with pytest.raises(UserError, match="scan with --nulls 20"):
         qk_alignment.measure(view)

@@ -15,7 +15,7 @@ from llmgeom.model.attention_gradients import routing, step
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.routing_law import BEYOND, NEXT, PART, PULLED, Reading
-from llmgeom.scan import View
+from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, ragged
 
@@ -51,7 +51,7 @@ def made(follows: float, seed: int = 0, clusters: int = 12, pulled: float | None
 
 
 def said(ours: Reading, *theirs: Reading):
-    result = routing_law.measure(View(capture=None, entropy=None, reading=ours, control_readings=theirs))
+    result = routing_law.measure(ProbeInput(capture=None, entropy=None, observations=ours, control_observations=theirs))
     judged = judge({"routing_law": result.lowered()})["routing_law"]
     return {h.name: h for h in judged.estimates}, result
 

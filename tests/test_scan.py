@@ -17,9 +17,10 @@ from llmgeom.errors import Unavailable
 from llmgeom.model import hub
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, scan, shuffle
+from llmgeom.run import run_probes, shuffle
 from llmgeom.stats.information import bits
 
 N = 30
@@ -67,7 +68,7 @@ def test_a_probe_gets_twins_and_shuffled_prompts_that_are_what_they_are_called(s
         views.append(view)
         return Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy())
 
-    record = scan(subject, batch, {"seen": probe(measure)}, nulls=3, seed=5)
+    record = run_probes(subject, batch, {"seen": probe(measure)}, controls=3, seed=5)
     (view,) = views
     assert len(view.untrained) == len(view.shuffled) == 3
     for i, control in enumerate(view.untrained):
@@ -92,7 +93,7 @@ def test_shuffling_keeps_the_final_token_the_special_ones_and_the_multiset(batch
 
 
 def test_entropy_in_the_prompt_table_is_the_model_s_own_in_bits(subject, batch):
-    record = scan(subject, batch, {}, nulls=1)
+    record = run_probes(subject, batch, {}, controls=1)
     ids, lengths = batch.inputs.ids, batch.inputs.lengths
     for i in range(3):
         with torch.no_grad():
@@ -105,29 +106,29 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
     def cannot(view):
         raise Unavailable("an LSTM has no keys")
 
-    record = scan(subject, batch, {"keys": probe(cannot, untrained=False, shuffled=False)}, nulls=1)
+    record = run_probes(subject, batch, {"keys": probe(cannot, untrained=False, shuffled=False)}, controls=1)
     assert record.unmeasured == {"keys": "an LSTM has no keys"} and not record.results
 
     def broken(view):
         raise KeyError("typo")
 
     with pytest.raises(KeyError, match="typo"):
-        scan(subject, batch, {"keys": probe(broken, untrained=False, shuffled=False)}, nulls=1)
+        run_probes(subject, batch, {"keys": probe(broken, untrained=False, shuffled=False)}, controls=1)
 
 
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
     needs = probe(lambda v: Seen(mean=np.zeros(2)), untrained=False, shuffled=False)
-    scan(subject, batch, {"seen": needs}, nulls=20, progress=lambda *told: stages.append(told))
+    run_probes(subject, batch, {"seen": needs}, controls=20, progress=lambda *told: stages.append(told))
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
 
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
-    few = scan(subject, batch, {}, nulls=5)
+    few = run_probes(subject, batch, {}, controls=5)
     assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in few.warnings
     assert any("entropy spans only" in w for w in few.warnings)
     crowded = Batch(batch.inputs, ("one",) * 5 + tuple(map(str, range(N - 5))), {"name": "crowded"})
-    warnings = scan(subject, crowded, {}, nulls=20).warnings
+    warnings = run_probes(subject, crowded, {}, controls=20).warnings
     assert "up to 5 prompts share one template; n counts templates, not prompts" in warnings
 
 
@@ -146,7 +147,7 @@ def test_an_inactive_window_is_said():
     )
     subject = Subject.of(AutoModelForCausalLM.from_config(config), None, "windowed")
     tokens = Tokens(torch.ones(4, 9, dtype=torch.int64), torch.full((4,), 9))
-    record = scan(subject, Batch(tokens, tuple("abcd"), {"name": "ones"}), {}, nulls=20)
+    record = run_probes(subject, Batch(tokens, tuple("abcd"), {"name": "ones"}), {}, controls=20)
     assert "window inactive: the longest prompt has 9 tokens, the sliding window 20" in record.warnings
 
 
@@ -157,7 +158,7 @@ def test_equal_scans_give_equal_records_whatever_ran_before(subject, batch, tmp_
         torch.manual_seed(noise)
         np.random.seed(noise)
         torch.rand(noise)
-        scan(subject, batch, known(), nulls=2, seed=1).save(tmp_path / name)
+        run_probes(subject, batch, known(), controls=2, seed=1).save(tmp_path / name)
     a, b = tmp_path / "a", tmp_path / "b"
     for name in ("arrays.safetensors", "prompts.jsonl"):
         assert (a / name).read_bytes() == (b / name).read_bytes()
@@ -179,12 +180,12 @@ def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject
         return Seen(mean=np.zeros(2))
 
     samples = {"one": other(2), "two": other(3), "unasked": other(4)}
-    scan(
+    run_probes(
         subject,
         batch,
         {"a": probe(measure, samples=frozenset({"one", "absent"})), "b": probe(measure, samples=frozenset({"two"}))},
         samples=samples,
-        nulls=2,
+        controls=2,
         seed=5,
         progress=lambda stage, done, total: stages.append((stage, done, total)),
     )
@@ -217,12 +218,12 @@ def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_pr
         "names": probe(measure("names"), read=lambda who, what: who.name),
         "neither": probe(measure("neither")),
     }
-    scan(subject, batch, probes, nulls=2, seed=5)
+    run_probes(subject, batch, probes, controls=2, seed=5)
     assert views["reads"].reading == norm(subject, batch)
-    assert views["reads"].control_readings == tuple(norm(subject.untrained(6 + i), batch) for i in range(2))
-    assert len({views["reads"].reading, *views["reads"].control_readings}) == 3
-    assert views["names"].reading == "tiny" and views["names"].control_readings == ("tiny re-initialised",) * 2
-    assert views["neither"].reading is None and views["neither"].control_readings == ()
+    assert views["reads"].control_observations == tuple(norm(subject.untrained(6 + i), batch) for i in range(2))
+    assert len({views["reads"].reading, *views["reads"].control_observations}) == 3
+    assert views["names"].reading == "tiny" and views["names"].control_observations == ("tiny re-initialised",) * 2
+    assert views["neither"].reading is None and views["neither"].control_observations == ()
 
 
 def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(subject, batch):
@@ -233,7 +234,7 @@ def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(su
         "reads": probe(lambda v: Seen(mean=np.zeros(2)), read=read),
         "plain": probe(lambda v: Seen(mean=np.ones(2))),
     }
-    record = scan(subject, batch, probes, nulls=2)
+    record = run_probes(subject, batch, probes, controls=2)
     assert record.unmeasured == {"reads": "W_K cannot be read"} and set(record.results) == {"plain"}
 
 
@@ -247,13 +248,13 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
         captured.append({site for site, _ in view.capture.tensors})
         return Seen(mean=np.zeros(2))
 
-    record = scan(told, batch, {"writes": needs, "values": probe(measure)}, nulls=2)
+    record = run_probes(told, batch, {"writes": needs, "values": probe(measure)}, controls=2)
     assert record.unmeasured == {"writes": f"writes to the residual stream are {why}"}
     assert captured == [{Site.VALUE, Site.ENTROPY, Site.LIKELY}] and set(record.results) == {"values"}
 
 
 def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
-    record = scan(subject, batch, {}, nulls=5, notes=["first of all", "and then"])
+    record = run_probes(subject, batch, {}, controls=5, notes=["first of all", "and then"])
     assert record.warnings[:2] == ("first of all", "and then")
     assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings[2:]
 
@@ -273,7 +274,7 @@ def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatc
         return whole(self, work, members)
 
     monkeypatch.setattr(Subject, "_pass", scarce)
-    record = scan(subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, nulls=3, batch_tokens=10**6)
+    record = run_probes(subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, controls=3, batch_tokens=10**6)
     assert passed.count((where == "untrained controls", where == "shuffled", N)) == 3
     assert [w for w in record.warnings if "memory" in w] == [f"out of memory: a batch of {N} prompts was run in halves"]
 

@@ -21,7 +21,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.scan import Passes
+from llmgeom.run import PassPlan
 from tests.families import FAMILIES, ragged
 from tests.test_scan import probe
 from tests.test_store import contents, same, shards
@@ -155,7 +155,7 @@ def test_a_twin_that_is_not_built_is_known_by_the_key_of_the_one_that_is(tmp_pat
 def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count):
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
     probes = {"one": probe(None, samples=frozenset({"other"}))}
-    asked = Passes.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
+    asked = PassPlan.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     built, made = [], []
     control, shard = Subject.untrained, Subject._shard
@@ -186,7 +186,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
 
 def test_the_first_waits_for_shards_and_says_what_is_missing_when_none_comes(tmp_path, monkeypatch):
     subject = Subject.of(FAMILIES["llama"].model(), name="llama")
-    asked = Passes.of(subject, ragged(), {"one": probe(None, shuffled=False)}, 1, 0, {})
+    asked = PassPlan.of(subject, ragged(), {"one": probe(None, shuffled=False)}, 1, 0, {})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     first = Share(0, 2, launched=True)
     first.fill(subject, asked, progress=None, **options)

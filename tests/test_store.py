@@ -23,7 +23,7 @@ from llmgeom.model.batching import together
 from llmgeom.model.capture import Capture, Site, nbytes
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from tests.families import FAMILIES, apart, ragged
 from tests.test_scan import Seen, probe
 
@@ -278,11 +278,11 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     with monkeypatch.context() as only:
         only.setattr(Subject, "_pass", None)
         with pytest.raises(UserError, match=f"^the captures take about {store.said(needed)} and "):
-            scan(model, ragged(lengths=LENGTHS), probes, **options)
+            run_probes(model, ragged(lengths=LENGTHS), probes, **options)
     free[0] = needed
-    record = scan(model, ragged(lengths=LENGTHS), probes, **options)
+    record = run_probes(model, ragged(lengths=LENGTHS), probes, **options)
     free[0] = 0
-    again = scan(model, ragged(lengths=LENGTHS), probes, **options)  # all of it is there
+    again = run_probes(model, ragged(lengths=LENGTHS), probes, **options)  # all of it is there
     assert again.results["one"].arrays["mean"].tolist() == record.results["one"].arrays["mean"].tolist()
 
 

@@ -15,10 +15,10 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import ONE_TOKEN, UNSTRATIFIED, ProbeInput, Sample
 from llmgeom.probes import value_manifold
 from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
 from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
-from llmgeom.scan import ONE_TOKEN, UNSTRATIFIED, Sample, View
 from llmgeom.stats.ridge_probe import decodability, folds
 
 N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 20
@@ -42,11 +42,11 @@ def values(rng: np.random.Generator, factor: np.ndarray | None, strength: float 
     return found
 
 
-def view(strength: float, seed: int, twin_strength: float = 0.0) -> View:
+def view(strength: float, seed: int, twin_strength: float = 0.0) -> ProbeInput:
     rng = np.random.default_rng(seed)
     entropy = rng.uniform(0, 8, N)
     factor = (entropy - entropy.mean()) / entropy.std()
-    return View(
+    return ProbeInput(
         capture=capture(values(rng, factor, strength)),
         entropy=entropy,
         untrained=tuple(capture(values(rng, factor, twin_strength)) for _ in range(UNTRAINED)),
@@ -154,7 +154,7 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     ids[:, 11] = torch.from_numpy(token)
     main = replace(main, batch=replace(main.batch, inputs=Tokens(ids, main.lengths)))
     noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
-    found = {h.name: h for h in value_manifold.measure(View(main, entropy, noise, noise)).estimates}
+    found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
     assert found[RHO].value > 0.9
     assert found[RHO].verdict == "above null"
     given = found[f"{RHO}, {GIVEN}"]

@@ -24,12 +24,13 @@ from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import ProbeInput, Sample
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry as cloud
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate
-from llmgeom.scan import NULLS, Sample, View, shuffle
+from llmgeom.run import CONTROLS, shuffle
 from llmgeom.stats.information import bits
 from llmgeom.stats.tests import prediction_p
 from tests.test_stats import coverage
@@ -132,10 +133,10 @@ def take(width: int, seed: int) -> Taken:
 
 def shuffled(subject: Subject, batch: Batch, seed: int) -> tuple[Capture, ...]:
     """One pass over all shuffled prompts, cut into draws."""
-    draws = [shuffle(batch.inputs, 0, NULLS * seed + i) for i in range(NULLS)]
+    draws = [shuffle(batch.inputs, 0, CONTROLS * seed + i) for i in range(CONTROLS)]
     n = len(batch)
     every = Tokens(torch.cat([draw.ids for draw in draws]), torch.cat([draw.lengths for draw in draws]))
-    whole = subject.capture(Batch(every, batch.cluster * NULLS, batch.source), SITES, batch_tokens=10**6)
+    whole = subject.capture(Batch(every, batch.cluster * CONTROLS, batch.source), SITES, batch_tokens=10**6)
     return tuple(
         Capture(
             replace(batch, inputs=draw),
@@ -148,7 +149,7 @@ def shuffled(subject: Subject, batch: Batch, seed: int) -> tuple[Capture, ...]:
     )
 
 
-def view(own: Taken, untrained: list[Taken], seed: int) -> View:
+def view(own: Taken, untrained: list[Taken], seed: int) -> ProbeInput:
     """What `scan` would hand to a probe, but for its readings."""
 
     def sample(name: str) -> Sample:
@@ -158,7 +159,7 @@ def view(own: Taken, untrained: list[Taken], seed: int) -> View:
 
     main = sample("")
     samples = {name: sample(name) for name in own.captures if name}
-    return View(main.capture, main.entropy, main.untrained, own.shuffled, samples, seed=seed)
+    return ProbeInput(main.capture, main.entropy, main.untrained, own.shuffled, samples, seed=seed)
 
 
 def measure(own: Taken, untrained: list[Taken], seed: int, of: tuple[str, ...]) -> list[tuple[str, Estimate]]:
@@ -168,7 +169,7 @@ def measure(own: Taken, untrained: list[Taken], seed: int, of: tuple[str, ...]) 
         probe = PROBES[name]
         theirs = tuple(control.readings.get(name) for control in untrained) if probe.NEEDS.read else ()
         try:
-            found = probe.measure(replace(seen, reading=own.readings.get(name), control_readings=theirs))
+            found = probe.measure(replace(seen, observations=own.readings.get(name), control_observations=theirs))
         except UserError:
             continue
         results[name] = found.lowered()
@@ -197,7 +198,7 @@ def trials(
     for i in range(count):
         width = WIDTHS[i % len(WIDTHS)]
         models, own = bank(width, seeds), i // len(WIDTHS) % seeds
-        stranger, *others = rng.permutation([j for j in range(seeds) if j != own])[: NULLS + 1]
+        stranger, *others = rng.permutation([j for j in range(seeds) if j != own])[: CONTROLS + 1]
         with pytest.MonkeyPatch.context() as patch:
             predicted = watch(patch)
             judged = measure(change(models[own], models[stranger], i), [models[j] for j in others], i, of)

@@ -18,12 +18,13 @@ from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
+from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
-from llmgeom.scan import NULLS, WHOLE, scan
+from llmgeom.run import CONTROLS, run_probes
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import Training, train
 
@@ -172,10 +173,10 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     task = told.asked(None, str(folder))
     split = graded_on(task)
     whole = task.sample(n, seed, split)
-    common: dict[str, Any] = {"seed": seed, "nulls": NULLS}
+    common: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
     every_probe = {**probes.known(probes.names()), routing_law.NAME: routing_law}
     every: dict[str, Callable[[], Record]] = {
-        "scan": lambda: scan(subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common),
+        "scan": lambda: run_probes(subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common),
         "swap": lambda: swap.examine(subject, task, n=n, **common),
         "heads": lambda: parts.examine(subject, whole, "heads", task=task, positions="all", **common),
         "blocks": lambda: parts.examine(subject, whole, "blocks", task=task, positions="all", **common),

@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.passes import Work
 from llmgeom.model.subject import Subject
 from llmgeom.progress import Progress
-from llmgeom.scan import Passes
+from llmgeom.run import PassPlan
 
 PATIENCE = 1800.0  # seconds without a new shard after which a process counts as lost
 LOOK = 0.2
@@ -61,29 +61,23 @@ class Share:
         return mine
 
     def fill(
-        self, subject: Subject, asked: Passes, *, batch_tokens: int, store: str, progress: Progress | None
+        self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str, progress: Progress | None
     ) -> None:
-        """Make our shards of what a scan captures. An control is built only where one of its shards is ours."""
-        options: dict[str, Any] = {"batch_tokens": batch_tokens, "store": store}
-        called = f"share {self.index} of {self.count}"
-        for n, seed in enumerate((None, *asked.untrained)):
-            who = subject if seed is None else None
-            # Building an control costs more than a few prompts: where there are enough of them each stays with one process.
-            whole = seed is not None and len(asked.untrained) >= self.count
-            for batch in asked.of_model if seed is None else asked.batches.values():
-                work = subject.planned(seed, batch, asked.own_sites, **options)
-                if missing := self._missing(work, whole):
-                    who = who or subject.untrained(seed)
-                    who.fill(work, missing)
-            self._turn += whole
+        """Make our shards of what a run captures. An untrained control is built only where one of its shards is ours."""
+        built: tuple[int | None, Subject] = (None, subject)
+        works = list(plan.works(subject, batch_tokens=batch_tokens, store=store))
+        controls = len(plan.untrained)
+        for done, (kind, seed, work) in enumerate(works, 1):
+            # To build a control costs more than a few prompts: where there are enough of them each stays with one process.
+            whole = kind == "untrained" and controls >= self.count
+            if missing := self._missing(work, whole):
+                if kind == "untrained" and built[0] != seed:
+                    built = (seed, subject.untrained(seed))
+                (built[1] if kind == "untrained" else subject).fill(work, missing)
+            last = done == len(works) or works[done][:2] != (kind, seed)
+            self._turn += whole and last
             if progress:
-                progress(f"{called}: the model and its untrained controls", n + 1, 1 + len(asked.untrained))
-        for i in range(len(asked.shuffles)):
-            work = subject.work(asked.shuffled(i), asked.sites, **options)
-            if missing := self._missing(work):
-                subject.fill(work, missing)
-            if progress:
-                progress(f"{called}: shuffled prompts", i + 1, len(asked.shuffles))
+                progress(f"process {self.index} of {self.count}: captures", done, len(works))
 
     def _missing(self, work: Work, whole: bool = False) -> list[int]:
         self.works.append(work)

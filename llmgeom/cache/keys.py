@@ -77,6 +77,16 @@ def of_run(subject: Subject) -> dict[str, Any]:
     }
 
 
+def of_bytes(data: bytes) -> str:
+    """sha256, 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def of_source(path: Path) -> str:
+    """sha256 of a file."""
+    return of_bytes(path.read_bytes())
+
+
 @lru_cache
 def of_code(function: Callable[..., Any]) -> str:
     """sha256 of the code of the module that defines a function; the function's name where there is no source."""

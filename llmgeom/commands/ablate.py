@@ -35,9 +35,10 @@ from llmgeom.progress import Progress, prefixed
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
 from llmgeom.prompts.sula import Sula, available, prior
+from llmgeom.provenance import took
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
-from llmgeom.scan import few_draws, took
+from llmgeom.run import few_draws
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.tests import spearman
 from llmgeom.task import Task

@@ -21,10 +21,10 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import flag
 from llmgeom.progress import Progress
+from llmgeom.provenance import took, versions
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, visible
 from llmgeom.result import Estimate, Figure, Result, Verdict, quantity
-from llmgeom.scan import took, versions
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, threshold, told_apart
 from llmgeom.validity import Calibration, Signature, null_units
 

@@ -29,9 +29,10 @@ from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.subject import Subject
+from llmgeom.probe import MATCHED, MIXED, WHOLE
 from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment
 from llmgeom.reports.text import grid
-from llmgeom.scan import MATCHED, MIXED, WHOLE, Passes, able
+from llmgeom.run import PassPlan, measurable
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
@@ -160,8 +161,8 @@ class Source:
         modules = probes.known(plan.probes)
         who.asked.clear()
         batch, samples, _ = sampled(plan, who, name)
-        measured, _ = able(who, batch, modules)
-        asked = Passes.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
+        measured, _ = measurable(who, batch, modules)
+        asked = PassPlan.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
         untrained = len(asked.untrained)
 
         def stage(called: str, times: int, of: Batch, sites: frozenset[Site]) -> Stage:

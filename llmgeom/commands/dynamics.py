@@ -22,12 +22,14 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, argument, flag
 from llmgeom.model.attention_gradients import signals
+from llmgeom.probe import WHOLE
 from llmgeom.probes.posterior.scores import drawn, graded_on
 from llmgeom.progress import Progress
+from llmgeom.provenance import provenance, took
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Figure, Measured, Quantity
-from llmgeom.scan import WHOLE, few_draws, provenance, scan, took
+from llmgeom.run import few_draws, run_probes
 from llmgeom.task import Task
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training
@@ -302,12 +304,12 @@ def _scans(
                 if progress:
                     progress("snapshots scanned", place, len(run.steps), f"step {step}, {stage} {done} of {total}")
 
-            records[step] = scan(
+            records[step] = run_probes(
                 run.load(place, **asked.options),
                 batch,
                 modules,
                 seed=asked.seed,
-                nulls=asked.nulls,
+                controls=asked.nulls,
                 samples=samples,
                 store=store,
                 progress=tell,

@@ -28,10 +28,13 @@ from llmgeom.probes.evidence.answers import (
 )
 from llmgeom.probes.evidence.published import measure_published
 from llmgeom.progress import Progress
+from llmgeom.prompt_table import prompt_table
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
+from llmgeom.provenance import provenance, took
 from llmgeom.record import Record
-from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
+from llmgeom.run import CONTROLS as DRAWS
+from llmgeom.run import few_draws
 
 Protocol = Literal["sound", "published"]
 
@@ -42,7 +45,7 @@ def examine(
     *,
     n: int = 50,
     seed: int = 0,
-    nulls: int = NULLS,
+    nulls: int = DRAWS,
     protocol: Protocol = "sound",
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,

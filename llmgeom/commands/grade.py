@@ -30,10 +30,12 @@ from llmgeom.probes.posterior.results import (
 )
 from llmgeom.probes.posterior.scores import Scores, drawn, grade, graded
 from llmgeom.progress import Progress
+from llmgeom.prompt_table import prompt_table
+from llmgeom.provenance import provenance, took
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Result
-from llmgeom.scan import NULLS, few_draws, prompt_table, provenance, took
+from llmgeom.run import CONTROLS, few_draws
 from llmgeom.task import Task
 from llmgeom.wind_tunnels import checks as laws
 from llmgeom.wind_tunnels.checkpoint import TRAINING, told
@@ -102,7 +104,7 @@ def examine(
     *,
     n: int = 1000,
     seed: int = 0,
-    nulls: int = NULLS,
+    nulls: int = CONTROLS,
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:

@@ -31,9 +31,10 @@ from llmgeom.probes.interventions.replacement import moved_by
 from llmgeom.probes.interventions.splits import Split
 from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
+from llmgeom.provenance import took
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.scan import NULLS, few_draws, took
+from llmgeom.run import CONTROLS, few_draws
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 from llmgeom.stats.ridge_probe import folds
@@ -374,7 +375,7 @@ def examine(
     n: int = 200,
     layers: Sequence[int] | None = None,
     controls: int = FEW,
-    nulls: int = NULLS,
+    nulls: int = CONTROLS,
     seed: int = 0,
     batch_tokens: int = BATCH_TOKENS,
     progress: Progress | None = None,

@@ -22,10 +22,10 @@ from llmgeom.papers import verdicts as judging
 from llmgeom.papers.published_numbers import Check, Entry, Size, table
 from llmgeom.papers.verdicts import Bench, Judged
 from llmgeom.progress import Progress
+from llmgeom.provenance import took, versions
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Measured
-from llmgeom.scan import took, versions
 
 SIZES: dict[str, Size] = {"small": "small", "paper": "full"}  # by --scale
 WIDTH = 116

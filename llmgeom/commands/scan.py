@@ -299,15 +299,15 @@ def scanned(
     **facts: Any,
 ) -> Record:
     """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
-    from llmgeom.scan import scan
+    from llmgeom.run import run_probes
 
     batch, samples, notes = drawn
-    return scan(
+    return run_probes(
         subject,
         batch,
         probes.known(plan.probes),
         seed=plan.request.seed,
-        nulls=plan.request.nulls,
+        controls=plan.request.nulls,
         samples=samples,
         notes=notes,
         batch_tokens=batch_tokens or plan.request.batch_tokens,
@@ -319,15 +319,15 @@ def scanned(
 
 def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
     """Make one process's share of the captures; whether it is then to go on with the scan."""
-    from llmgeom.scan import Passes, able
+    from llmgeom.run import PassPlan, measurable
 
     asked, modules, store = plan.request, probes.known(plan.probes), str(captures_folder())
     with share.watched():
         for name in plan.pools:
             batch, samples, _ = sampled(plan, subject, name, progress)
-            measured, _ = able(subject, batch, modules)
-            passes = Passes.of(subject, batch, measured, asked.nulls, asked.seed, samples)
-            passes.room(subject, store, asked.batch_tokens)
+            measured, _ = measurable(subject, batch, modules)
+            passes = PassPlan.of(subject, batch, measured, asked.nulls, asked.seed, samples)
+            passes.check_room(subject, store, asked.batch_tokens)
             share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
         goes_on = share.launched and share.index == 0
         if goes_on:
@@ -341,9 +341,9 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
     A pool is spread over entropy, and a plain sample of it stands beside. A domain also has prompts that all end in
     one token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
     """
+    from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
     from llmgeom.prompts import pool as pools
     from llmgeom.prompts.domains import Domain
-    from llmgeom.scan import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
 
     pool, seed, n = plan.pools[name], plan.request.seed, plan.n(name)
     if pool.source["kind"] == "task":

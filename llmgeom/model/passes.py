@@ -67,6 +67,7 @@ class Observer:
         name: prefix of the arrays: `Capture.observed("NAME.ARRAY")`.
         function: Step -> name of an array -> [row ...], one entry a queried row.
         sites: read at the queried rows. everywhere: read at every real position.
+        samples: names of the samples that it reads ("" is the main one).
         version: what tells this code from an earlier one in the cache; by default a hash of the function's module.
         row_bytes: about how many bytes a row takes, for the estimate of disk space.
     """
@@ -75,6 +76,7 @@ class Observer:
     function: Callable[[Step], Mapping[str, Tensor]]
     sites: frozenset[Site] = frozenset()
     everywhere: frozenset[Site] = frozenset()
+    samples: tuple[str, ...] = ("",)
     version: str = ""
     row_bytes: int = 1024
 
@@ -92,7 +94,7 @@ class Observer:
                     f"observer {self.name!r}: {name} has {len(array)} entries for {len(step.prompt)} queried rows; "
                     "return one entry a row"
                 )
-        return {(f"{self.name}.{name}", -1): array.detach().cpu() for name, array in arrays.items()}
+        return {(f"{self.name}.{name}", -1): array.detach().cpu().clone() for name, array in arrays.items()}
 
 
 @dataclass(frozen=True)

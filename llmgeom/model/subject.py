@@ -256,27 +256,36 @@ class Subject:
         work = self.work(
             batch, sites, edits, positions=positions, observers=observers, batch_tokens=batch_tokens, store=store
         )
+        return self.gather(work, progress)
+
+    def gather(
+        self, work: Work, progress: Callable[[int, int], None] | None = None, *, only_stored: bool = False
+    ) -> Capture:
+        """The capture of a planned work: shards that are stored are read, the others are made.
+
+        Raises LookupError with `only_stored` where a shard is missing or damaged.
+        """
         left = work.store if sum(work.sizes) > IN_MEMORY else None
         shards = range(len(work.groups))
         parts: list[dict[Key, Tensor]] = []
         events: list[str] = []
         done = 0
-        with self._attached(), work.writing(shards):
+        with nullcontext() if only_stored else self._attached(), work.writing(shards):
             for index in shards:
                 with interrupt.whole():
-                    part, told = self._shard(work, index)
+                    part, told = self._shard(work, index, only_stored)
                 events += told
                 if left is None:
                     parts.append(part)
                 done += sum(len(work.batches[i]) for i in work.groups[index])
                 if progress:
-                    progress(done, len(batch))
+                    progress(done, len(work.batch))
         prompt, position = work.where.nonzero(as_tuple=True)
         if left is not None:
             tensors: Mapping[Key, Tensor] = Shelf(left, len(shards), torch.argsort(work.order))
         else:
             tensors = {key: _cat([part[key] for part in parts])[work.order] for key in parts[0]} if parts else {}
-        return Capture(batch, prompt, position, work.tokens.lengths, tensors, tuple(events))
+        return Capture(work.batch, prompt, position, work.tokens.lengths, tensors, tuple(events))
 
     def work(
         self,
@@ -317,10 +326,12 @@ class Subject:
                 with interrupt.whole():
                     self._shard(work, index)
 
-    def _shard(self, work: Work, index: int) -> tuple[dict[Key, Tensor], list[str]]:
+    def _shard(self, work: Work, index: int, only_stored: bool = False) -> tuple[dict[Key, Tensor], list[str]]:
         """One shard, from the store where it is there and sound, else made and kept there; and what happened."""
         if work.store is not None and (found := work.store.read(index)) is not None:
             return {key_of(name): tensor for name, tensor in found[0].items()}, found[1]["events"]
+        if only_stored:
+            raise LookupError(f"shard {index} is not stored")
         told: list[str] = []
         members = [work.batches[i] for i in work.groups[index]]
         each = []

@@ -23,13 +23,14 @@ from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES, at_posterior
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench, combined, over_seeds
+from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.interventions.replacement import Kind
 from llmgeom.probes.posterior.scores import grade, graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
-from llmgeom.scan import NULLS, WHOLE, scan
+from llmgeom.run import CONTROLS, run_probes
 from llmgeom.stats.information import bits, entropy
 from llmgeom.stats.ridge_probe import decodability, folds
 from llmgeom.wind_tunnels.tasks.hmm import HMM
@@ -241,7 +242,7 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric:
     def scanned(subject: Subject) -> Record:
         whole = {WHOLE: of.sample(SCANNED, 0, graded_on(of))}
         store = str(captures_folder())
-        return scan(subject, of.truncated(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store)
+        return run_probes(subject, of.truncated(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store)
 
     found = []
     for name in bench.seeds(task, arch):
@@ -261,7 +262,7 @@ def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what
 
     def cut(subject: Subject) -> Record:
         batch = of.sample(SCANNED, 0, graded_on(of))
-        return parts.examine(subject, batch, kind, task=of, positions="all", nulls=NULLS)
+        return parts.examine(subject, batch, kind, task=of, positions="all", nulls=CONTROLS)
 
     records = [bench.record(name, kind, {"task": of.title}, cut) for name in bench.seeds(task, arch)]
     section = f"{kind}_zero"
@@ -301,7 +302,7 @@ def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Estim
         return decodability(x, _exact(seen), folds(np.asarray(batch.cluster)[seen.prompt.numpy()], 0))
 
     def numbers(subject: Subject) -> list[float]:
-        return [number(subject), *(number(subject.untrained(1 + i)) for i in range(NULLS))]
+        return [number(subject), *(number(subject.untrained(1 + i)) for i in range(CONTROLS))]
 
     each = [
         bench.kept(name, f"final-{what}", {"task": of.title, "n": len(batch)}, numbers)

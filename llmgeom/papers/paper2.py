@@ -30,7 +30,7 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
-from llmgeom.scan import scan
+from llmgeom.run import run_probes
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
@@ -496,7 +496,7 @@ def law(bench: Chain, test: Check, arch: str, metric: str) -> Estimate:
     folder = bench.out / "tunnels/law" / arch
     if not (folder / "scan/record.json").exists():
         batch = wind_tunnels.load_task(spec.task).truncated(200, 0, "held-out")
-        scan(Subject.load(str(folder)), batch, {NAME: routing_law}).save(folder / "scan")
+        run_probes(Subject.load(str(folder)), batch, {NAME: routing_law}).save(folder / "scan")
     return _estimate(Record.load(folder / "scan"), NAME, metric)
 
 

@@ -20,10 +20,10 @@ from llmgeom.files import digest
 from llmgeom.flags import flag
 from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
+from llmgeom.provenance import took, versions
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.scan import took, versions
 from llmgeom.stats.information import bits
 from llmgeom.wind_tunnels.training import Training, corrupted
 

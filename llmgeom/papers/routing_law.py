@@ -19,14 +19,15 @@ from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import DECREASE, Mixing, step
 from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import NULLS, Needs, View
+from llmgeom.run import CONTROLS
 from llmgeom.stats.resampling import jackknife
 
 NAME = "routing_law"
 PROMPTS, SEQUENCES = 8, 32  # a text asks for a prediction at every token, a sequence of a tunnel for one
-SHUFFLES = NULLS
+SHUFFLES = CONTROLS
 EXACT = 1e-9  # of the largest gradient: how far the formulas may lie from automatic differentiation in float64
 NEXT, PULLED = "next step follows the advantage", "the same, weighted by the gradient"
 BEYOND, PART = "next step follows the advantage, beyond untrained", "advantage's part of the score gradient"
@@ -152,7 +153,7 @@ def _rival(mixing: Mixing) -> float:
     return float((wrong - truth).abs().max() / truth.abs().max().clamp_min(torch.finfo(truth.dtype).tiny))
 
 
-NEEDS = Needs(shuffled=False, read=read)
+NEEDS = Needs(shuffled=False, examine=lambda subject, captures: read(subject, captures[""].batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,14 +219,14 @@ class Result(Base):
     ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Maps, curves and metrics from the readings of the model and of its untrained controls.
 
     Raises:
         UserError: The formulas do not give the gradients of automatic differentiation; fewer than 5 clusters; or no
             row has two keys.
     """
-    ours, controls = view.reading, view.control_readings
+    ours, controls = view.observations, view.control_observations
     if ours is None:
         raise UserError("the routing law is read from a model's gradients; scan a model, not a stored capture")
     every, clusters = np.arange(len(ours.clusters)), len(ours.clusters)

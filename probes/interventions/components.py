@@ -20,9 +20,11 @@ from llmgeom.probes.interventions.patching import beside
 from llmgeom.probes.interventions.replacement import DONORS, WHERE, WHERE_OF_A_TASK, Kind, Replaced, Way, sites
 from llmgeom.probes.interventions.splits import Halves, Sequences
 from llmgeom.progress import Progress
+from llmgeom.provenance import took
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
-from llmgeom.scan import NULLS, few_draws, took
+from llmgeom.run import CONTROLS as NULLS
+from llmgeom.run import few_draws
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, Transform, jackknife
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.tests import equivalence_p

@@ -17,9 +17,10 @@ from llmgeom.model.subject import Positions, Subject
 from llmgeom.probes.evidence.answers import label_ids
 from llmgeom.probes.interventions.axis import ridge
 from llmgeom.probes.interventions.patching import Bench, Place, Tunnel
+from llmgeom.prompt_table import prompt_table
+from llmgeom.provenance import provenance
 from llmgeom.record import Record
 from llmgeom.result import Measured
-from llmgeom.scan import prompt_table, provenance
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds

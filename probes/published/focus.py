@@ -6,17 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import torch
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.passes import Observer, Step
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.attention_focus import focusing
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import jackknife
 
@@ -25,16 +26,24 @@ FINAL, EVERY = "focusing, final token", "focusing, all positions"
 THRESHOLD = 0.3
 
 
-def everywhere(subject: Subject, batch: Batch) -> np.ndarray:
-    """[layer prompt] bits: attention entropy, mean over heads and over all positions of a prompt."""
-    seen = subject.capture(batch, {Site.ATTENTION_ENTROPY}, positions="all")
-    prompt = seen.prompt.numpy()
-    count = np.bincount(prompt, minlength=len(batch))
-    layers = [layer.double().mean(1).numpy() for layer in seen.layers(Site.ATTENTION_ENTROPY)]
-    return bits(np.stack([np.bincount(prompt, layer, len(batch)) / count for layer in layers]))
+def everywhere(step: Step) -> dict[str, torch.Tensor]:
+    """[row layer] nats: attention entropy, mean over heads and over all positions of the row's prompt."""
+    count = torch.bincount(step.all_prompt, minlength=len(step.lengths))
+    layers = [layer.double().mean(1) for layer in step.everywhere(Site.ATTENTION_ENTROPY)]
+    sums = [torch.zeros_like(count, dtype=torch.float64).index_add(0, step.all_prompt, layer) for layer in layers]
+    return {"entropy": (torch.stack(sums, 1) / count[:, None])[step.prompt]}
 
 
-NEEDS = Needs(frozenset({Site.ATTENTION_ENTROPY}), read=everywhere)
+def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray:
+    """[layer prompt] bits."""
+    return bits(captures[""].observed("everywhere.entropy").numpy().T)
+
+
+NEEDS = Needs(
+    frozenset({Site.ATTENTION_ENTROPY}),
+    observers=(Observer("everywhere", everywhere, everywhere=frozenset({Site.ATTENTION_ENTROPY})),),
+    collect=collect,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,13 +64,13 @@ class Result(Base):
     notes: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Both forms with their nulls. Raises UserError where the first layer's attention has no entropy."""
     untrained = {"re-initialised": [_final(control) for control in view.untrained]}
     shuffled = {"shuffled prompts": [_final(other) for other in view.shuffled]}
     forms: dict[str, tuple[np.ndarray, Mapping[str, list[np.ndarray]]]] = {
         FINAL: (_final(view.capture), untrained | shuffled),
-        EVERY: (view.reading, {"re-initialised": list(view.control_readings)}),
+        EVERY: (view.observations, {"re-initialised": list(view.control_observations)}),
     }
     made, rows = [], np.arange(len(view.clusters))
     for name, (own, nulls) in forms.items():

@@ -11,14 +11,14 @@ import numpy as np
 
 from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import Unavailable, UserError
+from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.key_orthogonality import token_ids
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
 
@@ -43,16 +43,13 @@ class Reading:
     heads: int
 
 
-def read(subject: Subject, batch: Batch) -> Reading | str:
-    """A Reading of one model, or the sentence that says why there is none."""
+def read(subject: Subject, batch: Batch) -> Reading:
+    """A Reading of one model. Raises UserError for few tokens, and where a matrix cannot be cut out of the weights."""
     layers, kv_heads = range(len(subject.blocks)), subject.facts["kv_heads"]
     ids = token_ids(subject, batch)
     if len(ids) < LEAST_CLUSTERS:
-        return f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}"
-    try:
-        weights = [[_numpy(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
-    except UserError as why:
-        return str(why)
+        raise UserError(f"the prompts hold {len(ids)} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
+    weights = [[_numpy(key_weight(subject, layer, head)) for head in range(kv_heads)] for layer in layers]
     embeddings = _numpy(subject.model.get_input_embeddings().weight[ids])
     return Reading(
         columns=np.array([[float(mean_abs_cosine(w.T)) for w in layer] for layer in weights]),
@@ -66,7 +63,9 @@ def _numpy(x) -> np.ndarray:
     return x.detach().double().cpu().numpy()
 
 
-NEEDS = Needs(frozenset({Site.KEY}), shuffled=False, read=read)
+NEEDS = Needs(
+    frozenset({Site.KEY}), shuffled=False, examine=lambda subject, captures: read(subject, captures[""].batch)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,12 +86,10 @@ class Result(Base):
     notes: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Each definition with its null. Raises Unavailable where the weights cannot be read."""
-    own = view.reading
-    if isinstance(own, str):
-        raise Unavailable(own)
-    untrained = [control for control in view.control_readings if not isinstance(control, str)]
+    own = view.observations
+    untrained = view.control_observations
     if not untrained:
         raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
     (layers, kv_heads), d_model = own.columns.shape, own.embeddings.shape[1]

@@ -16,10 +16,10 @@ from llmgeom.errors import UserError
 from llmgeom.model.batching import plan
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.shared.representation_geometry import flat
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.scan import Needs, View
 from llmgeom.stats.pca import shares, standardised
 from llmgeom.stats.resampling import jackknife
 
@@ -71,7 +71,7 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     return Misread(whole[:, -whole.shape[1] // 3 :], subject.facts["heads"])
 
 
-NEEDS = Needs(frozenset({Site.VALUE}), read=misread)
+NEEDS = Needs(frozenset({Site.VALUE}), examine=lambda subject, captures: misread(subject, captures[""].batch))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,14 +94,14 @@ class Result(Base):
     notes: tuple[str, ...] = ()
 
 
-def measure(view: View) -> Result:
+def measure(view: ProbeInput) -> Result:
     """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few units."""
     values = _last(view.capture)
     found = {RAW: (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])}
-    if view.reading is not None:
-        theirs = [control.values for control in view.control_readings]
-        found[MISREAD] = (_standard, view.reading.values, theirs, [])
-        found[MISREAD_RAW] = (_raw, view.reading.values, theirs, [])
+    if view.observations is not None:
+        theirs = [control.values for control in view.control_observations]
+        found[MISREAD] = (_standard, view.observations.values, theirs, [])
+        found[MISREAD_RAW] = (_raw, view.observations.values, theirs, [])
     made = []
     for name, (of, x, untrained, shuffled) in found.items():
         for place, share in enumerate(("PC1 share", "PC1+PC2 share")):
@@ -114,10 +114,10 @@ def measure(view: View) -> Result:
     return Result(
         bootstrap=np.array([point, again.mean(), *np.quantile(again, (0.025, 0.975))]),
         scores=_scores(values),
-        true=view.reading.true if view.reading else 1.0,
+        true=view.observations.true if view.observations else 1.0,
         estimates=tuple(made),
         ticks={"bootstrapped": ("without", "mean", "low", "high")},
-        notes=(f"of the misread values, {view.reading.true:.0%} are values",) if view.reading else (),
+        notes=(f"of the misread values, {view.observations.true:.0%} are values",) if view.observations else (),
     )
 
 
@@ -159,7 +159,9 @@ def _scores(x: np.ndarray) -> np.ndarray:
     return left[:, :2] * size[:2]
 
 
-def _row(view: View, name: str, of: Callable[[np.ndarray], float], x, untrained: list, shuffled: list) -> Estimate:
+def _row(
+    view: ProbeInput, name: str, of: Callable[[np.ndarray], float], x, untrained: list, shuffled: list
+) -> Estimate:
     claim, rng = CLAIMS[name], np.random.default_rng(view.seed)
     permuted = [of(rng.permuted(x, axis=0)) for _ in range(PERMUTATIONS)]
     value = of(x)
@@ -173,7 +175,7 @@ def _row(view: View, name: str, of: Callable[[np.ndarray], float], x, untrained:
     return estimate(claim, value, interval, nulls, n=len(x), clusters=len(set(view.clusters)))
 
 
-def _correlation(view: View, values: np.ndarray, untrained: list) -> Estimate:
+def _correlation(view: ProbeInput, values: np.ndarray, untrained: list) -> Estimate:
     def pearson(x: np.ndarray, rows: np.ndarray) -> float:
         first = shares(x[rows]).scores[:, 0]
         return abs(float(np.corrcoef(first, view.entropy[rows])[0, 1]))

@@ -15,8 +15,8 @@ from llmgeom.batch import Text
 from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import ProbeInput
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.scan import View
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import band
@@ -124,7 +124,7 @@ def varies(x: np.ndarray) -> bool:
     return bool((x.max(0) != x.min(0)).any())
 
 
-def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = "") -> Description:
+def describe(view: ProbeInput, site: Site, claims: Mapping[str, Claim], called: str = "") -> Description:
     """Shares, participation ratio, |rho| and held-out R2 at every layer with their nulls, and metrics at the last.
 
     claims   by metric name; every name of this module with `called` before it.
@@ -201,7 +201,7 @@ def describe(view: View, site: Site, claims: Mapping[str, Claim], called: str = 
     return Description(fields, tuple(estimates), tuple(_constant(site, main)))
 
 
-def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarray, Test]:
+def _over_layers(main: list[Portrait], view: ProbeInput) -> tuple[np.ndarray, np.ndarray, Test]:
     """|rho| and its corrected p at every layer, 0 and 1 where nothing varies; the last layer's own test."""
     rho, p = np.zeros(len(main)), np.ones(len(main))
     moving = [layer for layer, portrait in enumerate(main) if portrait.scores.any()]
@@ -214,7 +214,7 @@ def _over_layers(main: list[Portrait], view: View) -> tuple[np.ndarray, np.ndarr
 def _shares(
     claims: Mapping[str, Claim],
     called: str,
-    view: View,
+    view: ProbeInput,
     last: np.ndarray,
     portrait: Portrait,
     nulls: Mapping[str, np.ndarray],

@@ -1,0 +1,146 @@
+"""What a probe is: which activations it needs, and how it turns them into a result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer
+from llmgeom.model.subject import Subject
+from llmgeom.result import Result
+from llmgeom.stats.information import bits
+
+UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
+MIXED, MATCHED = "mixed", "mixed, as diverse"
+WHOLE = "whole sequences"  # of a task, with every query, where the main sample queries one position of each
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a probe reads; the runner captures the union over all probes in one pass of each model.
+
+    Attributes:
+        sites: at the queried positions of the main sample and of `samples`, in the model and in every control.
+        optional: sites that are captured where the model has them.
+        untrained, shuffled: which controls it compares with.
+        samples: names of further samples that it reads too, where the source can give them.
+        exact: whether it needs exact answers; without them nothing is captured for it.
+        all_prompts: whether it measures any number of prompts and compares with controls of a subset
+            (`ProbeInput.null_subset`); any other probe is given the subset alone where there are more than 1,000.
+        observers: reduce large tensors during the pass; `Capture.observed` gives their arrays.
+        inputs: name -> inputs of the probe's own, made from the main sample and captured like it (e.g. single tokens).
+        check: raises UserError where the probe cannot read this model; asked before anything runs.
+        examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
+            gradients, of the model and of every untrained control. Arrays by name are cached.
+        collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
+            `examine` returned; by default the latter.
+    """
+
+    sites: frozenset[Site] = frozenset()
+    optional: frozenset[Site] = frozenset()
+    untrained: bool = True
+    shuffled: bool = True
+    samples: frozenset[str] = frozenset()
+    exact: bool = False
+    all_prompts: bool = False
+    observers: tuple[Observer, ...] = ()
+    inputs: Mapping[str, Callable[[Subject, Batch], Batch]] = field(default_factory=dict)
+    check: Callable[[Subject], None] | None = None
+    examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
+    collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A further sample: its capture, its entropy (bits, [row]), and its capture in each untrained control."""
+
+    capture: Capture
+    entropy: np.ndarray
+    untrained: tuple[Capture, ...]
+
+    @property
+    def clusters(self) -> np.ndarray:
+        """[row] str: the cluster of each row."""
+        return _clusters(self.capture)
+
+
+@dataclass(frozen=True)
+class ProbeInput:
+    """What `measure` is given: numpy-ready captures of the model and of its controls.
+
+    Attributes:
+        capture: the model on the main sample.
+        entropy: [row] float64, bits: the trained model's next-token entropy at each queried position.
+        untrained: the same sample in each untrained control.
+        shuffled: the model on the prompts with all tokens but the final one in random order, one capture a draw.
+        samples: further samples by name: those of NEEDS.samples that the source can give.
+        observations: what NEEDS.collect made for the model; control_observations: for each untrained control.
+        seed: for every draw that the probe makes itself.
+        subset: of more than 1,000 prompts, for a probe of `all_prompts`: the input of those that controls read.
+    """
+
+    capture: Capture
+    entropy: np.ndarray
+    untrained: tuple[Capture, ...] = ()
+    shuffled: tuple[Capture, ...] = ()
+    samples: Mapping[str, Sample] = field(default_factory=dict)
+    observations: Any = None
+    control_observations: tuple[Any, ...] = ()
+    seed: int = 0
+    subset: ProbeInput | None = None
+
+    @property
+    def null_subset(self) -> ProbeInput:
+        """The input restricted to the prompts that the controls read."""
+        return self.subset or self
+
+    @property
+    def clusters(self) -> np.ndarray:
+        """[row] str: the cluster (template, document, sequence) of each row."""
+        return _clusters(self.capture)
+
+
+class Probe(Protocol):
+    """A module of probes/, or an object made with `probe`."""
+
+    NEEDS: Needs
+
+    def measure(self, data: ProbeInput, /) -> Result: ...
+
+
+@dataclass(frozen=True)
+class FunctionProbe:
+    """A probe made of a function; see `probe`."""
+
+    NEEDS: Needs
+    measure: Callable[[ProbeInput], Result]
+
+    @property
+    def __doc__(self) -> str | None:  # type: ignore[override]
+        return self.measure.__doc__
+
+
+def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result]], FunctionProbe]:
+    """Make a probe of a function in a notebook.
+
+    Example:
+        @probe(Needs(sites=frozenset({Site.RESIDUAL})))
+        def norm(data):
+            return Norm(mean=..., estimates=())
+        llmgeom.run_probes(subject, batch, {"norm": norm})
+    """
+    return lambda measure: FunctionProbe(needs, measure)
+
+
+def entropy_bits(capture: Capture) -> np.ndarray:
+    """[row] float64: next-token entropy in bits."""
+    return bits(capture.entropy.double().numpy())
+
+
+def _clusters(capture: Capture) -> np.ndarray:
+    return np.asarray(capture.batch.cluster)[capture.prompt.numpy()]

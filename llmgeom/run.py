@@ -1,0 +1,618 @@
+"""The runner: one pass of a model and of each control over all prompts, then every probe, in one record.
+
+It holds the only loop over controls. Probes say what they need (`llmgeom.probe.Needs`); the runner captures the union,
+each prompt once, and gives every probe its part. What was captured, observed, examined or measured before is loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom import claims
+from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
+from llmgeom.cache import keys, results
+from llmgeom.cache.shards import digest, room, run_key, taken
+from llmgeom.errors import UserError
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer, Work
+from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, Probe, ProbeInput, Sample, entropy_bits
+from llmgeom.progress import Progress
+from llmgeom.prompt_table import prompt_table
+from llmgeom.provenance import provenance, took
+from llmgeom.record import Record, measured_from, plain_of
+from llmgeom.result import Measured
+
+CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
+MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
+MAIN = ""
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One capture: a tokenized batch and what is kept of it."""
+
+    batch: Batch
+    sites: frozenset[Site]
+    observers: tuple[Observer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How samples are read: captures without a prompt twice, and where each sample's prompts are among them.
+
+    places: sample name -> (its batch, the readings that hold its prompts, the place of each among these readings).
+    """
+
+    readings: tuple[Reading, ...]
+    places: Mapping[str, tuple[Batch, tuple[int, ...], Tensor]]
+
+    @classmethod
+    def of(
+        cls,
+        samples: Mapping[str, Batch],
+        sites: Mapping[str, frozenset[Site]],
+        observers: Mapping[str, tuple[Observer, ...]],
+    ) -> Layout:
+        """The main sample is one reading; all other prompts that end in their query are a second one, less those
+        that the main sample holds; a sample with queries of its own is a reading of its own."""
+        texts = [name for name, batch in samples.items() if batch.query is None and isinstance(batch.inputs, Tokens)]
+        others = [name for name in texts if name != MAIN]
+        of = {name: _identities(samples[name]) for name in texts}
+        main = {identity: i for i, identity in enumerate(of.get(MAIN, ()))}
+        union: dict[Any, tuple[str, int]] = {}
+        for name in others:
+            for i, identity in enumerate(of[name]):
+                if identity not in main:
+                    union.setdefault(identity, (name, i))
+        shared = any(identity in main for name in others for identity in of[name])
+        readings, places = [], {}
+        if MAIN in samples:
+            more = others if shared else []
+            wanted = sites[MAIN].union(*(sites[name] for name in more))
+            seen = dict.fromkeys((*observers[MAIN], *(one for name in more for one in observers[name])))
+            readings.append(Reading(samples[MAIN], wanted, tuple(seen)))
+            places[MAIN] = (samples[MAIN], (0,), torch.arange(len(samples[MAIN])))
+        if union:
+            rest = _concatenated([(samples[name], i) for name, i in union.values()])
+            seen = dict.fromkeys(one for name in others for one in observers[name])
+            readings.append(Reading(rest, frozenset().union(*(sites[name] for name in others)), tuple(seen)))
+        at = {identity: i for i, identity in enumerate(union)}
+        first = len(samples[MAIN]) if MAIN in samples else 0
+        for name in others:
+            both = any(identity in main for identity in of[name])
+            only = not any(identity in at for identity in of[name])
+            order = [main[one] if one in main else at[one] + first * both for one in of[name]]
+            second = len(readings) - 1
+            held = (0,) if only else (0, second) if both else (second,)
+            places[name] = (samples[name], held, torch.tensor(order))
+        for name, batch in samples.items():
+            if name not in places:
+                places[name] = (batch, (len(readings),), torch.arange(len(batch)))
+                readings.append(Reading(batch, sites[name], observers[name]))
+        return cls(tuple(readings), places)
+
+    def assemble(self, captures: Sequence[Capture]) -> dict[str, Capture]:
+        """Sample name -> its capture, from those of the readings."""
+        return {
+            name: Capture.joined([captures[i] for i in held], batch, order)
+            for name, (batch, held, order) in self.places.items()
+        }
+
+
+def _identities(batch: Batch) -> list[tuple]:
+    """What tells the inputs of a batch apart: tokens and columns (an observer may read them)."""
+    columns = list(zip(*batch.columns.values(), strict=True)) if batch.columns else [()] * len(batch)
+    return [(tuple(ids), *map(str, row)) for ids, row in zip(batch.tokens.real, columns, strict=True)]
+
+
+def _concatenated(rows: Sequence[tuple[Batch, int]]) -> Batch:
+    """Single inputs of several batches as one; columns that all have are kept."""
+    tokens = [(batch.tokens.ids[i, : (n := int(batch.tokens.lengths[i]))], n) for batch, i in rows]
+    ids = torch.nn.utils.rnn.pad_sequence([one for one, _ in tokens], batch_first=True)
+    names = set.intersection(*(set(batch.columns) for batch, _ in rows))
+    return Batch(
+        Tokens(ids, torch.tensor([n for _, n in tokens])),
+        tuple(batch.cluster[i] for batch, i in rows),
+        {"kind": "further samples"},
+        columns={name: tuple(batch.columns[name][i] for batch, i in rows) for name in sorted(names)},
+    )
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Everything that a run passes through the model and its controls, before anything runs; `--dry-run` prices it.
+
+    subset      which prompts of the main sample the controls read; None for all.
+    own         what the model reads. control: what each untrained control reads.
+    untrained, shuffles   the seed of each draw of either control; shuffled_sites: captured of shuffled prompts.
+    special     how many tokens at the beginning a shuffle leaves in place.
+    """
+
+    subset: Tensor | None
+    own: Layout
+    control: Layout
+    untrained: range
+    shuffles: range
+    shuffled_sites: frozenset[Site]
+    special: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        batch: Batch,
+        probes: Mapping[str, Probe],
+        controls: int,
+        seed: int,
+        samples: Mapping[str, Batch],
+    ) -> PassPlan:
+        needs = {name: probe.NEEDS for name, probe in probes.items()}
+        wanted = frozenset().union(*(need.samples for need in needs.values()))
+        given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}
+        inputs = {name: replace(one, inputs=subject.tokens(one)) for name, one in given.items()}
+        subset = _subset(inputs[MAIN], seed)
+        for need in needs.values():
+            for name, make in need.inputs.items():
+                base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
+                if name not in inputs and (made := make(subject, base)) is not None:
+                    inputs[name] = made
+        sites: dict[str, frozenset[Site]] = dict.fromkeys(inputs, frozenset())
+        observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
+        for need in needs.values():
+            optional = frozenset(site for site in need.optional if not subject.unavailable({site}))
+            for name in inputs.keys() & {MAIN, *need.samples}:
+                sites[name] |= need.sites | optional | {Site.ENTROPY}
+            for observer in need.observers:
+                for name in inputs.keys() & set(observer.samples):
+                    observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
+        few = {name: one if (kept := _subset(one, seed)) is None else one.take(kept) for name, one in inputs.items()}
+        own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
+        draws = range(seed + 1, seed + 1 + controls)
+        shuffling = [need for need in needs.values() if need.shuffled]
+        return cls(
+            subset,
+            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, observers),
+            Layout.of(few, sites, observers),
+            draws if any(need.untrained for need in needs.values()) else range(0),
+            draws if shuffling else range(0),
+            frozenset().union(*(need.sites for need in shuffling)),
+            subject.special_prefix(),
+        )
+
+    @property
+    def main(self) -> Batch:
+        """The main sample, tokenized."""
+        return self.own.places[MAIN][0]
+
+    @property
+    def null_sample(self) -> Batch:
+        """The part of it that the controls read."""
+        return self.control.places[MAIN][0]
+
+    def shuffled(self, i: int) -> Reading:
+        """The prompts of the controls with their tokens in random order."""
+        batch = self.null_sample
+        return Reading(
+            replace(batch, inputs=shuffle(batch.tokens, self.special, self.shuffles[i])), self.shuffled_sites
+        )
+
+    def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, Work]]:
+        """Every capture of the run: ("model", None), ("untrained", seed) or ("shuffled", seed), and its work."""
+        for reading in self.own.readings:
+            yield "model", None, _work(subject, None, reading, **options)
+        for seed in self.untrained:
+            for reading in self.control.readings:
+                yield "untrained", seed, _work(subject, seed, reading, **options)
+        for i, seed in enumerate(self.shuffles):
+            yield "shuffled", seed, _work(subject, None, self.shuffled(i), **options)
+
+    def check_room(self, subject: Subject, store: str, batch_tokens: int) -> None:
+        """Raises UserError where the disk has no room for all captures that are not there yet."""
+        works = self.works(subject, batch_tokens=batch_tokens)
+        needed = sum(sum(work.sizes) for _, _, work in works)
+        room(store, needed - taken(Path(store) / run_key(keys.of_run(subject))))
+
+
+def _work(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> Work:
+    return subject.planned(seed, reading.batch, reading.sites, observers=reading.observers, **options)
+
+
+def _subset(batch: Batch, seed: int) -> Tensor | None:
+    """Which prompts of a batch the controls read, in rising order; None for all."""
+    if len(batch) <= MOST:
+        return None
+    return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:MOST]))
+
+
+def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:
+    """Every sequence with its tokens in random order; the first `keep` (special) and the final one stay in place."""
+    generator = np.random.default_rng(seed)
+    data = tokens.data.clone()
+    for row, length in zip(data, tokens.lengths.tolist(), strict=True):
+        if length - 1 > keep:
+            order = keep + generator.permutation(length - 1 - keep)
+            row[keep : length - 1] = row[torch.from_numpy(order)]
+    return type(tokens)(data, tokens.lengths)
+
+
+def measurable(subject: Subject, batch: Batch, probes: Mapping[str, Probe]) -> tuple[dict[str, Probe], dict[str, str]]:
+    """The probes that can measure this model on this batch, and of the others why not."""
+    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
+    return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
+
+
+def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+    if needs.exact and batch.posterior is None:
+        return NO_EXACT
+    if why := subject.unavailable(needs.sites.union(*(observer.wanted for observer in needs.observers))):
+        return why
+    try:
+        if needs.check is not None:
+            needs.check(subject)
+    except UserError as refusal:
+        return str(refusal)
+    return ""
+
+
+# ---- one run --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run in progress: what is captured where, and what an earlier run has left."""
+
+    subject: Subject
+    plan: PassPlan
+    probes: Mapping[str, Probe]
+    seed: int
+    batch_tokens: int
+    store: str | None
+    progress: Progress | None
+
+    @cached_property
+    def _options(self) -> dict[str, Any]:
+        return {"batch_tokens": self.batch_tokens, "store": self.store}
+
+    @cached_property
+    def folder(self) -> str:
+        """The cache's folder for this model."""
+        return run_key(keys.of_run(self.subject))
+
+    @cached_property
+    def _captures_key(self) -> str:
+        """Names every capture of the run and the facts of its samples that no capture holds."""
+        of = [work.store.of for _, _, work in self.plan.works(self.subject, **self._options) if work.store]
+        samples = {name: _facts_hash(batch) for name, (batch, _, _) in self.plan.own.places.items()}
+        return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.digest()})
+
+    def key(self, name: str, what: str, *more: Any) -> str:
+        """The key of a probe's result or examination."""
+        code = [measuring_code(), keys.of_code(self.probes[name].measure)]
+        return digest({"what": what, "probe": name, "of": self._captures_key, "code": code, "more": list(more)})[:32]
+
+    # -- captures
+
+    def _captures(self, seed: int | None, layout: Layout, who: Callable[[], Subject]) -> dict[str, Capture]:
+        """The captures of the model (seed None) or of a control, which is built only where a shard is missing."""
+        captures = []
+        for reading in layout.readings:
+            work = _work(self.subject, seed, reading, **self._options)
+            reader = who() if work.missing(range(len(work.groups))) else self.subject
+            try:
+                captures.append(reader.gather(work, only_stored=reader is self.subject and seed is not None))
+            except LookupError:  # a shard was damaged and is set aside
+                captures.append(who().gather(work))
+        return layout.assemble(captures)
+
+    def model(self) -> dict[str, Capture]:
+        """Sample name -> capture of the model."""
+        readings = self.plan.own.readings
+        captures = []
+        for i, reading in enumerate(readings):
+            captures.append(self.subject.gather(_work(self.subject, None, reading, **self._options)))
+            self._tell("prompts", i + 1, len(readings))
+        return self.plan.own.assemble(captures)
+
+    def control(self, seed: int, examined: Sequence[str]) -> tuple[dict[str, Capture], dict[str, Any]]:
+        """Captures of one untrained control, and what each probe of `examined` took from it."""
+        built: list[Subject] = []
+
+        def who() -> Subject:
+            if not built:
+                built.append(self.subject.untrained(seed))
+            return built[0]
+
+        captures = self._captures(seed, self.plan.control, who)
+        found = {}
+        for name in examined:
+            with contextlib.suppress(UserError):  # this control has no such weights: the others decide
+                found[name] = self.examine(name, who, captures, seed)
+        return captures, found
+
+    def shuffles(self) -> tuple[Capture, ...]:
+        """The model on shuffled prompts, one capture a draw."""
+        captures = []
+        for i in range(len(self.plan.shuffles)):
+            captures.append(self.subject.gather(_work(self.subject, None, self.plan.shuffled(i), **self._options)))
+            self._tell("shuffled prompts", i + 1, len(self.plan.shuffles))
+        return tuple(captures)
+
+    def examine(
+        self, name: str, who: Callable[[], Subject], captures: Mapping[str, Capture], seed: int | None = None
+    ) -> Any:
+        """What NEEDS.examine returns, from the cache where it is arrays that were stored there."""
+        needs = self.probes[name].NEEDS
+        if needs.examine is None:
+            return None
+        key = self.key(name, "examination", seed) if self.store else ""
+        if self.store and (entry := results.load(self.folder, key)) is not None:
+            return entry[1]
+        found = needs.examine(who(), captures)
+        arrays = isinstance(found, Mapping) and all(isinstance(one, np.ndarray) for one in found.values())
+        if self.store and arrays and found:
+            results.save(self.folder, key, {}, found)
+        return found
+
+    def _tell(self, stage: str, done: int, total: int) -> None:
+        if self.progress:
+            self.progress(stage, done, total)
+
+    # -- results
+
+    def stored(self, name: str) -> tuple[Measured | str, list[str]] | None:
+        """The result of a probe (or why it is not measured) and the events of its captures, from an earlier run."""
+        if self.store is None or (entry := results.load(self.folder, self.key(name, "result"))) is None:
+            return None
+        plain, arrays = entry
+        if "unmeasured" in plain:
+            return plain["unmeasured"], plain["events"]
+        return measured_from(plain["measured"], arrays), plain["events"]
+
+    def keep(self, name: str, result: Measured | str, events: Sequence[str]) -> None:
+        """Store the result of a probe."""
+        if self.store is None:
+            return
+        if isinstance(result, str):
+            plain, arrays = {"unmeasured": result}, {}
+        else:
+            plain, arrays = {"measured": plain_of(result)}, dict(result.arrays)
+        results.save(self.folder, self.key(name, "result"), {**plain, "events": list(events)}, arrays)
+
+
+@lru_cache
+def measuring_code() -> str:
+    """sha256 of the sources that turn captures into results: statistics, claims, probes and what they share."""
+    root = Path(__file__).parent
+    import llmgeom.probes
+
+    folders = [root / "stats", *map(Path, llmgeom.probes.__path__)]
+    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    paths += [root / f"{name}.py" for name in ("claims", "probe", "result", "run", "task", "answers")]
+    return digest({str(path.relative_to(path.parents[1])): keys.of_source(path) for path in sorted(paths)})
+
+
+def _facts_hash(batch: Batch) -> str:
+    """Clusters, columns, targets and posterior of a batch: what a probe may read besides tokens."""
+    facts: dict[str, Any] = {
+        "cluster": batch.cluster,
+        "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
+    }
+    tensors = {"query": batch.query, "target": batch.target}
+    if batch.posterior is not None:
+        tensors |= {"predictive": batch.posterior.predictive, "belief": batch.posterior.belief}
+    facts |= {name: keys.of_bytes(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
+    return digest({**facts, "source": dict(batch.source)})
+
+
+def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
+    """The observations of one probe on one batch, without controls: what `ProbeInput.observations` holds."""
+    inputs = {MAIN: replace(batch, inputs=subject.tokens(batch))}
+    inputs |= {name: made for name, make in needs.inputs.items() if (made := make(subject, inputs[MAIN])) is not None}
+    captures = {
+        name: subject.capture(
+            one,
+            needs.sites | {Site.ENTROPY, Site.LIKELY},
+            observers=[observer for observer in needs.observers if name in observer.samples],
+        )
+        for name, one in inputs.items()
+    }
+    return _collected(needs, captures, None if needs.examine is None else needs.examine(subject, captures))
+
+
+def run_probes(
+    subject: Subject,
+    batch: Batch,
+    probes: Mapping[str, Probe],
+    *,
+    samples: Mapping[str, Batch] | None = None,
+    controls: int = CONTROLS,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None,
+    progress: Progress | None = None,
+    facts: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None,
+) -> Record:
+    """Ask `probes` of a model on a batch, with controls.
+
+    Args:
+        subject: the model.
+        batch: the main sample.
+        probes: name -> module of probes/ or an object of `llmgeom.probe`.
+        samples: further samples by name; those that no probe needs are not read.
+        controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 20 cannot decide
+            at .05.
+        seed: of every draw.
+        batch_tokens: tokens that run together.
+        store: folder of captures; what was captured, examined or measured there before is loaded.
+        progress: called as progress(stage, done, total).
+        facts: further provenance. notes: warnings of the caller, put before ours.
+        columns: makes further columns of the prompt table from the observations of the model by probe.
+
+    Returns:
+        The record, with claims judged. A probe that raises UserError is listed with its reason as not measured.
+
+    Raises:
+        UserError: bad input; no room on the disk; logits that are not finite.
+    """
+    started = time.time()
+    measured, unmeasured = measurable(subject, batch, probes)
+    plan = PassPlan.of(subject, batch, measured, controls, seed, samples or {})
+    if store:
+        plan.check_room(subject, store, batch_tokens)
+    run = Run(subject, plan, measured, seed, batch_tokens, store, progress)
+    captures = run.model()
+    stored = {name: entry for name in measured if (entry := run.stored(name)) is not None}
+    answers: dict[str, Measured | str] = {name: answer for name, (answer, _) in stored.items()}
+    events = [event for one in captures.values() for event in one.events]
+    observations: dict[str, Any] = {}
+    pending = {name: probe for name, probe in measured.items() if name not in stored}
+    for name, probe in list((measured if columns else pending).items()):
+        try:
+            own = captures if plan.subset is None or probe.NEEDS.all_prompts else _of_subset(captures, plan)
+            observations[name] = _collected(probe.NEEDS, own, run.examine(name, lambda: subject, own))
+        except UserError as refusal:
+            answers[name] = str(refusal)
+            run.keep(name, str(refusal), ())
+            pending.pop(name, None)
+    view, control_observations, control_events = _inputs(run, plan, pending, captures)
+    for done, (name, probe) in enumerate(pending.items()):
+        run._tell(f"measuring {name}", done, len(pending))
+        try:
+            data = replace(
+                view if plan.subset is None or not probe.NEEDS.all_prompts else _whole(view, captures[MAIN]),
+                observations=observations.get(name),
+                control_observations=control_observations.get(name, ()),
+            )
+            answers[name] = probe.measure(data).lowered()
+        except UserError as refusal:
+            answers[name] = str(refusal)
+        run.keep(name, answers[name], control_events)
+        run._tell(f"measuring {name}", done + 1, len(pending))
+    events += [*control_events, *(event for _, told in stored.values() for event in told)]
+    answers = {name: answers[name] for name in measured}  # in the order asked, stored or not
+    unmeasured |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
+    results_of = {name: answer for name, answer in answers.items() if isinstance(answer, Measured)}
+    shown = batch if plan.subset is None else batch.take(plan.subset)
+    table = prompt_table(subject, shown, plan.null_sample.tokens, _by_prompt(view, len(plan.null_sample)), view.capture)
+    return Record(
+        results=claims.judge(results_of),
+        unmeasured=unmeasured,
+        prompts={**table, **(columns(observations) if columns else {})},
+        subject={k: v for k, v in subject.facts.items() if v is not None},
+        source=dict(batch.source),
+        facts={
+            **provenance(batch, plan.main.tokens, seed, controls),
+            "batch_tokens": batch_tokens,
+            "bos_added": plan.special > 0,
+            **(facts or {}),
+        },
+        warnings=(
+            *notes,
+            *_subset_note(batch, plan, measured),
+            *_warnings(subject, shown, plan.null_sample.tokens, view, controls),
+            *dict.fromkeys(events),
+        ),
+        run=took(started),
+    )
+
+
+def _collected(needs: Needs, captures: Mapping[str, Capture], examined: Any) -> Any:
+    return examined if needs.collect is None else needs.collect(captures, examined)
+
+
+def _of_subset(captures: Mapping[str, Capture], plan: PassPlan) -> dict[str, Capture]:
+    return {**captures, MAIN: captures[MAIN].take(plan.subset)}  # type: ignore[arg-type]
+
+
+def _inputs(
+    run: Run, plan: PassPlan, pending: Mapping[str, Probe], captures: Mapping[str, Capture]
+) -> tuple[ProbeInput, dict[str, tuple], list[str]]:
+    """What `measure` of every pending probe is given, and events of the controls' captures."""
+    untrained: list[dict[str, Capture]] = []
+    collected: dict[str, list] = {}
+    if any(probe.NEEDS.untrained for probe in pending.values()):
+        examined = [name for name, probe in pending.items() if probe.NEEDS.untrained]
+        for i, seed in enumerate(plan.untrained):
+            control, found = run.control(seed, examined)
+            untrained.append(control)
+            for name in found:
+                collected.setdefault(name, []).append(_collected(pending[name].NEEDS, control, found[name]))
+            run._tell("untrained controls", i + 1, len(plan.untrained))
+    shuffled = run.shuffles() if any(probe.NEEDS.shuffled for probe in pending.values()) else ()
+    own = _of_subset(captures, plan) if plan.subset is not None else captures
+    samples = {
+        name: Sample(capture, entropy_bits(capture), tuple(control[name] for control in untrained))
+        for name, capture in own.items()
+        if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
+    }
+    view = ProbeInput(
+        own[MAIN],
+        entropy_bits(own[MAIN]),
+        tuple(control[MAIN] for control in untrained),
+        shuffled,
+        samples,
+        seed=run.seed,
+    )
+    each = [*(one for control in untrained for one in control.values()), *shuffled]
+    return view, {name: tuple(some) for name, some in collected.items()}, [e for one in each for e in one.events]
+
+
+def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
+    """The input of a probe of `all_prompts`: all prompts, with those that the controls read as its subset."""
+    return replace(view, capture=capture, entropy=entropy_bits(capture), untrained=(), shuffled=(), subset=view)
+
+
+def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
+    """[prompt] bits; with several queried positions a prompt, the mean over them."""
+    prompt = view.capture.prompt.numpy()
+    return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
+
+
+def _subset_note(batch: Batch, plan: PassPlan, probes: Mapping[str, Probe]) -> list[str]:
+    if plan.subset is None:
+        return []
+    every = [name for name, probe in probes.items() if probe.NEEDS.all_prompts]
+    note = f"controls read {len(plan.subset)} of the {len(batch)} prompts, drawn at random"
+    return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
+
+
+def few_draws(controls: int) -> list[str]:
+    """The warning that too few draws of a control deserve."""
+    return [f"only {controls} draws of each null: at least {CONTROLS} are needed to decide at p < .05"] * (
+        controls < CONTROLS
+    )
+
+
+def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, view: ProbeInput, controls: int) -> Iterator[str]:
+    """What could overturn a verdict."""
+    window, longest = subject.facts.get("window"), int(tokens.lengths.max())
+    if window and longest <= window:
+        yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
+    spread = float(view.entropy.max() - view.entropy.min())
+    if spread < 1:
+        yield f"next-token entropy spans only {spread:.2f} bits: correlations with it mean little"
+    if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
+        yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
+    if subject.facts.get("note"):
+        yield subject.facts["note"]
+    yield from few_draws(controls)
+    most = max(batch.cluster.count(cluster) for cluster in set(batch.cluster))
+    if most > 2:
+        yield f"up to {most} prompts share one template; n counts templates, not prompts"
