@@ -37,6 +37,7 @@ class Needs:
         check: raises UserError where the probe cannot read this model; asked before anything runs.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
             gradients, of the model and of every untrained control. Arrays by name are cached.
+        cost: what `examine` runs, for `--dry-run`: (times, lengths of the inputs) of each kind of pass, for one model.
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
             `examine` returned; by default the latter.
     """
@@ -52,6 +53,7 @@ class Needs:
     inputs: Mapping[str, Callable[[Subject, Batch], Batch]] = field(default_factory=dict)
     check: Callable[[Subject], None] | None = None
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
+    cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
 

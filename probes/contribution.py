@@ -89,6 +89,13 @@ def _said(capture: Capture) -> Tensor:
     return capture.log_probs.double().log_softmax(-1)  # float32 sums to 1 within 1e-7 only
 
 
+def passes(subject: Subject, batch: Batch) -> list[tuple[int, list[int]]]:
+    """One clean pass and one a branch and layer, of the first input of each cluster."""
+    first = {cluster: i for i, cluster in reversed(list(enumerate(batch.cluster)))}
+    lengths = subject.tokens(batch).lengths.tolist()
+    return [(2 * subject.facts["layers"] + 1, [lengths[i] for i in sorted(first.values())[:MOST]])]
+
+
 NEEDS = Needs(
     sites=frozenset(BRANCHES), shuffled=False, examine=lambda subject, captures: replaced(subject, captures[""].batch)
 )

@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import transformers
 
-from llmgeom import batch as inputs
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.claims import Claim, declared
@@ -30,9 +29,9 @@ from llmgeom.model.capture import Site
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.subject import Subject
 from llmgeom.probe import MATCHED, MIXED, WHOLE
-from llmgeom.probes import belief_readout, contribution, key_orthogonality, length_cliff, qk_alignment
+from llmgeom.probes import belief_readout, contribution, length_cliff, qk_alignment
 from llmgeom.reports.text import grid
-from llmgeom.run import PassPlan, measurable
+from llmgeom.run import PassPlan, Reading, measurable
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
@@ -42,8 +41,7 @@ from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
 START, MEASURING, LONGER, LAUNCHES = 8.0, 6e-5, 1.6, 60
 PAGE, HELD = 3 * 2**20, 150 * 2**20
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
-UNTRAINED, SHUFFLED = "untrained controls", "shuffled prompts"
-Runs = list[tuple[int, np.ndarray]]
+UNTRAINED, SHUFFLED, EXAMINED = "untrained controls", "shuffled prompts", "examined by"
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,43 +83,16 @@ class Weightless(Subject):
         return np.random.default_rng(len(batch)).random(len(batch))
 
     @property
+    def unembedding(self) -> None:  # type: ignore[override]
+        """Not found without weights; whether it can be is decided when the model is loaded."""
+
+    @property
     def checked(self) -> np.ndarray:
         """Lengths of what a model is tried on where its parts are to be told."""
         return parity.probe_batch(self).tokens.lengths.numpy()
 
 
 # ---- what is run ----------------------------------------------------------------------------------------------------
-
-
-def _of_prompts(who: Weightless, of: Batch) -> Runs:
-    return [(1, who.lengths(of))] if of.posterior is None else []
-
-
-def _firsts(who: Weightless, of: Batch, most: int) -> np.ndarray:
-    """Of the first row of each of the first units."""
-    first = {cluster: i for i, cluster in reversed(list(enumerate(of.cluster)))}
-    return who.lengths(of)[sorted(first.values())[:most]]
-
-
-def _single_tokens(who: Weightless, of: Batch) -> np.ndarray:
-    tokens = who.tokens(of)
-    rows = isinstance(tokens, inputs.Rows)
-    return np.ones(0 if rows else len(key_orthogonality.token_ids(who, replace(of, inputs=tokens))), int)
-
-
-# What a probe's NEEDS.read runs itself, of the subject and of every control: times, lengths. A probe that is not here is
-# taken to run all prompts once.
-READ: Mapping[str, Callable[[Weightless, Batch], Runs]] = {
-    "attention_focus": lambda who, of: [(1, who.lengths(of).max(keepdims=True))],
-    "belief_clusters": _of_prompts,
-    "belief_readout": _of_prompts,
-    "contribution": lambda who, of: [(2 * who.facts["layers"] + 1, _firsts(who, of, contribution.MOST))],
-    "hypothesis_frame": lambda who, of: [*_of_prompts(who, of), (2, who.checked)],
-    "key_orthogonality": lambda who, of: [(1, _single_tokens(who, of))],
-    "length_cliff": lambda who, of: [],
-    "published_keys": lambda who, of: [],
-    "qk_alignment": lambda who, of: [(1, (n := who.lengths(of))[qk_alignment.long_enough(n)])],
-}
 
 
 @dataclass(frozen=True)
@@ -153,7 +124,6 @@ class Source:
     batch: Batch
     samples: Mapping[str, Batch]
     modules: Mapping[str, ModuleType]
-    sites: frozenset[Site]
     stages: tuple[Stage, ...]
 
     @classmethod
@@ -163,24 +133,26 @@ class Source:
         batch, samples, _ = sampled(plan, who, name)
         measured, _ = measurable(who, batch, modules)
         asked = PassPlan.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
-        untrained = len(asked.untrained)
+        options = {"batch_tokens": plan.request.batch_tokens}
 
-        def stage(called: str, times: int, of: Batch, sites: frozenset[Site]) -> Stage:
-            return Stage(
-                called, times, who.lengths(of), sum(who.work(of, sites, batch_tokens=plan.request.batch_tokens).sizes)
-            )
+        def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
+            for reading in readings:
+                work = who.work(reading.batch, reading.sites, observers=reading.observers, **options)
+                yield Stage(called, times, work.tokens.lengths.numpy(), sum(work.sizes))
 
         stages = [Stage("check at load", 3, who.checked)]
         stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
-        stages += [stage("prompts", 1, one, asked.own_sites) for one in asked.of_model]
-        stages += [stage(UNTRAINED, untrained, one, asked.own_sites) for one in asked.batches.values()]
-        stages.append(stage(SHUFFLED, len(asked.shuffles), asked.batches[""], asked.sites))
-        for probe in (probe for probe, module in measured.items() if module.NEEDS.read):
-            runs = READ.get(probe, lambda who, of: [(1, who.lengths(of))])(who, batch)
-            stages += [Stage(f"read by {probe}", (1 + untrained) * times, lengths) for times, lengths in runs]
+        stages += stages_of("prompts", 1, asked.own.readings)
+        stages += stages_of(UNTRAINED, len(asked.untrained), asked.control.readings)
+        if asked.shuffles:
+            stages += stages_of(SHUFFLED, len(asked.shuffles), [asked.shuffled(0)])
+        for probe, module in measured.items():
+            models = 1 + len(asked.untrained) * module.NEEDS.untrained
+            runs = module.NEEDS.cost(who, asked.null_sample) if module.NEEDS.cost else []
+            stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
         kept = tuple(one for one in stages if one.times and len(one.lengths))
-        samples = {name: samples[name] for name in asked.batches if name}
-        return cls(who, plan.pools[name], batch, samples, measured, asked.sites, kept)
+        samples = {name: samples[name] for name in asked.own.places if name in samples}
+        return cls(who, plan.pools[name], batch, samples, measured, kept)
 
 
 # ---- what it costs --------------------------------------------------------------------------------------------------
@@ -224,7 +196,7 @@ def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
         ran = one.batches(plan.request.batch_tokens)
         took = LONGER * parameters * sum(ran) * speed.product + len(ran) * layers * LAUNCHES * speed.launch
         took += parameters * one.times * speed.number * (one.stage == UNTRAINED)
-        stage = "reading of the probes" if one.stage.startswith("read by") else one.stage
+        stage = "edits and gradients" if one.stage.startswith(EXAMINED) else one.stage
         found[stage] = found.get(stage, 0) + took / 60
     largest = max(
         len(one) if one.query is None else int(one.query.sum()) for one in (source.batch, *source.samples.values())
