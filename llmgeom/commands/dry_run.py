@@ -8,7 +8,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -272,7 +272,7 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     for claim in asked:
         rank = claim.needed == "correlation"
         have, most = _units(source, claim)
-        row = {"probe": claim.probe, "name": claim.name, "cluster": claim.unit, "effect": claim.smallest}
+        row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
         row |= {"counts": claim.counts, "clusters": have, "most_units": most}
         spread, null_spread = claim.spread, claim.null_spread
         if source.batch.posterior is not None:
@@ -328,7 +328,7 @@ def _judged(source: Source, claim: Claim) -> bool:
     if claim.probe in ("belief_clusters", "contribution"):
         return exact is None or bool(exact.outcomes)
     if claim.probe == "belief_readout":
-        steps = facts["layers"] * (1 + (Site.ATTENTION_WRITE in source.sites)) + 1
+        steps = facts["layers"] * (1 + (not source.subject.unavailable({Site.ATTENTION_WRITE}))) + 1
         countable = exact is not None and (exact.belief is not None or bool(exact.outcomes))
         return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
     whole = source.samples.get(WHOLE)
