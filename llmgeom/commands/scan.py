@@ -20,7 +20,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
-from llmgeom.progress import Progress, bar
+from llmgeom.progress import Progress, bar, prefixed
 from llmgeom.record import Record
 
 if TYPE_CHECKING:
