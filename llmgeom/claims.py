@@ -12,77 +12,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import numpy as np
 
 from llmgeom.result import Estimate, Measured, Verdict
 from llmgeom.stats.resampling import Interval, band
-from llmgeom.stats.tests import (
-    Scale,
-    Side,
-    equivalence_p,
-    holm,
-    needed_n_correlation,
-    needed_n_mean,
-    prediction_p,
-    tail_p,
-)
+from llmgeom.stats.tests import Side, equivalence_p, holm, needed_n_correlation, needed_n_mean, prediction_p
+from llmgeom.stats.verdicts import ALPHA, Null, Rule
 
 FOLDER = Path(__file__).parent / "claims"
-ALPHA = 0.05
 NO_END = -1e9  # of a range that has no lower end: a Estimate holds finite numbers
-Margin = Literal["end", "centre", "fixed"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One entry of claims/*.toml: what decides the verdict of one metric of one probe.
+class Claim(Rule):
+    """One entry of claims/*.toml: a metric of a probe, the rule of its verdict, and where it is a claim its sentence.
 
-    unit         of the value, the effect and the margin.
-    side         "upper": the value is asked to lie above its nulls; "lower": below them.
-    effect       the smallest difference from the nulls that is of interest, declared before measuring.
-    needed       how the number of units that would decide is found: a mean's, or a rank correlation's.
-    scale        where draws of the statistic are closest to normal: see `prediction_p`.
-    claim        what PASS says, in one sentence; empty for a metric that is a measurement and no claim.
-    null         what it is held against and what is replicated, in words; the probe makes it.
-    source       where the claim is printed; published: what was printed.
-    counts       what n counts.
-    equivalence  the claim is that there is no effect: the value lies within `margin` of its null's centre; where it is
-                 also `one_sided`, at most that far above it: less than the null is no effect of this kind either.
-
-    What a plan assumes (llmgeom/stats/power.py, docs/planning.md) and no verdict reads:
-    spread       sd between units, of prompts; 0 where it was not measured. task_spread: of a task's sequences.
-    null_spread  sd between draws of the null that is hardest to beat, task_null_spread alike; of a correlation, on
-                 Fisher's scale.
-    null_margin  where the margin lies: at the far end of the draws, at their centre, or at a fixed number.
+    unit       of the value, the effect and the margin.
+    claim      what PASS says, in one sentence; empty for a metric that is no claim.
+    null       the control and what is replicated, in words; the probe computes it.
+    source     where the claim is printed; published: what was printed.
+    counts     what n counts.
     """
 
     probe: str
     name: str
     unit: str
-    side: Side
-    needed: Literal["mean", "correlation"]
-    effect: float = 0.0
-    scale: Scale = "identity"
     claim: str = ""
     null: str = ""
     source: str = ""
     published: str = ""
-    equivalence: bool = False
-    one_sided: bool = False
-    margin: float = 0.0
     counts: str = "prompts"
-    spread: float = 0.0
-    null_spread: float = 0.0
-    task_spread: float = 0.0
-    task_null_spread: float = 0.0
-    null_margin: Margin = "end"
-
-    @property
-    def smallest(self) -> float:
-        """The smallest difference of interest: the effect, or an equivalence claim's margin."""
-        return self.margin if self.equivalence else self.effect
 
     def lines(self) -> list[str]:
         """The entry as a person reads it: the metric, then what it says, what decides it, and where it is from."""
@@ -98,8 +59,17 @@ class Claim:
 
 
 def entries(folder: Path = FOLDER) -> tuple[Claim, ...]:
-    """Every entry of every file, in order. Raises ValueError that names file and entry for one that is malformed."""
-    found: dict[tuple[str, str], Claim] = {}
+    """Every entry of every file, in order.
+
+    Raises:
+        ValueError: an entry is malformed; the text names file and entry.
+    """
+    return _read(folder)
+
+
+@cache  # 33 probes ask for their entries when they are imported; parsing each time took 1.2 s
+def _read(folder: Path) -> tuple[Claim, ...]:
+    every: dict[tuple[str, str], Claim] = {}
     for path in _files(folder):
         try:
             body = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -111,20 +81,22 @@ def entries(folder: Path = FOLDER) -> tuple[Claim, ...]:
             raise ValueError(f"{path.name}: [metric] holds one table; write [[metric]], which many entries may")
         for place, entry in enumerate(body["metric"], 1):
             where = f"{path.name}, entry {place} ({entry.get('probe')}: {entry.get('name')})"
-            made = _entry(entry, where)
-            if (made.probe, made.name) in found:
+            claim = _entry(entry, where)
+            if (claim.probe, claim.name) in every:
                 raise ValueError(f"{where} is declared twice; keep one")
-            found[made.probe, made.name] = made
-    return tuple(found.values())
+            every[claim.probe, claim.name] = claim
+    return tuple(every.values())
 
 
-@cache
 def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
-    """The entries of one probe by metric name. Raises ValueError where there is none or one is malformed."""
-    every = entries(folder)
-    found = {entry.name: entry for entry in every if entry.probe == probe}
+    """The entries of one probe by metric name.
+
+    Raises:
+        ValueError: the probe has no entry, or an entry is malformed.
+    """
+    found = {entry.name: entry for entry in entries(folder) if entry.probe == probe}
     if not found:
-        known = ", ".join(sorted({entry.probe for entry in every}))
+        known = ", ".join(sorted({entry.probe for entry in entries(folder)}))
         raise ValueError(f"{folder.name}/*.toml declares no metric of probe {probe!r}; it has {known}")
     return found
 
@@ -142,8 +114,13 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.toml"))
 
 
+@cache
+def _hints() -> Mapping[str, type]:
+    return get_type_hints(Claim)
+
+
 def _entry(entry: Mapping, where: str) -> Claim:
-    hints = get_type_hints(Claim)
+    hints = _hints()
     for key, value in entry.items():
         if key not in hints:
             raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(hints)}")
@@ -167,45 +144,6 @@ def _entry(entry: Mapping, where: str) -> Claim:
     if made.equivalence and not made.claim:
         raise ValueError(f"{where}: equivalence is a claim; give its sentence")
     return made
-
-
-@dataclass(frozen=True)
-class Null:
-    """What a value is held against: a name, the 95 % band, the margin its interval must clear, the one-sided p-value
-    with the +1 rule, and the number of draws.
-
-    margin  the far end of a null that holds everything but the training (controls on the same prompts), or the value that
-            a null centres on where p itself carries the sampling noise (0 for a permuted correlation): to ask both of
-            one interval would count that noise twice.
-    sample  the draws themselves where they are of the same statistic through the same pipeline, with the side they were
-            compared on; empty for a permutation null, whose p is fine enough as it is.
-    """
-
-    name: str
-    low: float
-    high: float
-    margin: float
-    p: float
-    draws: int
-    sample: tuple[float, ...] = ()
-    side: Side = "upper"
-
-    @classmethod
-    def of(cls, name: str, value: float, draws: np.ndarray, side: Side = "upper") -> Null:
-        """From draws of the same statistic through the same pipeline; the interval must clear the band's near end."""
-        low, high = band(draws)
-        margin = high if side == "upper" else low
-        return cls(name, low, high, margin, tail_p(value, draws, side), len(draws), tuple(map(float, draws)), side)
-
-    @classmethod
-    def half(cls, value: float, interval: Interval, clusters: int) -> Null:
-        """One half, which a share that is more than that must clear: Student's p that it is not."""
-        return cls("one half", 0.5, 0.5, 0.5, equivalence_p(value, interval, 0.5, np.inf, clusters), 0)
-
-    @property
-    def centre(self) -> float:
-        """The middle of the null: the median of its draws, or of its band."""
-        return float(np.median(self.sample)) if self.sample else (self.low + self.high) / 2
 
 
 def estimate(

@@ -19,12 +19,12 @@ from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput
 from llmgeom.probes.shared.representation_geometry import read_at, varies
+from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.similarity import cka
-from llmgeom.stats.softmax_probe import read
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
 LEAST_LAYERS = 2

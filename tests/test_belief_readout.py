@@ -17,11 +17,11 @@ from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
+from llmgeom.probes.shared import softmax_probe
+from llmgeom.probes.shared.softmax_probe import FREE, PENALTIES, fit, read
 from llmgeom.run import run_probes
-from llmgeom.stats import softmax_probe as softmax_readout
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.similarity import cka
-from llmgeom.stats.softmax_probe import FREE, PENALTIES, fit, read
 from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES, hooked
 from tests.test_replacing import alone, last_log_probs, random_prompts
@@ -234,7 +234,7 @@ def test_evidence_that_arrives_in_parts_is_accumulated_and_shared(coarse):
 @pytest.fixture
 def coarse(monkeypatch):
     """Two penalties do where nothing depends on a fine one, in half the time."""
-    monkeypatch.setattr(softmax_readout, "PENALTIES", (0.03, 0.001))
+    monkeypatch.setattr(softmax_probe, "PENALTIES", (0.03, 0.001))
 
 
 def test_a_residual_that_never_holds_the_posterior_passes_nothing(coarse):

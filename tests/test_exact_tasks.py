@@ -14,14 +14,13 @@ from scipy import stats
 from scipy.integrate import quad
 
 from llmgeom.errors import UserError
-from llmgeom.stats.conjugate import gaussian_regression
 from llmgeom.stats.information import bits, entropy
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.tasks.recall import Recall
 from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
-from llmgeom.wind_tunnels.tasks.regression import Regression
+from llmgeom.wind_tunnels.tasks.regression import Regression, gaussian_regression
 from tests import brute_force_more as brute
 
 

@@ -13,13 +13,13 @@ import torch
 from scipy.integrate import dblquad
 
 from llmgeom.errors import UserError
-from llmgeom.stats.conjugate import beta_bernoulli, dirichlet_multinomial, forward_filter
+from llmgeom.stats.conjugate import beta_bernoulli
 from llmgeom.stats.information import bits, entropy, kl
 from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed, hundredths
+from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed, forward_filter, hundredths
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
-from llmgeom.wind_tunnels.tasks.markov import Markov
+from llmgeom.wind_tunnels.tasks.markov import Markov, dirichlet_multinomial
 from tests import brute_force
 
 # Numbers of states and of symbols differ, so that one cannot stand in for the other.

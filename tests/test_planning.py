@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from click.testing import CliRunner
@@ -128,7 +128,8 @@ def test_each_claim_is_planned_by_its_own_design(tmp_path):
     rows = findings(tmp_path, domains=("math",), limit=300, n=40)
     share = rows["PC1+PC2 share"]
     claim = claims.declared("value_manifold")["PC1+PC2 share"]
-    design = power.Design(claim, claim.spread, claim.null_spread, 20, len(rows))
+    assumed = planning.assumptions()["value_manifold"]["PC1+PC2 share"]
+    design = power.Design(claim, assumed["spread"], assumed["null_spread"], 20, len(rows))
     assert share["needed_units"] == power.needed(design) and share["effect"] == 0.1
     assert share["detectable"] == pytest.approx(power.detectable(design, share["clusters"]))
     assert share["interval_units"] <= share["needed_units"] <= share["needed_prompts"]
@@ -159,26 +160,33 @@ def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path)
 def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=5, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "with 5 draws of each null no p is small enough; at least 20 are needed"
-    unknown = replace(claims.declared("attention_focus")["focusing"], spread=0.0)
-    monkeypatch.setattr(planning, "declared", lambda name: {"focusing": unknown})
+    monkeypatch.setattr(planning, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "not planned: how much units differ was never measured"
 
 
 def test_every_claim_of_a_scan_has_a_measured_spread():
     for claim in (claim for name in probes.names() for claim in claims.declared(name).values() if claim.claim):
-        rank = claim.needed == "correlation"
-        assert (
-            max(claim.null_spread if rank else claim.spread, claim.task_null_spread if rank else claim.task_spread) > 0
-        )
+        assumed = planning.assumptions()[claim.probe][claim.name]
+        key = "null_spread" if claim.needed == "correlation" else "spread"
+        assert max(assumed.get(key, 0), assumed.get(f"task_{key}", 0)) > 0
+
+
+def test_what_a_plan_assumes_belongs_to_a_claim():
+    known = {"spread", "null_spread", "task_spread", "task_null_spread", "null_margin"}
+    declared = {(claim.probe, claim.name) for claim in claims.entries() if claim.claim}
+    for probe, metrics in planning.assumptions().items():
+        for name, assumed in metrics.items():
+            assert (probe, name) in declared and assumed.keys() <= known, (probe, name)
+            assert assumed.get("null_margin", "end") in get_args(power.Margin)
 
 
 def test_prompts_and_sequences_have_spreads_of_their_own(tunnel, tmp_path):
-    claim = claims.declared("value_manifold")["PC1+PC2 share"]
+    claim = planning.assumptions()["value_manifold"]["PC1+PC2 share"]
     prompts = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("value_manifold",))["PC1+PC2 share"]
     sequences = findings(tmp_path, model=str(tunnel), probes=("value_manifold",))["PC1+PC2 share"]
-    assert (prompts["spread"], prompts["null_spread"]) == (claim.spread, claim.null_spread)
-    assert (sequences["spread"], sequences["null_spread"]) == (claim.task_spread, claim.task_null_spread)
+    assert (prompts["spread"], prompts["null_spread"]) == (claim["spread"], claim["null_spread"])
+    assert (sequences["spread"], sequences["null_spread"]) == (claim["task_spread"], claim["task_null_spread"])
     assert prompts["interval_units"] > sequences["interval_units"]
 
 

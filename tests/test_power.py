@@ -51,11 +51,11 @@ def of_a_mean(design: Design, clusters: int, truth: float):
         span, value = resampling.jackknife(np.mean, x, unit), float(x.mean())
         draws = Null.of("untrained controls", value, rng.normal(0, design.null_spread, design.draws), claim.side)
         nulls = [Null("a number", 0.0, 0.0, 0.0, tests.equivalence_p(value, span, 0.0, math.inf, clusters), 0)]
-        if claim.null_margin == "centre":
+        if design.null_margin == "centre":
             error = design.spread / math.sqrt(clusters)
             permuted = Null("permuted", -2 * error, 2 * error, 0.0, scipy_stats.norm.sf(value / error), 10_000)
             nulls = [replace(draws, margin=draws.centre), permuted]
-        elif claim.null_margin == "end" and not claim.equivalence:
+        elif design.null_margin == "end" and not claim.equivalence:
             nulls = [draws]
         return passes(estimate(claim, value, span, nulls, n=len(x), clusters=clusters), design.claims)
 
@@ -66,20 +66,20 @@ EXPECTED_MAX = scipy_stats.norm.expect(lambda z: 20 * z * scipy_stats.norm.cdf(z
 
 
 @pytest.mark.parametrize(
-    ("changes", "null_spread", "claims"),
+    ("changes", "null_spread", "claims", "null_margin"),
     [
-        ({}, 0.03, 8),
-        ({"side": "lower"}, 0.01, 1),
-        ({"null_margin": "centre"}, 0.02, 4),
-        ({"null_margin": "fixed"}, 0.0, 8),
-        ({"equivalence": True, "effect": 0.0, "margin": 0.1}, 0.0, 8),
-        ({"equivalence": True, "effect": 0.0, "margin": 0.1, "one_sided": True}, 0.0, 3),
+        ({}, 0.03, 8, "end"),
+        ({"side": "lower"}, 0.01, 1, "end"),
+        ({}, 0.02, 4, "centre"),
+        ({}, 0.0, 8, "fixed"),
+        ({"equivalence": True, "effect": 0.0, "margin": 0.1}, 0.0, 8, "end"),
+        ({"equivalence": True, "effect": 0.0, "margin": 0.1, "one_sided": True}, 0.0, 3, "end"),
     ],
 )
-def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_spread, claims):
-    design = Design(replace(MEAN, **changes), 0.2, null_spread, 20, claims)
+def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_spread, claims, null_margin):
+    design = Design(replace(MEAN, **changes), 0.2, null_spread, 20, claims, null_margin)
     clusters, claim = needed(design), design.claim
-    beyond = EXPECTED_MAX * null_spread if claim.null_margin == "end" else 0.0
+    beyond = EXPECTED_MAX * null_spread if null_margin == "end" else 0.0
     truth = 0.0 if claim.equivalence else 0.1 + beyond
     for n, low, high in ((clusters, 0.85, 0.95), (clusters // 2, 0.0, 0.72)):
         found = share_passed(of_a_mean(design, n, truth), 300)
@@ -140,7 +140,7 @@ def test_one_layer_of_several_is_found_by_the_p_of_the_largest():
 def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     # n = 3 + ((1.960 + 1.282) / atanh(.3))^2 (1 + .3^2 / 2), and for a mean ((1.960 + 1.282) s / d)^2 and a little.
     assert needed_in_any_layer(0.3, 1) == math.ceil(3 + (3.2415 / math.atanh(0.3)) ** 2 * 1.045)
-    design = Design(replace(MEAN, null_margin="fixed"), 0.3, 0.0, 20, 1)
+    design = Design(MEAN, 0.3, 0.0, 20, 1, "fixed")
     assert 95 <= needed(design) <= tests.needed_n_mean(0.1, 0.3) == 97
     for clusters in (10, 40, 100):
         exact = scipy_stats.nct.sf(
@@ -153,7 +153,7 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     "design",
     [
         Design(MEAN, 0.3, 0.02, 20, 8),
-        Design(replace(MEAN, null_margin="centre"), 0.3, 0.02, 39, 3),
+        Design(MEAN, 0.3, 0.02, 39, 3, "centre"),
         Design(RHO, 0.0, 0.02, 40, 1),
         Design(replace(RHO, scale="fisher"), 0.0, 0.02, 20, 4),
         Design(replace(MEAN, equivalence=True, effect=0.0, margin=0.1), 0.3, 0.0, 20, 5),
@@ -197,7 +197,7 @@ def test_a_hurdle_is_where_the_p_of_claims_become_small_enough(draws, claims, fo
 def test_no_units_make_up_for_too_few_draws(draws, can):
     assert (needed(Design(MEAN, 0.3, 0.01, draws, 1)) is not None) == can
     assert (detectable(Design(RHO, 0.0, 0.01, draws, 1), 500) is not None) == can
-    assert needed(Design(replace(MEAN, null_margin="fixed"), 0.3, 0.01, draws, 1)) is not None  # it has no draws
+    assert needed(Design(MEAN, 0.3, 0.01, draws, 1, "fixed")) is not None  # it has no draws
 
 
 def test_a_correlation_leaves_no_room_beyond_one():

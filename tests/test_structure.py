@@ -58,6 +58,17 @@ def test_reports_read_only_the_numpy_layer():
         assert {name.split(".")[1] for name in imported(path) if "." in name} <= light, path
 
 
+@pytest.mark.parametrize("path", files("llmgeom/stats"), ids=lambda p: p.name)
+def test_statistics_know_arrays_and_nothing_of_a_model(path):
+    allowed = {"numpy", "scipy", "sklearn", "jaxtyping", *sys.stdlib_module_names}
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    modules |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    ours = {name for name in modules if name.split(".")[0] == "llmgeom"}
+    assert {name for name in ours if name != "llmgeom.errors" and not name.startswith("llmgeom.stats")} == set()
+    assert {name.split(".")[0] for name in modules - ours} <= allowed
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -8,8 +8,11 @@ import math
 import resource
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -263,6 +266,12 @@ def estimate(plan: Plan) -> dict[str, Any]:
 # ---- what it can find -----------------------------------------------------------------------------------------------
 
 
+@cache
+def assumptions() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
+    """[probe][metric] of llmgeom/planning.toml: measured spreads, which a plan assumes and no verdict reads."""
+    return tomllib.loads((Path(__file__).parents[1] / "planning.toml").read_text(encoding="utf-8"))
+
+
 def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     """A row for each claim that the record would judge, all of them in Holm's correction (llmgeom/stats/power.py)."""
     asked = [
@@ -274,9 +283,9 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
         have, most = _units(source, claim)
         row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
         row |= {"counts": claim.counts, "clusters": have, "most_units": most}
-        spread, null_spread = claim.spread, claim.null_spread
-        if source.batch.posterior is not None:
-            spread, null_spread = claim.task_spread, claim.task_null_spread
+        assumed = assumptions().get(claim.probe, {}).get(claim.name, {})
+        kind = "" if source.batch.posterior is None else "task_"
+        spread, null_spread = (assumed.get(f"{kind}{key}", 0.0) for key in ("spread", "null_spread"))
         row |= {"spread": None if rank else spread, "null_spread": null_spread, "why": ""}
         if not (rank or spread):
             yield row | {
@@ -285,7 +294,8 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
                 "why": "not planned: how much units differ was never measured",
             }
             continue
-        design = power.Design(claim, spread, null_spread, nulls, len(asked))
+        margin = assumed.get("null_margin", "end")
+        design = power.Design(claim, spread, null_spread, nulls, len(asked), margin)
         row["interval_units"] = _interval(design)
         row["needed_units"] = found = power.needed(design)
         row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None

@@ -15,9 +15,9 @@ from jaxtyping import Bool, Float, Shaped
 from scipy.stats import beta, norm, rankdata
 from scipy.stats import t as student
 
-from llmgeom.claims import ALPHA
 from llmgeom.stats.resampling import jackknife_error
 from llmgeom.stats.tests import holm
+from llmgeom.stats.verdicts import ALPHA
 
 LEVEL = 0.95
 Scores = Float[np.ndarray, " subject"]

@@ -1,45 +1,45 @@
-"""Entropy and divergences of log-probabilities: nats inside, bits outside, converted here and nowhere else."""
+"""Entropy and divergences of log-probabilities, numpy arrays or torch tensors: nats inside, bits outside."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, overload
+from typing import Any, TypeVar
 
 import numpy as np
+from jaxtyping import Float
 
-if TYPE_CHECKING:
-    from jaxtyping import Float
-    from torch import Tensor
-
-
-@overload
-def bits(nats: float) -> float: ...
-@overload
-def bits(nats: np.ndarray) -> np.ndarray: ...
-@overload
-def bits(nats: Tensor) -> Tensor: ...
-def bits(nats):
-    """Nats to bits, for a number or an array: divide by ln 2."""
-    return nats / math.log(2)
+# Only operations that numpy and torch share are used, so that torch need not be imported.
+Array = TypeVar("Array")
 
 
-def entropy(log_p: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
+def bits(nats: Array) -> Array:
+    """Nats to bits, for a number or an array: divide by ln 2. The only place where this is done."""
+    return nats / math.log(2)  # type: ignore[operator]
+
+
+def entropy(log_p: Float[Any, "*batch outcome"]) -> Float[Any, "*batch"]:
     """Shannon entropy in nats, H(p) = -sum_x p(x) log p(x); outcomes of probability 0 add nothing."""
-    return -(log_p.exp() * log_p.clamp_min(-1e30)).sum(-1)
+    return -(_exp(log_p) * log_p.clip(-1e30)).sum(-1)
 
 
-def kl(log_p: Float[Tensor, "*batch outcome"], log_q: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
+def kl(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"]) -> Float[Any, "*batch"]:
     """KL(p || q) in nats, sum_x p(x) (log p(x) - log q(x)).
 
     The exact posterior goes first: it has true zeros, which add nothing as p and would make KL infinite as q.
     """
-    p = log_p.exp()
-    return (p * (log_p.clamp_min(-1e30) - log_q)).masked_fill(p == 0, 0).sum(-1)
+    p = _exp(log_p)
+    terms = p * (log_p.clip(-1e30) - log_q)
+    terms[p == 0] = 0  # 0 times infinity, where q is 0 too
+    return terms.sum(-1)
 
 
-def tv(log_p: Float[Tensor, "*batch outcome"], log_q: Float[Tensor, "*batch outcome"]) -> Float[Tensor, "*batch"]:
+def tv(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"]) -> Float[Any, "*batch"]:
     """Total variation distance, half the L1 distance of the probabilities (0 to 1)."""
-    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+    return abs(_exp(log_p) - _exp(log_q)).sum(-1) / 2
+
+
+def _exp(x: Any) -> Any:
+    return np.exp(x) if isinstance(x, np.ndarray) else x.exp()
 
 
 def skill_by_count(

@@ -21,21 +21,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Literal
 
 import numpy as np
 
-from llmgeom.claims import ALPHA, Claim
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band
+from llmgeom.stats.verdicts import ALPHA, Rule
 
 SETS = 2000
 POWER = 0.9
 MOST_UNITS = 10**6  # more are no plan
 HALF_NORMAL = 0.67449  # the median of |z|
+Margin = Literal["end", "centre", "fixed"]
 
 
 @dataclass(frozen=True)
 class Design:
-    """A claim, and what is assumed of the experiment that is to judge it.
+    """The rule of a claim, and what is assumed of the experiment that is to decide it.
 
     spread       s, sd between units in the claim's unit: e = s / sqrt(u). Of a rank correlation it is known: on
                  Fisher's scale e^2 = (1 + rho^2 / 2) / (u - 3) (Bonett and Wright, 2000).
@@ -43,13 +45,15 @@ class Design:
                  of their true values on Fisher's scale: each has a sampling error of variance 1 / (u - 3) besides.
     draws        m.
     claims       K, the claims of the record.
+    null_margin  what the interval must clear: the far end of the draws, their centre, or a fixed number.
     """
 
-    claim: Claim
+    claim: Rule
     spread: float
     null_spread: float
     draws: int = 20
     claims: int = 1
+    null_margin: Margin = "end"
 
     def of(self, effect: float) -> Design:
         """The same for another effect (of an equivalence claim, another margin)."""
@@ -77,9 +81,9 @@ def power(design: Design, clusters: int) -> float:
         # Permutations, a null too, ask less than draws do that have the same sampling error.
         scale, least = math.sqrt(tau**2 + 1 / (clusters - 3)), -math.inf
     else:
-        scale, centre, folded, least = design.null_spread, claim.null_margin == "centre", False, -math.inf
+        scale, centre, folded, least = design.null_spread, design.null_margin == "centre", False, -math.inf
         at, error = claim.smallest, design.spread / math.sqrt(clusters)
-        if claim.equivalence or claim.null_margin == "fixed":  # the corrected p is Student's, as the interval is
+        if claim.equivalence or design.null_margin == "fixed":  # the corrected p is Student's, as the interval is
             one = float(_clears(at / error, max(interval, corrected), freedom))
             return max(0.0, 2 * one - 1) if claim.equivalence and not claim.one_sided else one
         if centre:  # permutations of units are a null too, and spread as the value does

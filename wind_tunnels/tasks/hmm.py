@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.errors import UserError
-from llmgeom.stats.conjugate import forward_filter
 from llmgeom.task import Categorical, Sequences, Task, altered, seeded
 
 LEAST = 5  # hundredths, of every probability
@@ -287,3 +286,24 @@ def logs(hypothesis: Int[Tensor, "n state column"], symbols: Int[Tensor, "n step
 
 def log_even(states: int, like: Tensor) -> Float[Tensor, " state"]:
     return torch.full((states,), -math.log(states), dtype=like.dtype, device=like.device)
+
+
+def forward_filter(
+    log_first: Float[Tensor, "#*at state"],
+    log_move: Float[Tensor, "#*at #move state state"],
+    log_seen: Float[Tensor, "*at step state"],
+) -> Float[Tensor, "*at step state"]:
+    """log P(s_t | o_1 .. o_t) in nats for every t, s_t the hidden state of a Markov chain: the forward algorithm.
+
+    log_first is log P(s_1); log_move[t, i, j] is log P(s_t+1 = j | s_t = i), one matrix for all t or one for each;
+    log_seen[t, i] is log P(o_t | s_t = i). With ~ for "in proportion to", a_1(i) ~ P(s_1 = i) P(o_1 | s_1 = i) and
+    a_t+1(j) ~ P(o_t+1 | s_t+1 = j) sum_i a_t(i) P(s_t+1 = j | s_t = i) (Paper I's filtering posterior).
+    Probabilities of 0 are allowed as long as what was seen is possible.
+    """
+    log_move = log_move.expand(*log_move.shape[:-3], log_seen.shape[-2], *log_move.shape[-2:])
+    ahead, found = log_first, []
+    for seen, move in zip(log_seen.unbind(-2), log_move.unbind(-3), strict=True):
+        belief = (ahead + seen).log_softmax(-1)
+        ahead = (belief[..., :, None] + move).logsumexp(-2)
+        found.append(belief)
+    return torch.stack(found, -2)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
 from llmgeom.errors import UserError
-from llmgeom.stats.conjugate import forward_filter
 from llmgeom.task import Categorical, Sequences, Task, altered
 from llmgeom.wind_tunnels.tasks.hmm import (
     check_sizes,
     emit,
+    forward_filter,
     header_rows,
     log2_matrices,
     log_even,

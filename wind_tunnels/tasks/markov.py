@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import one_hot
 
 from llmgeom.errors import UserError
-from llmgeom.stats.conjugate import dirichlet_multinomial
 from llmgeom.task import Categorical, Sequences, Task, altered
 from llmgeom.wind_tunnels.tasks.hmm import dirichlet, walk
 
@@ -123,3 +122,15 @@ class Markov(Task):
         """bag of values: (1 + n_j) / (S + n) with n_j of the n symbols so far being j, whatever stood before them. The
         last symbol alone, exact on the ring, tells nothing of a matrix not yet seen."""
         return {"bag of values": dirichlet_multinomial(one_hot(inputs, self.symbols).cumsum(1))}
+
+
+def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
+    """log P(next symbol | D) in nats, float64: (a + n_j) / (a S + n) after n_j of symbol j, n in all, of S symbols.
+
+    Symbols are drawn independently with probabilities that have a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
+    symbols this is `beta_bernoulli`. Raises ValueError for an a that is not positive.
+    """
+    if a <= 0:
+        raise ValueError(f"Dirichlet({a}): a must be positive")
+    weight = counts.double() + a
+    return weight.log() - weight.sum(-1, keepdim=True).log()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from llmgeom.answers import Answers
 from llmgeom.errors import UserError
-from llmgeom.stats.conjugate import gaussian_regression
 from llmgeom.task import Categorical, Gaussian, Sequences, Task
 
 
@@ -121,3 +120,24 @@ class Regression(Task):
         low, high = torch.where(above, -high, low), torch.where(above, -low, high)
         log_low, log_high = torch.special.log_ndtr(low), torch.special.log_ndtr(high)
         return log_high + (-torch.expm1(log_low - log_high)).log()
+
+
+def gaussian_regression(x: Tensor, y: Tensor, noise: float, scale: float) -> Tensor:
+    """Mean and log variance of y_t given x_t and the pairs before it, for every t at once: [... t 2] float64.
+
+    y = w.x + e with w ~ N(0, scale^2 I) and e ~ N(0, noise^2). After X and y, w ~ N(m, S) with
+    S^-1 = I / scale^2 + X'X / noise^2 and m = S X'y / noise^2, and at x the answer is N(m.x, x'Sx + noise^2).
+    Shapes: x [... t dim], y [... t] or without the last. A value is not looked at before the next t. Derived here.
+    Raises ValueError for a noise or scale that is not positive.
+    """
+    if noise <= 0 or scale <= 0:
+        raise ValueError(f"noise {noise}, scale {scale}: both must be positive")
+    x, y = x.double(), y.double()
+    # Divided by the noise, so that one sum gives S^-1 and S^-1 m: [... t dim dim + 1].
+    earlier, values = x[..., :-1, :] / noise, y[..., : x.shape[-2] - 1, None] / noise
+    terms = earlier[..., None] * torch.cat([earlier, values], -1)[..., None, :]
+    sums = torch.nn.functional.pad(terms.cumsum(-3), (0, 0, 0, 0, 1, 0))
+    precision = sums[..., :-1] + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) / scale**2
+    # S symmetric: m.x = (S^-1 m).(S x), so one solve serves both.
+    s_x = torch.linalg.solve(precision, x)
+    return torch.stack([(sums[..., -1] * s_x).sum(-1), ((x * s_x).sum(-1) + noise**2).log()], -1)
