@@ -53,7 +53,7 @@ def test_plug_ins_do_not_import_each_other(folder):
 
 
 def test_reports_read_only_the_numpy_layer():
-    light = {"result", "record", "errors", "reports", "calibration"}
+    light = {"result", "record", "errors", "reports", "validity"}
     for path in files("reports"):
         assert {name.split(".")[1] for name in imported(path) if "." in name} <= light, path
 
