@@ -34,6 +34,7 @@ from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds, read
 from tests.families import FAMILIES, VOCAB
+from tests.refusals import refused
 
 torch.set_num_threads(1)
 KINDS = ("gpt_neox", "llama", "mistral")
@@ -121,7 +122,7 @@ def test_ridge_is_the_readout_of_the_instrument():
 
 
 def test_values_that_do_not_vary_have_no_axis():
-    with pytest.raises(UserError, match="all 4 coordinates are constant over 10 prompts"):
+    with refused(UserError, 4, 10):
         Axis.of(np.ones((10, 4)), np.arange(10.0), list("abcdefghij"), "pc1", 0)
 
 
@@ -412,12 +413,12 @@ def test_axes_come_from_whole_units_that_are_not_measured(llama):
 
 @pytest.mark.parametrize("layers", [(2,), (0, -1)])
 def test_a_layer_that_does_not_exist_is_refused(llama, layers):
-    with pytest.raises(UserError, match=rf"--layers {min(layers) if -1 in layers else 2}: llama has layers 0 to 1"):
+    with refused(UserError, f"--layers {min(layers) if -1 in layers else 2}", "llama", 1):
         examine(llama, BATCH, layers=layers)
 
 
 def test_few_units_are_refused(llama):
-    with pytest.raises(UserError, match="6 units leave 3 in a half; 5 in each are needed"):
+    with refused(UserError, 6, 3, 5):
         examine(llama, BATCH.take(range(12)))
 
 
@@ -477,21 +478,21 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"layers": "3;7"}, "--layers 3;7: expected last, each, or numbers"),
-        ({"layers": "²"}, "--layers ²: expected last, each, or numbers"),
-        ({"axis": "size"}, "--axis size: expected entropy"),
-        ({"directions": ("pc2",)}, "--direction pc2: expected pc1 or ridge"),
-        ({"mode": "drop"}, "--mode drop: expected"),
-        ({"positions": "final"}, "--positions final: expected query or all"),
-        ({"n": 5}, "--n 5: expected at least 20"),
-        ({"controls": 0}, "--controls 0: expected at least 1"),
-        ({"sula": True, "domain": "math"}, "--sula with --domain math: label sequences have no domain"),
-        ({"sula": True, "limit": 50}, "--sula with --limit 50: label sequences have no domain and no pool"),
-        ({"sula": True, "ks": (0, 1)}, "--k 0,1: expected at least 1"),
-        ({"domain": "maths"}, "unknown domain 'maths'"),
+        ({"layers": "3;7"}, "--layers 3;7"),
+        ({"layers": "²"}, "--layers ²"),
+        ({"axis": "size"}, "--axis size"),
+        ({"directions": ("pc2",)}, "--direction pc2"),
+        ({"mode": "drop"}, "--mode drop"),
+        ({"positions": "final"}, "--positions final"),
+        ({"n": 5}, "--n 5"),
+        ({"controls": 0}, "--controls 0"),
+        ({"sula": True, "domain": "math"}, "--domain math"),
+        ({"sula": True, "limit": 50}, "--limit 50"),
+        ({"sula": True, "ks": (0, 1)}, "--k 0,1"),
+        ({"domain": "maths"}, "maths"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
     monkeypatch.setattr(RunConfig, "load", lambda *_: pytest.fail("loaded"))
-    with pytest.raises(UserError, match=says):
+    with refused(UserError, says):
         perform(RunConfig(**wrong))

@@ -11,6 +11,7 @@ import pytest
 from llmgeom.commands.comparison import alignment, gram
 from llmgeom.errors import UserError
 from llmgeom.stats.similarity import cka
+from tests.refusals import refused
 
 
 def test_cka_is_the_ratio_of_means_over_quadruples_of_rows():
@@ -44,7 +45,7 @@ def test_unrelated_vectors_have_none_in_the_mean():
 
 
 def test_cka_needs_rows_that_differ():
-    with pytest.raises(UserError, match="3 rows"):
+    with refused(UserError, 3):
         cka(np.eye(3), np.eye(3))
-    with pytest.raises(UserError, match="all 5 rows of one side are alike"):
+    with refused(UserError, 5):
         cka(np.ones((5, 2)), np.eye(5))

@@ -19,6 +19,7 @@ from llmgeom.model.layers import blocks
 from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
 from llmgeom.wind_tunnels.models.rows import RowsForCausalLM
 from llmgeom.wind_tunnels.models.tunnel import LSTM, MIXERS, Mean, Slots, TunnelConfig, TunnelForCausalLM
+from tests.refusals import refused
 
 V, T = 11, 13
 SHAPE = {"vocabulary": V, "length": T, "width": 32}
@@ -143,7 +144,7 @@ def test_slots_are_one_linear_map_of_the_flattened_prefix():
     for t in range(5):
         whole = torch.cat([module.weight[j].T for j in range(t + 1)], 1)  # [width, (t + 1) width]
         torch.testing.assert_close(module(x)[1, t], whole @ x[1, : t + 1].flatten(), **EXACT)
-    with pytest.raises(UserError, match="maps for 5 positions, not for 6"):
+    with refused(UserError, 5, 6):
         module(torch.zeros(1, 6, 4, dtype=torch.float64))
 
 
@@ -406,7 +407,7 @@ def test_layers_of_ours_are_numbered_and_their_writers_named(arch):
         assert (layer.mlp is None) == (arch in ("mamba2", "mamba", "lstm"))
     assert model.get_output_embeddings() is model.lm_head
     assert model.get_input_embeddings() is model.embeddings
-    with pytest.raises(ValueError, match="one of the two"):
+    with refused(ValueError, "one"):
         model()
     x = inputs(0)
     embedded = model.get_input_embeddings()(x)
@@ -444,7 +445,7 @@ def test_rows_answer_for_the_model_inside(monkeypatch):
     model = build("neox", features=3, **SHAPE)
     assert interface_kind(model, "rows") == "llmgeom_fused"
     monkeypatch.setattr(type(model.inner), "_can_set_attn_implementation", classmethod(lambda cls: False))
-    with pytest.raises(UserError, match="does not send its attention"):
+    with refused(UserError, "attention"):
         interface_kind(model, "rows")
 
 
@@ -467,28 +468,27 @@ def test_matched_keeps_usual_proportions_where_a_width_fits():
 
 
 def test_matched_refuses_with_the_nearest():
-    with pytest.raises(UserError, match="has 500 parameters within 2%; the nearest, width 8 and inner 10, has"):
+    with refused(UserError, 500, 8, 10):
         matched("llama", 500, vocabulary=16, length=10)
 
 
 @pytest.mark.parametrize(
     "arch, change, said",
     [
-        ("neoks", {}, "unknown architecture 'neoks': did you mean 'neox'? known: neox, llama"),
-        ("zzz", {}, "unknown architecture 'zzz': known: neox"),
-        ("neox", {"width": 36}, "neox: width 36 does not go with 4 heads; expected a multiple of 8, as 32"),
-        ("gpt2", {"width": 2}, "gpt2: width 2 does not go with 4 heads; expected a multiple of 4, as 4"),
-        ("mamba2", {"width": 33}, "mamba2: width 33 does not go with 4 heads; expected a multiple of 2, as 32"),
-        ("gqa", {"heads": 2}, "gqa: 2 heads; expected a multiple of 4"),
-        ("lstm", {"layers": 0}, "lstm: layers 0; expected at least 1"),
-        ("lstm", {"inner": 0}, "lstm: inner 0; expected at least 1"),
-        ("mlp", {"features": -1}, "mlp: features -1; expected how many numbers a row has, or 0 for tokens"),
+        ("neoks", {}, ("neox", "llama")),
+        ("zzz", {}, ("neox",)),
+        ("neox", {"width": 36}, ("width 36", "4 heads", 8, 32)),
+        ("gpt2", {"width": 2}, ("width 2", "4 heads", 4)),
+        ("mamba2", {"width": 33}, ("width 33", "4 heads", 2, 32)),
+        ("gqa", {"heads": 2}, ("2 heads", 4)),
+        ("lstm", {"layers": 0}, ("layers 0", 1)),
+        ("lstm", {"inner": 0}, ("inner 0", 1)),
+        ("mlp", {"features": -1}, ("features -1", 0)),
     ],
 )
-def test_shapes_that_cannot_be_are_refused(arch, change, said):
-    with pytest.raises(UserError) as refused:
+def test_shapes_that_cannot_be_are_refused(arch, change, named):
+    with refused(UserError, arch, *named):
         build(arch, **{**SHAPE, **change})
-    assert str(refused.value).startswith(said)
 
 
 def test_the_list_of_architectures_is_light_and_complete():

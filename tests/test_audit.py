@@ -30,6 +30,7 @@ from llmgeom.prompts.sula import Sula
 from llmgeom.run import run_probes
 from llmgeom.stats.pca import shares
 from tests.families import FAMILIES, ragged
+from tests.refusals import refused
 
 LENGTHS = tuple(range(4, 24))
 SOURCE = Sula(nonce.LABELS[:12], template="plain")
@@ -48,7 +49,9 @@ def clouds(values: np.ndarray, draws: list[np.ndarray], entropy: np.ndarray, obs
         last = torch.full((len(x),), 4)
         return Capture(batch, rows, last, last + 1, {(Site.VALUE, 0): torch.from_numpy(x)[:, None]})
 
-    return ProbeInput(of(values), entropy, untrained=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), observations=reading)
+    return ProbeInput(
+        of(values), entropy, untrained=tuple(map(of, draws)), shuffled=tuple(map(of, draws)), observations=observations
+    )
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -209,7 +212,7 @@ def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_go
     # The right answer to the question that is asked, the next label, misses the published target.
     right = {name: heard(np.exp(one.log_p[:, 0]), value) for name, one in truth.items()}
     noise = {name: heard(np.full(n, 0.5), rng.standard_normal((n, 16))) for name in truth}
-    with pytest.raises(Exception, match="same for every prompt"):
+    with refused(Exception, "prompt"):
         published.measure_published(SOURCE, truth, model, [noise])
     noise = {name: heard(0.5 + 0.01 * rng.random(n), rng.standard_normal((n, 16))) for name in truth}
     result = published.measure_published(SOURCE, truth, model, [noise] * 3)
@@ -315,7 +318,7 @@ def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, comm
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
     monkeypatch.setattr(trilogy.RunConfig, "load", lambda *_: pytest.fail("loaded"))
     for given, says in (({"controls": 0}, "--controls 0"), ({"nulls": 0}, "--nulls 0"), ({"n": 3}, "--n 3")):
-        with pytest.raises(Exception, match=says):
+        with refused(Exception, says):
             trilogy.perform(audit.RunConfig(**given, out=str(tmp_path / "run")), published=True)
 
 
@@ -329,7 +332,7 @@ def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tm
     held = tmp_path / "held"
     records[SULA].save(held)
     before = (held / "record.json").read_bytes()
-    with pytest.raises(UserError, match="held holds another run; choose another --out"):
+    with refused(UserError, "held", "--out"):
         trilogy.perform(replace(asked, out=str(held)), published=True)
     assert (held / "record.json").read_bytes() == before and not (held / MIXED).exists()
     begun = tmp_path / "begun"  # the scans and their page are there, the table is not
@@ -342,14 +345,14 @@ def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tm
     trilogy.save(tmp_path / "again", again, records, "audit", audit.audit(records).measured())
     with pytest.raises(RuntimeError, match="loaded"):
         trilogy.perform(again, published=True)
-    with pytest.raises(UserError, match="holds another run"):
+    with refused(UserError, "--out"):
         trilogy.perform(replace(again, controls=3), published=True)
 
 
 def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
     assert all(name.startswith("published_") for name in names("published"))
     assert not set(names("published")) & set(names())
-    with pytest.raises(UserError, match="--protocol published with --probes value_manifold: that probe is sound"):
+    with refused(UserError, "--protocol published", "value_manifold"):
         prepare(RunConfig(protocol="published", probes=("value_manifold",), out=str(tmp_path / "no")))
     run = ["scan", "--protocol", "published", "--domain", "math", "--n", "20", "--limit", "90", "--nulls", "2"]
     done = CliRunner().invoke(main, [*run, "--quiet", "--json", "--out", str(tmp_path / "run")], prog_name="llmgeom")

@@ -24,6 +24,7 @@ from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.similarity import cka
 from llmgeom.wind_tunnels.training import Training, train
 from tests.families import FAMILIES, hooked
+from tests.refusals import refused
 from tests.test_replacing import alone, last_log_probs, random_prompts
 
 torch.set_num_threads(1)
@@ -292,10 +293,10 @@ def test_without_writes_there_is_a_curve_and_no_share():
 
 def test_what_cannot_be_read_out_is_refused():
     writes = [(STILL, STILL)]
-    with pytest.raises(UserError, match="what is asked is a real number"):
+    with refused(UserError, "real"):
         belief_readout.measure(viewed(writes, Posterior(LOG_P[..., :2]), untrained=1))
     alike = torch.full_like(LOG_P, -np.log(OUTCOMES))
-    with pytest.raises(UserError, match="the position alone tells the posterior"):
+    with refused(UserError, "position"):
         belief_readout.measure(viewed(writes, Posterior(alike, outcomes=EXACT.outcomes), untrained=1))
 
 
@@ -370,7 +371,9 @@ def test_the_way_and_the_steps_of_the_lens():
     other = np.array([1.0, 1.5, 0.9, 0.5, 0.0])[:, None] * rng.uniform(0.9, 1.1, n)
     x = [rng.standard_normal((n, 6)) for _ in range(5)]
     captures = [at_depths(x)] * 4
-    view = ProbeInput(captures[0], np.zeros(n), tuple(captures[1:]), observations=own, control_observations=(other,) * 3)
+    view = ProbeInput(
+        captures[0], np.zeros(n), tuple(captures[1:]), observations=own, control_observations=(other,) * 3
+    )
     made = belief_readout.measure(view)
     found = {h.name: h for h in made.estimates}
     way = found["lens: way done at half depth"]
@@ -381,7 +384,7 @@ def test_the_way_and_the_steps_of_the_lens():
     assert found["CKA with the last, at half depth"].value == pytest.approx(expected, abs=1e-6)
     np.testing.assert_allclose(made.missed, own.mean(1))
     assert made.alike[-1] == pytest.approx(1) and made.alike[0] < 0.7
-    with pytest.raises(UserError, match="1 layer: a way from input to output has at least 2"):
+    with refused(UserError, 1, 2):
         belief_readout.measure(ProbeInput(captures[0], np.zeros(n), observations=own[:2]))
 
 

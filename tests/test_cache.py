@@ -17,6 +17,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES
+from tests.refusals import refused
 from tests.test_store import capture, contents, cut, shards
 
 
@@ -190,7 +191,7 @@ def test_a_merge_leaves_damage_and_other_bytes_behind(kept, tmp_path, monkeypatc
 
 def test_a_folder_without_captures_is_refused(kept, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty holds no captures; give the folder that LLMGEOM_CACHE named"):
+    with refused(UserError, "empty", "LLMGEOM_CACHE"):
         cache.merge([tmp_path / "empty"])
     assert call("merge", tmp_path / "nowhere").exit_code == 2
 

@@ -18,6 +18,7 @@ from llmgeom.probes import domain_restriction
 from llmgeom.probes.domain_restriction import gain
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
+from tests.refusals import refused
 
 N, D, LAYERS = 60, 32, 2
 CLAIM = "gain in PC1+PC2 share, as diverse"
@@ -193,5 +194,5 @@ def test_samples_of_unequal_size_are_refused():
     given = view(0.5, 0.5, 0.5)
     rng = np.random.default_rng(0)
     small = Sample(capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20)))
-    with pytest.raises(UserError, match="60 prompts of the domain and 40 mixed ones: shares of unequal samples do not"):
+    with refused(UserError, 60, 40):
         domain_restriction.measure(replace(given, samples=given.samples | {MATCHED: small}))

@@ -21,6 +21,7 @@ from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from tests.families import FAMILIES, VOCAB, first, ragged
+from tests.refusals import refused
 
 torch.set_num_threads(1)
 # PEFT's own: it asks transformers by an older name, and says that what is added to no bias cannot be merged.
@@ -130,9 +131,7 @@ def test_a_control_vector_gives_the_logits_of_our_shift_where_mlp_and_attention_
 @pytest.mark.parametrize("name", ("llama", "mistral"))
 def test_where_the_mlp_reads_the_write_a_control_vector_is_refused_or_said_to_be_approximate(subjects, name, tmp_path):
     subject, record, path = subjects[name], record_of(subjects[name]), tmp_path / "v.gguf"
-    with pytest.raises(
-        UserError, match=r"the layer's own MLP reads .* export steered, which is exact, or add --approx"
-    ):
+    with refused(UserError, "MLP", "steered", "--approximate"):
         shift.write(record, "gguf", path, direction="pc1")
     assert not path.exists()
     (said,) = shift.write(record, "gguf", path, direction="pc1", approximate=True)
@@ -206,42 +205,42 @@ def test_the_adapter_of_a_run_does_what_the_run_measured(subjects, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"mode": "cut"}, "this run made a cut, which adds what depends on the input; only a shift adds a constant"),
-        ({"mode": "only"}, "this run made a only"),
-        ({"positions": "query"}, "shifted the values of the query position alone.*--positions all"),
+        ({"mode": "cut"}, "cut"),
+        ({"mode": "only"}, "only"),
+        ({"positions": "query"}, "--positions all"),
     ],
 )
 def test_what_is_no_constant_is_refused(subjects, changes, sentence):
-    with pytest.raises(UserError, match=sentence):
+    with refused(UserError, sentence):
         shift.step(record_of(subjects["pythia"], **changes))
 
 
 def test_a_run_without_an_axis_or_without_its_step_is_refused(subjects):
     record = record_of(subjects["pythia"])
-    with pytest.raises(UserError, match=r"found no axis .* run llmgeom ablate --mode shift --positions all"):
+    with refused(UserError, "axis", "--positions all"):
         shift.step(replace(record, facts={}))
     bare = {name: replace(m, arrays={}, quantities={}) for name, m in record.results.items()}
-    with pytest.raises(UserError, match="made by an earlier version"):
+    with refused(UserError, "version"):
         shift.step(replace(record, results=bare))
-    with pytest.raises(UserError, match="holds pc1 and ridge: say which"):
+    with refused(UserError, "pc1", "ridge"):
         shift.step(record)
     one = replace(record, facts={"axis": record.facts["axis"] | {"directions": ["pc1"]}})
     assert shift.step(one)[0] == "pc1"
-    with pytest.raises(UserError, match="--direction ridge: the run holds pc1"):
+    with refused(UserError, "--direction ridge", "pc1"):
         shift.step(one, "ridge")
 
 
 def test_other_weights_and_doses_and_layers_are_refused(subjects, tmp_path):
     record = record_of(subjects["pythia"])
     other = replace(record, subject={**record.subject, "weights": "0" * 64})
-    with pytest.raises(UserError, match="has other weights than when it was measured"):
+    with refused(UserError, "weights"):
         shift.write(other, "steered", tmp_path, direction="pc1")
     eight = replace(record, subject={**record.subject, "quantised": "bitsandbytes, 8bit"})
-    with pytest.raises(UserError, match=r"was measured quantised \(bitsandbytes, 8bit\), .* measure it whole"):
+    with refused(UserError, "bitsandbytes", "8bit"):
         shift.write(eight, "steered", tmp_path, direction="pc1")
     for dose in (0.0, float("nan")):
-        with pytest.raises(UserError, match="--dose"):
+        with refused(UserError, "--dose"):
             shift.write(record, "steered", tmp_path, direction="pc1", dose=dose)
-    with pytest.raises(UserError, match=r"llama\.cpp adds no control vector at layer 0; export steered"):
+    with refused(UserError, "llama.cpp", "layer 0", "steered"):
         shift.write(record_of(subjects["pythia"], layers=(0, 1)), "gguf", tmp_path, direction="pc1")
     assert not list(tmp_path.iterdir())

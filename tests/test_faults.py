@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from llmgeom.errors import UserError
 from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.training import Training, train
+from tests.refusals import refused
 
 HERE = Path(__file__).parent
 SMALL = Training(
@@ -63,7 +64,7 @@ def rewritten(path: Path, tensors=lambda held: held, facts=lambda told: told) ->
 )
 def test_a_state_that_is_not_what_was_saved_is_never_gone_on_from(cut, spoil, why):
     rewritten(cut / trainer.RESUME, **spoil)
-    with pytest.raises(UserError, match=rf"resume.safetensors cannot be read \(.*{re.escape(why)}.*; remove it, and"):
+    with refused(UserError, "resume.safetensors", why):
         train(SMALL, cut)
 
 
@@ -73,7 +74,7 @@ def test_one_bit_of_a_state_is_missed_nowhere(cut):
     start = 8 + int.from_bytes(whole[:8], "little")
     for at in (start, (start + len(whole)) // 2, len(whole) - 1):
         path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
-        with pytest.raises(UserError, match="its tensors are not those that were saved"):
+        with refused(UserError, "tensors"):
             train(SMALL, cut)
     path.write_bytes(whole)
     assert train(SMALL, cut).curve[-1][0] == 20
@@ -100,7 +101,7 @@ def test_a_broken_training_json_is_told_and_trained_again_where_it_is_removed(tm
         _, name, value = text.split(":", 2)
         text = json.dumps({**json.loads(whole), name: "HERE"}).replace('"HERE"', value)
     path.write_text(text)
-    with pytest.raises(UserError, match=r"training.json cannot be read \(.*\); remove .*, and train again"):
+    with refused(UserError, "training.json"):
         train(SMALL, done.out)
     path.write_text(whole)
     assert train(SMALL, done.out) == done

@@ -21,6 +21,7 @@ from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed, forward_filter, hundredt
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.tasks.markov import Markov, dirichlet_multinomial
 from tests import brute_force
+from tests.refusals import refused
 
 # Numbers of states and of symbols differ, so that one cannot stand in for the other.
 SIZES = [(3, 2, 5), (2, 4, 6)]
@@ -372,7 +373,9 @@ def test_no_held_out_hypothesis_is_drawn_in_training_and_no_other_in_the_examina
             hidden = held_out(task.split_key(task._hypotheses(300, generator, split)))
         else:
             reader = read_keyed if isinstance(task, KeyedHMM) else read
-            pairs = [reader(task, inputs)[:2] for inputs in task.draw_split(300, generator, split, training=True).inputs]
+            pairs = [
+                reader(task, inputs)[:2] for inputs in task.draw_split(300, generator, split, training=True).inputs
+            ]
             rows = [[[*a, *b] for a, b in zip(*pair, strict=True)] for pair in pairs]
             hidden = held_out(torch.tensor(rows, dtype=torch.float64).mul(100).round().long().flatten(1))
         assert hidden.tolist() == [expected] * 300
@@ -390,7 +393,7 @@ def test_a_chain_of_two_symbols_has_enough_cells_to_hold_a_tenth_out():
 
 @pytest.mark.parametrize("task", [task for task in EVERY if task.memorisable], ids=spelt)
 def test_what_is_always_the_same_is_not_held_out(task):
-    with pytest.raises(UserError, match="holds no hypotheses out"):
+    with refused(UserError, "hypotheses"):
         task.draw_split(3, seeded("any", 0), "seen")
     many = task.hypothesis(5, seeded("any", 3))
     assert torch.equal(many, task.hypothesis(1, seeded("any", 4)).expand_as(many))
@@ -469,31 +472,33 @@ def test_rows_of_a_visible_chain_are_even_over_the_simplex():
 
 def test_a_horizon_is_the_first_steps_and_none_is_all():
     assert (
-        HMM(steps=9).trained_queries == 9 and HMM(steps=9, horizon=4).trained_queries == 4 and len(HMM(steps=9, horizon=4).query) == 9
+        HMM(steps=9).trained_queries == 9
+        and HMM(steps=9, horizon=4).trained_queries == 4
+        and len(HMM(steps=9, horizon=4).query) == 9
     )
 
 
 @pytest.mark.parametrize(
-    ("spec", "message"),
+    ("spec", "values"),
     [
-        ("hmm:encoding=bits", r"hmm:encoding=bits: encoding 'bits'; expected rows or tokens"),
-        ("hmm:predict=next", r"predict 'next'; expected state or observation"),
-        ("hmm:horizon=13", r"horizon 13; expected 0 to the 12 steps"),
-        ("hmm:horizon=-1", r"horizon -1; expected 0 to the 12 steps"),
-        ("hmm:states=1", r"hmm:states=1: expected 2 to 10 states and symbols; each has at least .05 of a row"),
-        ("hmm:symbols=11", r"expected 2 to 10 states and symbols"),
-        ("hmm:steps=0", r"steps 0; expected at least 1"),
-        ("keyed_hmm:states=11", r"keyed_hmm:states=11: expected 2 to 10 states and symbols"),
-        ("keyed_hmm:steps=0", r"steps 0; expected at least 1"),
-        ("keyed_hmm:chains=0", r"chains 0; expected at least 1"),
-        ("markov:symbols=1", r"markov:symbols=1: expected 2 or more symbols and 1 or more steps"),
-        ("markov:steps=0", r"expected 2 or more symbols and 1 or more steps"),
-        ("markov:stay=1", r"stay 1.0; expected 0 or more and less than 1"),
-        ("markov:stay=-0.1", r"stay -0.1; expected 0 or more and less than 1"),
+        ("hmm:encoding=bits", ("hmm:encoding=bits", "rows", "tokens")),
+        ("hmm:predict=next", ("predict", "next", "state", "observation")),
+        ("hmm:horizon=13", ("horizon", 13, 12)),
+        ("hmm:horizon=-1", ("horizon", -1)),
+        ("hmm:states=1", ("hmm:states=1", 2, 10)),
+        ("hmm:symbols=11", ("hmm:symbols=11", 2, 10)),
+        ("hmm:steps=0", ("steps", 0, 1)),
+        ("keyed_hmm:states=11", ("keyed_hmm:states=11", 2, 10)),
+        ("keyed_hmm:steps=0", ("steps", 0, 1)),
+        ("keyed_hmm:chains=0", ("chains", 0, 1)),
+        ("markov:symbols=1", ("markov:symbols=1", 2)),
+        ("markov:steps=0", ("markov:steps=0", 1)),
+        ("markov:stay=1", ("stay", 1.0)),
+        ("markov:stay=-0.1", ("stay", -0.1)),
     ],
 )
-def test_a_field_that_cannot_be_is_named(spec, message):
-    with pytest.raises(UserError, match=message):
+def test_a_field_that_cannot_be_is_named(spec, values):
+    with refused(UserError, *values):
         load_task(spec)
 
 
@@ -528,7 +533,7 @@ def test_two_symbols_are_a_coin_and_a_prior_without_mass_is_named():
     counts = torch.tensor([[0, 0], [3, 1], [5, 40]])
     np.testing.assert_allclose(dirichlet_multinomial(counts, 0.5), beta_bernoulli(*counts.numpy().T, 0.5, 0.5))
     assert dirichlet_multinomial(counts).dtype == torch.float64
-    with pytest.raises(ValueError, match=r"Dirichlet\(0\): a must be positive"):
+    with refused(ValueError, "Dirichlet(0)"):
         dirichlet_multinomial(counts, 0)
 
 

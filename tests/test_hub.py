@@ -371,7 +371,7 @@ from llmgeom.model import hub
 from llmgeom.errors import UserError
 try:
     hub.locate("EleutherAI/pythia-410m")
-except UserError as refused:
+except UserError as error:
     print(refused)
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """

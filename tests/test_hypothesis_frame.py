@@ -32,6 +32,7 @@ from llmgeom.probes.hypothesis_frame import (
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
+from tests.refusals import refused
 
 RECALL = load_task("recall")
 
@@ -82,7 +83,7 @@ def unequal(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def test_haar_refuses_what_does_not_fit():
-    with pytest.raises(UserError, match="subspaces of 3 and 9 dimensions in 8: give 1 to 8"):
+    with refused(UserError, 3, 9, 8, 1):
         haar(3, 9, 8)
 
 
@@ -261,7 +262,9 @@ def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
     capture = small(RECALL).capture(batch, set())
     for i, own in enumerate(pool):
         others = tuple(pool[(i + j) % 40] for j in range(1, 21))
-        for h in hypothesis_frame.measure(ProbeInput(capture, np.zeros(40), observations=own, control_observations=others)).estimates:
+        for h in hypothesis_frame.measure(
+            ProbeInput(capture, np.zeros(40), observations=own, control_observations=others)
+        ).estimates:
             above[h.name] += h.verdict == "above null"
             assert h.null.startswith(UNTRAINED)
     # At 5 % 2 of 40 are expected; 6 or more come with probability 1.4 %.
@@ -293,23 +296,25 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
 
 def test_what_has_no_frame_is_refused_with_the_reason():
     subject = small(RECALL)
-    with pytest.raises(UserError, match="2 hypotheses span no frame to be told from chance; 5 are needed"):
+    with refused(UserError, 2, 5):
         read(small(load_task("coin")), load_task("coin:flips=12").truncated(20, 0))
     hidden = load_task("hmm:encoding=tokens,steps=2,states=5")
-    with pytest.raises(UserError, match="outcome 103 of this task is never shown to the model"):
+    with refused(UserError, 103):
         read(small(hidden), hidden.truncated(8, 0))
     rows = load_task("hmm")
-    with pytest.raises(Unavailable, match="the model reads rows of real numbers: hypotheses have no embedding, and so"):
+    with refused(Unavailable, "embedding"):
         read(subject, rows.truncated(5, 0))
     batch = RECALL.truncated(40, 0)
-    with pytest.raises(UserError, match="scan with --nulls 20"):
-        hypothesis_frame.measure(ProbeInput(subject.capture(batch, set()), np.zeros(40), observations=read(subject, batch)))
+    with refused(UserError, "--nulls 20"):
+        hypothesis_frame.measure(
+            ProbeInput(subject.capture(batch, set()), np.zeros(40), observations=read(subject, batch))
+        )
 
 
 def test_a_layer_whose_values_come_from_elsewhere_is_not_read(monkeypatch):
     subject = small(RECALL)
     monkeypatch.setattr(hypothesis_frame, "value_bias", lambda *_: 1.0)
-    with pytest.raises(Unavailable, match="what stands between the residual stream and the values of layer 0"):
+    with refused(Unavailable, "layer 0"):
         input_norms(subject)
 
 

@@ -14,6 +14,7 @@ from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.papers.verdicts import NONE, Judged, combined, judged, over_seeds, pose
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import needed_n_mean
+from tests.refusals import refused
 
 
 def asks(compare: str, **given) -> Check:
@@ -45,9 +46,9 @@ def test_intervals_are_student_s():
     assert h.value == pytest.approx(stats.gmean(VALUES))
     ends = stats.t.interval(0.95, 4, logs.mean(), stats.sem(logs))
     assert (h.low, h.high) == pytest.approx(tuple(np.exp(ends)))
-    with pytest.raises(UserError, match="1 training was finished"):
+    with refused(UserError, 1):
         over_seeds([1.0], "bits")
-    with pytest.raises(UserError, match="has no logarithm"):
+    with refused(UserError, "logarithm"):
         over_seeds([1.0, 0.0], "times", "log")
 
 
@@ -175,7 +176,7 @@ def test_trainings_are_held_against_the_hardest_of_their_nulls():
     mirrored = [drawn(-0.9, -low, side="lower"), drawn(-0.92, -high, side="lower"), drawn(-0.91, -low, side="lower")]
     (one,) = judged([Judged(entry(below), below, combined(mirrored), "")])
     assert one.verdict == "FAIL"
-    with pytest.raises(ValueError, match="the null was made for the upper side"):
+    with refused(ValueError, "upper"):
         pose(entry(below), below, h, 1)
 
 

@@ -15,6 +15,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
+from tests.refusals import refused
 
 
 def test_loading_a_local_model_leaves_the_process_as_it_was(monkeypatch):
@@ -31,7 +32,7 @@ def test_weights_that_lack_a_tensor_are_refused(tmp_path):
     weights = load_file(tmp_path / "cut" / "model.safetensors")
     weights.pop("gpt_neox.layers.1.mlp.dense_h_to_4h.weight")
     save_file(weights, tmp_path / "cut" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"weights lack 1 tensors .* first gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
+    with refused(UserError, 1, "gpt_neox.layers.1.mlp.dense_h_to_4h.weight"):
         Subject.load(str(tmp_path / "cut"))
 
 
@@ -110,10 +111,10 @@ def test_a_command_looks_the_model_up_once_and_loads_that_commit(moving, monkeyp
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"dtype": "int8"}, "--dtype int8: expected one of"),
-        ({"backend": "x"}, "--backend x: expected transformers or tl"),
+        ({"dtype": "int8"}, "--dtype int8"),
+        ({"backend": "x"}, "--backend x"),
     ],
 )
 def test_unknown_settings_are_refused(given, sentence):
-    with pytest.raises(UserError, match=sentence):
+    with refused(UserError, sentence):
         Subject.load("pocket:pythia", **given)

@@ -97,8 +97,8 @@ from llmgeom.result import Estimate
 
 record = Record.load("run")
 assert_type(record, Record)
-assert_type(record.results["value_manifold"].metrics, tuple[Estimate, ...])
-assert_type(record.results["value_manifold"].metrics[0].value, float)
+assert_type(record.results["value_manifold"].estimates, tuple[Estimate, ...])
+assert_type(record.results["value_manifold"].estimates[0].value, float)
 assert_type(page([record]), str)
 assert_type(Subject.load("pocket:pythia"), Subject)
 Record.load(3)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgeom.errors import UserError
 from llmgeom.model.batching import plan
+from tests.refusals import refused
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
 
@@ -35,5 +35,5 @@ def test_no_two_neighbours_could_have_run_together(lengths, budget):
 
 
 def test_a_budget_below_one_is_refused():
-    with pytest.raises(UserError, match="--batch-tokens 0: expected at least 1"):
+    with refused(UserError, "--batch-tokens 0", 1):
         plan([3], 0)

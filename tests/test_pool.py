@@ -11,6 +11,7 @@ from scipy.stats import spearmanr
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
+from tests.refusals import refused
 
 POOL = Batch(Text(tuple(f"prompt {i}" for i in range(300))), tuple(f"t{i // 3}" for i in range(300)), {"name": "pool"})
 # Skewed: without strata most of a sample would come from the low end.
@@ -47,14 +48,12 @@ def test_a_plain_sample_does_not_look_at_entropy():
 
 
 def test_too_large_a_sample_is_refused_with_what_the_bin_gives():
-    with pytest.raises(UserError, match="--n 301: the pool has 300 prompts"):
+    with refused(UserError, "--n 301", 300):
         stratify(POOL, ENTROPY, 301)
     few = POOL.take(range(30))
-    with pytest.raises(
-        UserError, match=r"--n 30: entropy bin \d of 5 gives \d of 6 prompts with at most 2 of a template"
-    ):
+    with refused(UserError, "--n 30", 5, 6, 2):
         stratify(few, ENTROPY[:30], 30)
-    with pytest.raises(UserError, match="--n 25: the pool has 20 prompts with at most 2 of a template"):
+    with refused(UserError, "--n 25", 20, 2):
         plain(few, 25)
 
 

@@ -19,6 +19,7 @@ from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES
+from tests.refusals import refused
 
 RECALL = load_task("recall:keys=12,values=12,queries=3")
 
@@ -260,7 +261,9 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
     task, subject = RECALL, matching()
     # GPT-2's width must hold every token.
     assert subject.facts["d_model"] >= task.vocabulary
-    record = run_probes(subject, task.truncated(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0)
+    record = run_probes(
+        subject, task.truncated(60, 0), {"qk_alignment": qk_alignment}, samples={WHOLE: task.sample(60, 0)}, seed=0
+    )
     batch, expected = task.sample(60, 0), []
     for x in batch.inputs.data.tolist():
         for q in task.query:
@@ -349,7 +352,7 @@ def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
     lengths = main.inputs.lengths.clone()
     lengths[:4] = 4
     short = replace(main, inputs=Tokens(main.inputs.ids, lengths))
-    with pytest.raises(UserError, match="4 prompts have 5 tokens or more; query-key cosines need 5 units of them"):
+    with refused(UserError, 4, 5):
         cosines(subject, short)
     lengths[:1] = 5
     assert cosines(subject, short).spread.shape == (2, 2, 5)
@@ -357,6 +360,8 @@ def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
 
 def test_without_twins_the_probe_refuses():
     batch = RECALL.sample(10, 0)
-    view = ProbeInput(captured(batch, [even(RECALL, 10)]), np.zeros(10), observations=Cosines(np.ones((1, 2, 10)), None))
-    with pytest.raises(UserError, match="scan with --nulls 20"):
+    view = ProbeInput(
+        captured(batch, [even(RECALL, 10)]), np.zeros(10), observations=Cosines(np.ones((1, 2, 10)), None)
+    )
+    with refused(UserError, "--nulls 20"):
         qk_alignment.measure(view)

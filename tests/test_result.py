@@ -9,6 +9,7 @@ import pytest
 
 from llmgeom.result import Estimate, quantity, read_prose
 from llmgeom.result import Result as Base
+from tests.refusals import refused
 
 
 @dataclass(frozen=True)
@@ -29,25 +30,25 @@ def head(**changes):
 
 
 def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():
-    with pytest.raises(ValueError, match=r"Toy.curve has shape \(2, 2\) but axes \('layer',\): expected 1 dim.*got 2"):
+    with refused(ValueError, "Toy.curve", "(2, 2)", "layer", 1, 2):
         Toy(curve=np.zeros((2, 2)), heat=np.zeros((2, 3)), whole=0.0)
 
 
 def test_two_fields_must_agree_on_the_length_of_an_axis():
-    with pytest.raises(ValueError, match=r"Toy.heat has 3 along 'layer' but curve has 2"):
+    with refused(ValueError, "Toy.heat", 3, "layer", 2):
         Toy(curve=np.zeros(2), heat=np.zeros((3, 4)), whole=0.0)
 
 
 def test_no_nan_travels_in_an_array():
     heat = np.zeros((2, 3))
     heat[1, 2] = np.nan
-    with pytest.raises(ValueError, match=r"Toy.heat is not finite at layer 1, head 2"):
+    with refused(ValueError, "Toy.heat", "layer 1", "head 2"):
         Toy(curve=np.zeros(2), heat=heat, whole=0.0)
 
 
 @pytest.mark.parametrize("name", ["value", "low", "null_high", "p", "margin", "effect", "adjusted"])
 def test_no_nan_travels_in_a_headline(name):
-    with pytest.raises(ValueError, match=f"{name} is nan"):
+    with refused(ValueError, name, "nan"):
         head(**{name: float("nan")})
 
 
@@ -78,5 +79,5 @@ def test_prose_comes_from_a_file_each_title_with_its_four_sections_and_a_missing
     )
     short = tmp_path / "short.md"
     short.write_text("# toy\n## Meaning\nx\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"short.md, toy"):
+    with refused(ValueError, "short.md"):
         read_prose(short)

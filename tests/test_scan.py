@@ -274,7 +274,9 @@ def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatc
         return whole(self, work, members)
 
     monkeypatch.setattr(Subject, "_pass", scarce)
-    record = run_probes(subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, controls=3, batch_tokens=10**6)
+    record = run_probes(
+        subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, controls=3, batch_tokens=10**6
+    )
     assert passed.count((where == "untrained controls", where == "shuffled", N)) == 3
     assert [w for w in record.warnings if "memory" in w] == [f"out of memory: a batch of {N} prompts was run in halves"]
 

@@ -16,6 +16,7 @@ from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.stats import pca, resampling, tests
 from llmgeom.stats.resampling import Interval
+from tests.refusals import refused
 
 
 def draws(seed):
@@ -97,12 +98,12 @@ def test_one_coordinate_has_one_component():
 
 def test_shares_refuse_what_has_no_spectrum():
     x = np.ones((5, 4))
-    with pytest.raises(UserError, match="all 4 coordinates are constant over 5 prompts"):
+    with refused(UserError, 4, 5):
         pca.shares(x)
-    with pytest.raises(UserError, match=r"at least 3 prompts, got shape \(2, 4\)"):
+    with refused(UserError, 3, "(2, 4)"):
         pca.shares(x[:2])
     x[3, 2] = np.nan
-    with pytest.raises(UserError, match="nan at row 3, column 2"):
+    with refused(UserError, "nan", "row 3", "column 2"):
         pca.shares(x)
 
 
@@ -156,7 +157,7 @@ def test_share_intervals_stay_where_a_share_can_be():
 
 
 def test_jackknife_refuses_four_units():
-    with pytest.raises(UserError, match="an interval over 4 units needs at least 5"):
+    with refused(UserError, 4, 5):
         pca.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])
 
 
@@ -227,17 +228,15 @@ def test_partial_spearman_with_one_covariate_is_the_closed_form():
 
 def test_a_variable_that_does_not_vary_has_no_rank_correlation():
     a, b = np.arange(9.0), np.ones(9)
-    with pytest.raises(UserError, match="the second variable is constant over 9 prompts"):
+    with refused(UserError, "second", 9):
         tests.spearman(a, b)
-    with pytest.raises(
-        UserError, match="the first variable is constant over 9 prompts, or determined by the covariates"
-    ):
+    with refused(UserError, "first", 9):
         tests.spearman(a, a[::-1] % 4, np.exp(a)[:, None])
-    with pytest.raises(UserError, match="7 independent covariates leave 10 prompts fewer than 3 degrees of freedom"):
+    with refused(UserError, 7, 10, 3):
         tests.spearman(np.arange(10.0), draws(0).normal(size=10), draws(1).normal(size=(10, 7)))
-    with pytest.raises(UserError, match="inf at prompt 2"):
+    with refused(UserError, "inf", "prompt 2"):
         tests.spearman(a, np.where(a == 2, np.inf, a))
-    with pytest.raises(ValueError, match="8 unit labels for 9 prompts"):
+    with refused(ValueError, 8, 9):
         tests.correlation_test(a, a, np.arange(8))
 
 
@@ -271,15 +270,15 @@ def test_a_permutation_keeps_units_together_and_in_order():
 
 
 @pytest.mark.parametrize(
-    ("clusters", "found"),
+    ("clusters", "named"),
     [
-        ([0, 1, 2, 3], "4 of 4 units can change places with one of equal size, in 24 ways"),
-        ([0, 0, 1, 2, 2, 3, 3], "3 of 4 units .* in 6 ways"),
-        ([0, 0, 1, 1, 2, 2, 3, 4], "5 of 5 units .* in 12 ways; a permutation test needs 5 units of one size"),
+        ([0, 1, 2, 3], ("4 of 4", 24)),
+        ([0, 0, 1, 2, 2, 3, 3], ("3 of 4", 6)),
+        ([0, 0, 1, 1, 2, 2, 3, 4], ("5 of 5", 12)),
     ],
 )
-def test_too_few_exchangeable_units_are_refused(clusters, found):
-    with pytest.raises(UserError, match=found):
+def test_too_few_exchangeable_units_are_refused(clusters, named):
+    with refused(UserError, *named):
         resampling.permute_clusters(draws(0), clusters, 10)
     assert resampling.permute_clusters(draws(0), [0, 1, 2, 3, 4], 10).shape == (10, 5)
 
@@ -485,9 +484,9 @@ def test_tail_p_by_hand():
     assert tests.tail_p(21.0, null) == 1 / 21
     assert tests.tail_p(20.0, null) == 2 / 21
     assert tests.tail_p(2.0, null, "lower") == 3 / 21
-    with pytest.raises(UserError, match="nan at draw 1"):
+    with refused(UserError, "nan", 1):
         tests.tail_p(0.5, [0.1, math.nan])
-    with pytest.raises(UserError, match="at least one draw"):
+    with refused(UserError, "draw"):
         resampling.band([])
 
 
@@ -528,7 +527,7 @@ def test_the_folded_scale_makes_half_normal_correlations_normal_enough():
 def test_prediction_p_falls_back_on_ranks_where_draws_tell_nothing_of_a_tail():
     assert tests.prediction_p(0.5, np.full(20, 0.4)) == 1 / 21
     assert tests.prediction_p(0.5, [0.4]) == 1 / 2
-    with pytest.raises(UserError, match=r"-0\.1 has no logarithm: declare scale 'identity'"):
+    with refused(UserError, -0.1, "identity"):
         tests.prediction_p(0.5, [0.4, -0.1, 0.3], "upper", "log")
 
 
@@ -591,9 +590,9 @@ def test_needed_n_gives_a_mean_its_power():
 
 
 def test_needed_n_refuses_an_effect_of_nothing():
-    with pytest.raises(ValueError, match="declared effect 0"):
+    with refused(ValueError, "effect", 0):
         tests.needed_n_correlation(0.0)
-    with pytest.raises(ValueError, match="the effect must not be 0"):
+    with refused(ValueError, "effect", 0):
         tests.needed_n_mean(0.0, 1.0)
 
 

@@ -31,6 +31,7 @@ from llmgeom.probes.evidence.observers import advantage, losses, readers, seen
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
+from tests.refusals import refused
 
 LABELS = nonce.LABELS[:12]
 SOURCE = Sula(LABELS)
@@ -127,20 +128,20 @@ def test_pairs_that_pockets_were_trained_on_are_not_used_and_a_pair_keeps_its_le
     ("make", "says"),
     [
         (lambda: prior("two-point:0.4"), "reliability 0.4"),
-        (lambda: prior("beta:2"), "--prior beta:2: expected"),
-        (lambda: prior("normal"), "--prior normal: expected"),
-        (lambda: prior("beta:0,1"), r"Beta\(0, 1\): both must be above 0"),
-        (lambda: prior("beta:inf,1"), r"Beta\(inf, 1\): both must be above 0, and finite"),
-        (lambda: prior("beta:1e308,1e308"), "and finite"),
-        (lambda: Sula(LABELS, template="colons"), "did you mean 'colon'"),
-        (lambda: Sula(LABELS, ks=(1, 1)), "--k 1,1: expected different numbers"),
-        (lambda: Sula(LABELS, ks=(99,)), "--k 99: expected"),
-        (lambda: Sula(("dax", "zug")), "give 1 pairs"),
-        (lambda: SOURCE.sample(0, 0), "--n 0: ask for at least 1"),
+        (lambda: prior("beta:2"), "--prior beta:2"),
+        (lambda: prior("normal"), "--prior normal"),
+        (lambda: prior("beta:0,1"), "Beta(0, 1)"),
+        (lambda: prior("beta:inf,1"), "Beta(inf, 1)"),
+        (lambda: prior("beta:1e308,1e308"), "finite"),
+        (lambda: Sula(LABELS, template="colons"), "colon"),
+        (lambda: Sula(LABELS, ks=(1, 1)), "--k 1,1"),
+        (lambda: Sula(LABELS, ks=(99,)), "--k 99"),
+        (lambda: Sula(("dax", "zug")), 1),
+        (lambda: SOURCE.sample(0, 0), "--n 0"),
     ],
 )
 def test_what_cannot_be_is_refused_in_a_sentence(make, says):
-    with pytest.raises(UserError, match=says):
+    with refused(UserError, says):
         make()
 
 
@@ -157,7 +158,7 @@ def test_labels_are_single_tokens_of_the_tokenizer(pythia):
         def __call__(self, text, add_special_tokens):
             return {"input_ids": list(text)}
 
-    with pytest.raises(UserError, match="0 syllables are single tokens"):
+    with refused(UserError, 0):
         available(Letters())
 
 
@@ -371,7 +372,7 @@ def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
 
 
 def test_a_label_of_several_tokens_is_refused(pythia):
-    with pytest.raises(UserError, match="incomprehensible: not single tokens"):
+    with refused(UserError, "incomprehensible"):
         listen(pythia, Sula((*LABELS, "incomprehensible")).sample(40, 0))
 
 
@@ -411,10 +412,10 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     again = call("--k", "2,4", "--out", str(out))
     assert again.exit_code == 1 and "holds another run" in again.stderr
     for args, code, says in (
-        (("--prior", "gauss"), 1, "--prior gauss: expected two-point"),
+        (("--prior", "gauss"), 1, "--prior gauss"),
         (("--k", "2,x"), 2, "expected whole numbers with commas between"),
         (("--k", "0,1"), 1, "at least one number of observations above 1"),
-        (("--n", "3"), 1, "--n 3: expected at least 10"),
+        (("--n", "3"), 1, "--n 3"),
         (("--labels", "dax,incomprehensible,vif,zug,bop,mib"), 1, "not single tokens"),
     ):
         wrong = call(*args, "--out", str(tmp_path / "other"))
@@ -422,5 +423,5 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
 
 
 def test_a_protocol_that_there_is_not_is_refused():
-    with pytest.raises(UserError, match="--protocol loud: expected sound or published"):
+    with refused(UserError, "--protocol loud", "sound", "published"):
         experiment.perform(experiment.RunConfig(protocol="loud"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from dataclasses import dataclass
 
 import pytest
@@ -18,6 +17,7 @@ from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.tasks.recall import Recall
 from llmgeom.wind_tunnels.tasks.regression import Regression
+from tests.refusals import refused
 
 OWN = '''
 from __future__ import annotations
@@ -97,23 +97,23 @@ def test_values_may_hold_commas_and_fields_come_in_any_order():
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "values"),
     [
-        ("bijektion", f"unknown task 'bijektion': did you mean 'bijection'? known: {', '.join(names())}, or path"),
-        ("zzz:a=1", "unknown task 'zzz': known: "),
-        ("laws", "unknown task 'laws'"),
-        ("coin:flip=3", "coin: no field 'flip=3'; it has flips (int, default 24), prior (str, default beta:1,1)"),
-        ("coin:flips", "coin: no field 'flips'; it has flips (int"),
-        ("coin:flips=three", "coin: flips='three'; expected int"),
-        ("coin:flips=2.5", "coin: flips='2.5'; expected int"),
-        ("bijection:sticky=much", "bijection: sticky='much'; expected float"),
-        ("bijection:replacement=yes", "bijection: replacement='yes'; expected bool"),
-        ("bijection:vocab=1", "bijection:vocab=1: expected vocab of 2 or more"),
-        ("none/there.py:X", "none/there.py is not a file that exists; a task of your own is given as path/to/file.py"),
+        ("bijektion", ("bijektion", "bijection", *names())),
+        ("zzz:a=1", ("zzz", *names())),
+        ("laws", ("laws",)),
+        ("coin:flip=3", ("coin", "flip=3", "flips", 24, "prior", "beta:1,1")),
+        ("coin:flips", ("coin", "flips", "int")),
+        ("coin:flips=three", ("coin", "flips", "three", "int")),
+        ("coin:flips=2.5", ("coin", "flips", 2.5, "int")),
+        ("bijection:sticky=much", ("bijection", "sticky", "much", "float")),
+        ("bijection:replacement=yes", ("bijection", "replacement", "yes", "bool")),
+        ("bijection:vocab=1", ("bijection:vocab=1", 2)),
+        ("none/there.py:X", ("none/there.py", "path/to/file.py")),
     ],
 )
-def test_a_spec_that_does_not_fit_is_refused_in_one_sentence(spec, said):
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_a_spec_that_does_not_fit_is_refused_in_one_sentence(spec, values):
+    with refused(UserError, *values):
         load_task(spec)
 
 
@@ -128,28 +128,28 @@ def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
 
 
 @pytest.mark.parametrize(
-    ("rest", "said"),
+    ("rest", "values"),
     [
-        (":Die", "Die: no value for sides; give"),
-        (":Cube", "has no task 'Cube'; found Die, Thawed, Half"),
-        ("", "has no task ''; found Die, Thawed, Half"),
-        (":Categorical", "has no task 'Categorical'"),
-        (":Thawed:sides=6", "Thawed is no frozen dataclass; write @dataclass(frozen=True) above it"),
-        (":Half", "Half does not say answers, draw, length, log_predictive, query, vocabulary"),
+        (":Die", ("Die", "sides")),
+        (":Cube", ("Cube", "Die", "Thawed", "Half")),
+        ("", ("Die", "Thawed", "Half")),
+        (":Categorical", ("Categorical",)),
+        (":Thawed:sides=6", ("Thawed", "@dataclass(frozen=True)")),
+        (":Half", ("Half", "answers", "draw", "length", "log_predictive", "query", "vocabulary")),
         (
             ":Die:sides=6,colour=1",
-            "Die: no field 'colour=1'; it has sides (int, no default), weight (float, default 0.5)",
+            ("Die", "colour=1", "sides", "weight", 0.5),
         ),
     ],
 )
-def test_what_a_file_of_one_s_own_lacks_is_named(own, rest, said):
-    with pytest.raises(UserError, match=re.escape(said)):
+def test_what_a_file_of_one_s_own_lacks_is_named(own, rest, values):
+    with refused(UserError, *values):
         load_task(f"{own}{rest}")
 
 
 def test_a_file_without_a_task_is_said_to_have_none(tmp_path):
     (tmp_path / "empty.py").write_text("", encoding="utf-8")
-    with pytest.raises(UserError, match="has no task 'X'; found none"):
+    with refused(UserError, "X"):
         load_task(f"{tmp_path / 'empty.py'}:X")
 
 
@@ -182,7 +182,7 @@ def test_splits_share_no_hypothesis(name):
     task = load_task(name)
     if task.memorisable:
         for split in ("seen", "held-out"):
-            with pytest.raises(UserError, match=re.escape(f"{name} holds no hypotheses out: {task.memorisable}")):
+            with refused(UserError, name, task.memorisable):
                 task.draw_split(2, seeded("here", 0), split)
         return
     for split in ("seen", "held-out"):
@@ -215,7 +215,7 @@ def test_where_the_reserve_is_too_small_hypotheses_come_twice():
 def test_a_prior_that_holds_nothing_out_is_refused_for_a_split():
     task = Bijection(2, 2)
     assert held_out(torch.tensor([[0, 1], [1, 0]])).sum() == 0
-    with pytest.raises(UserError, match=re.escape("0.00% of the prior is held-out; give it more hypotheses, or finer")):
+    with refused(UserError, "0.00%"):
         task.draw_split(3, seeded("here", 0), "held-out")
 
 
@@ -223,7 +223,7 @@ def test_a_task_without_hypotheses_holds_none_out(own):
     task = load_task(f"{own}:Die:sides=6")
     assert task.memorisable == "it gives no `hypothesis`" and not Bijection().memorisable and Coin().memorisable
     assert task.log2_hypotheses == math.inf
-    with pytest.raises(UserError, match="holds no hypotheses out: it gives no `hypothesis`"):
+    with refused(UserError, "hypothesis"):
         task.draw_split(3, seeded("here", 0), "seen")
 
 

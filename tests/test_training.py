@@ -21,6 +21,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.training import Training, corrupted, gap, redrawn, snapshot_steps, train, tune
+from tests.refusals import refused
 
 SMALL = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=60, batch=16, lr="1e-2", warmup=5)
 
@@ -75,11 +76,11 @@ def test_a_finished_folder_is_returned_and_another_is_refused(tmp_path, monkeypa
     first = train(SMALL, tmp_path / "a")
     monkeypatch.setattr(trainer._Run, "step", lambda *_: pytest.fail("trained again"))
     assert train(SMALL, tmp_path / "a") == first
-    with pytest.raises(UserError, match=r"holds another training \(bijection:vocab=4,pairs=3\); choose another --out"):
+    with refused(UserError, "bijection:vocab=4,pairs=3", "--out"):
         train(trainer.replace(SMALL, steps=61), tmp_path / "a")
     (tmp_path / "b").mkdir()
     (tmp_path / "b/config.json").write_text("{}")
-    with pytest.raises(UserError, match="holds something that is no training"):
+    with refused(UserError, "training"):
         train(SMALL, tmp_path / "b")
 
 
@@ -89,7 +90,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_step_and_the_last_good_state(t
     plain = trainer._Run.step
     bad = lambda run, i: torch.tensor(math.nan) if i == 27 else plain(run, i)  # noqa: E731
     monkeypatch.setattr(trainer._Run, "step", bad)
-    with pytest.raises(UserError, match=r"the loss is nan at step 27; the state of step 20 is in .*: lower --lr"):
+    with refused(UserError, "nan", "step 27", "step 20", "--lr"):
         train(SMALL, tmp_path / "a")
     assert not (tmp_path / "a/model.safetensors").exists()
     monkeypatch.setattr(trainer._Run, "step", plain)
@@ -108,10 +109,10 @@ def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
     state = tmp_path / "a/resume.safetensors"
     whole = state.read_bytes()
     state.write_bytes(whole.replace(b'\\"device\\": \\"cpu\\"', b'\\"device\\": \\"xpu\\"'))
-    with pytest.raises(UserError, match="was begun on xpu; go on with --device xpu"):
+    with refused(UserError, "--device xpu"):
         train(SMALL, tmp_path / "a")
     state.write_bytes(whole[:100])
-    with pytest.raises(UserError, match=r"resume.safetensors cannot be read .*; remove it, and the run starts anew"):
+    with refused(UserError, "resume.safetensors"):
         train(SMALL, tmp_path / "a")
 
 
@@ -127,7 +128,7 @@ def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name)
         return plain(source, target)
 
     monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(UserError, match="could not be written \\(No space left on device\\)"):
+    with refused(UserError, "No space left on device"):
         train(SMALL, tmp_path / "a")
     assert not list(tmp_path.rglob("*.tmp*"))
     monkeypatch.setattr(os, "replace", plain)
@@ -249,7 +250,7 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
     assert second.gap == pytest.approx(first.gap, abs=1e-3)
     begun = Subject.load(str(second.out / "snapshots/step0"))
     assert begun.weight_hash == Subject.load(str(first.out)).weight_hash
-    with pytest.raises(UserError, match="it reads 8 tokens; bijection needs 16 tokens"):
+    with refused(UserError, 8, "bijection", 16):
         train(trainer.replace(asked, task="bijection"), tmp_path / "c")
 
 
@@ -264,17 +265,17 @@ def test_a_pocket_model_can_be_fine_tuned(tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"steps": 0}, "--steps 0: expected at least 1"),
-        ({"lr": "fast"}, "--lr fast: expected a number above 0, or auto"),
-        ({"corrupt": 1.5}, "--corrupt 1.5: expected a fraction between 0 and 1"),
-        ({"targets": "warm"}, "--targets warm: expected hard or soft"),
-        ({"lr": "inf"}, "--lr inf: expected a number above 0, or auto"),
-        ({"clip": 0.0}, "--clip 0.0: expected a number above 0"),
-        ({"weight_decay": -1.0}, "--weight-decay -1.0: expected a number of 0 or more"),
+        ({"steps": 0}, "--steps 0"),
+        ({"lr": "fast"}, "--lr fast"),
+        ({"corrupt": 1.5}, "--corrupt 1.5"),
+        ({"targets": "warm"}, "--targets warm"),
+        ({"lr": "inf"}, "--lr inf"),
+        ({"clip": 0.0}, "--clip 0.0"),
+        ({"weight_decay": -1.0}, "--weight-decay -1.0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_in_one_sentence(given, said):
-    with pytest.raises(UserError, match=said):
+    with refused(UserError, said):
         Training("coin", **given)
 
 
@@ -363,7 +364,9 @@ def test_a_gradient_is_clipped_to_its_norm():
 
 def test_matrices_decay_and_vectors_do_not():
     """With a learning rate times decay of 1 and no gradient to speak of, a matrix is gone after one step."""
-    run = trainer._Run(trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.load_task(SMALL.task), 0.1, "cpu")
+    run = trainer._Run(
+        trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.load_task(SMALL.task), 0.1, "cpu"
+    )
     decay = [group["weight_decay"] for group in run.optimizer.param_groups]
     sizes = [{p.dim() > 1 for p in group["params"]} for group in run.optimizer.param_groups]
     assert decay == [10.0, 0.0] and sizes == [{True}, {False}]

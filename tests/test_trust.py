@@ -22,6 +22,7 @@ from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import Training, train
 from tests.hostile import commands
+from tests.refusals import refused
 
 PRODUCT = sorted(
     path
@@ -168,7 +169,7 @@ def test_a_task_that_is_code_in_the_model_s_own_folder_is_not_run(tunnel, tmp_pa
 
 def test_code_beside_the_snapshots_came_with_them_and_code_elsewhere_did_not(tmp_path):
     for folder in ("model", "model/snapshots/step1", "model/sub/.."):
-        with pytest.raises(UserError, match="is not run unasked"):
+        with refused(UserError, "--task"):
             hub.trusted(f"{tmp_path}/model/own.py:Own", str(tmp_path / folder))
     for task in (f"{tmp_path}/own.py:Own", f"{tmp_path}/model2/own.py:Own", "coin:flips=4", "hmm"):
         assert hub.trusted(task, str(tmp_path / "model")) == task

@@ -25,6 +25,7 @@ from llmgeom.record import Record
 from llmgeom.run import run_probes, shuffle
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.training import Training, outputs, train
+from tests.refusals import refused
 
 ROOT = Path(__file__).parent.parent
 WITHOUT = ("mamba2", "mamba", "lstm", "mlp", "meanpool", "flat")
@@ -79,7 +80,7 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
     batch = wind_tunnels.load_task("bijection:vocab=4,pairs=3").truncated(4, 0)
     assert {Site.KEY, Site.VALUE, Site.QUERY, Site.Z, Site.ATTENTION, Site.ATTENTION_WRITE} <= ATTENDING
     for site in ATTENDING:
-        with pytest.raises(Unavailable, match=f"{arch} model has no attention"):
+        with refused(Unavailable, arch):
             subject.capture(batch, {site})
     assert subject.facts["attention"].startswith("none: ") and subject.facts["heads"] is None
 
@@ -88,13 +89,15 @@ def test_a_model_without_attention_is_held_against_itself_too(trained, monkeypat
     subject, right = Subject.load(str(trained("hmm:steps=4", "lstm"))), parity._plain_log_probs
     assert subject.check()["logits"] < 1e-5
     monkeypatch.setattr(parity, "_plain_log_probs", lambda *given: right(*given) + 1)
-    with pytest.raises(UnsupportedModel, match=r"fails the parity check {'logits': "):
+    with refused(UnsupportedModel, "logits", "check"):
         subject.check()
 
 
 def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(trained):
     subject = Subject.load(str(trained("hmm:steps=4", "lstm")))
-    record = run_probes(subject, wind_tunnels.load_task("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2)
+    record = run_probes(
+        subject, wind_tunnels.load_task("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
+    )
     other = {"domain_restriction", "belief_clusters", "belief_readout", "length_cliff"}
     assert record.results.keys() <= other
     assert all("no attention" in why for name, why in record.unmeasured.items() if name not in other)
@@ -130,7 +133,9 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula"], ["reproduce", "predictions"]])
+@pytest.mark.parametrize(
+    "command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula"], ["reproduce", "predictions"]]
+)
 def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, command):
     folder = str(trained("bijection:vocab=4,pairs=3", "neox"))
     result = CliRunner().invoke(main, [*command, "--model", folder, "-q", "--out", str(tmp_path / "run")])
@@ -139,7 +144,7 @@ def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, comma
 
 def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
     (tmp_path / "bad.py").write_text("import nowhere_at_all\n")
-    with pytest.raises(UserError, match=r"bad.py cannot be imported \(ModuleNotFoundError: .*\); mend it"):
+    with refused(UserError, "bad.py", "ModuleNotFoundError"):
         wind_tunnels.load_task(f"{tmp_path / 'bad.py'}:Mine")
 
 
@@ -177,22 +182,22 @@ def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
 
 
 @pytest.mark.parametrize(
-    ("task", "inputs", "said"),
+    ("task", "inputs", "named"),
     [
-        ("hmm:steps=4", Tokens(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3])), "reads rows of 12 real"),
-        ("hmm:steps=4", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), "reads rows of 12 numbers; .* rows of 5"),
-        ("bijection:vocab=4,pairs=3", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), "reads tokens; .* rows of 5"),
+        ("hmm:steps=4", Tokens(torch.zeros(2, 3, dtype=torch.int64), torch.tensor([3, 3])), (12,)),
+        ("hmm:steps=4", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), (12, 5)),
+        ("bijection:vocab=4,pairs=3", Rows(torch.zeros(2, 3, 5), torch.tensor([3, 3])), ("tokens", 5)),
         (
             "bijection:vocab=4,pairs=3",
             Tokens(torch.full((2, 3), 8), torch.tensor([3, 3])),
-            "tokens below 8; .* holds 8",
+            ("tokens", 8),
         ),
-        ("bijection:vocab=4,pairs=3", Text(("a", "b")), "has no tokenizer, so it cannot read text"),
+        ("bijection:vocab=4,pairs=3", Text(("a", "b")), ("tokenizer",)),
     ],
 )
-def test_inputs_that_a_model_does_not_read_are_refused(trained, task, inputs, said):
+def test_inputs_that_a_model_does_not_read_are_refused(trained, task, inputs, named):
     subject = Subject.load(str(trained(task, "neox")))
-    with pytest.raises(UserError, match=said):
+    with refused(UserError, *named):
         subject.capture(Batch(inputs, ("a", "b"), {"kind": "test"}), {Site.ENTROPY})
 
 
