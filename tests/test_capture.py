@@ -281,6 +281,42 @@ def test_attention_that_could_replace_the_mask_is_refused(monkeypatch):
     assert mine.model.config._attn_implementation == "sdpa"
 
 
+SMALL = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "pad_token_id": 0},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
+}
+ALTERNATING = {
+    **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 8, "head_dim": 8},
+    **{"vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8},
+}
+UNLIKE = {  # settings, and what the sentence names
+    "gemma4_text": (ALTERNATING | {"global_head_dim": 16}, "differ in head_dim"),
+    "doge": ({}, "DogeAttention adds numbers of its own to its attention scores"),
+    "jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        "only layers 1, 3 of model",
+    ),
+    "qwen3_next": ({}, r"attention ran in layers \[3\] instead of each"),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_layers_that_differ_and_scores_of_a_model_s_own_are_refused_in_one_sentence(name):
+    settings, says = UNLIKE[name]
+    config = transformers.AutoConfig.for_model(name, **{**SMALL, **settings})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match=says) as refusal:
+        Subject.of(model, name="tiny").check()
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+def test_a_window_that_differs_between_layers_is_read_where_heads_are_alike():
+    config = transformers.AutoConfig.for_model("gemma4_text", **{**SMALL, **ALTERNATING, "global_head_dim": 8})
+    subject = Subject.of(transformers.AutoModelForCausalLM.from_config(config), name="tiny")
+    assert subject.facts["head_dim"] == 8 and subject.facts["window"] == 8
+    assert subject.check()["rows"] < 1e-5
+
+
 def test_a_layer_that_is_entered_twice_is_refused():
     mine = subject()
     mine.model.model.layers.append(mine.model.model.layers[0])

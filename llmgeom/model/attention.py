@@ -243,6 +243,11 @@ def _make(kind: str):
                 f"{type(module).__name__} passes {', '.join(strange)} to its attention, which may replace the mask; "
                 "such sparse attention is not read"
             )
+        if attention_mask is not None and attention_mask.dtype is not torch.bool:
+            raise UnsupportedModel(
+                f"{type(module).__name__} adds numbers of its own to its attention scores where others pass a mask; "
+                "such attention is not read"
+            )
         recorder = _active.get()
         if recorder is None:
             return _delegate(kind, module, query, key, value, attention_mask, **kwargs), None

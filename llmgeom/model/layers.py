@@ -45,8 +45,13 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
                     "cross-attention and encoder-decoder models are not read"
                 )
             found[index] = (path, module)
-    if not found or sorted(found) != list(range(len(found))):
-        model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
+    if found and sorted(found) != list(range(len(found))):
+        raise UnsupportedModel(
+            f"{name}: only layers {', '.join(map(str, sorted(found)))} of model type {model_type!r} have self-attention; "
+            "hybrid models are not read"
+        )
+    if not found:
         raise UnsupportedModel(
             f"{name}: model type {model_type!r} has no self-attention layers that transformers' attention interface "
             "reaches; try --backend tl, which reads models through TransformerLens"

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from llmgeom.errors import UserError, first_line
+from llmgeom.errors import UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
 from llmgeom.model.layers import without_attention
 from llmgeom.optional import EXTRAS, there
@@ -146,21 +146,37 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:
-    """The facts of a causal LM that its config and parameters tell."""
+    """The facts of a causal LM that its config and parameters give.
+
+    Raises:
+        UnsupportedModel: Its layers differ in the number or width of their heads.
+    """
     config = model.config.get_text_config()
-    heads = None if without_attention(model) else config.num_attention_heads
+
+    def setting(key: str) -> Any:
+        if key not in (getattr(config, "per_layer_attributes", None) or ()):
+            return getattr(config, key, None)
+        values = {getattr(layer, key, None) for layer in config.per_layer_config}
+        if len(values) > 1 and key != "sliding_window":
+            raise UnsupportedModel(
+                f"{name}: the layers of model type {config.model_type!r} differ in {key} "
+                f"({', '.join(sorted(map(str, values)))}); models whose heads differ between layers are not read"
+            )
+        return min(values - {None}, default=None)
+
+    heads = None if without_attention(model) else setting("num_attention_heads")
     return {
         "name": name,
         "model_type": getattr(config, "mixer", config.model_type),
         "layers": config.num_hidden_layers,
         "heads": heads,
-        "kv_heads": heads and (getattr(config, "num_key_value_heads", None) or heads),
-        "head_dim": heads and (getattr(config, "head_dim", None) or config.hidden_size // heads),
+        "kv_heads": heads and (setting("num_key_value_heads") or heads),
+        "head_dim": heads and (setting("head_dim") or config.hidden_size // heads),
         "features": getattr(model.config, "features", None),
         "d_model": config.hidden_size,
         "vocabulary": config.vocab_size,
         "positions": getattr(config, "max_position_embeddings", None),
-        "window": getattr(config, "sliding_window", None),
+        "window": setting("sliding_window"),
         "parameters": model.num_parameters(),  # of quantised weights too, which are packed
         "dtype": str(model.dtype).removeprefix("torch."),
         "quantised": _quantised(model),
