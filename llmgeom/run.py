@@ -548,7 +548,8 @@ def _inputs(
     untrained: list[dict[str, Capture]] = []
     collected: dict[str, list] = {}
     if any(probe.NEEDS.untrained for probe in pending.values()):
-        examined = [name for name, probe in pending.items() if probe.NEEDS.untrained]
+        needs = {name: probe.NEEDS for name, probe in pending.items()}
+        examined = [name for name, need in needs.items() if need.untrained and (need.examine or need.collect)]
         for i, seed in enumerate(plan.untrained):
             control, found = run.control(seed, examined)
             untrained.append(control)

@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom import scan as scanning
+from llmgeom import run as scanning
 from llmgeom.batch import Batch, Tokens
 from llmgeom.cache.lazy import Shelf
+from llmgeom.errors import UserError
 from llmgeom.model import batching as plan
 from llmgeom.model import subject as subjects
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs
 from llmgeom.probes import attention_focus, value_manifold
 from llmgeom.record import Record
 from llmgeom.run import run_probes
@@ -38,7 +40,7 @@ def prompts(n: int = N, length: int = 14, seed: int = 3) -> Batch:
 
 
 def measured(model: Subject, batch: Batch, probes: dict, store: Path | None = None, **options) -> Record:
-    options = {"nulls": 2, "seed": 5, "batch_tokens": 64, "store": None if store is None else str(store)} | options
+    options = {"controls": 2, "seed": 5, "batch_tokens": 64, "store": None if store is None else str(store)} | options
     return run_probes(model, batch, probes, **options)
 
 
@@ -97,7 +99,7 @@ def test_one_layer_is_in_memory_at_a_time(model, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(Shelf, "__getitem__", counted)
-    measured(model, prompts(), PROBES, tmp_path, nulls=2)
+    measured(model, prompts(), PROBES, tmp_path, controls=2)
     assert len(alive) > 50
 
 
@@ -144,8 +146,7 @@ def test_nulls_run_on_a_stated_sample_and_means_are_of_all(model, monkeypatch):
     monkeypatch.setattr(scanning, "MOST", FEW)
     found = measured(model, prompts(), PROBES)
     assert found.warnings[0] == (
-        f"nulls, and what is held against them, are of {FEW} of the {N} prompts, drawn at random; measured on all: "
-        "attention_focus"
+        f"controls read {FEW} of the {N} prompts, drawn at random; measured on all: attention_focus"
     )
     assert found.facts["prompts"] == N and len(found.prompts["text"]) == FEW
     assert found.facts["prompts_hash"] == every.facts["prompts_hash"]
@@ -171,7 +172,9 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
             views[name] = view
             return attention_focus.measure(view)
 
-        needs = scanning.Needs(attention_focus.NEEDS.sites, all_prompts=many, read=lambda who, batch: len(batch))
+        needs = Needs(
+            attention_focus.NEEDS.sites, all_prompts=many, examine=lambda who, captures: len(captures[""].batch)
+        )
         return type(attention_focus)(name), needs, measure
 
     probes = {}
@@ -181,7 +184,7 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
     with pytest.raises(AttributeError):  # the reading is not attention focus's own: the views are what is looked at
         measured(model, prompts(), probes)
     few = views["few"]
-    assert few.held is few and few.reading == FEW and len(few.entropy) == FEW == len(few.capture.prompt)
+    assert few.null_subset is few and few.observations == FEW and len(few.entropy) == FEW == len(few.capture.prompt)
     batch = few.capture.batch
     tokens = prompts().inputs
     chosen = [next(i for i in range(N) if torch.equal(tokens.ids[i], row)) for row in batch.inputs.ids]
@@ -196,20 +199,20 @@ def test_the_sample_that_a_probe_is_held_against_is_that_of_the_nulls(model, mon
 def test_a_second_sample_that_is_large_is_cut_as_well(model, monkeypatch):
     monkeypatch.setattr(scanning, "MOST", FEW)
     views = []
-    needs = scanning.Needs(frozenset({Site.VALUE}), samples=frozenset({"other"}), all_prompts=True)
+    needs = Needs(frozenset({Site.VALUE}), samples=frozenset({"other"}), all_prompts=True)
     module = type(attention_focus)("seen")
     module.NEEDS = needs
 
     def measure(view):
         views.append(view)
-        raise scanning.UserError("enough")
+        raise UserError("enough")
 
     module.measure = measure
-    measured(model, prompts(), {"seen": module}, samples={"other": prompts(100, seed=8)}, nulls=2)
+    measured(model, prompts(), {"seen": module}, samples={"other": prompts(100, seed=8)}, controls=2)
     (view,) = views
-    assert len(view.entropy) == N == len(view.capture.prompt) and len(view.held.entropy) == FEW
+    assert len(view.entropy) == N == len(view.capture.prompt) and len(view.null_subset.entropy) == FEW
     sample = view.samples["other"]
     assert len(sample.entropy) == FEW == len(sample.clusters) and all(
         len(control.prompt) == FEW for control in sample.untrained
     )
-    assert view.untrained == () and len(view.held.untrained) == 2
+    assert view.untrained == () and len(view.null_subset.untrained) == 2

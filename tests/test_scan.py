@@ -189,7 +189,7 @@ def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject
         seed=5,
         progress=lambda stage, done, total: stages.append((stage, done, total)),
     )
-    assert ("prompts", 3, 3) in stages, "the sample that no probe needs is not run"
+    assert ("prompts", 2, 2) in stages, "the main sample, and all others in one capture"
     for view in views:
         assert set(view.samples) == {"one", "two"}
         for name, sample in view.samples.items():
@@ -204,8 +204,8 @@ def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject
 
 
 def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_probe(subject, batch):
-    def norm(who, what):
-        assert torch.equal(what.inputs.ids, batch.inputs.ids)
+    def norm(who, captures):
+        assert torch.equal(captures[""].batch.inputs.ids, batch.inputs.ids)
         return who.model.lm_head.weight.double().norm().item()
 
     views = {}
@@ -214,24 +214,25 @@ def test_a_reading_is_taken_of_the_subject_and_of_every_twin_and_given_to_its_pr
         return lambda view: views.setdefault(name, view) and Seen(mean=np.zeros(2))
 
     probes = {
-        "reads": probe(measure("reads"), read=norm),
-        "names": probe(measure("names"), read=lambda who, what: who.name),
+        "reads": probe(measure("reads"), examine=norm),
+        "names": probe(measure("names"), examine=lambda who, captures: who.name),
         "neither": probe(measure("neither")),
     }
     run_probes(subject, batch, probes, controls=2, seed=5)
-    assert views["reads"].reading == norm(subject, batch)
-    assert views["reads"].control_observations == tuple(norm(subject.untrained(6 + i), batch) for i in range(2))
-    assert len({views["reads"].reading, *views["reads"].control_observations}) == 3
-    assert views["names"].reading == "tiny" and views["names"].control_observations == ("tiny re-initialised",) * 2
-    assert views["neither"].reading is None and views["neither"].control_observations == ()
+    whole = {"": views["reads"].capture}
+    assert views["reads"].observations == norm(subject, whole)
+    assert views["reads"].control_observations == tuple(norm(subject.untrained(6 + i), whole) for i in range(2))
+    assert len({views["reads"].observations, *views["reads"].control_observations}) == 3
+    assert views["names"].observations == "tiny" and views["names"].control_observations == ("tiny re-initialised",) * 2
+    assert views["neither"].observations is None and views["neither"].control_observations == ()
 
 
 def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(subject, batch):
-    def read(who, what):
+    def read(who, captures):
         raise Unavailable("W_K cannot be read")
 
     probes = {
-        "reads": probe(lambda v: Seen(mean=np.zeros(2)), read=read),
+        "reads": probe(lambda v: Seen(mean=np.zeros(2)), examine=read),
         "plain": probe(lambda v: Seen(mean=np.ones(2))),
     }
     record = run_probes(subject, batch, probes, controls=2)

@@ -61,7 +61,7 @@ def test_a_job_array_merged_is_one_process(alone, tmp_path, monkeypatch):
     pool = each[0] & each[1] & each[2]
     divided = [names - pool for names in each]
     assert len(pool) == len(each[0] & each[1]) and min(map(len, divided)) >= 4
-    assert sum(map(len, divided)) + len(pool) == len(shards(alone / "cache"))
+    assert sum(map(len, divided)) + len(pool) == len(shards(alone / "cache" / "captures"))
     merged = ["cache", "merge", *(str(tmp_path / str(i)) for i in range(3))]
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "all"))
     assert CliRunner().invoke(main, merged).exit_code == 0
@@ -162,7 +162,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     control, shard = Subject.untrained, Subject._shard
     monkeypatch.setattr(Subject, "untrained", lambda self, seed: built.append(seed) or control(self, seed))
     monkeypatch.setattr(
-        Subject, "_shard", lambda self, work, i: made.append((work.store.of, i)) or shard(self, work, i)
+        Subject, "_shard", lambda self, work, i, *more: made.append((work.store.of, i)) or shard(self, work, i, *more)
     )
     for i in range(count):
         Share(i, count).fill(subject, asked, progress=None, **options)
@@ -173,12 +173,12 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     monkeypatch.setattr(Subject, "_pass", None)
     for seed in (None, *asked.untrained):
         who = subject if seed is None else control(subject, seed)
-        for batch in asked.batches.values():
-            who.capture(batch, asked.own_sites, **options)
+        for reading in asked.own.readings if seed is None else asked.control.readings:
+            who.capture(reading.batch, reading.sites, observers=reading.observers, **options)
     for i in range(3):
-        kept = subject.capture(asked.shuffled(i), asked.sites, **options)
+        kept = subject.capture(asked.shuffled(i).batch, asked.shuffled_sites, **options)
         monkeypatch.undo()
-        assert same(kept, subject.capture(asked.shuffled(i), asked.sites, batch_tokens=24))
+        assert same(kept, subject.capture(asked.shuffled(i).batch, asked.shuffled_sites, batch_tokens=24))
         monkeypatch.setattr(Subject, "_pass", None)
 
 
