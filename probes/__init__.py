@@ -1,23 +1,23 @@
-"""One probe a file: NEEDS, a Result, measure(view). A file that is there is a probe that is there.
+"""One probe a file: NEEDS, a Result, measure(data). A file that is there is a probe that is there.
 
-Those of probes/published/ measure as the papers define it, flaws included; their names begin with `published_`.
+Those of probes/published/ measure as the papers define it, flaws included; their names begin with `published_`. A probe
+of a user's own is a file with the same three names, given by its path.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, first_line
 
 PROTOCOLS = ("sound", "published")
-# Edited passes and gradients, of every control too: more than the rest of a scan together, the more the deeper the model.
-# In prompts, which large models read, they are measured where they are asked for; in a tunnel always.
-ON_REQUEST = ("contribution",)
 PUBLISHED = "published"
 
 
@@ -35,27 +35,55 @@ def _files(*folders: str) -> tuple[str, ...]:
 
 
 def check(only: Iterable[str]) -> tuple[str, ...]:
-    """The names, each known in one protocol or the other. Raises UserError with the nearest name."""
+    """The names, each known in one protocol or the other, or a path to a file. Raises UserError with the nearest name."""
     only, every = tuple(only), (*names(), *names(PUBLISHED))
     for name in only:
-        if name not in every:
+        if name.endswith(".py"):
+            if not Path(name).is_file():
+                raise UserError(f"--probes {name}: no such file")
+        elif name not in every:
             near = difflib.get_close_matches(name, every, 1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"unknown probe {name!r}: {hint}known: {', '.join(every)}")
+            raise UserError(f"unknown probe {name!r}: {hint}known: {', '.join(every)}, or path/to/file.py")
     return only
 
 
 def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bool = True) -> tuple[str, ...]:
-    """What a command measures: `only` these; with ("all",) all of the protocol; by default all of it, in prompts less
-    those of ON_REQUEST. Raises UserError as `names` and `check`."""
-    every = names(protocol)
+    """What a command measures: `only` these; with ("all",) all of the protocol; by default all of it, less those that
+    declare ON_REQUEST, on prompts. Raises UserError as `names` and `check`."""
     if only not in (None, ("all",)):
         return check(only)
-    return tuple(name for name in every if only or not prompts or name not in ON_REQUEST)
+    every = names(protocol)
+    return tuple(name for name in every if only or not prompts or not on_request(name))
+
+
+def on_request(name: str) -> bool:
+    """Whether a probe is measured on prompts only where it is named: its source sets ON_REQUEST = True, because it
+    costs more than the rest of a scan together. Reads the file; imports nothing."""
+    place = name.replace(f"{PUBLISHED}_", f"{PUBLISHED}/")
+    return "\nON_REQUEST = True" in (Path(__path__[0]) / f"{place}.py").read_text(encoding="utf-8")
 
 
 def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
-    """Probe modules by name: all sound ones, or `only` these, of either protocol."""
+    """Probe modules by name: all sound ones, or `only` these, of either protocol or from files."""
     chosen = names() if only is None else check(only)
-    place = {name: name.replace(f"{PUBLISHED}_", f"{PUBLISHED}.") for name in chosen}
-    return {name: importlib.import_module(f"llmgeom.probes.{where}") for name, where in place.items()}
+    return {Path(name).stem if name.endswith(".py") else name: _module(name) for name in chosen}
+
+
+def _module(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(f"llmgeom.probes.{name.replace(f'{PUBLISHED}_', f'{PUBLISHED}.')}")
+    path = Path(name)
+    if path.stem in (*names(), *names(PUBLISHED)):
+        raise UserError(f"--probes {name}: a probe of that name comes with llmgeom; rename the file")
+    spec = importlib.util.spec_from_file_location(f"llmgeom_probe_{path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UserError(f"--probes {name} cannot be imported: {first_line(error)}") from error
+    if missing := [word for word in ("NEEDS", "measure") if not hasattr(module, word)]:
+        raise UserError(f"--probes {name}: it has no {' and no '.join(missing)}; see docs on a probe of your own")
+    return module

@@ -21,6 +21,7 @@ from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 
+ON_REQUEST = True  # edited passes of every control: more than the rest of a scan together
 MOST = 40  # rows that are edited, each of another unit: a scan costs 2 layers + 1 passes of them, and of every control
 BRANCHES: dict[Site, Point] = {Site.ATTENTION_WRITE: "attention_write", Site.MLP_WRITE: "mlp_write"}
 BY_NORM, BY_EFFECT = "MLPs over attentions, by norm", "MLPs' share of the effects"

@@ -176,7 +176,9 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     common: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
     every_probe = {**probes.known(probes.names()), routing_law.NAME: routing_law}
     every: dict[str, Callable[[], Record]] = {
-        "scan": lambda: run_probes(subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common),
+        "scan": lambda: run_probes(
+            subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common
+        ),
         "swap": lambda: swap.examine(subject, task, n=n, **common),
         "heads": lambda: parts.examine(subject, whole, "heads", task=task, positions="all", **common),
         "blocks": lambda: parts.examine(subject, whole, "blocks", task=task, positions="all", **common),

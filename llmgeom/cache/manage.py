@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from llmgeom.cache.results import results_folder
 from llmgeom.cache.shards import FREE, NAME, RUN, SPEC, captures_folder, files, flaw, is_being_made, said, taken
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
@@ -113,9 +114,13 @@ def remove(of: Iterable[Run]) -> int:
     for run in of:
         if busy := next((one for one in run.captures if is_being_made(one.folder)), None):
             raise UserError(f"{busy.folder} is being made by another process; wait for it, or end it, and try again")
+    freed = 0
     for run in of:
+        results = results_folder() / run.folder.name
+        freed += run.size + taken(results)
         shutil.rmtree(run.folder)
-    return sum(run.size for run in of)
+        shutil.rmtree(results, ignore_errors=True)
+    return freed
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Merged:

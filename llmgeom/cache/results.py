@@ -47,7 +47,6 @@ def save(run: str, key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.n
 
     body = {"schema": SCHEMA, "key": key, "plain": plain}
     text = json.dumps(body, sort_keys=True, allow_nan=False)
-    # A key of no arrays is kept by an empty one: the format has no file without tensors in old versions.
     data = to_bytes({name: np.array(array, order="C") for name, array in arrays.items()}, {"llmgeom": text})
     path = results_folder() / run / f"{key}.safetensors"
     with contextlib.suppress(OSError, UserError):

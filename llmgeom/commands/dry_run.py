@@ -22,7 +22,7 @@ import transformers
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.claims import Claim, declared
+from llmgeom.claims import Claim
 from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
 from llmgeom.model import batching as batches
@@ -275,7 +275,10 @@ def assumptions() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     """A row for each claim that the record would judge, all of them in Holm's correction (llmgeom/stats/power.py)."""
     asked = [
-        claim for name in source.modules for claim in declared(name).values() if claim.claim and _judged(source, claim)
+        claim
+        for module in source.modules.values()
+        for claim in getattr(module, "CLAIMS", {}).values()
+        if claim.claim and _judged(source, claim)
     ]
     each = len(source.batch) / len(set(source.batch.cluster))
     for claim in asked:

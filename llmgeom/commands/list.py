@@ -57,11 +57,11 @@ def architectures() -> Iterator[str]:
 
 def probes() -> Iterator[str]:
     """Probes of a scan."""
-    from llmgeom.probes import ON_REQUEST, PROTOCOLS, known, names
+    from llmgeom.probes import PROTOCOLS, known, names, on_request
 
     for protocol in PROTOCOLS:
         for name, module in known(names(protocol)).items():
-            slow = " (on prompts only with --probes)" if name in ON_REQUEST else ""
+            slow = " (on prompts only with --probes)" if on_request(name) else ""
             yield f"{name:18} {(module.__doc__ or '').strip().partition(chr(10))[0]}{slow}"
 
 

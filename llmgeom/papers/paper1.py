@@ -242,7 +242,9 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric:
     def scanned(subject: Subject) -> Record:
         whole = {WHOLE: of.sample(SCANNED, 0, graded_on(of))}
         store = str(captures_folder())
-        return run_probes(subject, of.truncated(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store)
+        return run_probes(
+            subject, of.truncated(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store
+        )
 
     found = []
     for name in bench.seeds(task, arch):

@@ -1,0 +1,212 @@
+"""The runner reads every prompt once, computes nothing twice, and takes a probe from any file."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+from llmgeom import probes
+from llmgeom.batch import Batch, Text
+from llmgeom.cli import main
+from llmgeom.model.capture import Site
+from llmgeom.model.passes import Observer
+from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, Sample, probe
+from llmgeom.probes.qk_alignment import NEEDS as COSINES
+from llmgeom.run import MAIN, Layout, PassPlan, observe, run_probes
+from tests.test_scan import Seen
+
+WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+
+
+def texts(*rows: int) -> Batch:
+    """Prompts by number; the same number is the same text."""
+    return Batch(
+        Text(tuple(" ".join(WORDS[: 4 + row % 8]) + f" {WORDS[row % 12]} {row}" for row in rows)),
+        tuple(f"t{row}" for row in rows),
+        {"kind": "texts"},
+    )
+
+
+@pytest.fixture(scope="module")
+def pythia() -> Subject:
+    return Subject.load("pocket:pythia", device="cpu")
+
+
+@pytest.fixture
+def passed(monkeypatch) -> Counter:
+    """Prompts that went through each model, by its untrained seed (None: the trained one) and their tokens."""
+    seen: Counter = Counter()
+    inner = Subject._pass
+
+    def count(self, work, members):
+        for i in members:
+            ids = work.tokens.data[i, : work.tokens.lengths[i]].tolist()
+            seen[self.facts.get("untrained"), tuple(ids)] += 1
+        return inner(self, work, members)
+
+    monkeypatch.setattr(Subject, "_pass", count)
+    return seen
+
+
+def values(data) -> Seen:
+    return Seen(mean=np.array([layer.double().mean().item() for layer in data.capture.layers(Site.VALUE)]))
+
+
+def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
+    samples = {"a": texts(3, 4, 40, 41, 42, 43, 44), "b": texts(0, 44, 45, 46, 47, 48)}
+    both = probe(Needs(frozenset({Site.VALUE}), samples=frozenset({"a", "b"}), shuffled=False))(values)
+    keys = probe(Needs(frozenset({Site.KEY}), shuffled=False))(values_of_keys := lambda data: values(data))
+    run_probes(pythia, texts(*range(12)), {"both": both, "keys": keys}, samples=samples, controls=2)
+    union = {text for batch in (texts(*range(12)), *samples.values()) for text in batch.text}
+    for seed in (None, 1, 2):
+        of_model = {ids: n for (model, ids), n in passed.items() if model == seed}
+        assert set(of_model.values()) == {1} and len(of_model) == len(union), seed
+    assert {model for model, _ in passed} == {None, 1, 2} and values_of_keys
+
+
+def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):
+    samples = {"a": texts(3, 4, 40, 41), "b": texts(44, 0, 45), "c": texts(5, 2), "d": texts(50, 51)}
+    seen = {}
+
+    def look(data):
+        seen.update({MAIN: Sample(data.capture, data.entropy, data.untrained), **data.samples})
+        return values(data)
+
+    needs = Needs(frozenset({Site.VALUE, Site.ATTENTION}), samples=frozenset(samples), shuffled=False)
+    run_probes(pythia, texts(*range(8)), {"look": probe(needs)(look)}, samples=samples, controls=1)
+    for name, batch in {MAIN: texts(*range(8)), **samples}.items():
+        for who, found in ((pythia, seen[name].capture), (pythia.untrained(1), seen[name].untrained[0])):
+            alone = who.capture(batch, {Site.VALUE, Site.ATTENTION})
+            assert found.batch.cluster == batch.cluster and torch.equal(found.lengths, alone.lengths)
+            torch.testing.assert_close(found.value, alone.value, rtol=0, atol=1e-5)
+            width = alone.attention.shape[-1]
+            torch.testing.assert_close(found.attention[..., :width], alone.attention, rtol=0, atol=1e-5)
+            assert not found.attention[..., width:].any()
+
+
+def test_a_repeated_run_builds_no_control_and_measures_nothing(pythia, tmp_path, monkeypatch):
+    calls = []
+
+    def measure(data):
+        calls.append(len(data.untrained))
+        return values(data)
+
+    probes_of = {"values": probe(Needs(frozenset({Site.VALUE})))(measure)}
+    options = {"controls": 2, "store": str(tmp_path / "captures")}
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    first = run_probes(pythia, texts(*range(8)), probes_of, **options)
+    monkeypatch.setattr(Subject, "_pass", None)
+    monkeypatch.setattr(Subject, "untrained", None)
+    again = run_probes(pythia, texts(*range(8)), probes_of, **options)
+    assert calls == [2], "the second run loads the result"
+    assert again.arrays.keys() == first.arrays.keys() and again.prompts == first.prompts
+    assert all(np.array_equal(again.arrays[name], first.arrays[name]) for name in first.arrays)
+    with pytest.raises(TypeError):  # another seed is another run: it must pass prompts again
+        run_probes(pythia, texts(*range(8)), probes_of, **options, seed=3)
+
+
+def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pythia, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    probes_of = {"values": probe(Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False))(values)}
+    calls = []
+    probes_of["clusters"] = probe(Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False))(
+        lambda data: calls.append(tuple(data.clusters)) or values(data)
+    )
+    batch = texts(*range(6))
+    for one in (batch, Batch(batch.inputs, ("x",) * 6, batch.source)):
+        run_probes(pythia, one, probes_of, controls=1, store=str(tmp_path / "captures"))
+    assert calls == [batch.cluster, ("x",) * 6]
+
+
+def test_an_observer_that_returns_another_number_of_rows_is_an_error(pythia):
+    wrong = Observer("wrong", lambda step: {"x": torch.zeros(len(step.prompt) + 1)})
+    with pytest.raises(ValueError, match="wrong"):
+        pythia.capture(texts(1, 2), {Site.VALUE}, observers=(wrong,))
+
+
+def test_an_observer_sees_what_a_capture_of_all_positions_keeps(pythia):
+    batch = texts(*range(9))
+    found = observe(pythia, batch, COSINES)
+    whole = pythia.capture(batch, {Site.QUERY, Site.KEY}, positions="all")
+    ends = whole.lengths.cumsum(0) - 1
+    rows = (whole.prompt == 2) & (whole.position > 0) & (whole.position < whole.lengths[2] - 1)
+    for layer in range(2):
+        q, k = (x.double() for x in (whole.layers(Site.QUERY)[layer][ends[2]], whole.layers(Site.KEY)[layer][rows]))
+        k = k.repeat_interleave(q.shape[0] // k.shape[1], 1)
+        cosines = torch.nn.functional.cosine_similarity(q[None], k, -1)
+        np.testing.assert_allclose(found.spread[layer, :, 2], cosines.std(0, unbiased=False).numpy(), atol=1e-9)
+
+
+def test_a_layout_reads_nothing_twice_and_places_every_prompt(pythia):
+    batches = {MAIN: texts(0, 1, 2), "same": texts(2, 0), "more": texts(1, 7, 8), "other": texts(9)}
+    tokenized = {n: Batch(pythia.tokens(b), b.cluster, b.source) for n, b in batches.items()}
+    layout = Layout.of(tokenized, dict.fromkeys(batches, frozenset({Site.VALUE})), dict.fromkeys(batches, ()))
+    assert [len(reading.batch) for reading in layout.readings] == [3, 3]
+    captures = [pythia.capture(r.batch, r.sites) for r in layout.readings]
+    for name, capture in layout.assemble(captures).items():
+        torch.testing.assert_close(capture.value, pythia.capture(batches[name], {Site.VALUE}).value, rtol=0, atol=1e-5)
+
+
+MINE = """
+from dataclasses import dataclass
+import numpy as np
+from llmgeom.model.capture import Site
+from llmgeom.probe import Needs
+from llmgeom.result import Figure, quantity
+from llmgeom.result import Result as Base
+
+NEEDS = Needs(frozenset({Site.RESIDUAL}), shuffled=False)
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    TITLE = "Length of residuals"
+    MEANING = COMPUTED = NULL = FAILURE_MODES = "The mean norm of the residual stream."
+    norm: np.ndarray = quantity("depth", "length", "mean norm of the residual", Figure("curve"))
+    estimates: tuple = ()
+    warnings: tuple = ()
+
+def measure(data):
+    "Mean norms."
+    return Result(norm=np.array([x.double().norm(dim=1).mean().item() for x in data.capture.layers(Site.RESIDUAL)]))
+"""
+
+
+def test_a_probe_in_a_file_of_ones_own_is_priced_run_drawn_and_exported(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MINE)
+    scan = ["scan", "--domain", "math", "--probes", "./mine.py", "--n", "20", "--limit", "60", "--nulls", "1"]
+    priced = CliRunner().invoke(main, [*scan, "--dry-run", "--json"])
+    assert priced.exit_code == 0 and json.loads(priced.output)["sources"]["math"]["tokens"] > 0
+    done = CliRunner().invoke(main, [*scan, "--out", "run", "-q"])
+    assert done.exit_code == 0, done.output
+    record = json.loads((tmp_path / "run" / "record.json").read_text())
+    assert list(record["results"]) == ["mine"] and not record["unmeasured"]
+    assert "Length of residuals" in (tmp_path / "run" / "report.html").read_text()
+    out = CliRunner().invoke(main, ["export", "run", "safetensors", "--out", "mine.safetensors"])
+    assert out.exit_code == 0, out.output
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [("NEEDS = 1", "measure"), ("import nothing_of_this_name", "nothing_of_this_name"), ("def measure(): 1", "NEEDS")],
+)
+def test_a_file_that_is_no_probe_is_refused_with_its_name(tmp_path, text, what):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(probes.UserError, match=what):
+        probes.known([str(path)])
+
+
+def test_the_plan_is_what_is_read(pythia, passed):
+    needs = Needs(frozenset({Site.VALUE}), samples=frozenset({"a"}))
+    batch, samples = texts(*range(10)), {"a": texts(20, 21, 3)}
+    plan = PassPlan.of(pythia, batch, {"one": probe(needs)(values)}, 2, 0, samples)
+    planned = sum(int(work.tokens.lengths.sum()) for _, _, work in plan.works(pythia))
+    run_probes(pythia, batch, {"one": probe(needs)(values)}, samples=samples, controls=2)
+    assert sum(len(ids) * n for (_, ids), n in passed.items()) == planned
