@@ -1,4 +1,4 @@
-"""What a wind tunnel is: a hypothesis drawn from a prior, a sequence drawn from it, the exact answer at each query."""
+"""Tasks: a hypothesis is drawn from a prior, a sequence from the hypothesis, and Bayes' rule gives the exact answers."""
 
 from __future__ import annotations
 
@@ -6,31 +6,32 @@ import functools
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import Field, asdict, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 
-from llmgeom.answers import Answers, Categorical, Gaussian
+from llmgeom.answers import Answers, Categorical, Gaussian, uniform
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import UserError
 from llmgeom.stats.information import bits
 
-__all__ = ["Categorical", "Gaussian", "Sequences", "Split", "Task", "held_out", "on_device", "seeded", "uniform"]
+__all__ = ["Categorical", "Gaussian", "Sequences", "Split", "Task", "held_out", "seeded", "uniform"]
 
 Split = Literal["any", "seen", "held-out"]
-BUCKETS = 10  # one of them is held out
+BUCKETS = 10  # of the hash; one of them is held out
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences on the device where they were drawn, and what was drawn at each query.
+    """Sequences on the device where they were drawn, and the outcome drawn at each query.
 
-    inputs      token ids [sequence seq] int64, or real rows [sequence seq feature] float32.
-    target      [sequence query]: the number of the outcome, int64; where the answers are Gaussian the value, float32.
+    Attributes:
+        inputs: Token ids [sequence seq] int64, or real-valued rows [sequence seq feature] float32.
+        target: [sequence query]: the outcome's number, int64; for Gaussian answers its value, float32.
     """
 
     inputs: Tensor
@@ -38,33 +39,28 @@ class Sequences:
 
 
 class Task(ABC):
-    """A wind tunnel: a frozen dataclass whose fields are its spec. A subclass gives `vocabulary`, `length`, `query`,
-    `answers`, `draw`, `log_predictive`, and where it can `hypothesis` and `swapped`; its first docstring line is its
-    title.
+    """A wind tunnel: a frozen dataclass whose fields are its spec.
 
-    A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that hypotheses can be held
-    out of training by their hash. What a model is asked stands at the same positions in every sequence.
+    A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that a hash of the hypothesis
+    can hold some of them out of training. The model is queried at the same positions in every sequence.
+
+    A subclass defines `vocabulary`, `length`, `answers`, `draw` and `log_predictive`, and where it can `hypothesis`,
+    `counterfactual` and `bearing`. The first line of its docstring is its title in lists.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
-    FILE_SPEC: ClassVar[str] = ""  # FILE:CLASS of a task of yours
+    FILE_SPEC: ClassVar[str] = ""  # FILE:CLASS of a task from the user's own file
 
-    # ---- what a task says of itself ---------------------------------------------------------------------------------
-
-    @property
-    def memorisable(self) -> str:
-        """Why nothing is held out of training, empty where hypotheses are: a table could stand in for inference, or the
-        task gives no `hypothesis`."""
-        return "it gives no `hypothesis`" if type(self).hypothesis is Task.hypothesis else ""
+    # ---- shape ------------------------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """Token ids of inputs and answers: 0 .. vocabulary - 1. Where inputs are rows: outputs of the model's head."""
+        """Token ids run from 0 to vocabulary - 1. For rows: the number of outputs of the model's head."""
 
     @property
     def features(self) -> int:
-        """Real numbers in a row of inputs; 0 where inputs are tokens."""
+        """Real numbers in a row of inputs; 0 if inputs are tokens."""
         return 0
 
     @property
@@ -73,53 +69,100 @@ class Task(ABC):
         """Positions of a sequence."""
 
     @property
-    @abstractmethod
+    def header(self) -> int:
+        """Positions before the first query."""
+        return 0
+
+    @property
     def query(self) -> tuple[int, ...]:
-        """The positions at which an answer is asked, ascending. The answer itself stands later, or nowhere."""
+        """The queried positions, ascending; by default every position after the header. Answers stand later or never."""
+        return tuple(range(self.header, self.length))
 
     @property
     @abstractmethod
     def answers(self) -> Answers:
-        """What the outcomes are: some of the tokens, or real numbers."""
+        """The family of predictions: over some of the tokens, or over real numbers."""
 
     @property
     def trained_queries(self) -> int:
-        """How many queries, the first ones, a loss is on: the horizon. All of them unless the task has one."""
+        """The number of queries that the training loss covers, from the first on (the horizon); all by default."""
         return len(self.query)
 
     @property
     def log2_hypotheses(self) -> float:
-        """log2 of how many hypotheses the prior is spread over; inf where they are a continuum."""
+        """log2 of the number of hypotheses; inf for a continuum."""
         return math.inf
+
+    def mask(self) -> Bool[Tensor, " seq"]:
+        """Which positions are queries."""
+        queried = torch.zeros(self.length, dtype=torch.bool)
+        queried[list(self.query)] = True
+        return queried
+
+    @property
+    def from_file(self) -> bool:
+        """Whether the task comes from a file of the user's."""
+        return bool(self.FILE_SPEC)
+
+    @property
+    def title(self) -> str:
+        """NAME:field=value,... with the fields that differ from their defaults; `load_task` reads it back."""
+        name = self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1]
+        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{name}:{','.join(changed)}" if changed else name
+
+    def require(self, holds: bool, expected: str) -> None:
+        """Raises UserError with the task's title and what was expected, unless `holds`."""
+        if not holds:
+            raise UserError(f"{self.title}: expected {expected}")
 
     # ---- drawing ----------------------------------------------------------------------------------------------------
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
-        """n independent draws from the prior, [n ...]; one row is one hypothesis. None by default."""
+        """n independent draws from the prior, [n ...], one hypothesis a row; none by default."""
         return torch.zeros(n, 0, device=generator.device)
-
-    def split_key(self, hypothesis: Tensor) -> Int[Tensor, "n column"]:
-        """What is hashed to hold a hypothesis out: its integers, or real numbers in cells a quarter wide."""
-        flat = hypothesis.flatten(1)
-        return (flat * 4).floor().long() if flat.is_floating_point() else flat.long()
 
     @abstractmethod
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
-        """One sequence a hypothesis. With `training` the inputs may be drawn otherwise where the posterior does not
-        depend on how (sticky keys)."""
+        """One sequence for each hypothesis.
+
+        With `training`, inputs may come from another distribution that leaves the posterior unchanged (sticky keys).
+        """
 
     def draw_split(self, n: int, generator: torch.Generator, split: Split = "any", training: bool = False) -> Sequences:
-        """n sequences of a split, on the generator's device. UserError for a split that the task does not have."""
+        """n sequences of a split, on the generator's device.
+
+        Raises:
+            UserError: The task holds no hypotheses out, so it has no such split.
+        """
         if split != "any" and self.memorisable:
             raise UserError(f"{self.title} holds no hypotheses out: {self.memorisable}")
         return self.draw(self._hypotheses(n, generator, split), generator, training)
 
-    def _hypotheses(self, n: int, generator: torch.Generator, split: Split) -> Tensor:
-        """The first n of a fixed number of draws that are in the split.
+    # ---- held-out hypotheses ----------------------------------------------------------------------------------------
 
-        How many are drawn does not depend on what is drawn, so that nothing waits for the device and a CUDA graph can
-        hold it; the reserve is eight standard deviations.
-        """
+    @property
+    def memorisable(self) -> str:
+        """Why the task holds no hypotheses out (a table could replace inference), or "" if it does."""
+        return "it gives no `hypothesis`" if type(self).hypothesis is Task.hypothesis else ""
+
+    @property
+    def training_split(self) -> Split:
+        """The split that models train on."""
+        return "any" if self.memorisable else "seen"
+
+    @property
+    def test_split(self) -> Split:
+        """The split that models are graded on."""
+        return "any" if self.memorisable else "held-out"
+
+    def split_key(self, hypothesis: Tensor) -> Int[Tensor, "n column"]:
+        """The integers that are hashed to hold a hypothesis out: its own, or its real numbers in cells of width 1/4."""
+        flat = hypothesis.flatten(1)
+        return (flat * 4).floor().long() if flat.is_floating_point() else flat.long()
+
+    def _hypotheses(self, n: int, generator: torch.Generator, split: Split) -> Tensor:
+        """The first n hypotheses of the split among a fixed number of draws."""
         if split == "any":
             return self.hypothesis(n, generator)
         share = self._held_out_share if split == "held-out" else 1 - self._held_out_share
@@ -127,181 +170,144 @@ class Task(ABC):
             raise UserError(
                 f"{self.title}: {share:.2%} of the prior is {split}; give it more hypotheses, or finer cells"
             )
-        many = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
-        found = self.hypothesis(many, generator)
-        wanted = held_out(self.split_key(found)) == (split == "held-out")
-        # Were there fewer than n after all, some would come twice; none comes from the other split.
-        order = torch.arange(n, device=found.device) % wanted.sum().clamp_min(1)
-        return found[torch.argsort(~wanted, stable=True)[order]]
+        # A number of draws that does not depend on the draws: nothing waits for the device, and a CUDA graph can record
+        # it. The reserve is eight standard deviations.
+        draws = math.ceil((n + 8 * math.sqrt(n) + 64) / share)
+        hypotheses = self.hypothesis(draws, generator)
+        in_split = held_out(self.split_key(hypotheses)) == (split == "held-out")
+        # If there were fewer than n after all, some would come twice; none comes from the other split.
+        order = torch.arange(n, device=hypotheses.device) % in_split.sum().clamp_min(1)
+        return hypotheses[torch.argsort(~in_split, stable=True)[order]]
 
     @functools.cached_property
     def _held_out_share(self) -> float:
-        """By trial: the hash holds out a tenth of the cells, which are few or unequal in some tasks."""
+        """Estimated by draws: the hash holds out a tenth of the cells, which are few or unequal in some tasks."""
         return held_out(self.split_key(self.hypothesis(4096, seeded("share", 0)))).double().mean().item()
 
     # ---- exact answers ----------------------------------------------------------------------------------------------
 
     @abstractmethod
     def log_predictive(self, inputs: Tensor) -> Tensor:
-        """What Bayes' rule says at each query, from the inputs up to it: [sequence query outcome] log-probabilities in
-        nats, or where the answers are Gaussian [sequence query 2], mean and log variance."""
+        """The exact answer at each query, given the inputs up to it.
+
+        Returns:
+            [sequence query outcome] log-probabilities in nats; for Gaussian answers [sequence query 2], mean and log
+            variance.
+        """
 
     def log_belief(self, inputs: Tensor) -> Tensor | None:
-        """log P(latent state | inputs up to each query) in nats, [sequence query state]; None where it has none."""
+        """log P(latent state | inputs up to each query) in nats, [sequence query state]; None without latent states."""
         return None
 
     def bearing(self, inputs: Tensor) -> Bool[Tensor, "sequence query seq"] | None:
-        """The positions up to each query that bear on the exact answer there.
+        """The positions up to each query on which the exact answer there depends (Paper I: "feasible", not defined).
 
-        An earlier position bears if some other content there would change the answer, short of content about what is
-        asked (its key, chain or symbol) that was not there before: anything might have been about it. The query itself
-        bears if any other content there would. Derived here; Paper I says "feasible" and does not define it.
-        None where the task does not say, and where there is no contrast since all that is shown bears, punctuation
-        aside (`hmm`, `coin`, `regression`; in `recurrence` all numbers do until chance is certain, then none).
+        An earlier position bears if some other content there changes the answer. Content about the queried item (its
+        key, chain or symbol) that was not there before is excluded: every position could have held it. The query
+        itself bears if any other content there changes the answer. Derived here.
+
+        None if the task does not say, or if all that is shown bears and there is no contrast (`hmm`, `coin`,
+        `regression`; in `recurrence` all numbers bear until chance is certain, then none).
         """
         return None
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """The same sequences with one piece of their evidence another, which the task might have drawn too: what the
-        answers would then have been, `log_predictive` says. None where the task does not say."""
+        """The same sequences with one piece of evidence replaced by another that the task could have drawn.
+
+        `log_predictive` gives the answers that follow. None if the task does not say.
+        """
         return None
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """By name, what predictors that do not infer would say, as `log_predictive` says it. Uniform and constant ones
-        need not be here: every task is held against them."""
+        """Predictions of predictors that do not infer, by name, in the form of `log_predictive`.
+
+        The uniform and the constant predictor need not be listed: they are graded for every task.
+        """
         return {}
 
-    # ---- a batch ----------------------------------------------------------------------------------------------------
-
-    @property
-    def from_file(self) -> bool:
-        """Is it a task of yours, from a file?"""
-        return bool(self.FILE_SPEC)
-
-    @property
-    def title(self) -> str:
-        """NAME:field=value,... with the fields that differ from their defaults; `--task` reads it back. A task of your
-        own is named by its file."""
-        name = self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1]
-        given = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"{name}:{','.join(given)}" if given else name
+    # ---- batches ----------------------------------------------------------------------------------------------------
 
     def sample(self, n: int, seed: int, split: Split = "any", device: str = "cpu") -> Batch:
-        """n sequences with their exact answers, each a unit of its own; the same bits whatever ran before.
+        """n sequences with their exact answers, each its own cluster; the same bits whatever ran before.
 
-        target and posterior are given query by query: [sequence query ...].
+        Target and posterior are [sequence query ...].
         """
-        return self._sampled(n, seed, split, device)[0]
-
-    def _sampled(self, n: int, seed: int, split: Split, device: str = "cpu") -> tuple[Batch, Sequences, Posterior]:
-        drawn = self.draw_split(n, seeded(f"sample/{split}", seed, device), split)
-        exact = Posterior(
-            self.log_predictive(drawn.inputs),
-            self.log_belief(drawn.inputs),
-            self.answers.tokens,
-            self.bearing(drawn.inputs),
-        )
+        sequences = self.draw_split(n, seeded(f"sample/{split}", seed, device), split)
         source = {"kind": "task", "name": self.title, "n": n, "seed": seed, "split": split, "spec": asdict(self)}
-        batch = Batch(
-            inputs=self._padded(drawn, torch.full((n,), self.length)),
+        return Batch(
+            inputs=self._padded(sequences.inputs, torch.full((n,), self.length)),
             cluster=tuple(f"sequence {i}" for i in range(n)),
             source={**source, "trained": self.trained_queries},
             query=self.mask().expand(n, -1),
-            target=drawn.target,
-            posterior=exact,
+            target=sequences.target,
+            posterior=Posterior(
+                self.log_predictive(sequences.inputs),
+                self.log_belief(sequences.inputs),
+                self.answers.tokens,
+                self.bearing(sequences.inputs),
+            ),
         )
-        return batch, drawn, exact
-
-    def _padded(self, drawn: Sequences, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
-        return Rows(drawn.inputs, lengths) if self.features else Tokens(drawn.inputs, lengths)
 
     def truncated(self, n: int, seed: int, split: Split = "any") -> Batch:
-        """n sequences, each cut at one of its queries, so that what is asked stands at the end as in a prompt.
+        """n sequences, each truncated after one of its queries, so that the query is last as in a prompt.
 
-        The query is drawn evenly; the first, before which nothing was seen, is left out where there are others.
-        columns: asked_at, its position, exact_entropy in bits, and where outcomes are tokens likeliest, the number of
-        the state, or else the outcome, with the highest exact probability (ties: the first).
+        The query is drawn evenly, without the first one if there are others, since nothing was seen before it.
+
+        Returns:
+            A batch with the columns `asked_at` (the query's position), `exact_entropy` (bits) and, for token answers,
+            `likeliest`: the latent state, or else the outcome, of highest exact probability (ties: the first).
         """
-        whole, drawn, exact = self._sampled(n, seed, split)
+        whole = self.sample(n, seed, split)
         places = self.query[1:] or self.query
         chosen = torch.randint(len(places), (n,), generator=seeded("cut", seed)) + len(self.query) - len(places)
-        rows, lengths = torch.arange(n), torch.tensor(self.query)[chosen] + 1
-        exact = exact.at(chosen)
+        lengths, exact = torch.tensor(self.query)[chosen] + 1, whole.exact.at(chosen)
         entropy = bits(self.answers.entropy(self.answers.exact(exact.predictive)))[:, 0]
-        about = exact.predictive if exact.belief is None else exact.belief
-        likeliest = {"likeliest": tuple(about[:, 0].argmax(-1).tolist())} if exact.outcomes else {}
+        columns: dict[str, tuple] = {
+            "asked_at": tuple((lengths - 1).tolist()),
+            "exact_entropy": tuple(round(float(h), 6) for h in entropy),
+        }
+        if exact.outcomes:
+            about = exact.predictive if exact.belief is None else exact.belief
+            columns["likeliest"] = tuple(about[:, 0].argmax(-1).tolist())
+        assert whole.target is not None
         return replace(
             whole,
-            inputs=self._padded(drawn, lengths),
+            inputs=self._padded(whole.tokens.data, lengths),
             query=None,
-            target=drawn.target[rows, chosen][:, None],
-            columns={
-                "asked_at": tuple((lengths - 1).tolist()),
-                "exact_entropy": tuple(round(float(h), 6) for h in entropy),
-                **likeliest,
-            },
+            target=whole.target[torch.arange(n), chosen][:, None],
+            columns=columns,
             posterior=exact,
         )
 
-    def mask(self) -> Bool[Tensor, " seq"]:
-        """Which positions are queries."""
-        found = torch.zeros(self.length, dtype=torch.bool)
-        found[list(self.query)] = True
-        return found
+    def _padded(self, inputs: Tensor, lengths: Int[Tensor, " sequence"]) -> Rows | Tokens:
+        return Rows(inputs, lengths) if self.features else Tokens(inputs, lengths)
 
 
 def seeded(purpose: str, seed: int, device: str | torch.device = "cpu") -> torch.Generator:
-    """A generator of its own for each purpose: training never draws what grading draws."""
+    """A generator for one purpose: training never draws what grading draws, whatever the seed."""
     whole = hashlib.sha256(f"llmgeom/{purpose}/{seed}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(whole[:8], "big") >> 1)
 
 
-def held_out(cells: Int[Tensor, "n column"]) -> Bool[Tensor, " n"]:
-    """Which hypotheses are never trained on: a tenth, by a hash that is the same on every device.
+def held_out(keys: Int[Tensor, "n column"]) -> Bool[Tensor, " n"]:
+    """Which hypotheses are never trained on: a tenth of them, by a hash that is the same on every device.
 
-    Each column is mixed in by a multiplication and a shift modulo 2^64 (the finaliser of SplitMix64: Steele, Lea &
-    Flood 2014), so that one column moved by one changes about half of the bits.
+    Each column is mixed in with the finaliser of SplitMix64 (Steele, Lea & Flood 2014), multiplications and shifts
+    modulo 2^64: a column that moves by one changes about half of the bits.
     """
-    state = torch.zeros(len(cells), dtype=torch.int64, device=cells.device)
-    for column in cells.unbind(1):
+    state = torch.zeros(len(keys), dtype=torch.int64, device=keys.device)
+    for column in keys.unbind(1):
         state = state + column + _signed(0x9E3779B97F4A7C15)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-            state = (state ^ _right(state, shift)) * _signed(factor)
-        state = state ^ _right(state, 31)
-    return _right(state, 1) % BUCKETS == 0
+            state = (state ^ _shift_right(state, shift)) * _signed(factor)
+        state = state ^ _shift_right(state, 31)
+    return _shift_right(state, 1) % BUCKETS == 0
 
 
-def _right(x: Tensor, by: int) -> Tensor:
-    """A logical shift: int64 shifts copy the sign."""
+def _shift_right(x: Tensor, by: int) -> Tensor:
+    """A logical shift: shifts of int64 copy the sign."""
     return (x >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(x: int) -> int:
     return x - (1 << 64) if x >> 63 else x
-
-
-def uniform(inputs: Tensor, queries: int, outcomes: int) -> Float[Tensor, "sequence query outcome"]:
-    """log 1/K at every query."""
-    return torch.full((len(inputs), queries, outcomes), -math.log(outcomes), dtype=torch.float64, device=inputs.device)
-
-
-def altered(
-    symbols: Int[Tensor, "sequence place"], many: int, generator: torch.Generator
-) -> Int[Tensor, "sequence place"]:
-    """One symbol of each sequence, at a place drawn evenly, is another one of 0 .. many - 1."""
-    n, places = symbols.shape
-    chosen = torch.randint(places, (n, 1), generator=generator, device=generator.device)
-    further = torch.randint(1, many, (n, 1), generator=generator, device=generator.device)
-    return symbols.scatter(1, chosen, (symbols.gather(1, chosen) + further) % many)
-
-
-def renamed(
-    inputs: Int[Tensor, "sequence seq"], one: Int[Tensor, "sequence 1"], other: Int[Tensor, "sequence 1"]
-) -> Int[Tensor, "sequence seq"]:
-    """Two tokens exchanged wherever they stand."""
-    return torch.where(inputs == one, other, torch.where(inputs == other, one, inputs))
-
-
-def on_device(numbers: Sequence[float], device: torch.device) -> Float[Tensor, " number"]:
-    """Constants in float64, filled where they are needed: a CUDA graph cannot hold a copy from the host."""
-    return torch.stack([torch.full((), number, dtype=torch.float64, device=device) for number in numbers])

@@ -395,12 +395,12 @@ def test_sticky_keys_come_again_as_often_as_said_and_in_training_alone():
 
 def test_a_sticky_key_is_any_earlier_one_alike():
     """With probability `sticky` a key is one of the distinct keys before it, each alike; else one that is new."""
-    always = Bijection(200, 5, True, sticky=1.0)._stuck(6000, seeded("here", 0))
+    always = Bijection(200, 5, True, sticky=1.0)._sticky_keys(6000, seeded("here", 0))
     assert (always == always[:, :1]).all()
-    never = Bijection(5, 7, True, sticky=0.0)._stuck(6000, seeded("here", 0))
+    never = Bijection(5, 7, True, sticky=0.0)._sticky_keys(6000, seeded("here", 0))
     assert (never[:, :5].sort(1).values == torch.arange(5)).all()
     assert ((never[:, 5:, None] == never[:, None, :5]).sum(2) == 1).all()  # nothing is new any more
-    half = Bijection(200, 4, True, sticky=0.5)._stuck(40_000, seeded("here", 0))
+    half = Bijection(200, 4, True, sticky=0.5)._sticky_keys(40_000, seeded("here", 0))
     first, second, third, fourth = half.unbind(1)
     assert torch.bincount(first, minlength=200).double().std() < 3 * 200**0.5
     assert (second == first).double().mean().item() == pytest.approx(0.5, abs=0.01)
@@ -460,7 +460,7 @@ REFUSED = [
     (lambda: Recall(pairs=9), ("recall:pairs=9", "queries")),
     (lambda: Recall(queries=5), ("queries",)),
     (lambda: Recall(filler=-1), ("filler",)),
-    (lambda: Regression(layout="x"), ("layout", "'x'", "paired", "separate")),
+    (lambda: Regression(layout="x"), ("layout", "x", "paired", "separate")),
     (lambda: Regression(noise=0.0), ("noise",)),
     (lambda: Regression(scale=math.inf), ("scale",)),
     (lambda: Regression(noise=math.nan), ("noise",)),

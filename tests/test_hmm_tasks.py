@@ -17,7 +17,8 @@ from llmgeom.stats.conjugate import beta_bernoulli
 from llmgeom.stats.information import bits, entropy, kl
 from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed, forward_filter, hundredths
+from llmgeom.wind_tunnels.chains import forward_filter, hundredths
+from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
 from llmgeom.wind_tunnels.tasks.markov import Markov, dirichlet_multinomial
 from tests import brute_force

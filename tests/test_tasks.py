@@ -11,8 +11,9 @@ import torch
 
 from llmgeom.batch import Rows, Tokens
 from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Task, held_out, on_device, seeded, uniform
+from llmgeom.task import Categorical, Task, held_out, seeded, uniform
 from llmgeom.wind_tunnels import load_task, names
+from llmgeom.wind_tunnels.sampling import constants
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.tasks.recall import Recall
@@ -135,7 +136,7 @@ def test_a_file_of_one_s_own_is_a_task_that_its_title_finds_again(own):
         ("", ("Die", "Thawed", "Half")),
         (":Categorical", ("Categorical",)),
         (":Thawed:sides=6", ("Thawed", "@dataclass(frozen=True)")),
-        (":Half", ("Half", "answers", "draw", "length", "log_predictive", "query", "vocabulary")),
+        (":Half", ("Half", "answers", "draw", "length", "log_predictive", "vocabulary")),
         (
             ":Die:sides=6,colour=1",
             ("Die", "colour=1", "sides", "weight", 0.5),
@@ -304,6 +305,6 @@ def test_each_split_and_each_purpose_has_draws_of_its_own():
 
 
 def test_constants_are_made_in_double_precision():
-    assert on_device([0.1, 2], torch.device("cpu")).tolist() == [0.1, 2.0]
+    assert constants([0.1, 2], torch.device("cpu")).tolist() == [0.1, 2.0]
     found = uniform(torch.zeros(2, 9), 3, 7)
     assert found.shape == (2, 3, 7) and found.dtype == torch.float64 and found.unique().item() == -math.log(7)

@@ -24,7 +24,6 @@ from llmgeom.model.loading import usable
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
 from llmgeom.task import Split, Task, seeded
-from llmgeom.wind_tunnels import checks as laws
 from llmgeom.wind_tunnels.checkpoint import (
     FINISHED,
     RESUME,
@@ -37,6 +36,7 @@ from llmgeom.wind_tunnels.checkpoint import (
     state_facts,
     told,
 )
+from llmgeom.wind_tunnels.exactness import require_exact
 from llmgeom.wind_tunnels.training_config import Training
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def train(
     spec = digest(asdict(asked) | {"task": task.title})
     if (facts := held(out, spec)) is not None:
         return Trained.of(out, facts)
-    laws.obeyed(task)
+    require_exact(task)
     state = state_facts(out, spec)
     if asked.lr != "auto":
         lr, tried = float(asked.lr), {}

@@ -20,7 +20,6 @@ from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import components as parts
-from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
@@ -171,7 +170,7 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     subject = Subject.load(str(folder))
     told = grading.Told.of(str(folder))
     task = told.asked(None, str(folder))
-    split = graded_on(task)
+    split = task.test_split
     whole = task.sample(n, seed, split)
     common: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
     every_probe = {**probes.known(probes.names()), routing_law.NAME: routing_law}

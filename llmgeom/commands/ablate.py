@@ -30,7 +30,6 @@ from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, readou
 from llmgeom.probes.interventions.patching import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
 from llmgeom.probes.interventions.replacement import Kind, towards
 from llmgeom.probes.interventions.splits import Halves
-from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress, prefixed
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
@@ -42,7 +41,7 @@ from llmgeom.run import few_draws
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.tests import spearman
 from llmgeom.task import Task
-from llmgeom.wind_tunnels import checks as laws
+from llmgeom.wind_tunnels.exactness import require_exact
 
 DIRECTIONS = ("pc1", "ridge")
 MODES: tuple[Mode, ...] = ("cut", "only", "shift")
@@ -444,7 +443,7 @@ class RunConfig(config.ModelConfig):
         if spelt is None:
             return None
         task = wind_tunnels.load_task(spelt)
-        laws.obeyed(task)
+        require_exact(task)
         return task
 
 
@@ -503,7 +502,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     config.check_folder(out, spec)
     subject = subject or asked.load(located)
     if task:
-        batch = task.sample(n, asked.seed, graded_on(task))
+        batch = task.sample(n, asked.seed, task.test_split)
     elif asked.sula:
         batch = Sula(available(subject.tokenizer), believed, ks=asked.ks).sample(n, asked.seed)
     else:

@@ -37,8 +37,8 @@ from llmgeom.reports.text import grid
 from llmgeom.result import Result
 from llmgeom.run import CONTROLS, few_draws
 from llmgeom.task import Task
-from llmgeom.wind_tunnels import checks as laws
 from llmgeom.wind_tunnels.checkpoint import TRAINING, told
+from llmgeom.wind_tunnels.exactness import require_exact
 
 __all__ = ["RunConfig", "examine", "grade", "perform", "table"]
 
@@ -70,7 +70,7 @@ class Told:
             task = wind_tunnels.load_task(spec or hub.trusted(self.task, self.folder))
         except UserError as refusal:
             raise refusal if spec else UserError(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
-        laws.obeyed(task)
+        require_exact(task)
         return task
 
     @property

@@ -29,7 +29,6 @@ from llmgeom.probes.interventions.axis import rescaled
 from llmgeom.probes.interventions.patching import FEW, Copy, Packed, Place, beside
 from llmgeom.probes.interventions.replacement import moved_by
 from llmgeom.probes.interventions.splits import Split
-from llmgeom.probes.posterior.scores import graded_on
 from llmgeom.progress import Progress
 from llmgeom.provenance import took
 from llmgeom.record import Record
@@ -391,7 +390,7 @@ def examine(
     chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
     if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
         raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was swapped")
-    split = graded_on(task)
+    split = task.test_split
     pairs = Pairs.of(task, n, seed, split)
     if len(pairs.x) < 2 * LEAST_CLUSTERS:
         raise UserError(

@@ -237,11 +237,9 @@ def _pools(asked: RunConfig) -> dict[str, Batch]:
         return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
     if asked.tasks:
         from llmgeom import wind_tunnels
-        from llmgeom.probes.posterior.scores import graded_on
-
         tasks = [wind_tunnels.load_task(spec) for spec in asked.tasks]
         n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
-        return {task.title: task.truncated(n, asked.seed, graded_on(task)) for task in tasks}
+        return {task.title: task.truncated(n, asked.seed, task.test_split) for task in tasks}
     if asked.prompts_file is not None or asked.prompts_from is not None:
         if asked.prompts_from is not None:
             Record.load(asked.prompts_from)  # refuses what is no whole run

@@ -26,7 +26,7 @@ from llmgeom.papers.verdicts import Bench, combined, over_seeds
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.interventions.replacement import Kind
-from llmgeom.probes.posterior.scores import grade, graded_on
+from llmgeom.probes.posterior.scores import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
@@ -240,10 +240,10 @@ def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric:
     names = bench.probed[f"{task}/{arch}"]
 
     def scanned(subject: Subject) -> Record:
-        whole = {WHOLE: of.sample(SCANNED, 0, graded_on(of))}
+        whole = {WHOLE: of.sample(SCANNED, 0, of.test_split)}
         store = str(captures_folder())
         return run_probes(
-            subject, of.truncated(SCANNED, 0, graded_on(of)), probes.known(names), samples=whole, store=store
+            subject, of.truncated(SCANNED, 0, of.test_split), probes.known(names), samples=whole, store=store
         )
 
     found = []
@@ -263,7 +263,7 @@ def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what
     of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
 
     def cut(subject: Subject) -> Record:
-        batch = of.sample(SCANNED, 0, graded_on(of))
+        batch = of.sample(SCANNED, 0, of.test_split)
         return parts.examine(subject, batch, kind, task=of, positions="all", nulls=CONTROLS)
 
     records = [bench.record(name, kind, {"task": of.title}, cut) for name in bench.seeds(task, arch)]
@@ -293,7 +293,7 @@ def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Estim
     """Of the final states: the share of their first component (not standardised, as in the published code), or the
     held-out R2 of the exact entropy, folds by sequence; against the same model re-initialised."""
     of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
-    batch = of.sample(SCANNED // 4, 0, graded_on(of))
+    batch = of.sample(SCANNED // 4, 0, of.test_split)
 
     def number(who: Subject) -> float:
         seen = who.capture(batch, {Site.FINAL})

@@ -160,11 +160,6 @@ def skill(kl: np.ndarray) -> float:
     return float(1 - own / trivial)
 
 
-def graded_on(task: Task) -> Split:
-    """Held-out hypotheses; all of them where the task holds none out."""
-    return "any" if task.memorisable else "held-out"
-
-
 def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:
     """n sequences to be graded on; where targets were drawn again with probability `corrupt`, theirs are too, and the
     exact answer is the mixture. Raises UserError where these are real numbers."""
@@ -261,11 +256,11 @@ def grade(
 ) -> Grade:
     """The model's answers on n sequences beside the exact ones and trivial predictors'; no null, no interval.
 
-    split     of which hypotheses; by default those of `graded_on`.
+    split     of which hypotheses; by default `task.test_split`.
     trained   how many queries, the first ones, its loss was on, where that is fewer than the task's.
     corrupt   grade against the mixture that labels drawn again with this probability have.
     """
-    batch = drawn(task, n, seed, split or graded_on(task), corrupt)
+    batch = drawn(task, n, seed, split or task.test_split, corrupt)
     trained = min(task.trained_queries, trained or task.trained_queries)
     exact, form = owed(task, batch), read(subject, task, batch)
     parts = zip(exact.split(AT_ONCE), form.double().split(AT_ONCE), strict=True)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
-from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Sequences, Task, altered, on_device
+from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.wind_tunnels.sampling import constants, integers, uniforms, with_another_symbol
 
 START = 2  # the token before the first flip; 0 is heads, 1 tails
 
@@ -19,12 +20,13 @@ START = 2  # the token before the first flip; 0 is heads, 1 tails
 class Coin(Task):
     """Flips of a coin of unknown bias.
 
-    flips   in a sequence; each is asked for before it is shown.
-    prior   of the probability of heads: "beta:A,B", or "list:P,P,..." with equal weights.
-
     After h heads and t tails the next flip is heads with probability (A + h) / (A + B + h + t) (Laplace's rule for
-    A = B = 1; `exact.beta_bernoulli` is the same for prompts); for a list, sum_i w_i p_i with
-    w_i proportional to p_i^h (1 - p_i)^t. Derived here.
+    A = B = 1); for a list of biases p_i, with probability sum_i w_i p_i, w_i proportional to p_i^h (1 - p_i)^t. Derived
+    here.
+
+    Attributes:
+        flips: Flips in a sequence; each is predicted before it is shown.
+        prior: Of the probability of heads: "beta:A,B", or "list:P,P,..." with equal weights.
     """
 
     memorisable = "the answer depends on the numbers of heads and tails alone: a table of a few hundred entries"
@@ -34,15 +36,14 @@ class Coin(Task):
 
     def __post_init__(self) -> None:
         kind, values = self._prior()
-        beta = kind == "beta" and len(values) == 2 and all(0.01 <= value < math.inf for value in values)
-        listed = kind == "list" and all(0 <= value <= 1 for value in values)
-        if not values or not (beta or listed):
-            raise UserError(
-                f"{self.title}: prior {self.prior!r}; expected beta:A,B with both 0.01 or more, or list:P,P,... with "
-                f"probabilities of heads"
-            )
-        if self.flips < 1:
-            raise UserError(f"{self.title}: flips {self.flips}; expected at least 1")
+        # Below 0.01 both Gamma variables of a draw might round to 0.
+        is_beta = kind == "beta" and len(values) == 2 and all(0.01 <= value < math.inf for value in values)
+        is_list = kind == "list" and all(0 <= value <= 1 for value in values)
+        self.require(
+            bool(values) and (is_beta or is_list),
+            "prior beta:A,B with both 0.01 or more, or list:P,P,... with probabilities of heads",
+        )
+        self.require(self.flips >= 1, "flips of 1 or more")
 
     def _prior(self) -> tuple[str, list[float]]:
         kind, _, numbers = self.prior.partition(":")
@@ -60,10 +61,6 @@ class Coin(Task):
         return self.flips
 
     @property
-    def query(self) -> tuple[int, ...]:
-        return tuple(range(self.flips))
-
-    @property
     def answers(self) -> Categorical:
         return Categorical((0, 1))
 
@@ -71,15 +68,14 @@ class Coin(Task):
         """The probability of heads, [n 1]."""
         kind, values = self._prior()
         if kind == "list":
-            chosen = torch.randint(len(values), (n, 1), generator=generator, device=generator.device)
-            return on_device(values, generator.device).float()[chosen]
-        # A Beta variable is the share of one of two Gamma variables; below 0.01 both might round to 0.
-        gamma = torch._standard_gamma(on_device(values, generator.device).expand(n, 2), generator=generator)
+            chosen = integers(len(values), generator, n, 1)
+            return constants(values, generator.device).float()[chosen]
+        # A Beta variable is X / (X + Y) of two Gamma variables.
+        gamma = torch._standard_gamma(constants(values, generator.device).expand(n, 2), generator=generator)
         return (gamma[:, :1] / gamma.sum(1, keepdim=True)).float()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
-        lots = torch.rand(len(hypothesis), self.flips, generator=generator, device=generator.device)
-        flips = (lots >= hypothesis).long()
+        flips = (uniforms(generator, len(hypothesis), self.flips) >= hypothesis).long()
         start = torch.full_like(flips[:, :1], START)
         return Sequences(torch.cat([start, flips[:, :-1]], 1), flips)
 
@@ -87,39 +83,37 @@ class Coin(Task):
         return self._after(_flips(inputs).cumsum(1))
 
     def log_belief(self, inputs: Tensor) -> Tensor | None:
-        """For a list: log P(which bias | flips so far)."""
+        """For a list: log P(bias i | flips so far)."""
         kind, values = self._prior()
-        if kind == "beta":
-            return None
-        return _weights(_flips(inputs).cumsum(1), on_device(values, inputs.device))
+        return None if kind == "beta" else _weights(_flips(inputs).cumsum(1), constants(values, inputs.device))
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """One flip turned over, the last that is shown excepted. None where a bias of 0 or 1 forbids it."""
+        """One flip turned over, but not the last one shown. None if a bias of 0 or 1 forbids it."""
         kind, values = self._prior()
         if self.flips < 3 or (kind == "list" and {0.0, 1.0} & {*values}):
             return None
-        return torch.cat([inputs[:, :1], altered(inputs[:, 1:-1], 2, generator), inputs[:, -1:]], 1)
+        return torch.cat([inputs[:, :1], with_another_symbol(inputs[:, 1:], 2, generator)], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: what the last flip alone says. A bag of values is exact here."""
+        """memoryless: the posterior after the last flip alone. (A bag of values is exact here.)"""
         return {"memoryless": self._after(_flips(inputs))}
 
     def _after(self, seen: Tensor) -> Tensor:
-        """log P(heads), log P(tails) after numbers of heads and tails [... 2]."""
+        """log P(heads), log P(tails) after counts of heads and tails [... 2]."""
         kind, values = self._prior()
-        prior = on_device(values, seen.device)
+        prior = constants(values, seen.device)
         if kind == "beta":
             return (seen + prior).log() - (seen + prior).sum(-1, keepdim=True).log()
-        each = torch.stack([prior, 1 - prior], -1).log()  # [bias outcome]
-        return (_weights(seen, prior)[..., None] + each).logsumexp(-2)
+        outcomes = torch.stack([prior, 1 - prior], -1).log()  # [bias outcome]
+        return (_weights(seen, prior)[..., None] + outcomes).logsumexp(-2)
 
 
 def _flips(inputs: Tensor) -> Tensor:
-    """The flip shown at each position, [sequence query 2] float64: heads, tails, or neither."""
-    return torch.nn.functional.one_hot(inputs, 3)[..., :2].double()
+    """The flip shown at each position, one-hot [sequence query 2] float64: heads, tails, or neither."""
+    return one_hot(inputs, 3)[..., :2].double()
 
 
 def _weights(seen: Tensor, heads: Tensor) -> Tensor:
-    """log P(which bias), equal before any flip, after numbers of heads and tails."""
+    """log P(bias) after counts of heads and tails, from equal weights."""
     likelihood = torch.special.xlogy(seen[..., :1], heads) + torch.special.xlogy(seen[..., 1:], 1 - heads)
     return likelihood.log_softmax(-1)

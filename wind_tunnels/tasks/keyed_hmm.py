@@ -1,4 +1,4 @@
-"""Several hidden chains in one sequence, and a key that says at each step whose turn it is: transport with binding."""
+"""Several hidden chains in one sequence; a key says at each step which chain emits: transport with binding."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
-from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Sequences, Task, altered
-from llmgeom.wind_tunnels.tasks.hmm import (
+from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.wind_tunnels.chains import (
     check_sizes,
     emit,
     forward_filter,
@@ -24,24 +23,26 @@ from llmgeom.wind_tunnels.tasks.hmm import (
     read_rows,
     walk,
 )
+from llmgeom.wind_tunnels.sampling import integers, with_another_symbol
 
 
 @dataclass(frozen=True)
 class KeyedHMM(Task):
     """Several hidden chains, told apart by keys.
 
-    states    S hidden states of each chain, each first one drawn evenly.
-    symbols   O symbols.
-    steps     K observations, of all chains together.
-    chains    C chains with the same matrices; the key of a step is drawn evenly.
-
     Rows as in `hmm`: S header rows [2 T_s, 2 E_s, one-hot(s), 0, 0], then a row [0, 0, 0, one-hot(o_t), one-hot(k_t)]
-    for each step: chain k_t emits o_t from its state, and then it moves and the others do not. There the state that
-    emitted is asked; it is never shown, so that one row may hold key and observation.
+    for each step. Chain k_t emits o_t from its state, then moves; the others stay. The query at a step is for the state
+    that emitted, which is never shown, so one row may hold key and observation.
 
-    With a_c the belief about chain c's next emitting state, evenly spread at first, the answer is
-    p(j) ~ a_k(j) E_j,o with k = k_t and o = o_t; then a_k(j) becomes sum_i p(i) T_ij, and every other a_c stays
-    (derived here: given the keys the chains are independent, each a hidden Markov chain in its own time).
+    With a_c the belief about chain c's next emitting state, at first uniform, the answer is p(j) ~ a_k(j) E_j,o with
+    k = k_t and o = o_t. Then a_k(j) becomes sum_i p(i) T_ij, and every other a_c stays (derived here: given the keys the
+    chains are independent, each a hidden Markov chain in its own time).
+
+    Attributes:
+        states: S hidden states of each chain, the first one drawn evenly.
+        symbols: O symbols.
+        steps: K observations, of all chains together.
+        chains: C chains with the same matrices; the key of a step is drawn evenly.
     """
 
     states: int = 3
@@ -51,8 +52,7 @@ class KeyedHMM(Task):
 
     def __post_init__(self) -> None:
         check_sizes(self, self.states, self.symbols, self.steps)
-        if self.chains < 1:
-            raise UserError(f"{self.title}: chains {self.chains}; expected at least 1")
+        self.require(self.chains >= 1, "chains of 1 or more")
 
     @property
     def vocabulary(self) -> int:
@@ -63,12 +63,12 @@ class KeyedHMM(Task):
         return 2 * (self.states + self.symbols) + self.chains
 
     @property
-    def length(self) -> int:
-        return self.states + self.steps
+    def header(self) -> int:
+        return self.states
 
     @property
-    def query(self) -> tuple[int, ...]:
-        return tuple(range(self.states, self.length))
+    def length(self) -> int:
+        return self.states + self.steps
 
     @property
     def answers(self) -> Categorical:
@@ -83,57 +83,62 @@ class KeyedHMM(Task):
         return matrices(n, self.states, self.symbols, generator)
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
-        n, device = len(hypothesis), generator.device
-        keys = torch.randint(self.chains, (n, self.steps), generator=generator, device=device)
-        # How often the chain of a step has moved before it: its own time.
-        moved = (keys[:, :, None] == keys[:, None, :]).tril(-1).sum(-1)
-        lots = torch.randint(100, (n, self.chains, self.steps - 1), generator=generator, device=device)
+        n = len(hypothesis)
+        keys = integers(self.chains, generator, n, self.steps)
+        moves_before = _same_key(keys).tril(-1).sum(-1)  # of the chain that emits: its own time
+        lots = integers(100, generator, n, self.chains, self.steps - 1)
         paths = walk(hypothesis[..., : self.states], lots, generator)
-        states = paths.flatten(1).gather(1, keys * self.steps + moved)
+        states = paths.flatten(1).gather(1, keys * self.steps + moves_before)
         symbols = emit(hypothesis, states, generator)
         shown = torch.cat([one_hot(symbols, self.symbols), one_hot(keys, self.chains)], -1).float()
         blank = self.features - shown.shape[-1]
         return Sequences(torch.cat([header_rows(hypothesis, self.features), pad(shown, (blank, 0))], 1), states)
 
     def _read(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """[T E] in hundredths, the observations and the keys, back from the inputs."""
+        """[T E] in hundredths, the observations and the keys, read back from the inputs."""
         shown = inputs[:, self.states :, -self.symbols - self.chains :]
         symbols, keys = (part.argmax(-1) for part in shown.split([self.symbols, self.chains], -1))
         return read_rows(inputs, self.states, self.symbols), symbols, keys
 
     def log_belief(self, inputs: Tensor) -> Float[Tensor, "sequence step state"]:
-        """Of the chain that emits, at each step."""
+        """The belief about the chain that emits, at each step."""
         hypothesis, symbols, keys = self._read(inputs)
-        log_move, _, seen = logs(hypothesis, symbols)
-        # [sequence chain step]: each chain is filtered through all steps; where it is not its turn it shows nothing
-        # and stays where it is.
+        log_move, _, likelihood = logs(hypothesis, symbols)
+        # [sequence chain step]: each chain is filtered through all steps. At the steps of other chains it shows nothing
+        # and stays.
         turn = one_hot(keys, self.chains).mT.bool()
-        stay = torch.eye(self.states, dtype=seen.dtype, device=seen.device).log()
+        stay = torch.eye(self.states, dtype=likelihood.dtype, device=likelihood.device).log()
         moves = torch.where(turn[..., None, None], log_move[:, None, None], stay)
-        beliefs = forward_filter(log_even(self.states, seen), moves, seen[:, None] * turn[..., None])
+        beliefs = forward_filter(log_even(self.states, likelihood), moves, likelihood[:, None] * turn[..., None])
         return beliefs.gather(1, keys[:, None, :, None].expand(-1, -1, -1, self.states))[:, 0]
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         return self.log_belief(inputs)
 
     def bearing(self, inputs: Tensor) -> Tensor:
-        """The header, and the steps of the same chain so far, the query among them. Of single sequences it says too
-        much where the matrices are such that an observation tells nothing (two equal rows of T, say)."""
-        keys = self._read(inputs)[2]
-        return pad((keys[:, :, None] == keys[:, None, :]).tril(), (self.states, 0), value=True)
+        """The header, and the steps of the same chain so far, the query among them.
+
+        In single sequences this is too much, if the matrices make an observation say nothing (two equal rows of T).
+        """
+        return pad(_same_key(self._read(inputs)[2]).tril(), (self.states, 0), value=True)
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """Another observation at one step, the last excepted, of the same chain."""
+        """Another observation of the same chain at one step, but not the last one."""
         if self.steps < 2:
             return None
-        symbols = altered(self._read(inputs)[1][:, :-1], self.symbols, generator)
+        symbols = with_another_symbol(self._read(inputs)[1], self.symbols, generator)
         other = inputs.clone()
-        other[:, self.states : -1, -self.symbols - self.chains : -self.chains] = one_hot(symbols, self.symbols).float()
+        other[:, self.states :, -self.symbols - self.chains : -self.chains] = one_hot(symbols, self.symbols).float()
         return other
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: the belief from the last observation alone. one chain: keys are ignored, as if one chain had
-        emitted everything; transport without binding."""
-        log_move, _, seen = logs(*self._read(inputs)[:2])
-        one = forward_filter(log_even(self.states, seen), log_move[:, None], seen)
-        return {"memoryless": seen.log_softmax(-1), "one chain": one}
+        """memoryless: the belief from the last observation alone. one chain: ignores the keys, as if one chain had
+        emitted everything (transport without binding)."""
+        log_move, _, likelihood = logs(*self._read(inputs)[:2])
+        one_chain = forward_filter(log_even(self.states, likelihood), log_move[:, None], likelihood)
+        return {"memoryless": likelihood.log_softmax(-1), "one chain": one_chain}
+
+
+def _same_key(keys: Tensor) -> Tensor:
+    """[sequence step step] bool: which steps have the same key."""
+    return keys[:, :, None] == keys[:, None, :]

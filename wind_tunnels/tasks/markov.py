@@ -9,29 +9,31 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import one_hot
+from torch.nn.functional import one_hot, pad
 
-from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Sequences, Task, altered
-from llmgeom.wind_tunnels.tasks.hmm import dirichlet, walk
+from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.wind_tunnels.chains import walk
+from llmgeom.wind_tunnels.sampling import dirichlet, uniforms, with_another_symbol
 
 
 @dataclass(frozen=True)
 class Markov(Task):
     """A visible Markov chain.
 
-    symbols   S; a sequence is y_1, ..., y_K, the first one drawn evenly, and at each the next is asked.
-    steps     K.
-    fixed     true: every sequence goes round the same sticky ring. false: each has a matrix of its own, with rows drawn
-              from Dirichlet(1, ..., 1).
-    stay      of the ring: the weight of staying.
-
     Ring (Paper II section 5.2, as its code has it): W_ii = stay, W_ij = 1 / d(i, j) with d the distance round the ring,
-    and P = (1 - stay) W / sum_j W_ij + stay I. The diagonal is in both terms, so that one stays with probability
-    stay + (1 - stay) stay / sum_j W_ij: for S = 8 and stay = .3 it is .349802, not .3, and the entropy of a row, the
+    and P = (1 - stay) W / sum_j W_ij + stay I. The diagonal is in both terms, so the probability of staying is
+    stay + (1 - stay) stay / sum_j W_ij. For S = 8 and stay = .3 it is .349802, not .3, and the entropy of a row, the
     least loss, is 1.829188 nats, not the 1.883 of a ring that stays with .3.
-    Own matrix (derived here): with n_ij steps from i to j so far and n_i from i, the next after i is j with probability
-    (1 + n_ij) / (S + n_i).
+
+    Own matrix (derived here): with n_ij steps from i to j so far and n_i from i, the next symbol after i is j with
+    probability (1 + n_ij) / (S + n_i).
+
+    Attributes:
+        symbols: S; a sequence is y_1, ..., y_K, the first one drawn evenly, and each is a query for the next.
+        steps: K.
+        fixed: true: every sequence goes round the same sticky ring. false: each has a matrix of its own, with rows from
+            Dirichlet(1, ..., 1).
+        stay: The ring's weight of staying.
     """
 
     symbols: int = 8
@@ -40,10 +42,8 @@ class Markov(Task):
     stay: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.symbols < 2 or self.steps < 1:
-            raise UserError(f"{self.title}: expected 2 or more symbols and 1 or more steps")
-        if not 0 <= self.stay < 1:
-            raise UserError(f"{self.title}: stay {self.stay}; expected 0 or more and less than 1")
+        self.require(self.symbols >= 2 and self.steps >= 1, "2 or more symbols and 1 or more steps")
+        self.require(0 <= self.stay < 1, "stay of 0 or more and less than 1")
 
     @property
     def memorisable(self) -> str:
@@ -56,10 +56,6 @@ class Markov(Task):
     @property
     def length(self) -> int:
         return self.steps
-
-    @property
-    def query(self) -> tuple[int, ...]:
-        return tuple(range(self.steps))
 
     @property
     def answers(self) -> Categorical:
@@ -75,8 +71,8 @@ class Markov(Task):
         apart = (place[:, None] - place).abs()
         weight = 1 / torch.minimum(apart, self.symbols - apart).double()
         weight.fill_diagonal_(self.stay)
-        once = weight / weight.sum(1, keepdim=True)
-        return (1 - self.stay) * once + self.stay * torch.eye(self.symbols, dtype=once.dtype, device=device)
+        normalised = weight / weight.sum(1, keepdim=True)
+        return (1 - self.stay) * normalised + self.stay * torch.eye(self.symbols, dtype=weight.dtype, device=device)
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
         """Transition matrices, [n symbol next]."""
@@ -89,46 +85,49 @@ class Markov(Task):
         return (hypothesis.flatten(1) * 100).long()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
-        lots = torch.rand(len(hypothesis), 1, self.steps, generator=generator, device=generator.device)
+        lots = uniforms(generator, len(hypothesis), 1, self.steps)
         chain = walk(hypothesis, lots, generator)[:, 0]
         return Sequences(chain[:, :-1], chain[:, 1:])
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         if self.fixed:
             return self.ring(inputs.device).log()[inputs]
-        # [sequence query earlier]: which earlier symbols are the one that a step is now taken from.
-        same = (inputs[:, :, None] == inputs[:, None, :]).tril(-1).double()
         followed = one_hot(inputs[:, 1:], self.symbols).double()
-        return dirichlet_multinomial(same[..., :-1] @ followed)
+        return dirichlet_multinomial(_same_symbol(inputs)[..., :-1].double() @ followed)
 
     def bearing(self, inputs: Tensor) -> Tensor:
-        """Ring: the query alone. Own matrix: the steps taken before from the symbol at the query, both ends of each;
-        the query bears once a step was taken. (Of two symbols the other one at a step's end is the one asked about.)"""
-        own = torch.eye(self.steps, dtype=torch.bool, device=inputs.device).expand(len(inputs), -1, -1)
+        """Ring: the query alone. Own matrix: both ends of each earlier step from the query's symbol; the query bears
+        once a step was taken. (With two symbols, the other end of a step is the one asked for.)"""
+        query = torch.eye(self.steps, dtype=torch.bool, device=inputs.device).expand(len(inputs), -1, -1)
         if self.fixed:
-            return own
-        start = (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
-        end = torch.nn.functional.pad(start, (1, -1))
-        taken = torch.arange(self.steps, device=inputs.device)[:, None] > 0
-        return start | end | own & taken
+            return query
+        start = _same_symbol(inputs)
+        later = torch.arange(self.steps, device=inputs.device)[:, None] > 0
+        return start | pad(start, (1, -1)) | query & later
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
-        """Another symbol at one step, the last excepted. On the ring later answers do not depend on it."""
-        if self.steps < 2:
-            return None
-        return torch.cat([altered(inputs[:, :-1], self.symbols, generator), inputs[:, -1:]], 1)
+        """Another symbol at one step, but not the last one. On the ring, later answers do not depend on it."""
+        return with_another_symbol(inputs, self.symbols, generator) if self.steps > 1 else None
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """bag of values: (1 + n_j) / (S + n) with n_j of the n symbols so far being j, whatever stood before them. The
-        last symbol alone, exact on the ring, tells nothing of a matrix not yet seen."""
+        """bag of values: (1 + n_j) / (S + n), where n_j of the n symbols so far are j, whatever came before them. (The
+        last symbol alone is exact on the ring and says nothing of an unknown matrix.)"""
         return {"bag of values": dirichlet_multinomial(one_hot(inputs, self.symbols).cumsum(1))}
 
 
-def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
-    """log P(next symbol | D) in nats, float64: (a + n_j) / (a S + n) after n_j of symbol j, n in all, of S symbols.
+def _same_symbol(inputs: Tensor) -> Tensor:
+    """[sequence query earlier] bool: which earlier symbols are the query's."""
+    return (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
 
-    Symbols are drawn independently with probabilities that have a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
-    symbols this is `beta_bernoulli`. Raises ValueError for an a that is not positive.
+
+def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
+    """log P(next symbol | counts) in nats, float64: (a + n_j) / (a S + n) after n_j of symbol j, n in all, of S symbols.
+
+    Symbols are drawn independently, with probabilities from a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
+    symbols this is `stats.conjugate.beta_bernoulli`.
+
+    Raises:
+        ValueError: `a` is not positive.
     """
     if a <= 0:
         raise ValueError(f"Dirichlet({a}): a must be positive")

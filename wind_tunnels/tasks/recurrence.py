@@ -1,4 +1,4 @@
-"""Modular recurrence: is a sequence made by x -> ax + b modulo p, or by chance?"""
+"""Modular recurrence: does a sequence follow x -> ax + b modulo p, or chance?"""
 
 from __future__ import annotations
 
@@ -8,25 +8,29 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot, pad
 
-from llmgeom.errors import UserError
-from llmgeom.task import Categorical, Sequences, Task, altered, on_device
+from llmgeom.task import Categorical, Sequences, Task
+from llmgeom.wind_tunnels.sampling import constants, integers, permutations, uniforms, with_another_symbol
 
 
 @dataclass(frozen=True)
 class Recurrence(Task):
-    """The next number of a sequence that is a program's, or random.
+    """The next number of a sequence that follows a program, or is random.
 
-    modulus   p, a prime.
-    steps     numbers drawn; each but the first is asked at the one before, so that the last is never shown.
-    program   pi, the probability of x_(t+1) = a x_t + b mod p, with a, b, x_0 drawn evenly. Else every number is even.
-    horizon   numbers on which a loss is, x_1 ... x_horizon; 0 means all.
-    opaque    the numbers have new names in every sequence: ORD, then the names of 0 .. p - 1, then SEP stand first.
-              Names are tokens p .. 2p - 1, ORD is 2p and SEP 2p + 1. Otherwise number i is token i.
+    The number n(x_0 .. x_(k-1)) of programs (a, b) that agree with k numbers is p^2 for k = 1, p for k = 2, then 1 or
+    0, or if x_1 = x_0 p or 0. P(x_0 .. x_(k-1) | program) = n / p^3 against p^-k by chance: a Bayes factor of
+    n p^(k-3) (the "construction boundary" code that accompanies Paper I). The answer is the mixture of the remaining
+    programs and chance.
 
-    n(x_0 .. x_(k-1)) of the programs (a, b) agree with k numbers: p^2 for k = 1, p for k = 2, then 1 or 0, or where
-    x_1 = x_0 p or 0. P(x_0 .. x_(k-1) | program) = n / p^3 against p^-k by chance, a Bayes factor of n p^(k-3) (the
-    "construction boundary" code that accompanies Paper I). The answer is the mixture of what is left of both.
+    Attributes:
+        modulus: p, a prime.
+        steps: Numbers drawn. Each but the last is a query for the next, so the last is never shown.
+        program: pi, the probability of x_(t+1) = a x_t + b mod p, with a, b, x_0 drawn evenly. Otherwise every number
+            is drawn evenly.
+        horizon: The training loss covers x_1 ... x_horizon; 0: all.
+        opaque: The numbers have new names in every sequence, which starts with ORD, the names of 0 .. p - 1, and SEP.
+            Names are tokens p .. 2p - 1, ORD is 2p and SEP 2p + 1. Otherwise number i is token i.
     """
 
     modulus: int = 17
@@ -37,16 +41,11 @@ class Recurrence(Task):
 
     def __post_init__(self) -> None:
         p = self.modulus
-        if p < 2 or any(p % divisor == 0 for divisor in range(2, math.isqrt(p) + 1)):
-            raise UserError(f"{self.title}: modulus {p}; expected a prime, so that every difference has an inverse")
-        if self.steps < 4:
-            raise UserError(f"{self.title}: steps {self.steps}; expected at least 4")
-        if not 0 < self.program < 1:
-            raise UserError(
-                f"{self.title}: program {self.program}; expected a probability between 0 and 1, neither end"
-            )
-        if not 0 <= self.horizon < self.steps:
-            raise UserError(f"{self.title}: horizon {self.horizon}; expected 0 (all), or 1 to {self.steps - 1}")
+        is_prime = p >= 2 and all(p % divisor for divisor in range(2, math.isqrt(p) + 1))
+        self.require(is_prime, "a prime modulus, so that every difference has an inverse")
+        self.require(self.steps >= 4, "steps of 4 or more")
+        self.require(0 < self.program < 1, "program, a probability above 0 and below 1")
+        self.require(0 <= self.horizon < self.steps, f"horizon of 0 (all), or 1 to {self.steps - 1}")
 
     @property
     def vocabulary(self) -> int:
@@ -60,10 +59,6 @@ class Recurrence(Task):
     @property
     def length(self) -> int:
         return self.header + self.steps - 1
-
-    @property
-    def query(self) -> tuple[int, ...]:
-        return tuple(range(self.header, self.length))
 
     @property
     def trained_queries(self) -> int:
@@ -80,40 +75,38 @@ class Recurrence(Task):
         return math.log2(self.modulus**2 + 1)
 
     def hypothesis(self, n: int, generator: torch.Generator) -> Tensor:
-        """[n 3 + steps]: 1 for a program and 0 for chance, a, b, and all that is drawn."""
-        device, p = generator.device, self.modulus
-        by_program = torch.rand(n, generator=generator, device=device) < self.program
-        lots = torch.randint(p, (2 + self.steps, n), generator=generator, device=device)
-        a, b, *numbers = lots.unbind(0)
+        """[n 3 + steps]: 1 for a program and 0 for chance, a, b, and all numbers of the sequence."""
+        p = self.modulus
+        by_program = uniforms(generator, n) < self.program
+        a, b, *numbers = integers(p, generator, 2 + self.steps, n).unbind(0)
         for t in range(1, self.steps):
             numbers[t] = torch.where(by_program, (a * numbers[t - 1] + b) % p, numbers[t])
         return torch.stack([by_program.long(), a, b, *numbers], 1)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
-        """The first three numbers, whoever made them: a held-out beginning is in no sequence that is trained on."""
+        """The first three numbers, by program or chance: no training sequence has a held-out beginning."""
         return hypothesis[:, 3:6]
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
         numbers = hypothesis[:, 3:]
         if not self.opaque:
             return Sequences(numbers[:, :-1], numbers[:, 1:])
-        n, p, device = len(hypothesis), self.modulus, generator.device
-        name = torch.rand(n, p, generator=generator, device=device).argsort(1)
-        named = name.gather(1, numbers)
-        ord_, sep = (torch.full((n, 1), token, device=device) for token in (2 * p, 2 * p + 1))
-        return Sequences(torch.cat([ord_, name + p, sep, named[:, :-1] + p], 1), named[:, 1:])
+        n, p = len(hypothesis), self.modulus
+        names = permutations(n, p, generator)
+        renamed = names.gather(1, numbers)
+        ord_, sep = (torch.full((n, 1), token, device=names.device) for token in (2 * p, 2 * p + 1))
+        return Sequences(torch.cat([ord_, names + p, sep, renamed[:, :-1] + p], 1), renamed[:, 1:])
 
     def log_predictive(self, inputs: Tensor) -> Tensor:
         p, numbers = self.modulus, self._numbers(inputs)
         following, uncertain = self._program(numbers)[:2]
-        known = torch.nn.functional.one_hot(following, p).double().log()
+        known = one_hot(following, p).double().log()
         by_program = torch.where(uncertain[..., None], -math.log(p), known)
         belief = self.log_belief(inputs)
         mixed = torch.logaddexp(belief[..., :1] + by_program, belief[..., 1:] - math.log(p))
         if not self.opaque:
             return mixed
-        number = (inputs[:, 1 : p + 1] - p).argsort(1)  # of each name
-        return mixed.gather(2, number[:, None].expand_as(mixed))
+        return mixed.gather(2, self._number_of_name(inputs)[:, None].expand_as(mixed))
 
     def log_belief(self, inputs: Tensor) -> Tensor:
         """log P(program) and log P(chance) given the numbers so far."""
@@ -124,33 +117,35 @@ class Recurrence(Task):
         return torch.stack([program, chance], -1).log_softmax(-1)
 
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor:
-        """Another number at one step, the last that is shown excepted; chance might have drawn it."""
+        """Another number at one step, but not the last one shown; chance could have drawn it."""
         before, numbers = inputs.split([self.header, self.steps - 1], 1)
         first = self.answers.tokens[0]
-        other = altered(numbers[:, :-1] - first, self.modulus, generator) + first
-        return torch.cat([before, other, numbers[:, -1:]], 1)
+        return torch.cat([before, with_another_symbol(numbers - first, self.modulus, generator) + first], 1)
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: what the last number alone says. A program stays where it is with probability
-        1 - (1 - 1/p)^2 from x_1 on (x_1 = x_0, or a = 0), and goes to all other numbers alike."""
+        """memoryless: the answer after the last number alone. A program stays where it is with probability
+        1 - (1 - 1/p)^2 from x_1 on (x_1 = x_0, or a = 0), and moves to every other number with equal probability."""
         p = self.modulus
         step = torch.arange(self.steps - 1, device=inputs.device)[:, None]
-        stays = torch.where(step == 0, 1 / p, on_device([1 - (1 - 1 / p) ** 2], inputs.device))
+        stays = torch.where(step == 0, 1 / p, constants([1 - (1 - 1 / p) ** 2], inputs.device))
         stays = self.program * stays + (1 - self.program) / p
-        last = torch.nn.functional.one_hot(inputs[:, self.header :] - self.answers.tokens[0], p).bool()
+        last = one_hot(inputs[:, self.header :] - self.answers.tokens[0], p).bool()
         return {"memoryless": torch.where(last, stays, (1 - stays) / (p - 1)).log()}
 
     def _numbers(self, inputs: Tensor) -> Tensor:
         """The numbers behind the tokens, [sequence query]."""
         if not self.opaque:
             return inputs
-        number = (inputs[:, 1 : self.modulus + 1] - self.modulus).argsort(1)
-        return number.gather(1, inputs[:, self.header :] - self.modulus)
+        return self._number_of_name(inputs).gather(1, inputs[:, self.header :] - self.modulus)
+
+    def _number_of_name(self, inputs: Tensor) -> Tensor:
+        """[sequence name]: the number behind each name."""
+        return (inputs[:, 1 : self.modulus + 1] - self.modulus).argsort(1)
 
     def _program(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """At each query: what the program that agrees says next, whether several disagree there, log n, and k.
+        """At each query: the next number of an agreeing program, whether agreeing programs differ, log n, and k.
 
-        Where x_1 = x_0 every program that agrees stays there, as a = 0, b = x_1 does.
+        If x_1 = x_0, every program that agrees stays there, as a = 0, b = x_1 does.
         """
         p, device = self.modulus, x.device
         residues = torch.arange(p, device=device)
@@ -160,7 +155,7 @@ class Recurrence(Task):
         a = (step[:, 1:] * inverse[step[:, :1]]) % p
         b = (x[:, 1:2] - a * x[:, :1]) % p
         following = (a * x + b) % p
-        agrees = torch.nn.functional.pad(following[:, :-1] == x[:, 1:], (1, 0), value=True).cummin(1).values
+        agrees = pad(following[:, :-1] == x[:, 1:], (1, 0), value=True).cummin(1).values
         seen = torch.arange(1, self.steps, dtype=torch.float64, device=device)
         uncertain = (seen == 1) | (seen == 2) & ~stays
         powers = torch.where(seen == 1, 2, ((seen == 2) | stays).double())  # n as a power of p

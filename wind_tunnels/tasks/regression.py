@@ -1,4 +1,4 @@
-"""Bayesian linear regression: a weight vector is learnt from pairs of a point and a noisy value."""
+"""Bayesian linear regression: a weight vector is learnt from points and noisy values."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from llmgeom.answers import Answers
-from llmgeom.errors import UserError
 from llmgeom.task import Categorical, Gaussian, Sequences, Task
 
 
@@ -18,17 +18,18 @@ from llmgeom.task import Categorical, Gaussian, Sequences, Task
 class Regression(Task):
     """The value at the next point of a noisy linear function.
 
-    dims     D. Weights w ~ N(0, tau^2 I), points x_i ~ N(0, I), values y_i = w.x_i + e_i, e_i ~ N(0, sigma^2).
-    points   in a sequence; at each its value is asked.
-    noise    sigma.
-    scale    tau.
-    layout   paired: row i is [x_i, x_(i-1), y_(i-1)], with zeros for what is before the first.
-             separate: a row [x_i, 0, 0] for a point and a row [0, y_i, 1] for its value; the last column tells which.
-    bins     0: the answer is a real number, read as a mean and a log variance. Else so many intervals, equally
-             probable under N(0, D tau^2 + sigma^2), which has the variance of y.
-
     After t pairs w ~ N(m, S) with S^-1 = I / tau^2 + X'X / sigma^2 and m = S X'y / sigma^2, and y at x is
-    N(m.x, x'Sx + sigma^2). Paper I names the task and gives no specification; this one is derived here.
+    N(m.x, x'Sx + sigma^2). Paper I names the task without a specification; this one is derived here.
+
+    Attributes:
+        dims: D. Weights w ~ N(0, tau^2 I), points x_i ~ N(0, I), values y_i = w.x_i + e_i, e_i ~ N(0, sigma^2).
+        points: Points in a sequence, each a query for its value.
+        noise: sigma.
+        scale: tau.
+        layout: paired: row i is [x_i, x_(i-1), y_(i-1)], with zeros before the first. separate: a row [x_i, 0, 0] for a
+            point and a row [0, y_i, 1] for its value; the last column tells them apart.
+        bins: 0: the answer is a real number, read as a mean and a log variance. Otherwise so many intervals, equally
+            probable under N(0, D tau^2 + sigma^2), which has the variance of y.
     """
 
     dims: int = 2
@@ -39,12 +40,12 @@ class Regression(Task):
     bins: int = 0
 
     def __post_init__(self) -> None:
-        if self.layout not in ("paired", "separate"):
-            raise UserError(f"{self.title}: layout {self.layout!r}; expected paired or separate")
-        if self.dims < 1 or self.points < 1 or not (0 < self.noise < math.inf and 0 < self.scale < math.inf):
-            raise UserError(f"{self.title}: expected dims and points of 1 or more, noise and scale above 0")
-        if self.bins < 0 or self.bins == 1:
-            raise UserError(f"{self.title}: bins {self.bins}; expected 0 (a real number) or at least 2 intervals")
+        self.require(self.layout in ("paired", "separate"), "layout paired or separate")
+        self.require(
+            self.dims >= 1 and self.points >= 1 and 0 < self.noise < math.inf and 0 < self.scale < math.inf,
+            "dims and points of 1 or more, noise and scale above 0",
+        )
+        self.require(self.bins >= 2 or self.bins == 0, "bins of 0 (a real number) or at least 2 intervals")
 
     @property
     def vocabulary(self) -> int:
@@ -71,7 +72,7 @@ class Regression(Task):
         return self.scale * torch.randn(n, self.dims, generator=generator, device=generator.device)
 
     def split_key(self, hypothesis: Tensor) -> Tensor:
-        """Cells a hundredth of tau wide: were they wider, the few about 0 would decide what share is held out."""
+        """Cells of width tau / 100: with wider cells, the few about 0 would decide which share is held out."""
         return (100 / self.scale * hypothesis).floor().long()
 
     def draw(self, hypothesis: Tensor, generator: torch.Generator, training: bool = False) -> Sequences:
@@ -81,7 +82,7 @@ class Regression(Task):
         y = (x @ hypothesis[:, :, None])[..., 0] + self.noise * noise
         if self.layout == "paired":
             before = torch.cat([x, y[..., None]], -1)[:, :-1]
-            inputs = torch.cat([x, torch.nn.functional.pad(before, (0, 0, 1, 0))], -1)
+            inputs = torch.cat([x, pad(before, (0, 0, 1, 0))], -1)
         else:
             inputs = torch.zeros(n, 2 * self.points, self.features, device=device)
             inputs[:, 0::2, : self.dims], inputs[:, 1::2, -2], inputs[:, 1::2, -1] = x, y, 1.0
@@ -92,7 +93,7 @@ class Regression(Task):
         return self._answer(gaussian_regression(*self._pairs(inputs), self.noise, self.scale))
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
-        """memoryless: N(0, tau^2 x.x + sigma^2), which is the prior's answer at x."""
+        """memoryless: N(0, tau^2 x.x + sigma^2), the prior's answer at x."""
         x, _ = self._pairs(inputs)
         variance = self.scale**2 * x.double().square().sum(-1) + self.noise**2
         return {"memoryless": self._answer(torch.stack([torch.zeros_like(variance), variance.log()], -1))}
@@ -115,7 +116,7 @@ class Regression(Task):
         m, log_v = gaussian[..., None, :].unbind(-1)
         ends = (self._edges(gaussian.device) - m) * (-log_v / 2).exp()
         low, high = ends[..., :-1], ends[..., 1:]
-        # An interval above the mean is mirrored below it, where the difference of two small numbers keeps its digits.
+        # An interval above the mean is mirrored below it: the difference of two small numbers keeps its digits.
         above = low + high > 0
         low, high = torch.where(above, -high, low), torch.where(above, -low, high)
         log_low, log_high = torch.special.log_ndtr(low), torch.special.log_ndtr(high)
@@ -126,9 +127,17 @@ def gaussian_regression(x: Tensor, y: Tensor, noise: float, scale: float) -> Ten
     """Mean and log variance of y_t given x_t and the pairs before it, for every t at once: [... t 2] float64.
 
     y = w.x + e with w ~ N(0, scale^2 I) and e ~ N(0, noise^2). After X and y, w ~ N(m, S) with
-    S^-1 = I / scale^2 + X'X / noise^2 and m = S X'y / noise^2, and at x the answer is N(m.x, x'Sx + noise^2).
-    Shapes: x [... t dim], y [... t] or without the last. A value is not looked at before the next t. Derived here.
-    Raises ValueError for a noise or scale that is not positive.
+    S^-1 = I / scale^2 + X'X / noise^2 and m = S X'y / noise^2, and at x the answer is N(m.x, x'Sx + noise^2). Derived
+    here.
+
+    Args:
+        x: Points [... t dim].
+        y: Values [... t], or one fewer; a value counts only from the next t on.
+        noise: Standard deviation of the noise.
+        scale: Standard deviation of the weights' prior.
+
+    Raises:
+        ValueError: `noise` or `scale` is not positive.
     """
     if noise <= 0 or scale <= 0:
         raise ValueError(f"noise {noise}, scale {scale}: both must be positive")
@@ -136,8 +145,8 @@ def gaussian_regression(x: Tensor, y: Tensor, noise: float, scale: float) -> Ten
     # Divided by the noise, so that one sum gives S^-1 and S^-1 m: [... t dim dim + 1].
     earlier, values = x[..., :-1, :] / noise, y[..., : x.shape[-2] - 1, None] / noise
     terms = earlier[..., None] * torch.cat([earlier, values], -1)[..., None, :]
-    sums = torch.nn.functional.pad(terms.cumsum(-3), (0, 0, 0, 0, 1, 0))
+    sums = pad(terms.cumsum(-3), (0, 0, 0, 0, 1, 0))
     precision = sums[..., :-1] + torch.eye(x.shape[-1], dtype=x.dtype, device=x.device) / scale**2
-    # S symmetric: m.x = (S^-1 m).(S x), so one solve serves both.
+    # S is symmetric: m.x = (S^-1 m).(S x), so one solve serves both.
     s_x = torch.linalg.solve(precision, x)
     return torch.stack([(sums[..., -1] * s_x).sum(-1), ((x * s_x).sum(-1) + noise**2).log()], -1)

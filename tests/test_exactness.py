@@ -1,4 +1,4 @@
-"""The laws hold on every task there is, and each catches a task that breaks it."""
+"""Every check passes on every shipped task, and each finds a task that is wrong in its way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from llmgeom.task import Sequences, seeded, uniform
 from llmgeom.wind_tunnels import load_task, names
-from llmgeom.wind_tunnels.checks import ALARM, _by_simulation, _entropy, _excess, check
+from llmgeom.wind_tunnels.exactness import ALARM, _by_simulation, _entropy, _excess, check
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.tasks.recall import Recall
@@ -37,28 +37,28 @@ NORMALISED, ENTROPY, SCORE, FREQUENCY = (
 )
 RESIDUAL, PAST, FUTURE, TRIVIAL, SEED, HELD_OUT = (
     "standardised",
-    "nothing seen",
+    "nothing shown",
     "comes after it",
     "no trivial",
-    "the seed",
+    "the seed alone",
     "held-out",
 )
 
 
 def broken(task, n=2000, seed=0):
-    return [law.name for law in check(task, n, seed) if not law.holds]
+    return [law.name for law in check(task, n, seed) if not law.passed]
 
 
 @pytest.mark.parametrize("spec", [*names(), *VARIANTS])
 def test_laws_hold(spec):
     laws = check(load_task(spec), n=1000)
     assert len(laws) == 9 and len({law.name for law in laws}) == 9
-    assert [f"{law.name}: {law.detail}" for law in laws if not law.holds] == []
+    assert [f"{law.name}: {law.detail}" for law in laws if not law.passed] == []
 
 
 @pytest.mark.parametrize("task", [Bijection(4, 3), Coin(flips=5), Recurrence(modulus=3, steps=5), Regression(points=4)])
 def test_laws_hold_under_many_seeds(task):
-    assert [law for seed in range(25) for law in check(task, 200, seed) if not law.holds] == []
+    assert [law for seed in range(25) for law in check(task, 200, seed) if not law.passed] == []
 
 
 @dataclass(frozen=True)
@@ -323,16 +323,16 @@ def test_numbers_are_said_in_one_sentence():
     assert "1.000 to 3.000 of 3.000 bits" in details
     assert "500 sequences of 7 queries" in details
     assert "memoryless 0.814, bag of values 0.000" in details
-    assert "0 in both of 500 draws each" in details
-    (skipped,) = [law for law in check(Coin(), 100) if law.detail.startswith("not asked")]
+    assert "0 in both of 500 draws" in details
+    (skipped,) = [law for law in check(Coin(), 100) if law.detail.startswith("not checked")]
     assert (
-        skipped.holds and skipped.name.startswith("held-out") and "a table of a few hundred entries" in skipped.detail
+        skipped.passed and skipped.name.startswith("held-out") and "a table of a few hundred entries" in skipped.detail
     )
-    (missing,) = [law for law in check(Halved(), 100) if not law.holds]
+    (missing,) = [law for law in check(Halved(), 100) if not law.passed]
     assert missing.detail == "'halved' is not normalised: off by 5.0e-01"
     drawn = Coin().draw_split(2, seeded("here", 0))
     below = _entropy(Coin(), drawn, torch.full((2, 24, 2), math.log(1.5)), 0)  # "probabilities" over 1
-    assert not below.holds and below.detail == "-1.755 to -1.755 of 1.000 bits"
+    assert not below.passed and below.detail == "-1.755 to -1.755 of 1.000 bits"
     (never,) = [law for law in check(Certain(), 100) if law.name.startswith("the mean loss")]
     assert "targets have probability 0" in never.detail
 
@@ -360,8 +360,8 @@ def test_a_rare_outcome_raises_no_false_alarm(chance):
 def test_the_alarm_is_shared_among_all_that_is_looked_at():
     one = _excess(torch.tensor(4.4), torch.tensor(1.0), 0.0)
     assert one.item() == pytest.approx(4.4**2 / 2)
-    assert _by_simulation("", one, "").holds and not _by_simulation("", one + 0.3, "").holds
-    assert _by_simulation("", torch.stack([one + 0.3, one * 0]), "").holds
+    assert _by_simulation("", one, "").passed and not _by_simulation("", one + 0.3, "").passed
+    assert _by_simulation("", torch.stack([one + 0.3, one * 0]), "").passed
     assert math.log(2 / ALARM) == pytest.approx(9.9, abs=0.01)
-    assert not _by_simulation("", torch.tensor([math.inf]), "").holds
-    assert not _by_simulation("", _excess(torch.tensor(math.nan), torch.tensor(1.0), 0.0), "").holds
+    assert not _by_simulation("", torch.tensor([math.inf]), "").passed
+    assert not _by_simulation("", _excess(torch.tensor(math.nan), torch.tensor(1.0), 0.0), "").passed
