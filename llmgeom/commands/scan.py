@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
 
 POOL = 1000
+# Candidates of a further sample: of 500 mixed prompts, 75 as diverse as a domain's are chosen as exactly as of 1,000
+# (math, code and news, two seeds each: the same counts of different tokens, final tokens and templates).
+FURTHER = 500
 FEWEST = 10
 DOCUMENTS = "hf:"
 SEQUENCES = 200  # of a task: they cost nothing
@@ -372,12 +375,13 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
 
     def same_end() -> Batch:
-        ending = subject.fitting(Domain(name).sample(len(plan.pools[name]), seed, final=FINAL))
+        ending = subject.fitting(Domain(name).sample(min(len(plan.pools[name]), further), seed, final=FINAL))
         ends = [row[-1] for row in ids(ending)]
         last = max(set(ends), key=ends.count)
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
         return pools.stratify(ending, entropy(ending, f"prompts that end in '{FINAL}'"), n, seed=seed)
 
+    further = min(POOL, max(FURTHER, 7 * n))
     asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
     notes: list[str] = []
     pool = fitting(pool, "prompts of the pool")
@@ -391,7 +395,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         possible[ONE_TOKEN] = same_end
         if name != MIXED and asked_for & {MIXED, MATCHED}:
             # Another seed than the mixed scan's own: the two samples are independent.
-            size = min(POOL, plan.request.limit or POOL, Domain(MIXED).size())
+            size = min(further, plan.request.limit or POOL, Domain(MIXED).size())
             mixed = fitting(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
             theirs = entropy(mixed, "mixed prompts")
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
