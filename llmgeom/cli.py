@@ -106,7 +106,7 @@ class Door(click.Group):
         # Of several processes none may wait for the end of a step that the others have left: there Ctrl-C is at once.
         alone = os.environ.get("WORLD_SIZE", "1") == "1"
         try:
-            with interrupt.gently(_stopping) if alone else nullcontext():
+            with interrupt.handled(_stopping) if alone else nullcontext():
                 code = run()
         except click.exceptions.Abort as abort:
             if not isinstance(abort.__cause__, KeyboardInterrupt):

@@ -1,56 +1,61 @@
-"""What llmgeom says when it will not go on: one sentence each, with the value, what was expected and the remedy."""
+"""Errors for the user: one sentence each, with the value, what was expected and the remedy."""
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+from collections.abc import Iterable
 
-TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # variables that hold a token of the hub
+TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # environment variables that hold a token of the hub
 SECRET = re.compile(r"(?<=://)[^/\s@]+(?=@)|\bhf_\w{8,}|(?<=token=)[^&\s'\"]+", re.I)
 
 
-def redact(text: str) -> str:
-    """The text without secrets: a token of the hub, and who logs in where in an address."""
-    for secret in filter(None, map(os.environ.get, TOKENS)):
-        if len(secret) >= 8:  # a shorter one is no token, and would tear words apart
-            text = text.replace(secret, "…")
-    return SECRET.sub("…", text)
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says first, without secrets."""
-    text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
-    return redact(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
-
-
 class UserError(Exception):
-    """A request that cannot be honoured; the command line prints the sentence and exits 1. It holds no secrets."""
+    """A request that cannot be fulfilled. The command line prints the sentence and exits 1. It holds no secrets."""
 
     def __init__(self, sentence: str) -> None:
         super().__init__(redact(sentence))
 
 
-MOST = 10**6  # of what is counted: prompts, sequences, draws of a null
-LARGEST = 2**31 - 1  # of a seed
+class UnsupportedModel(UserError):
+    """This backend cannot read the model's attention."""
 
 
-def bounded(*given: tuple[str, int | None, int], most: int = MOST) -> None:
-    """(flag, value, least), ...: raises UserError for a value below its least, or above what could ever be done."""
-    for flag, value, least in given:
-        top = LARGEST if flag in ("--seed", "--batch-tokens") else most
-        if value is not None and not least <= value <= top:
-            raise UserError(f"{flag} {value}: expected at {f'least {least}' if value < least else f'most {top}'}")
+class Unavailable(UserError):
+    """This model or source has no such quantity; in a record it is a grey row, never a crash."""
+
+
+def unknown(kind: str, name: object, known: Iterable[str], also: str = "") -> UserError:
+    """The error for a name that does not exist, with the nearest known name and all of them.
+
+    Args:
+        kind: What the name should name, e.g. "domain".
+        name: As the user wrote it.
+        known: The names that exist.
+        also: Ends the sentence: what else is accepted.
+    """
+    names = list(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    return UserError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names)}{also}")
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, without secrets."""
+    text = re.sub(r":\s*\n\s*", ": ", str(error))  # "validation error for:" is no sentence without its next line
+    return redact(next((line.strip() for line in text.splitlines() if line.strip()), "no message"))
+
+
+def redact(text: str) -> str:
+    """The text without secrets: tokens of the hub, and the user part of addresses."""
+    for secret in filter(None, map(os.environ.get, TOKENS)):
+        if len(secret) >= 8:  # anything shorter is no token, and its letters occur in words
+            text = text.replace(secret, "…")
+    return SECRET.sub("…", text)
 
 
 NO_TOKENIZER = (
     "has no tokenizer, so it cannot read text: scan or grade a model of a wind tunnel on its task; for another, pass "
     "one to Subject.of"
 )
-
-
-class UnsupportedModel(UserError):
-    """The model's attention cannot be read by this backend."""
-
-
-class Unavailable(UserError):
-    """This model or source has no such quantity; in a record it is a grey row, never a crash."""

@@ -1,4 +1,4 @@
-"""Ctrl-C once ends a run after the batch or step in hand, where the same command goes on; twice ends it at once."""
+"""Ctrl-C: the first ends a run after the current batch or step, so that it can be resumed; the second ends it at once."""
 
 from __future__ import annotations
 
@@ -7,59 +7,62 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-_depth = 0  # how many `whole` contexts we are in
-_told = False  # a Ctrl-C came in one of them
-_asked_elsewhere: Callable[[], bool] | None = None
+_depth = 0  # nested `deferred` contexts
+_pending = False  # a Ctrl-C came inside one of them
+_parent_requested: Callable[[], bool] | None = None
 
 
 @contextmanager
-def gently(say: Callable[[], None]) -> Iterator[None]:
-    """In this context a first Ctrl-C inside `whole` waits for its end, and `say` is called to tell so.
+def handled(announce: Callable[[], None]) -> Iterator[None]:
+    """In this context, a first Ctrl-C inside `deferred` waits for its end, and `announce` is called.
 
-    Nothing changes in another thread than the first, nor where SIGINT is already handled, or ignored (nohup).
+    Nothing changes outside the main thread, or if SIGINT is already handled or ignored (nohup).
     """
-    global _told
-    first = threading.current_thread() is threading.main_thread()
-    if not first or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    global _pending
+    main_thread = threading.current_thread() is threading.main_thread()
+    if not main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
 
-    def heard(_number, _frame) -> None:
-        global _told
-        if not _depth or _told:
+    def on_signal(_number, _frame) -> None:
+        global _pending
+        if not _depth or _pending:
             raise KeyboardInterrupt
-        _told = True
-        say()
+        _pending = True
+        announce()
 
-    signal.signal(signal.SIGINT, heard)
+    signal.signal(signal.SIGINT, on_signal)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _told = False
+        _pending = False
 
 
 @contextmanager
-def whole() -> Iterator[None]:
-    """What is done to its end once begun: a batch, a training step, a snapshot. Raises KeyboardInterrupt at the end of
-    the outermost one where a Ctrl-C came in between."""
+def deferred() -> Iterator[None]:
+    """Work that is finished once begun: a batch, a training step, a snapshot.
+
+    Raises:
+        KeyboardInterrupt: At the end of the outermost context, if a Ctrl-C came in between.
+    """
     global _depth
     _depth += 1
     try:
         yield
     finally:
         _depth -= 1
-    if not _depth and asked():
+    if not _depth and requested():
         raise KeyboardInterrupt
 
 
-def asked() -> bool:
-    """Is the run to end after what is in hand?"""
-    return _told or (_asked_elsewhere is not None and _asked_elsewhere())
+def requested() -> bool:
+    """Whether the run is to end after the current work."""
+    return _pending or (_parent_requested is not None and _parent_requested())
 
 
-def obey(elsewhere: Callable[[], bool]) -> None:
-    """In a process that another one started: that one is asked, and a Ctrl-C here is its business alone."""
-    global _asked_elsewhere
-    _asked_elsewhere = elsewhere
+def follow(parent_requested: Callable[[], bool]) -> None:
+    """In a worker process: the parent decides when to end, and a Ctrl-C here is ignored."""
+    global _parent_requested
+    _parent_requested = parent_requested
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Packages that one feature needs and the rest does without: what each is for, and the command that installs it."""
+"""Optional dependencies: packages that one feature needs, what each is for, and the command that installs it."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from llmgeom.errors import UserError
 
 
 @dataclass(frozen=True)
-class Extra:
-    """A package, what cannot be done without it, and how it is installed."""
+class Dependency:
+    """A package, the feature that needs it, and the command that installs it."""
 
     package: str
-    what: str
-    remedy: str
+    feature: str
+    install: str
 
 
-EXTRAS = {
-    extra.package: extra
-    for extra in (
-        Extra("accelerate", "--device-map, and several processes", "pip install accelerate"),
-        Extra("transformer_lens", "--backend tl", "pip install transformer-lens"),
-        Extra("pyarrow", "export RUN parquet", "pip install pyarrow"),
-        Extra("gguf", "export RUN gguf", "pip install 'llmgeom[gguf]'"),
-        Extra("kaleido", "export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
-        Extra("peft", "loading what export RUN steered wrote", "pip install 'llmgeom[steered]'"),
-        Extra(
+OPTIONAL = {
+    dependency.package: dependency
+    for dependency in (
+        Dependency("accelerate", "--device-map, and several processes", "pip install accelerate"),
+        Dependency("transformer_lens", "--backend tl", "pip install transformer-lens"),
+        Dependency("pyarrow", "export RUN parquet", "pip install pyarrow"),
+        Dependency("gguf", "export RUN gguf", "pip install 'llmgeom[gguf]'"),
+        Dependency("kaleido", "export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
+        Dependency("peft", "loading what export RUN steered wrote", "pip install 'llmgeom[steered]'"),
+        Dependency(
             "bitsandbytes",
             "--quantize, and checkpoints that are stored in 8 or 4 bits",
             "pip install 'llmgeom[quantised]'",
@@ -43,23 +43,27 @@ NO_BROWSER = (
 )
 
 
-def there(package: str) -> bool:
+def installed(package: str) -> bool:
     """Whether a package can be imported, without importing it."""
     return importlib.util.find_spec(package) is not None
 
 
-def needed(package: str) -> Any:
-    """The package, imported. Raises UserError with the command that installs it."""
+def imported(package: str) -> Any:
+    """The package, imported.
+
+    Raises:
+        UserError: It is not installed; the sentence ends with the command that installs it.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        extra = EXTRAS[package]
-        raise UserError(f"{extra.what} needs the package {package} ({error}); {extra.remedy}") from error
+        dependency = OPTIONAL[package]
+        raise UserError(f"{dependency.feature} needs the package {package} ({error}); {dependency.install}") from error
 
 
 def browser() -> str | None:
-    """Where a browser is that can draw figures: BROWSER_PATH, or what is on the PATH; None where there is none."""
-    named = os.environ.get("BROWSER_PATH")
-    if named:
-        return named if os.access(named, os.X_OK) else None
+    """The path of a browser that can draw figures: BROWSER_PATH, or one on the PATH; None without one."""
+    configured = os.environ.get("BROWSER_PATH")
+    if configured:
+        return configured if os.access(configured, os.X_OK) else None
     return next(filter(None, map(shutil.which, BROWSERS)), None)

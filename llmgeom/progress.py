@@ -1,4 +1,4 @@
-"""How far a long run is, one line for its present stage: on standard error, or under the cell of a notebook."""
+"""Progress of a long run, one line for its current stage: on standard error, or under a notebook cell."""
 
 from __future__ import annotations
 
@@ -9,24 +9,21 @@ from typing import Any, Protocol
 
 
 class Progress(Protocol):
-    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None:
-        """note: what changes while the stage goes on."""
+    """Called as progress(stage, done, total, note); the note is text that changes within a stage."""
+
+    def __call__(self, stage: str, done: int, total: int, note: str = "", /) -> None: ...
 
 
 def prefixed(progress: Progress | None, name: str) -> Progress | None:
-    """The same for one of several runs: its stages are called `NAME: STAGE`."""
+    """The progress of one of several runs: its stages are called `NAME: STAGE`."""
     if progress is None:
         return None
-
-    def told(stage: str, done: int, total: int, note: str = "", /) -> None:
-        progress(f"{name}: {stage}", done, total, note)
-
-    return told
+    return lambda stage, done, total, note="", /: progress(f"{name}: {stage}", done, total, note)
 
 
 @contextmanager
 def bar(silent: bool = False) -> Iterator[Progress | None]:
-    """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None where silent."""
+    """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None if silent."""
     if silent:
         yield None
         return
@@ -39,27 +36,27 @@ def bar(silent: bool = False) -> Iterator[Progress | None]:
         yield _cell()
         return
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    shown = Rich(*columns, console=console, transient=True)
+    display = Rich(*columns, console=console, transient=True)
     tasks: dict[str, Any] = {}
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
-        shown.start()  # not before there is something to show: a refusal stands on a line of its own
+        display.start()  # only now: an error before the first stage stands on a line of its own
         if stage not in tasks:
             for task in tasks.values():
-                shown.update(task, visible=False)
-            tasks[stage] = shown.add_task(stage, total=total)
-        described = f"{stage}: {note}" if note else stage
-        shown.update(tasks[stage], completed=done, total=total, description=described)
+                display.update(task, visible=False)
+            tasks[stage] = display.add_task(stage, total=total)
+        description = f"{stage}: {note}" if note else stage
+        display.update(tasks[stage], completed=done, total=total, description=description)
 
     try:
         yield progress
     finally:
         if tasks:
-            shown.stop()
+            display.stop()
 
 
 def _cell() -> Progress:
-    """One output that is replaced. Rich's own bar needs ipywidgets here, and a saved notebook would not keep it."""
+    """One output that is replaced: rich's own bar needs ipywidgets here, and a saved notebook would not keep it."""
     from IPython.display import display
 
     shown = display({"text/plain": ""}, raw=True, display_id=True)

@@ -301,7 +301,7 @@ def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
     assert ("note", "hub models: offline, as asked: the cached copy of main was used") in found
     assert ("ok", "--backend tl: transformer_lens is installed") in found
     assert any(mark == "note" and "no Chromium" in sentence for mark, sentence in found)
-    assert sum(any(extra.what in sentence for _, sentence in found) for extra in extras.EXTRAS.values()) == 7
+    assert sum(any(extra.feature in sentence for _, sentence in found) for extra in extras.OPTIONAL.values()) == 7
 
 
 def test_doctor_asks_for_the_versions_that_the_package_asks_for(monkeypatch):
@@ -326,8 +326,8 @@ def test_doctor_goes_on_where_torch_is_not_installed(monkeypatch):
 def test_every_remedy_names_an_extra_of_the_package():
     project = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_text())["project"]
     listed = {re.split(r"[\[<>= ]", one)[0].replace("-", "_"): True for one in project["dependencies"]}
-    for extra in extras.EXTRAS.values():
-        if named := re.search(r"llmgeom\[(\w+)\]", extra.remedy):
+    for extra in extras.OPTIONAL.values():
+        if named := re.search(r"llmgeom\[(\w+)\]", extra.install):
             assert any(one.startswith(extra.package) for one in project["optional-dependencies"][named[1]])
         else:  # it comes with the package, or with what the package asks for
             assert listed.get(extra.package) or extra.package == "pyarrow"

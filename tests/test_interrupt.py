@@ -43,22 +43,22 @@ def call(*args: str):
 def test_the_first_waits_for_the_end_of_what_is_in_hand_and_the_second_does_not():
     for times, reached in ((1, ["inner", "outer"]), (2, [])):
         told, seen = [], []
-        with pytest.raises(KeyboardInterrupt), interrupt.gently(lambda told=told: told.append("stopping")):
-            with interrupt.whole():
-                with interrupt.whole():
+        with pytest.raises(KeyboardInterrupt), interrupt.handled(lambda told=told: told.append("stopping")):
+            with interrupt.deferred():
+                with interrupt.deferred():
                     ctrl_c(times)
                     seen.append("inner")
-                assert interrupt.asked()
+                assert interrupt.requested()
                 seen.append("outer")
             seen.append("after")
         assert (seen, told) == (reached, ["stopping"])
-        assert not interrupt.asked() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        with interrupt.whole():  # nothing is left of it
+        assert not interrupt.requested() and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with interrupt.deferred():  # nothing is left of it
             pass
 
 
 def test_outside_of_what_is_in_hand_the_first_stops_at_once():
-    with pytest.raises(KeyboardInterrupt), interrupt.gently(lambda: pytest.fail("waited")):
+    with pytest.raises(KeyboardInterrupt), interrupt.handled(lambda: pytest.fail("waited")):
         ctrl_c(1)
         pytest.fail("went on")
 
@@ -66,7 +66,7 @@ def test_outside_of_what_is_in_hand_the_first_stops_at_once():
 @pytest.mark.parametrize("handled", [signal.SIG_IGN, lambda *_: None], ids=["nohup", "of its own"])
 def test_a_program_that_handles_or_ignores_it_is_left_alone(handled):
     signal.signal(signal.SIGINT, handled)
-    with interrupt.gently(lambda: pytest.fail("heard")), interrupt.whole():
+    with interrupt.handled(lambda: pytest.fail("heard")), interrupt.deferred():
         ctrl_c(2)
     assert signal.getsignal(signal.SIGINT) is handled
 
@@ -75,7 +75,7 @@ def test_another_thread_is_left_alone():
     ends = []
 
     def work():
-        with interrupt.gently(lambda: None), interrupt.whole():
+        with interrupt.handled(lambda: None), interrupt.deferred():
             ends.append(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 
     thread = threading.Thread(target=work)

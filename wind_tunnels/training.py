@@ -123,7 +123,7 @@ def train(
         save_state(out, run.plain, run.optimizer, run.generator, facts)
 
     for step in range(state["step"], asked.steps):
-        with interrupt.whole():
+        with interrupt.deferred():
             if main and step in kept:
                 _check(recent, step, out, 1)
                 save_model(_finite(run.plain, step, out), out / "snapshots" / f"step{step}", run.facts(spec, step))
@@ -138,9 +138,9 @@ def train(
                 if main and time.monotonic() - saved > EVERY:
                     save(step + 1, [])
                     saved = time.monotonic()
-            if main and interrupt.asked():
+            if main and interrupt.requested():
                 save(step + 1, _check(recent, step + 1, out, 1))
-    with interrupt.whole():
+    with interrupt.deferred():
         if main:
             facts = run.facts(spec, asked.steps)
             save_model(_finite(run.plain, asked.steps, out), out / "snapshots" / f"step{asked.steps}", facts)
@@ -413,7 +413,7 @@ def tune(
         for i, lr in enumerate(left):
             run = _Run(short, task, lr, device)
             for step in range(short.steps):
-                with interrupt.whole():
+                with interrupt.deferred():
                     run.step(step)
             found[lr] = gap(run.plain, task, asked.corrupt, asked.seed)
             if progress:

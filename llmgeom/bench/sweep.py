@@ -82,9 +82,9 @@ def spread(
     try:
         with _deaf():
             futures = {pool.submit(work, *given): name for name, given in jobs.items()}
-        with interrupt.whole():
+        with interrupt.deferred():
             waiting = set(futures)
-            while waiting and not interrupt.asked():
+            while waiting and not interrupt.requested():
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 for future in done:
                     found[futures[future]] = future.result()
@@ -134,7 +134,7 @@ def _deaf():
 
 def _alone(stop: Any) -> None:
     """One thread; and no worker outlives a run that was killed, to write into the folder of the next."""
-    interrupt.obey(stop.is_set)
+    interrupt.follow(stop.is_set)
     torch.set_num_threads(1)
     threading.Thread(target=_follow, daemon=True).start()
 

@@ -19,7 +19,7 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.commands.scan import POOL, SEQUENCES
-from llmgeom.errors import UserError, bounded
+from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
@@ -480,7 +480,8 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     positions = positions or ("all" if task else "query")
     asked = replace(asked, positions=positions)
     n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
-    bounded(("--n", n, 5 if asked.sula else 20))
+    if n < (least := 5 if asked.sula else 20):
+        raise UserError(f"--n {n}: expected at least {least}")
     if asked.sula and (asked.domain != RunConfig.domain or asked.limit):
         flag, value = ("--domain", asked.domain) if asked.domain != RunConfig.domain else ("--limit", asked.limit)
         raise UserError(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")

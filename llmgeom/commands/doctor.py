@@ -14,7 +14,7 @@ from llmgeom.cache.shards import cache_folder
 from llmgeom.commands.config import command
 from llmgeom.errors import UserError
 from llmgeom.model import hub
-from llmgeom.optional import EXTRAS, NO_BROWSER, browser, there
+from llmgeom.optional import NO_BROWSER, OPTIONAL, browser, installed
 
 NEEDED = {"torch": (2, 11), "transformers": (5, 17), "safetensors": (0, 6), "plotly": (6, 5), "scikit-learn": (1, 6)}
 
@@ -30,7 +30,7 @@ def findings() -> Iterator[tuple[str, str]]:
             continue
         good = tuple(map(int, re.findall(r"\d+", found)[:2])) >= least
         yield ("ok" if good else "BAD"), f"{name} {found} (needs {least[0]}.{least[1]} or later)"
-    if there("torch"):
+    if installed("torch"):
         import torch
 
         if torch.cuda.is_available():
@@ -53,11 +53,11 @@ def findings() -> Iterator[tuple[str, str]]:
         yield ("ok", "the model hub answers") if place.kind == "hub" else ("note", f"hub models: {place.note}")
     except UserError as refusal:
         yield "note", f"hub models: {refusal}"
-    for package, extra in EXTRAS.items():
-        if there(package):
-            yield "ok", f"{extra.what}: {package} is installed"
+    for package, dependency in OPTIONAL.items():
+        if installed(package):
+            yield "ok", f"{dependency.feature}: {package} is installed"
         else:
-            yield "note", f"{extra.what}: {package} is not installed; {extra.remedy}"
+            yield "note", f"{dependency.feature}: {package} is not installed; {dependency.install}"
     drawing = browser()
     yield (
         ("ok", f"a browser draws images: {drawing}")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmgeom.errors import UserError, first_line
 from llmgeom.files import write_whole
-from llmgeom.optional import NO_BROWSER, browser, needed
+from llmgeom.optional import NO_BROWSER, browser, imported
 from llmgeom.record import Record
 from llmgeom.reports import figures
 
@@ -16,7 +16,7 @@ WIDTH, SCALE = 720, 2  # pixels of the page's column; a png has twice as many
 
 def write(record: Record, form: str, out: Path) -> list[str]:
     """PROBE.QUANTITY.FORM in the folder `out`. Raises UserError: no kaleido, no browser, or one that fails."""
-    kaleido = needed("kaleido")
+    kaleido = imported("kaleido")
     if browser() is None:
         raise UserError(f"export {form} draws with a browser: {NO_BROWSER}")
     drawn = {f"{probe}.{name}": one for probe, some in figures(record).items() for name, one in some.items()}

@@ -36,7 +36,7 @@ from llmgeom.model import weights
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
-from llmgeom.optional import needed
+from llmgeom.optional import imported
 from llmgeom.record import Record
 from llmgeom.stats.information import bits, kl
 
@@ -61,7 +61,7 @@ def write(
     Raises UserError: a run of another kind; a model that is not the one that was measured; what is not exact.
     """
     if form == "gguf":
-        needed("gguf")
+        imported("gguf")
     direction, added = step(record, direction)
     if not np.isfinite(dose) or not dose:
         raise UserError(f"--dose {dose}: expected a number other than 0; 1 moves the values by one spread")

@@ -11,7 +11,7 @@ import numpy as np
 
 from llmgeom.exports.arrays import about, plain
 from llmgeom.files import write_whole
-from llmgeom.optional import needed
+from llmgeom.optional import imported
 from llmgeom.record import Record
 
 Columns = Mapping[str, list]
@@ -19,7 +19,7 @@ Columns = Mapping[str, list]
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
     """prompts.parquet, layers.parquet and metrics.parquet in the folder `out`."""
-    needed("pyarrow")
+    imported("pyarrow")
     import pyarrow
     from pyarrow import parquet
 

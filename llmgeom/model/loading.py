@@ -22,7 +22,7 @@ from torch import Tensor
 from llmgeom.errors import UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
 from llmgeom.model.layers import without_attention
-from llmgeom.optional import EXTRAS, there
+from llmgeom.optional import OPTIONAL, installed
 
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -133,8 +133,8 @@ def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
     """What transformers is told to quantise what it loads. Raises UserError where bitsandbytes is not there."""
     if how not in _BESIDE:
         raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
-    if not there(package := "bitsandbytes"):
-        raise UserError(f"--quantize {how} needs {package}: {EXTRAS[package].remedy}")
+    if not installed(package := "bitsandbytes"):
+        raise UserError(f"--quantize {how} needs {package}: {OPTIONAL[package].install}")
     if located.step0 or hub.tunnel(located.path):
         raise UserError(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for

@@ -272,7 +272,7 @@ class Subject:
         done = 0
         with nullcontext() if only_stored else self._attached(), work.writing(shards):
             for index in shards:
-                with interrupt.whole():
+                with interrupt.deferred():
                     part, told = self._shard(work, index, only_stored)
                 events += told
                 if left is None:
@@ -323,7 +323,7 @@ class Subject:
         """Make some of the shards of a stored capture, beside other processes that make the others."""
         with self._attached(), work.writing(shards, shared=True):
             for index in shards:
-                with interrupt.whole():
+                with interrupt.deferred():
                     self._shard(work, index)
 
     def _shard(self, work: Work, index: int, only_stored: bool = False) -> tuple[dict[Key, Tensor], list[str]]:
