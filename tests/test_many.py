@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from llmgeom import run as scanning
+from llmgeom import plan as scanning
 from llmgeom.batch import Batch, Tokens
 from llmgeom.cache.lazy import Shelf
 from llmgeom.errors import UserError

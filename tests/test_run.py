@@ -16,9 +16,10 @@ from llmgeom.cli import main
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
+from llmgeom.plan import MAIN, Layout, PassPlan
 from llmgeom.probe import Needs, Sample, probe
 from llmgeom.probes.qk_alignment import NEEDS as COSINES
-from llmgeom.run import MAIN, Layout, PassPlan, observe, run_probes
+from llmgeom.run import observe, run_probes
 from tests.test_scan import Seen
 
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]

@@ -17,10 +17,11 @@ from llmgeom.errors import Unavailable
 from llmgeom.model import hub
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
+from llmgeom.plan import shuffle
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.run import run_probes, shuffle
+from llmgeom.run import run_probes
 from llmgeom.stats.information import bits
 
 N = 30

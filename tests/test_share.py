@@ -21,7 +21,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.run import PassPlan
+from llmgeom.plan import PassPlan
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
 from tests.test_scan import probe

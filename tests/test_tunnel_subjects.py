@@ -18,11 +18,12 @@ from llmgeom.errors import Unavailable, UnsupportedModel, UserError
 from llmgeom.model import self_check as parity
 from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject
+from llmgeom.plan import shuffle
 from llmgeom.probes import known
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.probes.shared.representation_geometry import final_tokens
 from llmgeom.record import Record
-from llmgeom.run import run_probes, shuffle
+from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models import ARCHITECTURES
 from llmgeom.wind_tunnels.training import Training, outputs, train
 from tests.refusals import refused

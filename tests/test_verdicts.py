@@ -24,13 +24,14 @@ from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
+from llmgeom.plan import shuffle
 from llmgeom.probe import ProbeInput, Sample
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry as cloud
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate
-from llmgeom.run import CONTROLS, shuffle
+from llmgeom.run import CONTROLS
 from llmgeom.stats.information import bits
 from llmgeom.stats.tests import prediction_p
 from tests.test_stats import coverage

@@ -14,8 +14,8 @@ from typing import Any
 from llmgeom.errors import UserError
 from llmgeom.model.passes import Work
 from llmgeom.model.subject import Subject
+from llmgeom.plan import PassPlan
 from llmgeom.progress import Progress
-from llmgeom.run import PassPlan
 
 PATIENCE = 1800.0  # seconds without a new shard after which a process counts as lost
 LOOK = 0.2

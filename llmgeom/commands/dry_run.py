@@ -31,10 +31,10 @@ from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.subject import Subject
+from llmgeom.plan import PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE
 from llmgeom.probes import belief_readout, contribution, length_cliff, qk_alignment
 from llmgeom.reports.text import grid
-from llmgeom.run import PassPlan, Reading, measurable
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean

@@ -320,7 +320,7 @@ def scanned(
 
 def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
     """Make one process's share of the captures; whether it is then to go on with the scan."""
-    from llmgeom.run import PassPlan, measurable
+    from llmgeom.plan import PassPlan, measurable
 
     asked, modules, store = plan.request, probes.known(plan.probes), str(captures_folder())
     with share.watched():

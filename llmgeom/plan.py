@@ -1,0 +1,256 @@
+"""What a run passes through the model and its controls, decided before anything runs: each prompt once.
+
+Probes say what they need (`llmgeom.probe.Needs`); the plan is the union. `--dry-run` prices it, several processes
+divide it, and `llmgeom.run` carries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
+from llmgeom.cache import keys
+from llmgeom.cache.shards import room, run_key, taken
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer, Work
+from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, Probe
+
+MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
+MAIN = ""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One capture: a tokenized batch and what is kept of it."""
+
+    batch: Batch
+    sites: frozenset[Site]
+    observers: tuple[Observer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How samples are read: captures without a prompt twice, and where each sample's prompts are among them.
+
+    places: sample name -> (its batch, the readings that hold its prompts, the place of each among these readings).
+    """
+
+    readings: tuple[Reading, ...]
+    places: Mapping[str, tuple[Batch, tuple[int, ...], Tensor]]
+
+    @classmethod
+    def of(
+        cls,
+        samples: Mapping[str, Batch],
+        sites: Mapping[str, frozenset[Site]],
+        observers: Mapping[str, tuple[Observer, ...]],
+    ) -> Layout:
+        """The main sample is one reading; all other prompts that end in their query are a second one, less those
+        that the main sample holds; a sample with queries of its own is a reading of its own."""
+        texts = [name for name, batch in samples.items() if batch.query is None and isinstance(batch.inputs, Tokens)]
+        others = [name for name in texts if name != MAIN]
+        of = {name: _identities(samples[name]) for name in texts}
+        main = {identity: i for i, identity in enumerate(of.get(MAIN, ()))}
+        union: dict[Any, tuple[str, int]] = {}
+        for name in others:
+            for i, identity in enumerate(of[name]):
+                if identity not in main:
+                    union.setdefault(identity, (name, i))
+        shared = any(identity in main for name in others for identity in of[name])
+        readings, places = [], {}
+        if MAIN in samples:
+            more = others if shared else []
+            wanted = sites[MAIN].union(*(sites[name] for name in more))
+            seen = dict.fromkeys((*observers[MAIN], *(one for name in more for one in observers[name])))
+            readings.append(Reading(samples[MAIN], wanted, tuple(seen)))
+            places[MAIN] = (samples[MAIN], (0,), torch.arange(len(samples[MAIN])))
+        if union:
+            rest = _concatenated([(samples[name], i) for name, i in union.values()])
+            seen = dict.fromkeys(one for name in others for one in observers[name])
+            readings.append(Reading(rest, frozenset().union(*(sites[name] for name in others)), tuple(seen)))
+        at = {identity: i for i, identity in enumerate(union)}
+        first = len(samples[MAIN]) if MAIN in samples else 0
+        for name in others:
+            both = any(identity in main for identity in of[name])
+            only = not any(identity in at for identity in of[name])
+            order = [main[one] if one in main else at[one] + first * both for one in of[name]]
+            second = len(readings) - 1
+            held = (0,) if only else (0, second) if both else (second,)
+            places[name] = (samples[name], held, torch.tensor(order))
+        for name, batch in samples.items():
+            if name not in places:
+                places[name] = (batch, (len(readings),), torch.arange(len(batch)))
+                readings.append(Reading(batch, sites[name], observers[name]))
+        return cls(tuple(readings), places)
+
+    def assemble(self, captures: Sequence[Capture]) -> dict[str, Capture]:
+        """Sample name -> its capture, from those of the readings."""
+        return {
+            name: Capture.joined([captures[i] for i in held], batch, order)
+            for name, (batch, held, order) in self.places.items()
+        }
+
+
+def _identities(batch: Batch) -> list[tuple]:
+    """What tells the inputs of a batch apart: tokens and columns (an observer may read them)."""
+    columns = list(zip(*batch.columns.values(), strict=True)) if batch.columns else [()] * len(batch)
+    return [(tuple(ids), *map(str, row)) for ids, row in zip(batch.tokens.real, columns, strict=True)]
+
+
+def _concatenated(rows: Sequence[tuple[Batch, int]]) -> Batch:
+    """Single inputs of several batches as one; columns that all have are kept."""
+    tokens = [(batch.tokens.ids[i, : (n := int(batch.tokens.lengths[i]))], n) for batch, i in rows]
+    ids = torch.nn.utils.rnn.pad_sequence([one for one, _ in tokens], batch_first=True)
+    names = set.intersection(*(set(batch.columns) for batch, _ in rows))
+    return Batch(
+        Tokens(ids, torch.tensor([n for _, n in tokens])),
+        tuple(batch.cluster[i] for batch, i in rows),
+        {"kind": "further samples"},
+        columns={name: tuple(batch.columns[name][i] for batch, i in rows) for name in sorted(names)},
+    )
+
+
+@dataclass(frozen=True)
+class PassPlan:
+    """Everything that a run passes through the model and its controls, before anything runs; `--dry-run` prices it.
+
+    subset      which prompts of the main sample the controls read; None for all.
+    own         what the model reads. control: what each untrained control reads.
+    untrained, shuffles   the seed of each draw of either control; shuffled_sites: captured of shuffled prompts.
+    special     how many tokens at the beginning a shuffle leaves in place.
+    """
+
+    subset: Tensor | None
+    own: Layout
+    control: Layout
+    untrained: range
+    shuffles: range
+    shuffled_sites: frozenset[Site]
+    special: int
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        batch: Batch,
+        probes: Mapping[str, Probe],
+        controls: int,
+        seed: int,
+        samples: Mapping[str, Batch],
+    ) -> PassPlan:
+        needs = {name: probe.NEEDS for name, probe in probes.items()}
+        wanted = frozenset().union(*(need.samples for need in needs.values()))
+        given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}
+        inputs = {name: replace(one, inputs=subject.tokens(one)) for name, one in given.items()}
+        subset = _subset(inputs[MAIN], seed)
+        for need in needs.values():
+            for name, make in need.inputs.items():
+                base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
+                if name not in inputs and (made := make(subject, base)) is not None:
+                    inputs[name] = made
+        sites: dict[str, frozenset[Site]] = dict.fromkeys(inputs, frozenset())
+        observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
+        for need in needs.values():
+            optional = frozenset(site for site in need.optional if not subject.unavailable({site}))
+            for name in inputs.keys() & {MAIN, *need.samples}:
+                sites[name] |= need.sites | optional | {Site.ENTROPY}
+            for observer in need.observers:
+                for name in inputs.keys() & set(observer.samples):
+                    observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
+        few = {name: one if (kept := _subset(one, seed)) is None else one.take(kept) for name, one in inputs.items()}
+        own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
+        draws = range(seed + 1, seed + 1 + controls)
+        shuffling = [need for need in needs.values() if need.shuffled]
+        return cls(
+            subset,
+            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, observers),
+            Layout.of(few, sites, observers),
+            draws if any(need.untrained for need in needs.values()) else range(0),
+            draws if shuffling else range(0),
+            frozenset().union(*(need.sites for need in shuffling)),
+            subject.special_prefix(),
+        )
+
+    @property
+    def main(self) -> Batch:
+        """The main sample, tokenized."""
+        return self.own.places[MAIN][0]
+
+    @property
+    def null_sample(self) -> Batch:
+        """The part of it that the controls read."""
+        return self.control.places[MAIN][0]
+
+    def shuffled(self, i: int) -> Reading:
+        """The prompts of the controls with their tokens in random order."""
+        batch = self.null_sample
+        return Reading(
+            replace(batch, inputs=shuffle(batch.tokens, self.special, self.shuffles[i])), self.shuffled_sites
+        )
+
+    def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, Work]]:
+        """Every capture of the run: ("model", None), ("untrained", seed) or ("shuffled", seed), and its work."""
+        for reading in self.own.readings:
+            yield "model", None, planned(subject, None, reading, **options)
+        for seed in self.untrained:
+            for reading in self.control.readings:
+                yield "untrained", seed, planned(subject, seed, reading, **options)
+        for i, seed in enumerate(self.shuffles):
+            yield "shuffled", seed, planned(subject, None, self.shuffled(i), **options)
+
+    def check_room(self, subject: Subject, store: str, batch_tokens: int) -> None:
+        """Raises UserError where the disk has no room for all captures that are not there yet."""
+        works = self.works(subject, batch_tokens=batch_tokens)
+        needed = sum(sum(work.sizes) for _, _, work in works)
+        room(store, needed - taken(Path(store) / run_key(keys.of_run(subject))))
+
+
+def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> Work:
+    """The work of a reading by the model (seed None) or by an untrained control, which is not built for it."""
+    return subject.planned(seed, reading.batch, reading.sites, observers=reading.observers, **options)
+
+
+def _subset(batch: Batch, seed: int) -> Tensor | None:
+    """Which prompts of a batch the controls read, in rising order; None for all."""
+    if len(batch) <= MOST:
+        return None
+    return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:MOST]))
+
+
+def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:
+    """Every sequence with its tokens in random order; the first `keep` (special) and the final one stay in place."""
+    generator = np.random.default_rng(seed)
+    data = tokens.data.clone()
+    for row, length in zip(data, tokens.lengths.tolist(), strict=True):
+        if length - 1 > keep:
+            order = keep + generator.permutation(length - 1 - keep)
+            row[keep : length - 1] = row[torch.from_numpy(order)]
+    return type(tokens)(data, tokens.lengths)
+
+
+def measurable(subject: Subject, batch: Batch, probes: Mapping[str, Probe]) -> tuple[dict[str, Probe], dict[str, str]]:
+    """The probes that can measure this model on this batch, and of the others why not."""
+    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
+    return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
+
+
+def _unable(subject: Subject, batch: Batch, needs: Needs) -> str:
+    if needs.exact and batch.posterior is None:
+        return NO_EXACT
+    if why := subject.unavailable(needs.sites.union(*(observer.wanted for observer in needs.observers))):
+        return why
+    try:
+        if needs.check is not None:
+            needs.check(subject)
+    except UserError as refusal:
+        return str(refusal)
+    return ""
