@@ -408,7 +408,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     for name, shown in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
         found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
         assert shown == f"{found.step:.0f}" + "+" * found.pinned
-    assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --n 12 --probes ''"
+    assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --probes '' --n 12"
     assert any("no random-target runs" in warning for warning in record.warnings)
 
 
@@ -467,7 +467,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     assert precision[0] > precision[1] > 0 and record.results["drift"].arrays["frame"][1] > 0
     assert {h.verdict for h in record.results["drift"].estimates} <= {"INCONCLUSIVE", "undecided"}
     assert any("log P does not fall" in note for note in record.results["drift"].notes)
-    assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --n 10 --probes '' --offline"
+    assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --probes '' --n 10 --offline"
     assert RunConfig(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"
 
 
