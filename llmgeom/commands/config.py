@@ -36,6 +36,7 @@ class Config:
 
     def command(self) -> str:
         """The command that repeats this run: every value that is not its default, except --out."""
+        arguments: list[str] = []
         words: list[str] = []
         for one in flags(type(self)):
             value = getattr(self, one.field)
@@ -43,7 +44,7 @@ class Config:
                 continue
             values = value if one.several else (value,)
             if one.argument:
-                words[:0] = map(str, values)
+                arguments += map(str, values)
             elif one.listed:
                 words += [one.name, ",".join(map(str, values))]
             elif value is True:
@@ -51,7 +52,7 @@ class Config:
             else:
                 for item in values:
                     words += [one.name, str(item)]
-        return redact(shlex.join(["llmgeom", *self.VERB.split(), *words]))
+        return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+"""Commands: flags, help, saved command and environment variables all come from one declaration."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, Literal
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from llmgeom.cli import ALIASES, COMMANDS, main
+from llmgeom.commands import config as configs
+from llmgeom.errors import UserError
+from llmgeom.flags import Flag, argument, check, flag, flags
+from tests.hostile import commands
+
+NAMES = [name for group in COMMANDS.values() for name in group]
+
+
+@dataclass(frozen=True)
+class Toy(configs.Config):
+    """Each kind of flag once."""
+
+    VERB = "toy"
+
+    path: str = argument()
+    more: tuple[str, ...] = argument(())
+    text: str = flag("a b", "Text.")
+    maybe: str | None = flag(None, "Text or nothing.")
+    count: int = flag(3, "Number.", least=1, most=9)
+    share: float = flag(0.5, "Number.", name="--fraction")
+    switch: bool = flag(False, "Switch.")
+    choice: Literal["red", "blue"] = flag("red", "Choice.")
+    either: Literal["x"] | None = flag(None, "Choice or nothing.")
+    again: tuple[Literal["one", "two"], ...] = flag((), "Repeated.", name="--word")
+    ks: tuple[int, ...] = flag((1, 2), "Listed.", name="--k", listed=True)
+    names: tuple[str, ...] | None = flag(None, "Listed or nothing.", listed=True)
+    out: str | None = flag(None, "Folder.")
+    inner: int = 0
+
+
+def parsed(config: type, *words: str, env: dict[str, str] | None = None) -> Any:
+    """The configuration that a command line gives."""
+    caught: list[Any] = []
+
+    @configs.command(config, examples=["llmgeom toy x"])
+    def toy(given: Any) -> None:
+        caught.append(given)
+
+    done = CliRunner().invoke(toy, list(words), env=env, auto_envvar_prefix="LLMGEOM_TOY", standalone_mode=False)
+    if done.exception:
+        raise done.exception
+    return caught[0]
+
+
+def test_a_field_says_all_of_its_flag():
+    assert flags(Toy)[5] == Flag("share", "--fraction", float, (), False, 0.5, "Number.")
+    by_name = {one.name: one for one in flags(Toy)}
+    assert list(by_name) == [
+        "path", "more", "--text", "--maybe", "--count", "--fraction", "--switch", "--choice", "--either", "--word",
+        "--k", "--names", "--out",
+    ]  # fmt: skip
+    assert by_name["path"].default is MISSING and by_name["path"].argument
+    assert by_name["--word"].choices == ("one", "two") and by_name["--word"].several
+    assert by_name["--k"].listed and by_name["--k"].kind is int
+
+
+def test_without_flags_a_command_has_the_defaults():
+    assert parsed(Toy, "p") == Toy("p")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Toy("p"),
+        Toy("p", ("q", "r"), text="", maybe="it's", count=9, share=-1e-3, switch=True, choice="blue", either="x"),
+        Toy("p", again=("two", "one"), ks=(4,), names=("a", "b"), text="--odd"),
+        Toy("p", ks=(), names=()),
+    ],
+)
+def test_the_command_that_repeats_a_run_gives_its_configuration(config):
+    words = shlex.split(replace(config, out="somewhere").command())
+    assert words[:2] == ["llmgeom", "toy"] and "--out" not in words
+    assert parsed(Toy, *words[2:]) == config
+
+
+def test_an_environment_variable_is_named_as_the_flag():
+    env = {"LLMGEOM_TOY_FRACTION": "0.25", "LLMGEOM_TOY_WORD": "one two", "LLMGEOM_TOY_K": "7,8"}
+    assert parsed(Toy, "p", env=env) == Toy("p", share=0.25, again=("one", "two"), ks=(7, 8))
+    assert parsed(Toy, "p", "--fraction", "0.75", env=env).share == 0.75
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"choice": "green"}, {"either": "y"}, {"again": ("one", "three")}, {"count": 0}, {"count": 10}],
+)
+def test_a_value_out_of_its_range_is_refused_in_python_too(wrong):
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=r"^--(\w+) \S+: expected "):
+        Toy("p", **{name: value})
+
+
+def test_a_number_that_is_none_is_out_of_range():
+    @dataclass(frozen=True)
+    class Real:
+        x: float = flag(1.0, "Number.", least=0)
+
+    with pytest.raises(UserError):
+        check(Real(float("nan")))
+
+
+@pytest.mark.parametrize("wrong", [["--choice", "green"], ["--k", "1,two"], ["--count", "x"], ["--nope"], []])
+def test_what_click_cannot_read_is_a_usage_error(wrong):
+    with pytest.raises(click.UsageError):
+        parsed(Toy, *(["p"] if wrong else []), *wrong)
+
+
+# ---- every command --------------------------------------------------------------------------------------------------
+
+
+def test_the_groups_of_the_help():
+    assert {heading: list(group) for heading, group in COMMANDS.items()} == {
+        "Measure": ["scan", "evidence"],
+        "Intervene": ["ablate", "patch"],
+        "Known truth": ["train", "grade", "dynamics", "calibrate"],
+        "Papers": ["reproduce"],
+        "Runs": ["report", "export", "cache"],
+        "Machine": ["list", "doctor"],
+    }
+
+
+def test_short_helps_stand_whole_in_80_columns():
+    shown = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout
+    for group in COMMANDS.values():
+        for name, text in group.items():
+            assert len(text) <= 45 and not text.endswith(".")
+            assert any(line.split() == [name, *text.split()] for line in shown.splitlines()), name
+    assert not set(ALIASES) & set(shown.split())
+
+
+def test_an_alias_is_the_same_command_with_the_same_environment(monkeypatch):
+    assert (
+        CliRunner().invoke(main, ["sula", "--help"]).stdout.splitlines()[2:]
+        == (CliRunner().invoke(main, ["evidence", "--help"]).stdout.splitlines()[2:])
+    )
+    monkeypatch.setenv("LLMGEOM_EVIDENCE_K", "1,x")
+    assert "1,x" in CliRunner().invoke(main, ["sula"]).stderr
+
+
+def test_the_flags_of_scan_stand_in_groups():
+    shown = CliRunner().invoke(main, ["scan", "--help"]).stdout
+    headings = [line[:-1] for line in shown.splitlines() if line.endswith(":") and not line.startswith(" ")]
+    assert headings == ["Model", "Prompts", "Measure", "Controls", "Output"]
+
+
+def modules() -> list[Any]:
+    import importlib
+
+    return [importlib.import_module(f"llmgeom.commands.{name}") for name in NAMES]
+
+
+@pytest.mark.parametrize("module", modules(), ids=lambda module: module.__name__)
+def test_every_flag_of_a_configuration_is_an_option_with_its_default(module):
+    config = getattr(module, "RunConfig", None)
+    if config is None:
+        return
+    params = {param.name: param for param in module.main.params}
+    defaults = {f.name: f.default for f in fields(config)}
+    assert {one.field for one in flags(config)} == set(defaults), "a field without a flag"
+    for one in flags(config):
+        if one.argument:
+            continue
+        param = params[one.name.removeprefix("--").replace("-", "_")]
+        shown = param.type_cast_value(click.Context(module.main), param.get_default(click.Context(module.main)))
+        assert (shown or None) == (one.default or None), one.name
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_help_ends_in_a_sentence_and_has_no_line_over_80_columns(name):
+    shown = CliRunner().invoke(main, [*name.split(), "--help"], terminal_width=80).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    for one in getattr(commands()[name], "params", []):
+        text = getattr(one, "help", None)
+        assert text is None or text.rstrip().endswith((".", "]")), one.name
+
+
+HEAVY = ("torch", "transformers", "plotly", "sklearn", "scipy", "transformer_lens", "datasets")
+
+
+@pytest.mark.parametrize("words", [(), *((name,) for name in NAMES)], ids=" ".join)
+def test_help_is_quick_and_loads_only_the_command_s_configuration(words):
+    code = (
+        f"import sys, llmgeom.cli as c; c.main([*{words!r}, '--help'], standalone_mode=False)\n"
+        f"print([m for m in {HEAVY!r} if m in sys.modules])\n"
+        f"print([m for m in sys.modules if m.startswith('llmgeom.commands.')])"
+    )
+    command = [sys.executable, "-c", code]
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, "COLUMNS": "80"})
+        times.append(time.perf_counter() - began)
+    *_, heavy, loaded = done.stdout.strip().splitlines()
+    assert heavy == "[]"
+    expected = {f"llmgeom.commands.{name}" for name in (*words, "config", "output")}
+    assert {*eval(loaded)} <= (expected if words else set())
+    # 0.3 s on an idle core; this machine may be busy, so the bare interpreter is the measure.
+    bare = min(timed([sys.executable, "-c", "import click, dataclasses, typing"]) for _ in range(3))
+    assert min(times) < max(0.3, 3 * bare)
+
+
+def timed(command: list[str]) -> float:
+    began = time.perf_counter()
+    subprocess.run(command, check=True, capture_output=True)
+    return time.perf_counter() - began
