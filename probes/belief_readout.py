@@ -22,8 +22,9 @@ from llmgeom.probes.shared.representation_geometry import read_at, varies
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
+from llmgeom.stats import information
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import Interval, jackknife, mean_intervals
 from llmgeom.stats.similarity import cka
 
 MOST_ROWS = 1000  # whole sequences in random order, as many as stay within; more would only cost time
@@ -149,7 +150,7 @@ def measure(view: ProbeInput) -> Result | Lens:
         return span
 
     def skill(of: np.ndarray, kept: np.ndarray) -> float:
-        return float(1 - of[-1, kept].mean() / base[0, kept].mean())
+        return information.skill(of[-1, kept], base[0, kept])
 
     def fall(of: np.ndarray, kept: np.ndarray) -> float:
         return float((of[0, kept] - of[-1, kept]).mean())
@@ -184,7 +185,7 @@ def measure(view: ProbeInput) -> Result | Lens:
     names = [f"{name} {layer}" for layer in range(layers) for name in (("in", "attention") if both else ("in",))]
     return Result(
         missed=own.mean(1),
-        missed_interval=_spans(own, clusters),
+        missed_interval=mean_intervals(own, clusters),
         missed_null=_band([control.mean(1) for control in untrained]),
         position=float(base[0].mean()),
         input=float(base[1].mean()),
@@ -224,7 +225,7 @@ def _lens(view: ProbeInput) -> Lens:
     alignment = np.array([[_alike(one, of[-1]) for one in of] for of in residuals])
     return Lens(
         missed=own.mean(1),
-        missed_interval=_spans(own, clusters),
+        missed_interval=mean_intervals(own, clusters),
         missed_null=_band([control.mean(1) for control in view.control_observations]),
         alike=alignment[0],
         alike_null=_band([*alignment[1:]]),
@@ -292,12 +293,6 @@ def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
 def _down(missed: np.ndarray, rows: np.ndarray) -> float:
     """The share of steps, site to site, at which a row misses less than before, mean over rows (fraction)."""
     return float((np.diff(missed[:, rows], axis=0) < 0).mean())
-
-
-def _spans(missed: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """[site bound] intervals of the means of [site row]."""
-    found = [jackknife(np.mean, one, clusters) for one in missed]
-    return np.array([[span.low, span.high] for span in found])
 
 
 def _band(draws: Sequence[np.ndarray]) -> np.ndarray:

@@ -36,8 +36,8 @@ from llmgeom.prompts import corpus, grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.run import run_probes
 from llmgeom.stats.pca import shares
-from llmgeom.stats.resampling import Interval
-from llmgeom.stats.tests import equivalence_p, holm, needed_n_mean
+from llmgeom.stats.resampling import Interval, mean_intervals
+from llmgeom.stats.tests import equivalence_p, holm, needed_n_mean, two_sided_p
 from studies import evaluate as exam
 from studies import pocket
 from studies.training_data import Lessons, domains, examination, lessons
@@ -249,7 +249,9 @@ def train(folder: Path, about: Cell, spec: Spec, material: Material) -> None:
 
 def measure(subject: Subject, prompts: Batch, nulls: int) -> dict[str, Any]:
     """Every metric by probe and name, of the probes that give the signatures, and why a probe gave none."""
-    record = run_probes(subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), controls=nulls)
+    record = run_probes(
+        subject, prompts, probes.known(sorted({s.probe for s in SIGNATURES} - {"kinds"})), controls=nulls
+    )
     values = {name: {h.name: h.value for h in found.estimates} for name, found in record.results.items()}
     heads = subject.capture(prompts, {Site.VALUE}).layers(Site.VALUE)[-1].double().numpy()
     values["kinds"] = {PER_HEAD: float(np.mean([shares(head).pc12 for head in heads.swapaxes(0, 1)]))}
@@ -335,17 +337,13 @@ def contrasts(values: Float[np.ndarray, "seed grouped windowed"]) -> dict[str, F
 
 def effect(signature: Signature, factor: str, change: Float[np.ndarray, " seed"]) -> Effect:
     """Mean, intervals and tests of one change, paired by seed; p not yet adjusted."""
-    from scipy.stats import t
-
     n = len(change)
     mean, sd = float(change.mean()), float(change.std(ddof=1))
-    error = sd / n**0.5
 
     def span(level: float) -> Interval:
-        half = float(t.ppf((1 + level) / 2, n - 1)) * error
-        return Interval(mean - half, mean + half, level, "Student over seeds")
+        return Interval(*mean_intervals([change], level=level)[0].tolist(), level, "Student over seeds")
 
-    p = 2 * float(t.sf(abs(mean) / error, n - 1)) if error > 0 else float(mean == 0)
+    p = two_sided_p(mean, sd / n**0.5, n)
     within = equivalence_p(mean, span(0.95), -signature.effect, signature.effect, n)
     # The two one-sided tests must both be won, at 5 % each.
     power, level = (0.9, 0.95) if signature.nature == "dynamic" else (0.95, 0.90)

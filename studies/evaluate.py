@@ -19,7 +19,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.nonce import Part
-from llmgeom.stats.information import best_constant, bits, skill_by_count
+from llmgeom.stats.information import best_constant, bits, entropy, skill_by_count
 from llmgeom.stats.resampling import jackknife
 from studies.ngram import KneserNey
 
@@ -125,7 +125,7 @@ def rivals(subject: Subject, rows: Rows, training: Sequence[Sequence[int]], few:
     for which in found:
         kept = [t for row, i in zip(rows, ids, strict=True) if row["set"] == which for t in (*i[1:], end)]
         share = np.unique(kept, return_counts=True)[1] / len(kept)
-        found[which] |= {"unigram": float(-(share * np.log(share)).sum())}
+        found[which] |= {"unigram": float(entropy(np.log(share)))}
     return found
 
 

@@ -28,10 +28,11 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import axis
 from llmgeom.probes.interventions import patching as bench
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, gain, readout_direction, ridge, subsets
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, gain, readout_direction, subsets
 from llmgeom.probes.interventions.patching import DOSES, Bench
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
+from llmgeom.stats import ridge_probe
 from llmgeom.stats.ridge_probe import folds, read
 from tests.families import FAMILIES, VOCAB
 from tests.refusals import refused
@@ -113,7 +114,7 @@ def test_ridge_is_the_readout_of_the_instrument():
     y = x[:, 3] + 5 * rng.standard_normal(60)
     fit, held = np.arange(40), np.arange(40, 60)
     mean, sd = x[fit].mean(0), x[fit].std(0)
-    w, intercept = ridge((x[fit] - mean) / sd, y[fit], clusters[:40], 0)
+    w, intercept = ridge_probe.fit((x[fit] - mean) / sd, y[fit], ridge_probe.folds(clusters[:40], 0))
     fold = np.append(folds(clusters[:40], 0), np.full(20, 5))
     expected = read(x, y[:, None], fold).prediction[held, 0]
     np.testing.assert_allclose((x[held] - mean) / sd @ w + intercept, expected, 1e-9)

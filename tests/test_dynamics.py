@@ -18,9 +18,8 @@ from scipy import stats
 from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands import dynamics
-from llmgeom.commands.comparison import alignment, gram
 from llmgeom.commands.dynamics import RunConfig, over_training, perform, table
-from llmgeom.dynamics.drift import Drifts, drifts, fallen, less_p, mean_log, settled, state
+from llmgeom.dynamics.drift import Drifts, drifts, fallen, settled, state
 from llmgeom.dynamics.trajectories import Course, Run, sections
 from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import signals
@@ -29,9 +28,12 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.result import Estimate
+from llmgeom.stats.resampling import geometric_mean
+from llmgeom.stats.tests import lower_mean_p
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import Training, train
 from tests.refusals import refused
+from tests.test_alignment import u_centred_cka
 from tests.test_primitives import InProcess
 
 TASK = "bijection:vocab=4,pairs=3"
@@ -40,6 +42,10 @@ TINY = Training(
     snapshots=4,
 )  # fmt: skip
 STEPS = (0, 1, 2, 5, 12)
+
+
+def less_p(own, other=None):
+    return lower_mean_p(np.log(own), None if other is None else np.log(other))
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +137,7 @@ def test_drifts_are_what_their_definitions_say_of_the_captures(runs):
     for i in range(len(STEPS)):
         attention, value = read(i)
         for curve, ours, theirs in ((found.frame, attention, last_attention), (found.value, value, last_value)):
-            heads = [alignment(gram(ours[:, h].astype(float)), gram(theirs[:, h].astype(float))) for h in (0, 1)]
+            heads = [u_centred_cka(ours[:, h].astype(float), theirs[:, h].astype(float)) for h in (0, 1)]
             assert curve[i] == pytest.approx(1 - np.mean(heads), abs=1e-5)
         apart = [abs(attention[r, h] - last_attention[r, h]).sum() / 2 for r in range(45) for h in (0, 1)]
         assert found.tv[i] == pytest.approx(np.mean(apart), abs=1e-6)
@@ -180,7 +186,7 @@ def test_ratios_are_students_t_and_welchs_of_logarithms():
     welch = stats.ttest_ind(np.log(own), np.log(other), equal_var=False, alternative="less").pvalue
     assert less_p(own, other) == pytest.approx(welch)
     low, high = stats.t.interval(0.95, 5, loc=np.log(own).mean(), scale=stats.sem(np.log(own)))
-    assert mean_log(own) == pytest.approx((stats.gmean(own), np.exp(low), np.exp(high)))
+    assert geometric_mean(own) == pytest.approx((stats.gmean(own), np.exp(low), np.exp(high)))
     assert less_p(own[:1]) == 1 == less_p(own, other[:1])
     assert less_p(np.full(5, 0.5)) == pytest.approx(1e-6) and less_p(np.full(5, 2.0)) == 1
 

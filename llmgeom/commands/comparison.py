@@ -16,7 +16,9 @@ from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Estimate
-from llmgeom.stats import resampling, tests
+from llmgeom.stats import tests
+from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters, student_quantile
+from llmgeom.stats.similarity import alignment, cka, distance_ranks, rsa
 
 ALPHA, LEVEL = 0.05, 0.95
 PERMUTATIONS = 1999
@@ -83,7 +85,7 @@ class Difference:
     """
 
     probe: str
-    estimate: str
+    metric: str
     unit: str
     ours: float
     theirs: float
@@ -234,9 +236,9 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
                 left_out.append(f"{probe}: {name}: declares no effect of interest to compare with; scan again")
             else:
                 differences.append(_difference(probe, ours[name], first, theirs[name], other))
-        for measure, form in FORMS.items():
+        for measure, similarity in MEASURES.items():
             try:
-                similarities += _similarity(probe, measure, form, first, other)
+                similarities += _similarity(probe, measure, similarity, first, other)
             except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
     return Pair(reference, label, tuple(differences), tuple(similarities), tuple(left_out))
@@ -246,31 +248,27 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
 
 
 def _difference(probe: str, ours: Estimate, first: Record, theirs: Estimate, other: Record) -> Difference:
-    from scipy.stats import t
-
     method: Method
     a, b = _again(first, probe, ours), _again(other, probe, theirs)
     if a and b:
         labels, rows = first.prompts["template"], np.arange(len(first.prompts["text"]))
         value, clusters, method = b(rows) - a(rows), len(set(labels)), "paired"
-        over = resampling.jackknife(lambda kept: b(kept) - a(kept), rows, labels)
-        error = (over.high - over.low) / 2 / t.ppf((1 + LEVEL) / 2, clusters - 1)
+        over = jackknife(lambda kept: b(kept) - a(kept), rows, labels)
+        error = (over.high - over.low) / 2 / student_quantile(clusters, LEVEL)
     else:
         # One end may be cut off (|rho| at 0, a share at 1): the longer half of an interval is the honest one.
         halves = [(max(h.value - h.low, h.high - h.value), max(h.clusters, 2)) for h in (ours, theirs)]
-        error = math.hypot(*(half / t.ppf((1 + LEVEL) / 2, clusters - 1) for half, clusters in halves))
+        error = math.hypot(*(half / student_quantile(clusters, LEVEL) for half, clusters in halves))
         value, clusters, method = theirs.value - ours.value, min(clusters for _, clusters in halves), "unpaired"
-    half, error = float(t.ppf((1 + LEVEL) / 2, clusters - 1) * error), float(error)
+    half = student_quantile(clusters, LEVEL) * error
     low, high, effect = value - half, value + half, ours.effect
-    p = 2 * float(t.sf(abs(value) / error, clusters - 1)) if error > 0 else float(value == 0)
-    p_within = tests.equivalence_p(value, resampling.Interval(low, high, LEVEL, method), -effect, effect, clusters)
+    p = max(tests.two_sided_p(value, error, clusters), tests.LEAST_P)
+    p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method), -effect, effect, clusters)
     sizes = [" x ".join(str(r.subject.get(name)) for name in WIDTHS.get(probe, ())) for r in (first, other)]
     arithmetic = "rho" not in ours.unit and sizes[0] != sizes[1]
     note = f"partly arithmetic: {' x '.join(WIDTHS[probe])} is {sizes[1]} against {sizes[0]}" if arithmetic else ""
     found = (ours.value, theirs.value, value, low, high, error)
-    return Difference(
-        probe, ours.name, ours.unit, *found, method, clusters, effect, max(p, tests.LEAST_P), p_within, note
-    )
+    return Difference(probe, ours.name, ours.unit, *found, method, clusters, effect, p, p_within, note)
 
 
 def _again(record: Record, probe: str, h: Estimate) -> Callable[[np.ndarray], float] | None:
@@ -307,55 +305,22 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
 # ---- similarities ---------------------------------------------------------------------------------------------------
 
 
-def gram(x: np.ndarray) -> np.ndarray:
-    """[prompt prompt] U-centred inner products of x [prompt component]; `alignment` of two is debiased linear CKA.
-
-    Off the diagonal k_ij - r_i / (n - 2) - r_j / (n - 2) + s / ((n - 1)(n - 2)), and 0 on it: k the inner products with
-    0 on the diagonal, r their row sums, s the sum of these, n prompts. The sum of the products of two is n (n - 3)
-    times the unbiased HSIC of Song et al. (JMLR 13, 2012), which Nguyen, Raghu and Kornblith (ICLR 2021) put in place
-    of the biased one in the CKA of Kornblith et al. (ICML 2019): its mean is 0 where x and y are unrelated, so it can
-    be negative, while the biased form grows with components over prompts. Raises UserError for fewer than 4 prompts.
-    """
-    n, x = len(x), x - x.mean(0)
-    if n < 4:
-        raise UserError(f"{n} prompts were given to debiased CKA; it needs 4")
-    k = x @ x.T
-    np.fill_diagonal(k, 0)
-    rows = k.sum(0) / (n - 2)
-    k += rows.sum() / (n - 1) - rows - rows[:, None]
-    np.fill_diagonal(k, 0)
-    return k
+MEASURES: dict[Measure, Callable[[np.ndarray, np.ndarray], float]] = {"CKA": cka, "RSA": rsa}
 
 
-def ranked(x: np.ndarray) -> np.ndarray:
-    """[prompt prompt] ranks of the distances between rows of x less their mean, 0 on the diagonal; `alignment` of two
-    is RSA: Spearman's rho of the distances (Kriegeskorte, Mur and Bandettini, 2008)."""
-    from scipy.spatial.distance import pdist, squareform
-    from scipy.stats import rankdata
-
-    ranks = rankdata(pdist(x))
-    return squareform(ranks - ranks.mean())
-
-
-FORMS: dict[Measure, Callable[[np.ndarray], np.ndarray]] = {"CKA": gram, "RSA": ranked}
-
-
-def alignment(a: np.ndarray, b: np.ndarray) -> float:
-    """sum a b / sqrt(sum a^2 sum b^2) of two matrices. Raises UserError where one is 0: all prompts share a place."""
-    size = math.sqrt(np.vdot(a, a) * np.vdot(b, b))
-    if size == 0:
-        raise UserError("all prompts share one place in one of the records; a similarity needs them to differ")
-    return float(np.vdot(a, b)) / size
-
-
-def permuted(a: np.ndarray, b: np.ndarray, clusters: Sequence, permutations: int, seed: int) -> np.ndarray:
-    """[draw] alignments of a with b, units of which have changed places. UserError as `permute_clusters`."""
-    orders = resampling.permute_clusters(np.random.default_rng(seed), clusters, permutations)
+def permuted(
+    measure: Measure, x: np.ndarray, y: np.ndarray, clusters: Sequence, permutations: int, seed: int
+) -> np.ndarray:
+    """[draw] similarities of x with y whose clusters have changed places. UserError as `permute_clusters`."""
+    orders = permute_clusters(np.random.default_rng(seed), clusters, permutations)
+    if measure == "CKA":
+        return np.array([cka(x, y[order]) for order in orders])
+    a, b = distance_ranks(x), distance_ranks(y)  # ranking 2,775 distances again for each order takes 20 times as long
     return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
 
 
 def _similarity(
-    probe: str, measure: Measure, form: Callable[[np.ndarray], np.ndarray], first: Record, other: Record
+    probe: str, measure: Measure, similarity: Callable[[np.ndarray, np.ndarray], float], first: Record, other: Record
 ) -> list[Similarity]:
     """Of the fullest array of places that both hold, of equals the first by name; nothing where there is none."""
     ours, theirs = _places(first, probe), _places(other, probe)
@@ -364,12 +329,9 @@ def _similarity(
         return []
     name, clusters, seed = both[0][1], first.prompts["template"], first.facts.get("seed", 0)
     x, y = ours[name], theirs[name]
-    a, b = form(x), form(y)
-    value, null = alignment(a, b), permuted(a, b, clusters, PERMUTATIONS, seed)
-    over = resampling.jackknife(
-        lambda rows: alignment(form(x[rows]), form(y[rows])), np.arange(len(x)), clusters, "fisher"
-    )
-    found = (value, over.low, over.high, *resampling.band(null, "upper"), tests.tail_p(value, null))
+    value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
+    over = jackknife(lambda rows: similarity(x[rows], y[rows]), np.arange(len(x)), clusters, "fisher")
+    found = (value, over.low, over.high, *band(null, "upper"), tests.tail_p(value, null))
     few = (x.shape[1], y.shape[1])
     of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
     return [Similarity(probe, name, measure, few, *found, len(x), len(set(clusters)), of)]
@@ -440,4 +402,4 @@ def _row(d: Difference) -> tuple[str, ...]:
     value, low, high = numbers(d.value, d.low, d.high)
     found = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
     lacking = f" (needs n >= {d.needed} units)" if d.verdict == "undecided" and d.clusters < d.needed else ""
-    return (d.estimate + " †" * bool(d.note), *found, d.verdict + lacking)
+    return (d.metric + " †" * bool(d.note), *found, d.verdict + lacking)

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import graded
-from llmgeom.probes.shared.length_curves import spans
-from llmgeom.stats import tests
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
 from llmgeom.task import Task
@@ -79,7 +75,7 @@ def drifts(states: Sequence[State]) -> Drifts:
         return float(np.mean(each))
 
     def from_last(log_probs: np.ndarray) -> float:
-        return float(bits(kl(*(torch.from_numpy(each).double() for each in (said[-1], log_probs)))).mean())
+        return float(bits(kl(said[-1].astype(np.float64), log_probs.astype(np.float64))).mean())
 
     return Drifts(
         frame=np.array([apart(one.attention, last.attention) for one in states]),
@@ -145,26 +141,3 @@ class Ratio:
     @classmethod
     def of(cls, first: Settled, second: Settled) -> Ratio:
         return cls(first.step / second.step, first.pinned and second.pinned)
-
-
-def mean_log(values: np.ndarray) -> tuple[float, float, float]:
-    """Geometric mean over training seeds and Student's 95 % interval of it; the value itself where there is one."""
-    x = np.log(values)
-    low, high = spans([x])[0] if len(x) > 1 else (x[0], x[0])
-    return math.exp(x.mean()), math.exp(low), math.exp(high)
-
-
-def less_p(values: np.ndarray, others: np.ndarray | None = None) -> float:
-    """One-sided p that the logarithms of `values` have a mean no lower than 0, or than that of the `others` (Welch's
-    t, unequal variances)."""
-    from scipy.stats import t
-
-    groups = [np.log(values)] + ([np.log(others)] if others is not None else [])
-    if min(map(len, groups)) < 2:
-        return 1.0
-    gap = groups[0].mean() - (groups[1].mean() if others is not None else 0.0)
-    parts = [x.var(ddof=1) / len(x) for x in groups]
-    if not sum(parts):
-        return tests.LEAST_P if gap < 0 else 1.0
-    degrees = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, groups, strict=True))
-    return max(float(t.cdf(gap / math.sqrt(sum(parts)), degrees)), tests.LEAST_P)

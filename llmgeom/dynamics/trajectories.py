@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.dynamics.drift import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, less_p, mean_log, settled
+from llmgeom.dynamics.drift import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, settled
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.attention_gradients import Signals
 from llmgeom.model.subject import Subject
-from llmgeom.probes.shared.length_curves import spans
 from llmgeom.result import Estimate, Figure, Measured, Quantity
-from llmgeom.stats.resampling import Interval
+from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
+from llmgeom.stats.tests import lower_mean_p
 from llmgeom.wind_tunnels.checkpoint import TRAINING, told
 
 DRIFT, GRADIENTS = "drift", "gradients"
@@ -148,7 +148,7 @@ class Section:
         interval, band = f"{name}_interval" * (len(own) > 1), f"{name}_null" * (len(null) > 0)
         self._add(name, "step", unit, meaning, own.mean(0), Figure("curve", band=band, interval=interval))
         if interval:
-            self._add(interval, "step bound", unit, "95 % interval over training seeds", spans(own.T))
+            self._add(interval, "step bound", unit, "95 % interval over training seeds", mean_intervals(own.T))
         if band:
             ends = np.stack([null.min(0), null.max(0)], 1)
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
@@ -173,11 +173,20 @@ class Section:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
         own, null = (np.array([ratio.value for ratio in each]) for each in (found, others))
-        value, low, high = mean_log(own)
-        nulls = [claims.Null("1, both at once; training seeds", 1.0, 1.0, 1.0, less_p(own), len(own))]
+        value, low, high = geometric_mean(own)
+        nulls = [claims.Null("1, both at once; training seeds", 1.0, 1.0, 1.0, lower_mean_p(np.log(own)), len(own))]
         if len(null):
-            centre, least, most = mean_log(null)
-            nulls.append(claims.Null("mean of random-target models", least, most, centre, less_p(own, null), len(null)))
+            centre, least, most = geometric_mean(null)
+            nulls.append(
+                claims.Null(
+                    "mean of random-target models",
+                    least,
+                    most,
+                    centre,
+                    lower_mean_p(np.log(own), np.log(null)),
+                    len(null),
+                )
+            )
         span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
         if len(own) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")

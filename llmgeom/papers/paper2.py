@@ -25,13 +25,13 @@ from llmgeom.papers import paper1, routing_law
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.routing_law import NAME
 from llmgeom.papers.verdicts import Bench, over_seeds
-from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.run import run_probes
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import mean_intervals
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
 
@@ -435,7 +435,7 @@ def _result(rows: Sequence[Row], ran: Mapping, chosen: Mapping[str, float]) -> S
 
     def column(get: Callable[[Row], Sequence[float]], of: Sequence[Row]) -> dict[str, np.ndarray]:
         values = np.array([get(row) for row in of], float)
-        return {"": values.mean(1), "_interval": spans(values)}
+        return {"": values.mean(1), "_interval": mean_intervals(values)}
 
     columns = {
         "train": (lambda r: r.train, whole),

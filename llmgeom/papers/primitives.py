@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.stats import t as student
 
 from llmgeom import wind_tunnels
 from llmgeom.bench.sweep import finished, seeded, sweep
@@ -18,13 +17,14 @@ from llmgeom.commands.config import Config, check_folder, keep
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import flag
-from llmgeom.probes.shared.length_curves import spans
 from llmgeom.progress import Progress
 from llmgeom.provenance import took, versions
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import Interval, mean_intervals
+from llmgeom.stats.tests import equivalence_p
 from llmgeom.wind_tunnels.training import Training, corrupted
 
 PRIMITIVES = {
@@ -252,7 +252,7 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, F
 
 def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
     column = {key: np.array([cell[key] for cell in cells]) for key in ("kl", "mae_abs", "skill", "cpu_seconds")}
-    ((low, high),) = spans([column["kl"]]).tolist()
+    ((low, high),) = mean_intervals([column["kl"]]).tolist()
     return Row(
         primitive=primitive,
         arch=arch,
@@ -274,8 +274,8 @@ def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
 
 def _estimate(row: Row) -> Estimate:
     """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
-    spread = (row.high - row.low_end) / 2 / student.ppf(0.975, row.seeds - 1)
-    p = float(student.cdf((row.mean - row.kl_trivial) / max(spread, 1e-12), row.seeds - 1))
+    span = Interval(row.low_end, row.high, 0.95, "")
+    p = equivalence_p(row.mean, span, -np.inf, row.kl_trivial, row.seeds)
     below, above = row.high < row.kl_trivial and p < 0.05, row.low_end > row.kl_trivial
     return Estimate(
         name=f"{row.primitive}, {row.arch}: KL to the posterior",
@@ -332,9 +332,9 @@ def _dose(cells: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
     exact, *mixed = (task.answers.exact(corrupted(predictive, dose)) for dose in (0.0, *kept))
     return Dose(
         kl_mixture=np.array([v.mean() for v in mixture]),
-        kl_mixture_interval=spans(mixture),
+        kl_mixture_interval=mean_intervals(mixture),
         kl_clean=np.array([v.mean() for v in clean]),
-        kl_clean_interval=spans(clean),
+        kl_clean_interval=mean_intervals(clean),
         kl_expected=np.array([bits(float(task.answers.kl(exact, one).mean())) for one in mixed]),
         ticks={"dose": tuple(kept)},
     )

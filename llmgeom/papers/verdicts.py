@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import numpy as np
-from scipy.stats import t as student
 
 from llmgeom import claims
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.result import Estimate, Measured
-from llmgeom.stats.resampling import Draws, Interval
+from llmgeom.stats.resampling import Draws, Interval, student_quantile
 from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean
 
 NONE = "the number in the claim"  # is all that a value without a null is held against
@@ -80,7 +79,7 @@ def over_seeds(
         raise UserError(f"a ratio of {x.min():.3g} has no logarithm: an error of 0 is no denominator")
     y = np.log(x) if scale == "log" else x
     error = max(max(y.std(ddof=1), least) / math.sqrt(len(y)), SURE)
-    ends = y.mean() + error * student.ppf(0.975, len(y) - 1) * np.array([0, -1, 1])
+    ends = y.mean() + error * student_quantile(len(y)) * np.array([0, -1, 1])
     value, low, high = np.exp(ends) if scale == "log" else ends
     name, at = null or (NONE, float(value))
     return Estimate(
@@ -154,7 +153,7 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
         for x in (h.low, h.value, h.high, near, far)
     )
     p = equivalence_p(value, Interval(low, high, 0.95, h.method), a, b, h.clusters)
-    sd = max((high - low) / 2 / student.ppf(0.975, h.clusters - 1), SURE) * math.sqrt(h.clusters)
+    sd = max((high - low) / 2 / student_quantile(h.clusters), SURE) * math.sqrt(h.clusters)
     end = far if math.isfinite(far) else near
     step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
     h = replace(h, claim=claim(entry, test, model), side=side, effect=test.tolerance, unit=test.unit)

@@ -42,6 +42,11 @@ def _exp(x: Any) -> Any:
     return np.exp(x) if isinstance(x, np.ndarray) else x.exp()
 
 
+def skill(own: Float[np.ndarray, "*batch"], baseline: Float[np.ndarray, "*batch"]) -> float:
+    """1 - mean error / mean error of a baseline: 1 is exact, 0 is as good as the baseline."""
+    return float(1 - own.mean() / baseline.mean())
+
+
 def skill_by_count(
     exact: Float[np.ndarray, "prompt outcome"], model: Float[np.ndarray, "prompt outcome"], count: np.ndarray
 ) -> float:
@@ -55,8 +60,7 @@ def skill_by_count(
         model: The model's log-probabilities in nats.
         count: Observations shown in each prompt, [prompt].
     """
-    p = np.exp(exact)
-    return 1 - float((p * (exact - model)).sum() / (p * (exact - best_constant(exact, count))).sum())
+    return skill(kl(exact, model), kl(exact, best_constant(exact, count)))
 
 
 def best_constant(exact: Float[np.ndarray, "prompt outcome"], count: np.ndarray) -> Float[np.ndarray, "prompt outcome"]:

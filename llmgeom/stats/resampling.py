@@ -58,6 +58,39 @@ def jackknife(
     return jackknife_interval(whole[0], without[:, 0], transform, level)
 
 
+def student_quantile(clusters: int, level: float = 0.95) -> float:
+    """Student's two-sided quantile with clusters - 1 degrees of freedom: half an interval's width over its error."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + level) / 2, clusters - 1))
+
+
+def mean_intervals(
+    values: Real[np.ndarray, "mean value"] | Sequence[np.ndarray], clusters: Clusters | None = None, level: float = 0.95
+) -> Float[np.ndarray, "mean bound"]:
+    """Intervals of several means: Student's, mean +- q sd / sqrt(n), which for a mean is what `jackknife` gives.
+
+    Args:
+        values: The values of each mean; independent of each other where no clusters are given.
+        clusters: The cluster of each value.
+        level: As a fraction.
+    """
+    x = np.asarray(values)
+    if clusters is not None:
+        return np.array(
+            [[span.low, span.high] for span in (jackknife(np.mean, row, clusters, level=level) for row in x)]
+        )
+    half = student_quantile(x.shape[1], level) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
+    return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
+
+
+def geometric_mean(values: Draws) -> tuple[float, float, float]:
+    """Geometric mean of independent positive values and its 95 % interval; the value itself, three times, of one."""
+    x = np.log(values)
+    low, high = mean_intervals([x])[0] if len(x) > 1 else (x[0], x[0])
+    return math.exp(x.mean()), math.exp(low), math.exp(high)
+
+
 def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
     """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without unit k, of u units."""
     return math.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
@@ -73,11 +106,9 @@ def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[n
 
 
 def jackknife_interval(whole: float, without: np.ndarray, transform: Transform, level: float) -> Interval:
-    from scipy.stats import t
-
     forward, back = TRANSFORMS[transform]
     centre, replicates, u = forward(whole), forward(without), len(without)
-    half = float(t.ppf((1 + level) / 2, u - 1)) * jackknife_error(replicates)
+    half = student_quantile(u, level) * jackknife_error(replicates)
     scale = "" if transform == "identity" else f", {transform} scale"
     return Interval(
         float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} clusters{scale}"

@@ -76,6 +76,22 @@ def read(
     return Readout(y, prediction, fold, penalty)
 
 
+def fit(
+    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row"], fold: Int[np.ndarray, " row"]
+) -> tuple[Float[np.ndarray, " coordinate"], float]:
+    """Weights and intercept of the ridge regression of y on x over all rows; coordinates are taken as they are.
+
+    The penalty per coordinate is chosen over folds as in `read`.
+    """
+    root = np.sqrt(x.shape[1])
+    centre, mean = x.mean(0), y.mean()
+    z, target = (x - centre) / root, (y - mean)[:, None]
+    values, vectors = _eigen(z)
+    penalty = PENALTIES[_inner_errors(values, vectors, target, fold).argmin(0)]
+    weights = (z.T @ _dual(values, vectors, target, penalty))[:, 0] / root
+    return weights, float(mean - weights @ centre)
+
+
 def _standardised(kept: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both by the mean and sd of the first, over sqrt(coordinates that vary in it); the others are left out."""
     varies = kept.max(0) != kept.min(0)
@@ -117,9 +133,17 @@ def _inner_errors(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: 
 
 
 def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, " row"]:
-    """The fold of each row: whole units, in random order, the largest first, each to the fold with fewest rows.
+    """The fold of each row: whole clusters, in random order, the largest first, each to the fold with fewest rows.
 
-    With fewer units than folds, each unit is a fold of its own. Raises UserError for fewer than 5 units.
+    scikit-learn's GroupKFold fills folds alike, but without the seed: clusters of equal size would go by their names.
+
+    Args:
+        clusters: The cluster of each row.
+        seed: Of the order among clusters of equal size.
+        count: Folds; with fewer clusters, each is a fold of its own.
+
+    Raises:
+        UserError: fewer than 5 clusters.
     """
     cluster = _numbered(clusters)
     sizes = np.bincount(cluster)

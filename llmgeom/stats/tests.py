@@ -23,6 +23,7 @@ from llmgeom.stats.resampling import (
     plus_one,
     require_finite,
     rows_by_cluster,
+    student_quantile,
 )
 
 Side = Literal["upper", "lower"]
@@ -212,7 +213,7 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
     """
     from scipy.stats import t
 
-    quantile = t.ppf((1 + interval.level) / 2, clusters - 1)
+    quantile = student_quantile(clusters, interval.level)
 
     def past(room: float, reach: float) -> float:
         if math.isinf(room) or reach <= 0:
@@ -220,6 +221,31 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
         return float(t.sf(room / reach * quantile, clusters - 1))
 
     return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
+
+
+def two_sided_p(value: float, error: float, clusters: int) -> float:
+    """Student's p that a value with this standard error is 0, with clusters - 1 degrees of freedom."""
+    from scipy.stats import t
+
+    return 2 * float(t.sf(abs(value) / error, clusters - 1)) if error > 0 else float(value == 0)
+
+
+def lower_mean_p(values: Draws, others: Draws | None = None) -> float:
+    """One-sided p that the mean of `values` is no lower than 0, or than that of `others` (Welch, 1947).
+
+    1 where one side has fewer than two values.
+    """
+    from scipy.stats import t
+
+    groups = [np.asarray(x, dtype=np.float64) for x in (values, others) if x is not None]
+    if min(map(len, groups)) < 2:
+        return 1.0
+    gap = groups[0].mean() - (groups[1].mean() if others is not None else 0.0)
+    parts = [x.var(ddof=1) / len(x) for x in groups]
+    if not sum(parts):
+        return LEAST_P if gap < 0 else 1.0
+    degrees = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, groups, strict=True))
+    return max(float(t.cdf(gap / math.sqrt(sum(parts)), degrees)), LEAST_P)
 
 
 def holm(p_values: Draws) -> Float[np.ndarray, " test"]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from llmgeom.errors import UserError
 from llmgeom.model import weights
 from llmgeom.model.subject import Subject
-from llmgeom.stats.ridge_probe import PENALTIES, folds
+from llmgeom.stats import ridge_probe
 
 SIZE, VARIANCE = "same size", "same variance"
 Mode = Literal["cut", "only", "shift"]
@@ -61,7 +61,7 @@ class Axis:
             u = np.linalg.svd(z, full_matrices=False)[2][0]
             u = u * (np.sign(z @ u @ (entropy - entropy.mean())) or 1)
         else:
-            u = ridge(z, entropy, clusters, seed)[0]
+            u = ridge_probe.fit(z, entropy, ridge_probe.folds(clusters, seed))[0]
             if not u.any():
                 raise UserError("entropy has no ridge weight on the values: there is no axis to edit")
             u = u / np.linalg.norm(u)
@@ -143,25 +143,6 @@ def subsets(variances: np.ndarray, target: float, count: int, rng: np.random.Gen
     found = np.empty_like(share)
     np.put_along_axis(found, order, np.sqrt(share), 1)
     return found
-
-
-def ridge(z: np.ndarray, y: np.ndarray, clusters: Sequence[str], seed: int) -> tuple[np.ndarray, float]:
-    """[coordinate] weights w and the intercept of ridge regression of y on z; the penalty a coordinate, of PENALTIES,
-    with the least squared error over folds of whole units. As `readout.read`, which keeps no weights."""
-    fold, penalties = folds(clusters, seed), PENALTIES * z.shape[1]
-
-    def fits(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        centre, mean = z[rows].mean(0), y[rows].mean()
-        left, size, right = np.linalg.svd(z[rows] - centre, full_matrices=False)
-        w = (size / (size**2 + penalties[:, None]) * (left.T @ (y[rows] - mean))) @ right
-        return w, mean - w @ centre
-
-    missed = np.zeros(len(penalties))
-    for one in np.unique(fold):
-        w, intercept = fits(fold != one)
-        missed += np.square(y[fold == one, None] - z[fold == one] @ w.T - intercept).sum(0)
-    w, intercept = fits(fold >= 0)
-    return w[missed.argmin()], intercept[missed.argmin()]
 
 
 def readout_direction(subject: Subject, pair: Tensor) -> Tensor:

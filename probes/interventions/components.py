@@ -25,7 +25,7 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.run import CONTROLS as NULLS
 from llmgeom.run import few_draws
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, Transform, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, Transform, jackknife, mean_intervals
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.tests import equivalence_p
 from llmgeom.task import Task
@@ -324,7 +324,7 @@ def measure_heads(own: Replaced, way: Way, untrained: Sequence[Replaced], half: 
         )
     heads = Heads(
         kl=mean.reshape(layers, -1),
-        interval=spans(kl, clusters).reshape(layers, -1, 2),
+        interval=mean_intervals(kl, clusters).reshape(layers, -1, 2),
         above_half=above_half(mean),
         equal=1 / len(mean),
         estimates=found,
@@ -360,7 +360,7 @@ def measure_blocks(own: Replaced, way: Way, untrained: Sequence[Replaced], half:
     def beside_untrained(statistic: Callable[[Mapping[str, np.ndarray]], np.ndarray]) -> np.ndarray:
         return layer_band({UNTRAINED: np.array([statistic(one) for one in theirs])})
 
-    kl, interval = branches(effects), spans(effects["kl"], clusters).reshape(3, layers, 2)
+    kl, interval = branches(effects), mean_intervals(effects["kl"], clusters).reshape(3, layers, 2)
     blocks = Blocks(
         attention=kl[0],
         attention_interval=interval[0],
@@ -433,12 +433,6 @@ def _middle(own: Replaced, kl: np.ndarray, half: np.ndarray) -> str:
     _, which = found_apart(np.split(kl, 3)[2][1:-1], half, -1)
     layers = ", ".join(str(1 + one) for one in which)
     return f"weakest middle block, as found on one half of the units and on the other: {layers}"
-
-
-def spans(each: np.ndarray, clusters: np.ndarray) -> np.ndarray:
-    """[part bound] intervals of the means of each [part prompt]."""
-    found = [jackknife(np.mean, one, clusters) for one in each]
-    return np.array([[span.low, span.high] for span in found])
 
 
 # ---- the run --------------------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Point
 from llmgeom.model.subject import Positions, Subject
 from llmgeom.probes.evidence.answers import label_ids
-from llmgeom.probes.interventions.axis import ridge
 from llmgeom.probes.interventions.patching import Bench, Place, Tunnel
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import provenance
 from llmgeom.record import Record
 from llmgeom.result import Measured
+from llmgeom.stats import ridge_probe
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
@@ -107,7 +107,7 @@ class Halves(Split):
         entropy = {name: bits(one.entropy.double().numpy()) for name, one in seen.items()}
         stream = seen["fit"].layers(Site.RESIDUAL)[-1].double().numpy()
         centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
-        w, intercept = ridge((stream - centre) / sd, entropy["fit"], fit.cluster, seed)
+        w, intercept = ridge_probe.fit((stream - centre) / sd, entropy["fit"], ridge_probe.folds(fit.cluster, seed))
         exact = held.posterior.predictive[:, -1].double() if held.posterior and "first" in held.columns else None
         pair = seen["held"].log_probs.topk(2).indices if exact is None else label_ids(subject, held)
 

@@ -20,9 +20,9 @@ from llmgeom.probes.shared.length_curves import (
     near,
     numbered,
     past,
-    spans,
 )
 from llmgeom.result import Figure, quantity
+from llmgeom.stats.resampling import mean_intervals
 
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "posterior_horizon"
@@ -195,9 +195,9 @@ def measure_posterior(probe: str, found: Grade, untrained: Sequence[Scores], not
         entropy_exact=own.exact.mean(0),
         error=np.abs(own.gap).mean(0),
         tv=tv.mean(0),
-        tv_interval=spans(tv.T),
+        tv_interval=mean_intervals(tv.T),
         predictor=np.array([one.kl.mean() for one in predictors.values()]),
-        predictor_interval=spans([one.kl.mean(1) for one in predictors.values()]),
+        predictor_interval=mean_intervals([one.kl.mean(1) for one in predictors.values()]),
         predictor_mae_abs=np.array([mae_abs(one.gap) for one in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(one.gap) for one in predictors.values()]),
         estimates=(
@@ -284,7 +284,7 @@ def measure_memory(held: Grade, seen: Scores, untrained: Sequence[Scores], notes
     others = [control.kl[:, held.within].mean(1) for control in untrained]
     return Memory(
         held_out=out.mean(0),
-        held_out_interval=spans(out.T),
+        held_out_interval=mean_intervals(out.T),
         seen=known.mean(0),
         estimates=(
             near(MEMORY, "KL, held-out less seen", less, rows, 0.0, "no difference"),

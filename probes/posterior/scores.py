@@ -14,6 +14,7 @@ from llmgeom.batch import Batch, Posterior
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.shared.length_curves import AS_EXACT
+from llmgeom.stats import information
 from llmgeom.stats.information import bits
 from llmgeom.task import Categorical, Split, Task, seeded, uniform
 from llmgeom.wind_tunnels.training import corrupted, outputs, redrawn
@@ -156,8 +157,7 @@ def mae_mean(gap: np.ndarray) -> float:
 
 def skill(kl: np.ndarray) -> float:
     """Of [... 2], the model's KL and a trivial predictor's."""
-    own, trivial = kl.reshape(-1, 2).mean(0)
-    return float(1 - own / trivial)
+    return information.skill(*kl.reshape(-1, 2).T)
 
 
 def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> Batch:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypedDict
@@ -12,7 +11,7 @@ from jaxtyping import Float
 
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.resampling import Transform, jackknife
+from llmgeom.stats.resampling import Transform, jackknife, mean_intervals
 
 UNTRAINED = "The same model re-initialised, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
@@ -117,15 +116,6 @@ def mean(rows: np.ndarray) -> float:
     return float(rows.mean())
 
 
-def spans(columns: np.ndarray | Sequence[np.ndarray]) -> np.ndarray:
-    """[column bound] 95 % intervals of means over sequences: Student's, which for a mean is what `jackknife` gives."""
-    from scipy.stats import t
-
-    x = np.asarray(columns)
-    half = t.ppf(0.975, x.shape[1] - 1) * x.std(1, ddof=1) / math.sqrt(x.shape[1])
-    return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
-
-
 def numbered(first: int, last: int) -> dict[str, tuple]:
     return {"query": tuple(range(first, last + 1))}
 
@@ -143,7 +133,7 @@ def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray)
     """From [sequence query] bits."""
     return {
         "kl": kl.mean(0),
-        "kl_interval": spans(kl.T),
+        "kl_interval": mean_intervals(kl.T),
         "kl_null": layer_band({"re-initialised": np.stack([control.mean(0) for control in untrained])}),
         "kl_trivial": trivial.mean(0),
     }
