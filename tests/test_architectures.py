@@ -473,7 +473,7 @@ def test_matched_refuses_with_the_nearest():
 
 
 @pytest.mark.parametrize(
-    "arch, change, said",
+    "arch, change, named",
     [
         ("neoks", {}, ("neox", "llama")),
         ("zzz", {}, ("neox",)),

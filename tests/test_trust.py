@@ -23,12 +23,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.training import Training, train
 from tests.hostile import commands
 from tests.refusals import refused
+from tests.source import MODULES, tree
 
-PRODUCT = sorted(
-    path
-    for folder in ("llmgeom", "probes", "prompts", "wind_tunnels", "reports")
-    for path in (Path(__file__).parent.parent / folder).rglob("*.py")
-)
 OPENS_PICKLES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "jsonpickle", "yaml"}
 
 
@@ -61,25 +57,44 @@ def pocket(tmp_path) -> Path:
 # ---- pickles --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: "/".join(path.parts[-2:]))
-def test_the_code_opens_no_pickle(path):
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            names = {alias.name.partition(".")[0] for alias in node.names} | {(getattr(node, "module", "") or "")}
-            assert not names & OPENS_PICKLES, f"{path}:{node.lineno}"
-        if isinstance(node, ast.Call):
-            called = ast.unparse(node.func)
-            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            assert called not in ("torch.load", "torch.hub.load", "pd.read_pickle"), f"{path}:{node.lineno}"
-            assert "allow_pickle" not in given, f"{path}:{node.lineno}"
-            if called.endswith("AutoModelForCausalLM.from_pretrained"):
-                assert given.get("use_safetensors") == "True", f"{path}:{node.lineno}"
-                assert given.get("trust_remote_code", "False") == "False", f"{path}:{node.lineno}"
+def opened(node: ast.AST) -> str:
+    """What a node of the syntax tree does that may run code from a file: a word, or nothing."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        names = {alias.name.partition(".")[0] for alias in node.names} | {(getattr(node, "module", "") or "")}
+        return "an import of " + ", ".join(names & OPENS_PICKLES) if names & OPENS_PICKLES else ""
+    if not isinstance(node, ast.Call):
+        return ""
+    called = ast.unparse(node.func)
+    flags = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+    if called in ("torch.load", "torch.hub.load", "pd.read_pickle") or "allow_pickle" in flags:
+        return called
+    trusting = flags.get("use_safetensors") != "True" or flags.get("trust_remote_code", "False") != "False"
+    return called if called.endswith("AutoModelForCausalLM.from_pretrained") and trusting else ""
+
+
+def test_the_code_opens_no_pickle_and_runs_no_code_of_a_model():
+    nodes = ((path, node) for path in MODULES.values() for node in ast.walk(tree(path)))
+    assert not [f"{path}:{node.lineno}: {opened(node)}" for path, node in nodes if opened(node)]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from joblib import load",
+        "torch.load(path)",
+        "np.load(path, allow_pickle=True)",
+        "AutoModelForCausalLM.from_pretrained(path)",
+        "AutoModelForCausalLM.from_pretrained(path, use_safetensors=True, trust_remote_code=True)",
+    ],
+)
+def test_what_would_run_code_is_seen(line):
+    assert any(opened(node) for node in ast.walk(ast.parse(line)))
 
 
 def test_the_bomb_goes_off_where_something_opens_it(tmp_path):
     pickle.loads(pickle.dumps(Bomb(tmp_path / "mark")))
-    assert (tmp_path / "mark").exists() and len(PRODUCT) > 90
+    assert (tmp_path / "mark").exists() and len(MODULES) > 90
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "weights.pth", "last.ckpt"])
