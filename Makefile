@@ -1,11 +1,15 @@
-# Two commands: `make demo` and `make test`. Both use .venv and install the pinned versions of constraints.txt.
+# `make demo` shows a page, `make test` runs the tests, `make check` runs what CI runs.
+# All use .venv, with the pinned versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/demo
-# Tests that need a browser, a GPU, a compiler or patience are run by name, not by default.
-DESELECTED := browser or gpu or compile or soak
+PYTEST := $(BIN)/python -m pytest -q
+# Two tiers on all cores. A file stays on one worker, so that its tests share what they build; conftest.py says more.
+SPREAD := $(PYTEST) -n auto --dist loadgroup --no-loadscope-reorder
+ASIDE := browser or gpu or compile or soak
 
-.PHONY: demo test browser soak lint types package notebooks clean
+.PHONY: demo test slow browser check soak lint types package notebooks clean
+.NOTPARALLEL: check
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("llmgeom needs Python 3.11 or later, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
@@ -20,14 +24,19 @@ demo: .venv/installed
 	$(BIN)/llmgeom scan --out $(OUT)
 
 test: .venv/installed
-	$(BIN)/python -m pytest -q -n auto --dist loadfile --no-loadscope-reorder -m 'not ($(DESELECTED))'
-	@echo "deselected marks: browser, gpu, compile, soak (run one with: make browser, make soak, or pytest -m gpu)"
+	$(SPREAD) -m 'not (slow or $(ASIDE))'
+	@echo 'the rest: make slow, make browser (both: make check), make soak, pytest -m gpu, pytest -m compile'
+
+slow: .venv/installed
+	$(SPREAD) -m 'slow and not ($(ASIDE))'
 
 browser: .venv/installed
-	$(BIN)/python -m pytest -q -m browser
+	$(PYTEST) -m browser
+
+check: test slow browser
 
 soak: .venv/installed
-	$(BIN)/python -m pytest -q -m soak
+	$(PYTEST) -m soak
 
 lint: .venv/installed
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ CHECKED = (
     *(f"stats.{name}" for name in ("information", "manifold", "cosines", "ridge_probe", "pca", "resampling", "tests")),
 )
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
-LONGEST = ("test_verdicts.py", "test_notebooks.py")
+LONGEST = ("test_verdicts", "test_notebooks", "test_pocket", "test_cli")
 
 _seconds: dict[str, float] = defaultdict(float)
 
@@ -59,9 +59,13 @@ def _one_thread(request):
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """The longest files first, so that no worker is left alone with one at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """A file is one group, which a worker keeps, but where marks make several; the longest first, to end together."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 
 def pytest_runtest_logreport(report):

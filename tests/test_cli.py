@@ -18,7 +18,11 @@ from huggingface_hub import constants
 from llmgeom.cli import main
 from llmgeom.model import hub
 from llmgeom.probes import ON_REQUEST, names
+from llmgeom.prompts.domains import Domain, known
 from llmgeom.record import Record
+
+FAST = ("code", "math")  # of the domains: one that is small, and one that is not
+SCAN = ("scan", "--domain", "math", "--n", "40", "--limit", "150", "--nulls", "2", "--quiet")
 
 
 def call(*args: str, text: str | None = None):
@@ -29,7 +33,7 @@ def call(*args: str, text: str | None = None):
 def run_folder(tmp_path_factory) -> Path:
     """One real, small scan of the shipped model."""
     out = tmp_path_factory.mktemp("runs") / "math"
-    result = call("scan", "--domain", "math", "--n", "40", "--limit", "150", "--out", str(out), "--quiet")
+    result = call(*SCAN, "--out", str(out))
     assert result.exit_code == 0, result.output
     return out
 
@@ -47,7 +51,7 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     assert set(record.unmeasured) == {"length_cliff", "belief_clusters"}
     assert len(record.prompts["text"]) == 40
     assert record.subject["parity"]["logits"] == 0
-    assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150")
+    assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150 --nulls 2")
     for measured in record.results.values():
         assert measured.estimates
 
@@ -59,12 +63,11 @@ def test_the_same_command_again_gives_the_same_bytes(run_folder, tmp_path):
         return body, *((folder / n).read_bytes() for n in ("arrays.safetensors", "prompts.jsonl", "report.html"))
 
     before = content(run_folder)
-    args = ["scan", "--domain", "math", "--n", "40", "--limit", "150", "--quiet"]
-    assert call(*args, "--out", str(run_folder)).exit_code == 0
+    assert call(*SCAN, "--out", str(run_folder)).exit_code == 0
     assert content(run_folder) == before
     os.environ["LLMGEOM_CACHE"], kept = str(tmp_path / "empty"), os.environ["LLMGEOM_CACHE"]
     try:
-        assert call(*args, "--out", str(tmp_path / "elsewhere")).exit_code == 0
+        assert call(*SCAN, "--out", str(tmp_path / "elsewhere")).exit_code == 0
     finally:
         os.environ["LLMGEOM_CACHE"] = kept
     assert content(tmp_path / "elsewhere") == before
@@ -181,14 +184,17 @@ def test_prompts_come_from_standard_input(tmp_path):
     assert len(Record.load(tmp_path / "x").prompts["text"]) == 12
 
 
-def test_a_small_domain_is_scanned_with_what_it_can_give(tmp_path):
-    from llmgeom.prompts.domains import Domain, known
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in known()]
+)
+def test_a_small_domain_is_planned_with_what_it_can_give(tmp_path, name):
+    result = call("scan", "--domain", name, "--dry-run", "--json", "--out", str(tmp_path / name))
+    n = json.loads(result.stdout)["sources"][name]["prompts"]
+    templates = len(set(Domain(name).sample(Domain(name).size(), 0).cluster))
+    assert n == 75 if templates >= 60 else 40 <= n <= 2 * templates
 
-    for name in known():
-        result = call("scan", "--domain", name, "--dry-run", "--json", "--out", str(tmp_path / name))
-        n = json.loads(result.stdout)["sources"][name]["prompts"]
-        templates = len(set(Domain(name).sample(Domain(name).size(), 0).cluster))
-        assert n == 75 if templates >= 60 else 40 <= n <= 2 * templates
+
+def test_a_small_domain_is_scanned(tmp_path):
     result = call("scan", "--domain", "code", "--nulls", "1", "--out", str(tmp_path / "code"), "-q")
     assert result.exit_code == 0, result.output
 

@@ -110,7 +110,10 @@ def size(request) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=NOTEBOOKS)
+# Each notebook may run on a worker of its own.
+@pytest.fixture(
+    scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(f"notebook {n}")) for n in NOTEBOOKS]
+)
 def run(request, size, tmp_path_factory) -> Run:
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
