@@ -17,7 +17,7 @@ from huggingface_hub import constants
 
 from llmgeom.cli import main
 from llmgeom.model import hub
-from llmgeom.probes import ON_REQUEST, names
+from llmgeom.probes import chosen, names
 from llmgeom.prompts.domains import Domain, known
 from llmgeom.record import Record
 
@@ -46,7 +46,7 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
         "report.html",
     }
     record = Record.load(run_folder)
-    assert set(record.results) == set(names()) - record.unmeasured.keys() - set(ON_REQUEST)
+    assert set(record.results) == set(chosen(None)) - record.unmeasured.keys()
     assert "no exact answer" in record.unmeasured["length_cliff"]
     assert set(record.unmeasured) == {"length_cliff", "belief_clusters"}
     assert len(record.prompts["text"]) == 40
@@ -278,6 +278,7 @@ def test_list_and_doctor(monkeypatch):
     assert "Python" in shown.stdout and f"pocket models: {', '.join(hub.pockets())}" in shown.stdout
 
 
+@pytest.mark.slow
 def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_path):
     out = tmp_path / "run"
     env = {**os.environ, "LLMGEOM_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
@@ -305,6 +306,7 @@ def test_an_interrupted_scan_exits_130_and_the_command_it_names_continues(tmp_pa
     assert (out / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     import re
 

@@ -67,6 +67,7 @@ def test_a_wheel_made_from_the_sdist_is_the_same(wheel, tmp_path):
         assert archive.testzip() is None
 
 
+@pytest.mark.slow
 def test_what_is_installed_scans_elsewhere_beside_a_user_s_own_probes_and_prompts(environment, tmp_path):
     place, env = package.user(tmp_path / "mine"), package.alone() | {"LLMGEOM_CACHE": str(tmp_path / "cache")}
     asked = ["--domain", "math", "--probes", "value_manifold", "--n", "20", "--limit", "60", "--nulls", "1", "-q"]
@@ -106,6 +107,7 @@ Subject.load(3)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("followed", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["ours", "all libraries"])
 def test_the_installed_types_are_clean_and_a_user_s_program_is_checked_against_them(environment, tmp_path, followed):
     """By the settings of pyproject.toml. The last two lines of the program are wrong on purpose: with names that are

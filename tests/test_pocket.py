@@ -43,6 +43,7 @@ TINY = {
     "context": 192,  # a tokenizer learnt on so little cuts text finer, and every prompt has to fit
     "tokenizer_texts": 3000,
 }
+FIRST, REST = hub.pockets()[:1], hub.pockets()[1:]
 ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
 
 
@@ -361,6 +362,7 @@ def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     assert exam.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
 
 
+@pytest.mark.slow
 def test_the_same_build_gives_the_same_weights(tiny, tmp_path):
     torch.manual_seed(7)
     np.random.seed(7)
@@ -368,6 +370,7 @@ def test_the_same_build_gives_the_same_weights(tiny, tmp_path):
     assert again["weights"] == tiny[1]["weights"]
 
 
+@pytest.mark.slow
 def test_a_model_that_misses_the_demands_is_not_shipped(tmp_path, capsys):
     with refused(UserError, 0.6, "unigram", "trigram"):
         build("pythia", tmp_path / "pythia", **TINY | {"steps": 2})
@@ -427,10 +430,18 @@ def shipped(request):
     return folder, json.loads((folder / "card.json").read_text())
 
 
+@pytest.fixture(scope="module", params=[*FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in REST)])
+def one_shipped(request):
+    """The same, of one model in `make test` and of all in `make slow`."""
+    folder = hub.POCKET / request.param
+    return folder, json.loads((folder / "card.json").read_text())
+
+
 def test_what_is_shipped_can_be_rebuilt():
     assert set(hub.pockets()) == set(POCKETS)
 
 
+@pytest.mark.slow
 def test_the_shipped_losses_are_those_of_its_card(shipped):
     folder, card = shipped
     rows = examined(folder)
@@ -440,8 +451,8 @@ def test_the_shipped_losses_are_those_of_its_card(shipped):
         assert again[which]["tokens"] == card["losses"][which]["tokens"]
 
 
-def test_the_shipped_skills_are_those_of_its_card(shipped, monkeypatch):
-    folder, card = shipped
+def test_the_shipped_skills_are_those_of_its_card(one_shipped, monkeypatch):
+    folder, card = one_shipped
     # One format a model, to save seconds; each is examined in some.
     name = sorted(nonce.FORMATS)[sorted(POCKETS).index(folder.name) % 2]
     monkeypatch.setattr(nonce, "FORMATS", {name: nonce.FORMATS[name]})

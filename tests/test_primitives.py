@@ -60,6 +60,7 @@ class InProcess:
     def shutdown(self, **_) -> None: ...
 
 
+@pytest.mark.slow
 def test_cells_run_in_processes_and_a_finished_one_is_not_run_again(tmp_path, monkeypatch):
     cells = {f"a/seed{s}": Training("coin:flips=3", arch="mlp", **TINY, lr="1e-2", seed=s) for s in (0, 1)}
     told = []
@@ -86,6 +87,7 @@ def test_a_cell_that_is_refused_does_not_end_the_others(tmp_path, monkeypatch):
     assert "kl" in again["bad"]  # a refusal is not held against the next run
 
 
+@pytest.mark.slow
 def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
     code = f"""
 from pathlib import Path

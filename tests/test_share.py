@@ -110,6 +110,7 @@ def test_launched_processes_are_one(alone, tmp_path, processes):
     assert record(tmp_path / "run") == record(alone / "run")
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_told_and_the_same_command_ends_with_the_bytes_of_one(alone, tmp_path):
     (tmp_path / "lost.py").write_text(LOST)
     command = [*launched(2, str(tmp_path / "lost.py"), *SCAN), "--out", str(tmp_path / "run")]

@@ -382,6 +382,7 @@ def test_a_label_of_several_tokens_is_refused(pythia):
 @pytest.mark.parametrize(
     ("name", "learnt"), [("pocket:mistral", True), ("pocket:pythia@step0", False), ("pocket:llama-noicl", False)]
 )
+@pytest.mark.slow
 def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
     record = experiment.examine(subject, Sula(available(subject.tokenizer)), n=30)

@@ -306,6 +306,7 @@ def test_a_device_that_cannot_do_it_is_refused_and_nothing_is_left(tmp_path, mon
     assert not (tmp_path / "a").exists()
 
 
+@pytest.mark.slow
 def test_processes_share_one_batch_and_change_nothing(tmp_path):
     """Two processes, as accelerate and torchrun start them, against one: the same losses but for the order of sums."""
     flags = ["bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--steps", "60"]
