@@ -16,13 +16,12 @@ from typing import get_args, get_type_hints
 
 import numpy as np
 
-from llmgeom.result import Estimate, Measured, Verdict
+from llmgeom.result import Estimate, Measured
 from llmgeom.stats.resampling import Interval, band
-from llmgeom.stats.tests import Side, equivalence_p, holm, needed_n_correlation, needed_n_mean, prediction_p
-from llmgeom.stats.verdicts import ALPHA, Null, Rule
+from llmgeom.stats.tests import Side, equivalence_p, holm, prediction_p
+from llmgeom.stats.verdicts import NO_END, Null, Rule, claim_word, clusters_needed, measurement_word
 
 FOLDER = Path(__file__).parent / "claims"
-NO_END = -1e9  # of a range that has no lower end: a Estimate holds finite numbers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +187,7 @@ def estimate(
         equivalence=claim.equivalence,
         effect=claim.smallest,
         counts=claim.counts,
-        needed=_needed(claim, interval, clusters),
+        needed=clusters_needed(claim, interval, clusters),
     )
     if claim.equivalence:
         return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
@@ -199,52 +198,18 @@ def estimate(
             prediction_p(value, null.sample, claim.side, claim.scale) if null.sample else null.p for null in nulls
         ),
     )
-    word, why = _measured(made)
-    return replace(made, verdict=word, why=why)
-
-
-def _needed(claim: Claim, interval: Interval, clusters: int) -> int:
-    """Units that would decide with 90 % power; an equivalence test has two sides to win, 95 % each."""
-    power = 0.95 if claim.equivalence else 0.9
-    if claim.needed == "correlation":
-        return needed_n_correlation(claim.smallest, power)
-    sd = max((interval.high - interval.low) / (2 * 1.96) * clusters**0.5, 1e-12)
-    return needed_n_mean(claim.smallest, sd, power)
-
-
-def _measured(h: Estimate) -> tuple[Verdict, str]:
-    """Word and reason for a measurement that is no claim."""
-    clears, excluded = _against(h)
-    upper = h.side == "upper"
-    if clears and h.p < ALPHA:
-        way = "clears" if upper else "stays under"
-        return (
-            "above null" if upper else "below null",
-            f"the interval of {_found(h)} {way} {h.margin:.3g}, p = {h.p:.2g}",
-        )
-    if excluded:
-        why = f"the interval of {_found(h)} excludes {_mark(h)}, the effect of interest"
-        return "not above null" if upper else "not below null", why
-    return "undecided", _wanted(h)
-
-
-def _against(h: Estimate) -> tuple[bool, bool]:
-    """Whether the interval clears the margin, and whether it excludes the effect of interest."""
-    if h.side == "upper":
-        return h.low > h.margin, h.high < h.margin + h.effect
-    return h.high < h.margin, h.low > h.margin - h.effect
+    return _worded(made, *measurement_word(made))
 
 
 def _equivalent(h: Estimate, interval: Interval, centres: list[float], one_sided: bool) -> Estimate:
     """Two one-sided tests: within the margin of every null's centre, hence within the overlap of those ranges."""
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
     h = replace(h, margin_low=near, margin=far, p_claim=equivalence_p(h.value, interval, near, far, h.clusters))
-    if near < h.low and h.high < far:
-        return replace(h, verdict="not above null", why=f"the interval of {_found(h)} stays within {_mark(h)}")
-    if h.low > far or h.high < near:
-        word: Verdict = "above null" if h.low > far else "below null"
-        return replace(h, verdict=word, why=f"the interval of {_found(h)} lies outside {_mark(h)}")
-    return replace(h, why=f"the interval of {_found(h)} reaches over the edge of {_mark(h)}; {_wanted(h)}")
+    return _worded(h, *measurement_word(h))
+
+
+def _worded(h: Estimate, word: str, why: str) -> Estimate:
+    return replace(h, verdict=word, why=why)
 
 
 def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
@@ -275,40 +240,7 @@ def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
 
 
 def _judged(h: Estimate, claims: int) -> Estimate:
-    tested = f"p = {h.adjusted:.2g} by Holm over {claims} claim{'s' * (claims > 1)}"
-    if h.equivalence:
-        clears, excluded = h.margin_low < h.low and h.high < h.margin, h.low > h.margin or h.high < h.margin_low
-        yes, no = f"stays within {_mark(h)}", f"lies outside {_mark(h)}"
-    else:
-        clears, excluded = _against(h)
-        yes, no = f"clears {h.margin:.3g}", f"excludes {_mark(h)}, the effect of interest"
-    ranked = h.equivalence or h.p < ALPHA
-    if clears and ranked and h.adjusted < ALPHA:
-        small = "" if h.equivalence or not excluded else f"; an effect of {h.effect:.3g} is excluded: it is a small one"
-        return replace(h, verdict="PASS", why=f"the interval of {_found(h)} {yes}, {tested}{small}")
-    if excluded:
-        return replace(h, verdict="FAIL", why=f"the interval of {_found(h)} {no}, {tested}")
-    lacking = "" if clears else f"the interval of {_found(h)} does not clear {h.margin:.3g}, "
-    if h.equivalence:
-        lacking = "" if clears else f"the interval of {_found(h)} reaches over the edge of {_mark(h)}, "
-    return replace(h, verdict="INCONCLUSIVE", why=f"{lacking}{tested}; {_wanted(h)}")
-
-
-def _found(h: Estimate) -> str:
-    return f"{h.value:.3g} [{h.low:.3g}, {h.high:.3g}]"
-
-
-def _mark(h: Estimate) -> str:
-    """What the interval is held against, effect included."""
-    if h.equivalence:
-        return f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
-    return f"{h.margin:.3g} {'+' if h.side == 'upper' else '-'} {h.effect:.3g}"
-
-
-def _wanted(h: Estimate) -> str:
-    if h.clusters < h.needed:
-        return f"needs n >= {h.needed} units for the declared effect of {h.effect:.3g}, has {h.clusters}"
-    return f"{h.clusters} units suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
+    return _worded(h, *claim_word(h, claims))
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray:
