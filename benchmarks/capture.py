@@ -133,9 +133,9 @@ def _bridge(shape: str, batch: Batch):
     """TransformerBridge.run_with_cache of values, queries, keys and pattern. Its own output embedding is cut to the
     same rows. Where rotated keys have no hook (GPT-NeoX) it keeps the unrotated ones."""
     warnings.simplefilter("ignore")
-    from llmgeom.model.transformer_lens import BridgeSubject
+    from llmgeom.model.subject import Subject
 
-    bridge = BridgeSubject.of(model(shape)).bridge
+    bridge = Subject.of(model(shape), backend="tl").forward.bridge
     keep = ("hook_v", "hook_pattern", "hook_rot_q", "hook_rot_k")
     rows = (torch.arange(B), batch.inputs.lengths - 1)
 

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mistr
 
 from llmgeom.batch import Batch, Tokens
 from llmgeom.cache.shards import Store
-from llmgeom.model.batching import BATCH_TOKENS, plan
+from llmgeom.model.batching import BATCH_TOKENS, plan_batches
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 
@@ -103,7 +103,7 @@ def prompts(n: int, length: int, vocabulary: int) -> Batch:
 def bare(net, batch: Batch, eager: bool = False) -> None:
     """The same batches through the model alone; with `eager`, its own attention rows of every token as well."""
     ids, lengths = batch.inputs.ids, batch.inputs.lengths
-    for members in map(list, plan(lengths.tolist(), BATCH_TOKENS)):
+    for members in map(list, plan_batches(lengths.tolist(), BATCH_TOKENS)):
         rows = (torch.arange(len(members)), lengths[members] - 1)
         hook = net.get_output_embeddings().register_forward_pre_hook(lambda _m, a, rows=rows: (a[0][rows][:, None],))
         inputs = ids[members, : int(lengths[members].max())].to(DEVICE)

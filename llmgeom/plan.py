@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
-from llmgeom.cache import keys
 from llmgeom.cache.shards import room, run_key, taken
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer, Work
+from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probe import Needs, Probe
 
 MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
@@ -177,7 +177,7 @@ class PassPlan:
             draws if any(need.untrained for need in needs.values()) else range(0),
             draws if shuffling else range(0),
             frozenset().union(*(need.sites for need in shuffling)),
-            subject.special_prefix(),
+            special_prefix(subject.tokenizer),
         )
 
     @property
@@ -197,7 +197,7 @@ class PassPlan:
             replace(batch, inputs=shuffle(batch.tokens, self.special, self.shuffles[i])), self.shuffled_sites
         )
 
-    def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, Work]]:
+    def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, CapturePlan]]:
         """Every capture of the run: ("model", None), ("untrained", seed) or ("shuffled", seed), and its work."""
         for reading in self.own.readings:
             yield "model", None, planned(subject, None, reading, **options)
@@ -211,12 +211,12 @@ class PassPlan:
         """Raises UserError where the disk has no room for all captures that are not there yet."""
         works = self.works(subject, batch_tokens=batch_tokens)
         needed = sum(sum(work.sizes) for _, _, work in works)
-        room(store, needed - taken(Path(store) / run_key(keys.of_run(subject))))
+        room(store, needed - taken(Path(store) / run_key(run_spec(subject))))
 
 
-def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> Work:
+def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> CapturePlan:
     """The work of a reading by the model (seed None) or by an untrained control, which is not built for it."""
-    return subject.planned(seed, reading.batch, reading.sites, observers=reading.observers, **options)
+    return plan_control(subject, seed, reading.batch, reading.sites, observers=reading.observers, **options)
 
 
 def _subset(batch: Batch, seed: int) -> Tensor | None:

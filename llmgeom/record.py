@@ -27,7 +27,7 @@ class Record:
     unmeasured   probe name -> why not, in one sentence.
     prompts      column name -> one value a prompt; always "text", "template", "domain", "tags", "entropy" (bits),
                  "tokens" (count).
-    subject      model, revision, weight hash, dtype, device, family, layers, heads, attention path, parity check ...
+    subject      model, revision, weight hash, dtype, device, family, layers, heads, attention path, self-check ...
     source       the spec of the prompts, seed included.
     facts        other provenance: versions, claims hash, the command, the seed.
     warnings     what could overturn a verdict, of the run as a whole.

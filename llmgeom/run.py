@@ -19,10 +19,13 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys, results
-from llmgeom.cache.shards import digest, run_key
+from llmgeom.cache.shards import run_key
 from llmgeom.errors import UserError
+from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import run_spec
+from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample, entropy_bits
@@ -54,7 +57,7 @@ class Run:
     @cached_property
     def folder(self) -> str:
         """The cache's folder for this model."""
-        return run_key(keys.of_run(self.subject))
+        return run_key(run_spec(self.subject))
 
     @cached_property
     def _captures_key(self) -> str:
@@ -77,9 +80,9 @@ class Run:
             work = planned(self.subject, seed, reading, **self._options)
             reader = who() if work.missing(range(len(work.groups))) else self.subject
             try:
-                captures.append(reader.gather(work, only_stored=reader is self.subject and seed is not None))
+                captures.append(gather(reader, work, only_stored=reader is self.subject and seed is not None))
             except LookupError:  # a shard was damaged and is set aside
-                captures.append(who().gather(work))
+                captures.append(gather(who(), work))
         return layout.assemble(captures)
 
     def model(self) -> dict[str, Capture]:
@@ -87,7 +90,7 @@ class Run:
         readings = self.plan.own.readings
         captures = []
         for i, reading in enumerate(readings):
-            captures.append(self.subject.gather(planned(self.subject, None, reading, **self._options)))
+            captures.append(gather(self.subject, planned(self.subject, None, reading, **self._options)))
             self._tell("prompts", i + 1, len(readings))
         return self.plan.own.assemble(captures)
 
@@ -111,7 +114,7 @@ class Run:
         """The model on shuffled prompts, one capture a draw."""
         captures = []
         for i in range(len(self.plan.shuffles)):
-            captures.append(self.subject.gather(planned(self.subject, None, self.plan.shuffled(i), **self._options)))
+            captures.append(gather(self.subject, planned(self.subject, None, self.plan.shuffled(i), **self._options)))
             self._tell("shuffled prompts", i + 1, len(self.plan.shuffles))
         return tuple(captures)
 
@@ -166,7 +169,7 @@ def measuring_code() -> str:
     folders = [root / "stats", *map(Path, llmgeom.probes.__path__)]
     paths = [path for folder in folders for path in folder.rglob("*.py")]
     paths += [root / f"{name}.py" for name in ("claims", "probe", "result", "run", "plan", "task", "answers")]
-    return digest({str(path.relative_to(path.parents[1])): keys.of_source(path) for path in sorted(paths)})
+    return digest({str(path.relative_to(path.parents[1])): sha256(path.read_bytes()) for path in sorted(paths)})
 
 
 def _facts_hash(batch: Batch) -> str:
@@ -178,7 +181,7 @@ def _facts_hash(batch: Batch) -> str:
     tensors = {"query": batch.query, "target": batch.target}
     if batch.posterior is not None:
         tensors |= {"predictive": batch.posterior.predictive, "belief": batch.posterior.belief}
-    facts |= {name: keys.of_bytes(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
+    facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
     return digest({**facts, "source": dict(batch.source)})
 
 

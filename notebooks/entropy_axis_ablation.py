@@ -27,6 +27,7 @@ import plotly.graph_objects as go
 
 from llmgeom import Edit, Site, Subject
 from llmgeom.commands.ablate import examine
+from llmgeom.model.tokenizing import fitting
 from llmgeom.progress import bar
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
@@ -36,7 +37,7 @@ from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.ridge_probe import folds
 
 subject = Subject.load(MODEL)
-pool = subject.fitting(Domain("mixed").sample(300, seed=0))
+pool = fitting(subject, Domain("mixed").sample(300, seed=0))
 batch = stratify(pool, subject.entropy(pool), n=40, seed=0)
 half = folds(batch.cluster, 0, 2)
 fit, held = (batch.take(np.flatnonzero(half == one)) for one in (0, 1))

@@ -17,6 +17,7 @@ MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
 from pathlib import Path
 
 from llmgeom import Subject
+from llmgeom.model.tokenizing import fitting
 from llmgeom.probes import chosen, known
 from llmgeom.progress import bar
 from llmgeom.prompts.domains import Domain
@@ -25,7 +26,7 @@ from llmgeom.reports import figures, page
 from llmgeom.run import run_probes
 
 subject = Subject.load(MODEL)
-subject.facts["parity"]
+subject.facts["self_check"]
 
 # %% [markdown]
 # What is captured was checked against the model itself: logits with and without capture, attention rows times values
@@ -38,7 +39,7 @@ subject.facts["parity"]
 # most two of a template. **Made small:** the pool has 300 prompts; `llmgeom scan` takes 1,000.
 
 # %%
-pool = subject.fitting(Domain("math").sample(300, seed=0))
+pool = fitting(subject, Domain("math").sample(300, seed=0))
 entropy = subject.entropy(pool)
 batch = stratify(pool, entropy, n=75, seed=0)
 print(

@@ -56,7 +56,7 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray | None
 
 def has_lens(subject: Subject) -> None:
     """Raises Unavailable where the logit lens of this model is not known."""
-    _ = subject.unembedding
+    _ = subject.unembed
 
 
 NEEDS = Needs(

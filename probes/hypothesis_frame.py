@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
+from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
 from llmgeom.probe import Needs, ProbeInput
@@ -166,7 +166,7 @@ def _frames(subject: Subject, ids: list[int]) -> Frames:
     facts = subject.facts
     embedding = subject.model.get_input_embeddings().weight
     e = embedding[torch.tensor(ids, device=embedding.device)]
-    final, rows = subject.unembedding.norm, subject.model.get_output_embeddings().weight
+    final, rows = subject.unembed.norm, subject.model.get_output_embeddings().weight
     u = rows[torch.tensor(ids, device=rows.device)].double().cpu() * _gain(final, e)
     group, found = facts["heads"] // facts["kv_heads"], []
     for layer, norm in enumerate(input_norms(subject)):
@@ -202,7 +202,7 @@ def input_norms(subject: Subject) -> list[nn.Module]:
 
     Raises Unavailable where none of a layer's norms does.
     """
-    seen = subject.capture(parity.probe_batch(subject), {Site.RESIDUAL, Site.VALUE})
+    seen = subject.capture(probe_batch(subject.facts), {Site.RESIDUAL, Site.VALUE})
     near, found = 1e-3 if subject.facts["dtype"] == "float32" else 3e-2, []
     for layer, block in enumerate(subject.blocks):
         weight, bias = value_weight(subject, layer, 0), value_bias(subject, layer, 0)

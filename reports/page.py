@@ -24,7 +24,7 @@ from llmgeom.reports.verdicts import ICONS, labels, lines
 
 RUN_LINE_WIDTH = 140
 HEAVY = 10_000_000  # bytes
-RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "parity")
+RUN_LINE = ("model_type", "weights", "dtype", "device", "attention", "backend", "self_check")
 
 
 def page(

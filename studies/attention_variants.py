@@ -27,11 +27,12 @@ from jaxtyping import Float
 
 from llmgeom import probes
 from llmgeom.batch import Batch
-from llmgeom.cache import keys as fingerprint
+from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import fitting
 from llmgeom.prompts import corpus, grammar, pool
 from llmgeom.prompts.domains import MIXED
 from llmgeom.run import run_probes
@@ -168,9 +169,9 @@ class Material:
             seed=spec.text_seed, at_once=spec.tokenizer_texts, split=spec.split, share=spec.share,
         )  # fmt: skip
         self.reader = Subject.of(spec.start(), self.stream.tokenizer)
-        batch = pool.plain(self.reader.fitting(exam.prompts(MIXED, spec.pool)), spec.prompts)
+        batch = pool.plain(fitting(self.reader, exam.prompts(MIXED, spec.pool)), spec.prompts)
         tokens = self.reader.tokens(batch)
-        self.prompts, self.prompts_hash = replace(batch, inputs=tokens), fingerprint.of_tokens(tokens)
+        self.prompts, self.prompts_hash = replace(batch, inputs=tokens), keys.of_tokens(tokens)
         self.window = max(1, round(float(np.median(tokens.lengths)) / 3))
         rows = [row for row in examination(spec.fillings, spec.examination_seed) if row["set"] == "held-out"]
         ids = self.reader.tokenizer([row["text"] for row in rows])["input_ids"]

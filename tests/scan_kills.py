@@ -18,13 +18,14 @@ from pathlib import Path
 
 from llmgeom.cache.shards import Store
 from llmgeom.commands import scan as scanning
+from llmgeom.model import running
 from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
 
 # Where a scan can be killed: before the call, so that of two neighbours the work between them is lost or kept.
 PLACES = {
-    "a forward": (Subject, "_pass"),
+    "a forward": (running, "one_pass"),
     "a shard begun": (Store, "write"),
     "a file under its temporary name": (os, "replace"),
     "a file not yet on the disk": (os, "fsync"),

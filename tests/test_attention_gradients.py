@@ -212,10 +212,8 @@ def test_what_gives_no_gradients_is_refused_with_the_reason(monkeypatch):
 
 
 def test_a_model_read_through_transformerlens_is_refused():
-    from llmgeom.model.transformer_lens import BridgeSubject
-
     with refused(Unavailable, "--backend"):
-        routing.routing(BridgeSubject.of(FAMILIES["gpt2"].model(), name="gpt2"), ragged())
+        routing.routing(Subject.of(FAMILIES["gpt2"].model(), name="gpt2", backend="tl"), ragged())
 
 
 # ---- the step --------------------------------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     assert "no exact answer" in record.unmeasured["length_cliff"]
     assert set(record.unmeasured) == {"length_cliff", "belief_clusters"}
     assert len(record.prompts["text"]) == 40
-    assert record.subject["parity"]["logits"] == 0
+    assert record.subject["self_check"]["logits"] == 0
     assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150 --nulls 2")
     for measured in record.results.values():
         assert measured.estimates

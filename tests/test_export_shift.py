@@ -17,6 +17,7 @@ from llmgeom.exports import shift
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import fitting
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Measured
@@ -185,7 +186,7 @@ def test_the_adapter_of_a_run_does_what_the_run_measured(subjects, tmp_path):
     from peft import PeftModel
 
     subject = subjects["llama"]
-    batch = subject.fitting(Domain("math").sample(24, 0))
+    batch = fitting(subject, Domain("math").sample(24, 0))
     record = examine(subject, batch, directions=("ridge",), mode="shift", layers=(2,), positions="all", controls=1)
     record.save(tmp_path / "run")
     record = Record.load(tmp_path / "run")

@@ -14,7 +14,7 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.errors import UnsupportedModel
 from llmgeom.model import attention as attention_module
-from llmgeom.model.batching import plan
+from llmgeom.model.batching import plan_batches
 from llmgeom.model.capture import ROWS, Capture, Site
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, LENGTHS, Family, apart, hooked, interleaved, outputs, prompts, ragged
@@ -85,7 +85,7 @@ def test_the_models_of_this_suite_attend_sharply(case):
 
 
 def test_the_four_prompts_run_as_one_padded_batch():
-    assert plan(LENGTHS) == ((0, 2, 1, 3),)
+    assert plan_batches(LENGTHS) == ((0, 2, 1, 3),)
 
 
 def test_attention_rows_equal_eager_attention(case):
@@ -205,7 +205,7 @@ def test_z_times_w_o_is_what_attention_returns(case):
 
 def test_logits_are_bit_equal_with_and_without_capture(case):
     tokens = case.batch.inputs
-    order = torch.tensor(plan(LENGTHS)[0])
+    order = torch.tensor(plan_batches(LENGTHS)[0])
     rows = (torch.arange(len(order)), tokens.lengths[order] - 1)
     keep = case.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
     with torch.no_grad(), hooked(keep):

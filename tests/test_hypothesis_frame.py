@@ -133,7 +133,7 @@ def test_key_directions_and_readouts_are_gradients_at_the_residual_stream(name):
     ids = list(range(5, 17))
     with torch.no_grad():
         e = model.get_input_embeddings().weight[ids]
-    width, final = subject.facts["d_model"], subject.unembedding.norm
+    width, final = subject.facts["d_model"], subject.unembed.norm
     at = torch.ones(width, dtype=torch.float64)
     at[1::2] = -1
     off = torch.eye(width, dtype=torch.float64) - torch.outer(at, at) / width - 1 / width

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from llmgeom import interrupt
 from llmgeom.cli import main
 from llmgeom.files import remove_unfinished, write_whole
+from llmgeom.model import running
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels import training as trainer
 from tests.train_kills import files
@@ -117,7 +118,7 @@ TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads"
 
 
 def test_a_scan_ends_with_its_batch_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
-    plain, passes = Subject._pass, []
+    plain, passes = running.one_pass, []
 
     def counted(interrupted: int, run, times: int = 0) -> int:
         def one(*arguments):
@@ -126,7 +127,7 @@ def test_a_scan_ends_with_its_batch_and_goes_on_to_the_same_bytes(tmp_path, monk
             return plain(*arguments)
 
         passes.clear()
-        monkeypatch.setattr(Subject, "_pass", one)
+        monkeypatch.setattr(running, "one_pass", one)
         run()
         return len(passes)
 

@@ -18,10 +18,10 @@ from llmgeom.batch import Batch, Text
 from llmgeom.cache import keys
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.model import batching as plan
-from llmgeom.model import hub
+from llmgeom.model import batching, hub, passes
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
+from llmgeom.model.passes import identity, plan_capture
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
@@ -30,8 +30,8 @@ TEXTS = Batch(Text(("the river is", "a stone in the garden")), ("a", "b"), {"nam
 
 
 def key(subject: Subject, batch=None, sites=(Site.VALUE,), edits=(), positions="query", batch_tokens=4096):
-    work = subject.work(batch or ragged(), sites, edits, positions=positions, batch_tokens=batch_tokens)
-    run, spec, _ = keys.of(subject, work)
+    plan = plan_capture(subject, batch or ragged(), sites, edits, positions=positions, batch_tokens=batch_tokens)
+    run, spec, _ = passes._specs(subject, plan)
     return digest(run), digest(spec)
 
 
@@ -62,9 +62,7 @@ def own() -> Subject:
 
 
 def bridged() -> Subject:
-    from llmgeom.model.transformer_lens import BridgeSubject
-
-    return BridgeSubject.of(FAMILIES["llama"].model(), name="tiny")
+    return Subject.of(FAMILIES["llama"].model(), name="tiny", backend="tl")
 
 
 OTHER_RUNS = {
@@ -128,15 +126,18 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 # The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
 CAPTURING = {
     "model/attention": "3e56f5130d30fe3a",
-    "model/batching": "a5918c6265d41bdd",
-    "model/capture": "3a6deb3b25f95012",
+    "model/batching": "e9cc1b6a64c1d8da",
+    "model/capture": "2378e4631e8d829c",
     "model/edits": "cae09ba0789da99f",
+    "model/forward": "c302d008ff2be4c4",
     "model/layers": "222527f475c65328",
-    "model/loading": "86c0280de5eb0ece",
-    "model/passes": "5bf1f4b07365ef08",
-    "model/subject": "16468e264f60d0e3",
-    "model/transformer_lens": "be5e368b911d6b05",
-    "cache/shards": "3a236dadeea3a1a9",
+    "model/loading": "35116791e03a675e",
+    "model/passes": "d2906d1ee30cdafe",
+    "model/running": "f3e4430b5c5ed4c0",
+    "model/subject": "5dc860ef454d7146",
+    "model/tokenizing": "4c1353528e8dd416",
+    "model/transformer_lens": "2f722d4addb54336",
+    "cache/shards": "f7bba1f18a920a7a",
     "stats/information": "14370c36a456a08d",
 }
 
@@ -166,7 +167,7 @@ def test_layout_comments_and_docstrings_are_not_code():
 def test_how_batches_share_shards_is_in_the_key(monkeypatch):
     subject = tiny()
     before = key(subject, batch_tokens=23)
-    monkeypatch.setattr(plan, "PARTS", 2)
+    monkeypatch.setattr(batching, "PARTS", 2)
     assert key(subject, batch_tokens=23) != before
 
 
@@ -247,10 +248,10 @@ def test_a_file_of_the_hub_is_known_by_its_blob_and_not_read(tmp_path, monkeypat
 
 def test_a_loaded_model_is_kept_by_its_files_and_its_tokenizer(folder):
     subject = Subject.load(str(folder))
-    assert subject.identity == keys.of_files(folder) == Subject.load("pocket:pythia").identity
+    assert identity(subject) == keys.of_files(folder) == identity(Subject.load("pocket:pythia"))
     assert key(Subject.load("pocket:pythia"), TEXTS) == key(subject, TEXTS)
     subject.tokenizer.add_tokens(["river"])
-    relabelled = Subject.of(subject.model, subject.tokenizer, "again", files=subject.identity)
+    relabelled = Subject.of(subject.model, subject.tokenizer, "again", files=identity(subject))
     keys._tokenizer.cache_clear()
     assert key(relabelled)[0] != key(Subject.load(str(folder)))[0], "even where the prompts' tokens are the same"
     flip(folder / "model.safetensors")
@@ -267,4 +268,4 @@ def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
     with refused(UserError, "offloaded"):
-        _ = Subject.of(model, name="tiny").identity
+        identity(Subject.of(model, name="tiny"))

@@ -29,7 +29,7 @@ def test_the_lens_says_what_the_model_with_its_later_layers_cut_off_says(name):
     model = family.model()
     subject = Subject.of(model, name=name)
     seen = subject.capture(ragged(), {Site.RESIDUAL, Site.LOG_PROBS, Site.FINAL})
-    says = [subject.lens(residual) for residual in seen.layers(Site.RESIDUAL)]
+    says = [subject.unembed(residual) for residual in seen.layers(Site.RESIDUAL)]
     assert torch.equal(says[-1].argmax(-1), seen.log_probs.argmax(-1))
     assert (says[-1] - seen.log_probs).abs().max() < 1e-5
     owner, _, layers = family.layers.rpartition(".")
@@ -53,7 +53,7 @@ def test_tunnel_models_have_a_lens_with_and_without_attention(arch, task):
     subject = Subject.of(tunnel(arch, task), name=arch)
     batch = task.sample(3, 0)
     seen = subject.capture(batch, {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
-    assert (subject.lens(seen.layers(Site.RESIDUAL)[-1]) - seen.log_probs).abs().max() < 1e-5
+    assert (subject.unembed(seen.layers(Site.RESIDUAL)[-1]) - seen.log_probs).abs().max() < 1e-5
     assert seen.final.shape == (len(seen.prompt), 16)
 
 
@@ -63,10 +63,10 @@ def test_a_model_whose_way_to_its_logits_is_not_known_has_no_lens(monkeypatch):
     subject = Subject.of(model, name="odd")
     seen = subject.capture(ragged(), {Site.RESIDUAL})
     model.model.norm.register_forward_hook(lambda _m, _a, out: out.roll(1, -1))
-    assert subject.lens(seen.layers(Site.RESIDUAL)[0]).isfinite().all(), "a hook is part of the norm"
+    assert subject.unembed(seen.layers(Site.RESIDUAL)[0]).isfinite().all(), "a hook is part of the norm"
     model.register_forward_hook(lambda _m, _a, out: setattr(out, "logits", out.logits.sin()) or out)
     with refused(Unavailable, "odd", "llama", "logits"):
-        Subject.of(model, name="odd").lens(seen.layers(Site.RESIDUAL)[0])
+        Subject.of(model, name="odd").unembed(seen.layers(Site.RESIDUAL)[0])
 
 
 # ---- exact answers, row by row ---------------------------------------------------------------------------------------

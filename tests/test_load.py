@@ -43,7 +43,7 @@ def test_a_loaded_model_is_the_file_upcast_and_checked():
         assert parameter.dtype == torch.float32
         stored = weights[name if name in weights else "embed_out.weight"]  # the output embedding's name on disk
         torch.testing.assert_close(parameter.data, stored.float(), rtol=0, atol=0)
-    assert subject.facts["parity"]["logits"] == 0 and subject.facts["parity"]["rows"] < 1e-5
+    assert subject.facts["self_check"]["logits"] == 0 and subject.facts["self_check"]["rows"] < 1e-5
     assert subject.facts["weights"] == subject.weight_hash
 
 

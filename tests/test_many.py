@@ -12,11 +12,9 @@ import torch
 
 from llmgeom import plan as scanning
 from llmgeom.batch import Batch, Tokens
-from llmgeom.cache.lazy import Shelf
 from llmgeom.errors import UserError
-from llmgeom.model import batching as plan
-from llmgeom.model import subject as subjects
-from llmgeom.model.capture import Capture, Site
+from llmgeom.model import batching, running
+from llmgeom.model.capture import Capture, LazyTensors, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs
 from llmgeom.probes import attention_focus, value_manifold
@@ -66,7 +64,7 @@ PROBES = {"attention_focus": attention_focus, "value_manifold": value_manifold}
 def test_what_is_measured_from_disk_is_what_is_measured_in_memory(model, tmp_path, monkeypatch, most):
     monkeypatch.setattr(scanning, "MOST", most)
     in_memory = measured(model, prompts(), PROBES)
-    monkeypatch.setattr(subjects, "IN_MEMORY", 0)
+    monkeypatch.setattr(running, "IN_MEMORY", 0)
     same(measured(model, prompts(), PROBES, tmp_path), in_memory)
 
 
@@ -75,7 +73,7 @@ def test_some_prompts_of_a_capture_are_their_rows(model, tmp_path, monkeypatch, 
     batch, chosen = prompts(), torch.tensor([2, 3, 40, 69])
     options = {"positions": positions, "batch_tokens": 64, "store": str(tmp_path)}
     whole = model.capture(batch, Site, **options)
-    monkeypatch.setattr(subjects, "IN_MEMORY", 0)
+    monkeypatch.setattr(running, "IN_MEMORY", 0)
     left = model.capture(batch, Site, **options)
     alone = model.capture(batch.take(chosen), Site, positions=positions)
     for part in (whole.take(chosen), left.take(chosen), left.take(torch.arange(1, 70)).take(chosen - 1)):
@@ -85,12 +83,12 @@ def test_some_prompts_of_a_capture_are_their_rows(model, tmp_path, monkeypatch, 
         for key, tensor in whole.tensors.items():
             assert torch.equal(part.tensors[key], tensor[torch.isin(whole.prompt, chosen)])
             assert part.tensors[key].shape[0] == alone.tensors[key].shape[0]
-    assert isinstance(left.take(chosen).tensors, Shelf), "still on disk"
+    assert isinstance(left.take(chosen).tensors, LazyTensors), "still on disk"
 
 
 def test_one_layer_is_in_memory_at_a_time(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(subjects, "IN_MEMORY", 0)
-    read, alive = Shelf.__getitem__, []
+    monkeypatch.setattr(running, "IN_MEMORY", 0)
+    read, alive = LazyTensors.__getitem__, []
 
     def counted(self, key):
         assert sum(tensor() is not None for tensor in alive) <= 1, "the last one, which its reader is about to let go"
@@ -98,7 +96,7 @@ def test_one_layer_is_in_memory_at_a_time(model, tmp_path, monkeypatch):
         alive.append(weakref.ref(found))
         return found
 
-    monkeypatch.setattr(Shelf, "__getitem__", counted)
+    monkeypatch.setattr(LazyTensors, "__getitem__", counted)
     measured(model, prompts(), PROBES, tmp_path, controls=2)
     assert len(alive) > 50
 
@@ -124,8 +122,8 @@ def test_memory_does_not_grow_with_the_number_of_prompts(model, tmp_path, monkey
         options = {"positions": "all", "batch_tokens": 1024, "store": store}
         return peak(lambda: model.capture(prompts(n, 16), sites, **options))
 
-    monkeypatch.setattr(subjects, "IN_MEMORY", 2**20)
-    monkeypatch.setattr(plan, "SHARD", 2**20)
+    monkeypatch.setattr(running, "IN_MEMORY", 2**20)
+    monkeypatch.setattr(batching, "SHARD", 2**20)
     few, _ = run(800, str(tmp_path))
     many, left = run(4800, str(tmp_path))
     held, whole = run(4800, None)

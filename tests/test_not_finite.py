@@ -129,7 +129,7 @@ def test_a_model_whose_attention_writes_nothing_is_read_and_saved(pocket, tmp_pa
 
 
 def test_a_record_takes_no_number_that_is_not_finite(tmp_path):
-    record = Record({}, {}, {}, {"name": "x", "parity": {"rows": math.nan}}, {}, {})
+    record = Record({}, {}, {}, {"name": "x", "self_check": {"rows": math.nan}}, {}, {})
     with pytest.raises(ValueError, match="not JSON compliant"):
         record.save(tmp_path / "a")
     assert not (tmp_path / "a/record.json").exists()

@@ -13,7 +13,9 @@ import transformers
 
 from llmgeom.model import hub
 from llmgeom.model.capture import Site
-from llmgeom.model.subject import OFFLOADED, Subject
+from llmgeom.model.loading import OFFLOADED
+from llmgeom.model.passes import identity
+from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, ragged
 from tests.test_store import same
 
@@ -51,8 +53,8 @@ def spread_of(folder: Path) -> dict:
 def test_what_is_partly_on_disk_is_captured_as_ever(folder, tmp_path):
     whole, spread = load(folder, None), load(folder, spread_of(folder))
     assert spread.facts["device"] == "cpu+disk" and whole.facts["device"] == "cpu"
-    assert spread.weight_hash == OFFLOADED and spread.facts["weights"] == spread.identity == whole.identity
-    assert spread.facts["parity"]["logits"] == 0
+    assert spread.weight_hash == OFFLOADED and spread.facts["weights"] == identity(spread) == identity(whole)
+    assert spread.facts["self_check"]["logits"] == 0
     for positions in ("query", "all"):
         kept = spread.capture(ragged(), Site, positions=positions, store=str(tmp_path))
         assert same(kept, whole.capture(ragged(), Site, positions=positions))

@@ -110,7 +110,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         subject={
             "name": name, "revision": "step143000", "weights": "sha256:9f2c41d07be1", "dtype": "float32",
             "attention": "llmgeom_sdpa", "device": "cpu", "family": "gpt_neox", "layers": layers, "heads": heads,
-            "parity": {"rows": 2.4e-7, "logits": 0.0, "layers seen once": True},
+            "self_check": {"rows": 2.4e-7, "logits": 0.0, "layers seen once": True},
         },
         source={"name": source, "seed": 0, "domains": ("fact", "arithmetic", "story")},
         facts={

@@ -16,6 +16,7 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import RANKS, Site, nbytes
 from llmgeom.model.hub import pockets
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import signed
 from llmgeom.prompt_table import prompt_table
@@ -51,7 +52,7 @@ def test_the_likeliest_next_tokens_are_those_of_the_model_run_by_hand(subject, r
 def test_pieces_join_to_the_text_with_what_the_tokenizer_adds(subject, record):
     batch, made = record
     for text, pieces, count in zip(batch.text, made.prompts["pieces"], made.prompts["tokens"], strict=True):
-        assert len(pieces) == count and "".join(pieces[subject.special_prefix() :]).strip() == text
+        assert len(pieces) == count and "".join(pieces[special_prefix(subject.tokenizer) :]).strip() == text
 
 
 class Words:

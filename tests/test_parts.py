@@ -245,7 +245,7 @@ def test_a_largest_head_that_does_next_to_nothing_is_told(llama):
 
 
 def test_writes_that_are_not_known_are_refused(llama):
-    blind = replace(llama, facts={**llama.facts, "parity": {"writes": "unavailable: post-norm"}})
+    blind = replace(llama, facts={**llama.facts, "self_check": {"writes": "unavailable: post-norm"}})
     with refused(Unavailable, "post-norm"):
         examine(blind, BATCH, "blocks", nulls=1)
 

@@ -14,7 +14,7 @@ from llmgeom import claims, probes
 from llmgeom.cli import main
 from llmgeom.commands import dry_run as planning
 from llmgeom.commands import scan as scanning
-from llmgeom.model.subject import Subject
+from llmgeom.model import running
 from llmgeom.stats import power
 from llmgeom.wind_tunnels.training import Training, train
 
@@ -34,7 +34,7 @@ def planned(**asked) -> scanning.Plan:
 def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counter]:
     """The records of a scan and its tokens: in all passes, and with the padding."""
     monkeypatch.setenv("LLMGEOM_CACHE", str(cache))
-    seen, run = Counter(), Subject._pass
+    seen, run = Counter(), running.one_pass
 
     def counted(self, work, members):
         seen["tokens"] += int(work.tokens.lengths[members].sum())
@@ -42,7 +42,7 @@ def scanned(plan: scanning.Plan, monkeypatch, cache: Path) -> tuple[dict, Counte
         return run(self, work, members)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Subject, "_pass", counted)
+        patched.setattr(running, "one_pass", counted)
         records = dict(scanning.perform(plan))
     return records, seen
 

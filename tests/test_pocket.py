@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import fitting
 from llmgeom.prompts import corpus, nonce
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.grammar import templates
@@ -494,7 +495,7 @@ def test_a_sliding_window_hides_something_of_most_prompts_of_mixed(shipped):
     folder, _ = shipped
     subject = exam.stored(folder)
     pool = Domain("mixed").sample(600, 0)
-    lengths = subject.tokens(subject.fitting(pool)).lengths
+    lengths = subject.tokens(fitting(subject, pool)).lengths
     assert len(lengths) >= 595
     if subject.facts["window"]:
         assert 0.3 < subject.facts["window"] / lengths.double().median() < 0.6

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from llmgeom import probes
 from llmgeom.batch import Batch, Text
 from llmgeom.cli import main
+from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
@@ -43,7 +44,7 @@ def pythia() -> Subject:
 def passed(monkeypatch) -> Counter:
     """Prompts that went through each model, by its untrained seed (None: the trained one) and their tokens."""
     seen: Counter = Counter()
-    inner = Subject._pass
+    inner = running.one_pass
 
     def count(self, work, members):
         for i in members:
@@ -51,7 +52,7 @@ def passed(monkeypatch) -> Counter:
             seen[self.facts.get("untrained"), tuple(ids)] += 1
         return inner(self, work, members)
 
-    monkeypatch.setattr(Subject, "_pass", count)
+    monkeypatch.setattr(running, "one_pass", count)
     return seen
 
 
@@ -102,7 +103,7 @@ def test_a_repeated_run_builds_no_control_and_measures_nothing(pythia, tmp_path,
     options = {"controls": 2, "store": str(tmp_path / "captures")}
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
     first = run_probes(pythia, texts(*range(8)), probes_of, **options)
-    monkeypatch.setattr(Subject, "_pass", None)
+    monkeypatch.setattr(running, "one_pass", None)
     monkeypatch.setattr(Subject, "untrained", None)
     again = run_probes(pythia, texts(*range(8)), probes_of, **options)
     assert calls == [2], "the second run loads the result"

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from llmgeom.batch import Batch, Tokens
 from llmgeom.commands import scan as scanning
 from llmgeom.errors import Unavailable
-from llmgeom.model import hub
+from llmgeom.model import hub, running
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
@@ -242,7 +242,7 @@ def test_a_reading_that_is_refused_is_a_row_and_the_other_probes_are_measured(su
 
 def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject, batch):
     why = "not compared: the family hides them"
-    told = replace(subject, facts={**subject.facts, "parity": {"writes": why}})
+    told = replace(subject, facts={**subject.facts, "self_check": {"writes": why}})
     needs = SimpleNamespace(NEEDS=Needs(frozenset({Site.MLP_WRITE})), measure=lambda v: pytest.fail("it was measured"))
     captured = []
 
@@ -263,7 +263,7 @@ def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
 
 @pytest.mark.parametrize("where", ["untrained controls", "shuffled"])
 def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatch, where):
-    whole, passed = Subject._pass, []
+    whole, passed = running.one_pass, []
 
     def scarce(self, work, members):
         control, shuffled = (
@@ -275,7 +275,7 @@ def test_memory_that_ran_out_in_any_pass_is_told_once(subject, batch, monkeypatc
             raise torch.OutOfMemoryError("no memory")
         return whole(self, work, members)
 
-    monkeypatch.setattr(Subject, "_pass", scarce)
+    monkeypatch.setattr(running, "one_pass", scarce)
     record = run_probes(
         subject, batch, {"seen": probe(lambda view: Seen(mean=np.zeros(2)))}, controls=3, batch_tokens=10**6
     )

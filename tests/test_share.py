@@ -19,7 +19,9 @@ from llmgeom.cache.distributed import Share
 from llmgeom.cache.shards import Store
 from llmgeom.cli import main
 from llmgeom.errors import UserError
+from llmgeom.model import running
 from llmgeom.model.capture import Site
+from llmgeom.model.passes import plan_capture, plan_control
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan
 from tests.families import FAMILIES, ragged
@@ -75,8 +77,8 @@ LOST = textwrap.dedent(
     """
     import os, pathlib, signal, time
     from llmgeom.cli import main
-    from llmgeom.model.subject import Subject
-    fill, begun = Subject.fill, pathlib.Path(os.environ["BEGUN"])
+    from llmgeom.model import running
+    fill, begun = running.fill, pathlib.Path(os.environ["BEGUN"])
     def dying(self, work, shards):
         if os.environ["RANK"] != os.environ["LOSE"]:
             fill(self, work, shards)
@@ -86,7 +88,7 @@ LOST = textwrap.dedent(
         while not begun.exists():
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
-    Subject.fill = dying
+    running.fill = dying
     main()
     """
 )
@@ -148,9 +150,9 @@ def test_every_shard_falls_to_exactly_one_process(count):
 
 def test_a_twin_that_is_not_built_is_known_by_the_key_of_the_one_that_is(tmp_path):
     subject = Subject.of(FAMILIES["llama"].model(), name="llama", revision="a" * 40)
-    told = subject.planned(3, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of
-    assert subject.untrained(3).work(ragged(), {Site.VALUE}, store=str(tmp_path)).store.of == told
-    assert subject.planned(None, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of != told
+    told = plan_control(subject, 3, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of
+    assert plan_capture(subject.untrained(3), ragged(), {Site.VALUE}, store=str(tmp_path)).store.of == told
+    assert plan_control(subject, None, ragged(), {Site.VALUE}, store=str(tmp_path)).store.of != told
 
 
 @pytest.mark.parametrize("count", [2, 5])
@@ -160,10 +162,10 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     asked = PassPlan.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     built, made = [], []
-    control, shard = Subject.untrained, Subject._shard
+    control, shard = Subject.untrained, running._shard
     monkeypatch.setattr(Subject, "untrained", lambda self, seed: built.append(seed) or control(self, seed))
     monkeypatch.setattr(
-        Subject, "_shard", lambda self, work, i, *more: made.append((work.store.of, i)) or shard(self, work, i, *more)
+        running, "_shard", lambda self, work, i, *more: made.append((work.store.of, i)) or shard(self, work, i, *more)
     )
     for i in range(count):
         Share(i, count).fill(subject, asked, progress=None, **options)
@@ -171,7 +173,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     assert sorted(built) == [1, 2, 3] if count == 2 else set(built) == {1, 2, 3}, (
         "of enough untrained controls, each once"
     )
-    monkeypatch.setattr(Subject, "_pass", None)
+    monkeypatch.setattr(running, "one_pass", None)
     for seed in (None, *asked.untrained):
         who = subject if seed is None else control(subject, seed)
         for reading in asked.own.readings if seed is None else asked.control.readings:
@@ -180,7 +182,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
         kept = subject.capture(asked.shuffled(i).batch, asked.shuffled_sites, **options)
         monkeypatch.undo()
         assert same(kept, subject.capture(asked.shuffled(i).batch, asked.shuffled_sites, batch_tokens=24))
-        monkeypatch.setattr(Subject, "_pass", None)
+        monkeypatch.setattr(running, "one_pass", None)
 
 
 # ---- waiting ---------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from llmgeom.commands.stability import Row, Stability, Toggled, compared, condit
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import special_prefix
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured
@@ -235,7 +236,7 @@ class Spelling:
 
 
 def stub(tokenizer, dtype: str = "float32") -> Subject:
-    return Subject(None, tokenizer, "m", {"dtype": dtype}, ())
+    return Subject(None, tokenizer, "m", {"dtype": dtype}, (), None)
 
 
 @pytest.mark.parametrize("texts", ["ab", ["ab", "c"]])
@@ -250,9 +251,9 @@ def test_a_toggled_tokenizer_changes_only_what_stands_first(texts):
 def test_what_cannot_be_run_says_why():
     asked = scanning.RunConfig()
     *_, bos = conditions(asked, stub(Spelling()))
-    assert (bos.name, bos.why) == ("with BOS", "") and bos.subject().special_prefix() == 1
+    assert (bos.name, bos.why) == ("with BOS", "") and special_prefix(bos.subject().tokenizer) == 1
     *_, bos = conditions(asked, stub(Spelling(first=(7, 8))))
-    assert (bos.name, bos.why) == ("without BOS", "") and bos.subject().special_prefix() == 0
+    assert (bos.name, bos.why) == ("without BOS", "") and special_prefix(bos.subject().tokenizer) == 0
     *_, bos = conditions(asked, stub(Spelling(bos=None)))
     assert bos.why == "the tokenizer has no BOS token"
     precision, _, bos = conditions(asked, stub(None, "bfloat16"))

@@ -17,9 +17,8 @@ import torch
 from llmgeom.cache import shards as store
 from llmgeom.cache.shards import ASIDE, LOCK, Store
 from llmgeom.errors import UserError
-from llmgeom.model import batching as plan
-from llmgeom.model import subject
-from llmgeom.model.batching import together
+from llmgeom.model import batching, running
+from llmgeom.model.batching import group_batches
 from llmgeom.model.capture import Capture, Site, nbytes
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
@@ -66,14 +65,14 @@ def same(a: Capture, b: Capture) -> bool:
 
 def test_neighbours_share_a_shard_up_to_its_size_and_a_32nd_of_the_plan():
     mb = 2**20
-    assert together([]) == ()
-    assert together([3 * mb] * 5) == tuple(range(i, i + 1) for i in range(5)), "few batches: each on its own"
-    many = together([3 * mb] * 1000)
+    assert group_batches([]) == ()
+    assert group_batches([3 * mb] * 5) == tuple(range(i, i + 1) for i in range(5)), "few batches: each on its own"
+    many = group_batches([3 * mb] * 1000)
     assert {len(group) for group in many[:-1]} == {21}, "21 batches of 3 MiB fit in 64"
-    assert {len(group) for group in together([100] * 1000)} == {32, 8}, "a 32nd of 1000, rounded up"
-    assert [len(group) for group in together([70 * mb, mb, mb] * 40)][:4] == [1, 2, 1, 2]
+    assert {len(group) for group in group_batches([100] * 1000)} == {32, 8}, "a 32nd of 1000, rounded up"
+    assert [len(group) for group in group_batches([70 * mb, mb, mb] * 40)][:4] == [1, 2, 1, 2]
     for sizes in ([5 * mb] * 77, [mb * i % 90 for i in range(500)]):
-        assert [i for group in together(sizes) for i in group] == list(range(len(sizes)))
+        assert [i for group in group_batches(sizes) for i in group] == list(range(len(sizes)))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "qwen2", "opt"])
@@ -95,13 +94,13 @@ def test_what_is_kept_is_what_was_captured_and_is_not_made_twice(model, tmp_path
     assert same(capture(model, tmp_path), plain)
     before = contents(tmp_path)
     assert len(shards(tmp_path)) == 4
-    monkeypatch.setattr(Subject, "_pass", None)
+    monkeypatch.setattr(running, "one_pass", None)
     assert same(capture(model, tmp_path), plain)
     assert contents(tmp_path) == before
 
 
 def test_several_batches_in_a_shard_are_the_same_capture(model, tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "PARTS", 2)
+    monkeypatch.setattr(batching, "PARTS", 2)
     plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
     assert same(capture(model, tmp_path), plain) and len(shards(tmp_path)) == 2
     assert same(capture(model, tmp_path), plain)
@@ -111,8 +110,8 @@ def test_several_batches_in_a_shard_are_the_same_capture(model, tmp_path, monkey
 @pytest.mark.parametrize("positions", ["query", "all"])
 def test_a_capture_left_on_disk_equals_the_one_in_memory(model, tmp_path, monkeypatch, parts, positions):
     plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24, positions=positions)
-    monkeypatch.setattr(subject, "IN_MEMORY", 0)
-    monkeypatch.setattr(plan, "PARTS", parts)
+    monkeypatch.setattr(running, "IN_MEMORY", 0)
+    monkeypatch.setattr(batching, "PARTS", parts)
     left = capture(model, tmp_path, positions=positions)
     assert not isinstance(left.tensors, dict) and same(left, plain)
     assert torch.equal(left.value, plain.value) and torch.equal(left.entropy, plain.entropy)
@@ -206,7 +205,7 @@ def test_a_damaged_shard_is_named_set_aside_and_made_again(model, tmp_path, monk
     (odd,) = [p for p in shards(tmp_path / "a") if clean.get(str(p.relative_to(tmp_path / "a"))) != p.read_bytes()]
     data = odd.read_bytes()
     if on_disk:
-        monkeypatch.setattr(subject, "IN_MEMORY", 0)
+        monkeypatch.setattr(running, "IN_MEMORY", 0)
     assert same(capture(model, tmp_path / "a"), plain)
     (said,) = caplog.messages
     assert odd.name in said and why in said and "set aside" in said
@@ -255,7 +254,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
     )
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
-    monkeypatch.setattr(Subject, "_pass", None)
+    monkeypatch.setattr(running, "one_pass", None)
     with pytest.raises(UserError) as refusal:
         capture(model, tmp_path)
     (sentence,) = str(refusal.value).splitlines()
@@ -277,7 +276,7 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     with monkeypatch.context() as only:
-        only.setattr(Subject, "_pass", None)
+        only.setattr(running, "one_pass", None)
         with refused(UserError, store.said(needed)):
             run_probes(model, ragged(lengths=LENGTHS), probes, **options)
     free[0] = needed
@@ -299,7 +298,7 @@ def test_sizes_in_words(size, words):
 
 def test_out_of_memory_on_any_batch_is_halved_told_and_equal(model, tmp_path, monkeypatch):
     plain = model.capture(ragged(lengths=LENGTHS), SITES, batch_tokens=24)
-    whole = Subject._pass
+    whole = running.one_pass
     for nth, members in enumerate(((1,), (3,), (5, 0), (6, 2, 4))):
         calls = []
 
@@ -309,7 +308,7 @@ def test_out_of_memory_on_any_batch_is_halved_told_and_equal(model, tmp_path, mo
                 raise torch.OutOfMemoryError("no memory")
             return whole(self, work, given)
 
-        monkeypatch.setattr(Subject, "_pass", scarce)
+        monkeypatch.setattr(running, "one_pass", scarce)
         made = capture(model, tmp_path / str(nth))
         assert calls[nth] == list(members)
         for key, tensor in plain.tensors.items():
@@ -328,7 +327,7 @@ TWO = textwrap.dedent(
     from tests.test_store import FAMILIES, LENGTHS, SITES, Subject, capture
     torch.set_num_threads(1)
     root, begun = sys.argv[1], sys.argv[2]
-    whole = Subject._pass
+    whole = running.one_pass
     for name in ("first", "second"):
         if os.fork():
             while not os.path.exists(begun):
@@ -340,7 +339,7 @@ TWO = textwrap.dedent(
             open(begun, "w").close()
             time.sleep(0.2)
             return whole(self, work, members)
-        Subject._pass = slowly
+        running.one_pass = slowly
         made = capture(Subject.of(FAMILIES["llama"].model(), name="llama"), root)
         with open(f"{begun}-{name}", "w") as file:
             json.dump([len(ran), made.value.double().sum().item()], file)

@@ -19,7 +19,6 @@ from llmgeom.model import transformer_lens as tl
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
-from llmgeom.model.transformer_lens import BridgeSubject
 from tests.families import FAMILIES, VOCAB, WIDE, Family, apart, first, hooked, outputs, prompts, ragged
 from tests.refusals import refused
 
@@ -100,7 +99,7 @@ class Case:
     id: str
     family: Family
     model: Any
-    subject: BridgeSubject
+    subject: Subject
     batch: Batch
 
     @cached_property
@@ -129,7 +128,7 @@ class Case:
 @pytest.fixture(scope="module", params=CASES)
 def case(request) -> Case:
     family = CASES[request.param]
-    subject = BridgeSubject.of(family.model().double(), name=request.param)
+    subject = Subject.of(family.model().double(), name=request.param, backend="tl")
     return Case(request.param, family, family.model().double(), subject, ragged())
 
 
@@ -246,7 +245,7 @@ def test_log_probabilities_and_entropy_are_the_models(case):
     case.agree(Site.ENTROPY, [[-(x[0].exp() * x[0]).sum(-1)] for x in expected])
 
 
-def test_the_parity_check_passes(case):
+def test_the_self_check_passes(case):
     report = case.subject.check()
     assert max(report["logits"], report["rows"], report["residual"]) < 1e-5 and "writes" not in report
 
@@ -325,7 +324,7 @@ def test_the_given_model_is_left_as_it_came(case):
 def test_a_twin_is_read_by_the_same_backend(case):
     control = case.subject.untrained(seed=3)
     again = case.subject.untrained(seed=3)
-    assert isinstance(control, BridgeSubject) and control.weight_hash == again.weight_hash != case.subject.weight_hash
+    assert control.forward.backend == "tl" and control.weight_hash == again.weight_hash != case.subject.weight_hash
     control.check()
 
 
@@ -335,7 +334,7 @@ def test_a_twin_is_read_by_the_same_backend(case):
 @pytest.mark.parametrize("name", ["gpt_neox", "llama", "mistral", "gpt2"])
 def test_both_backends_say_the_same(name):
     model, batch = FAMILIES[name].model().double(), ragged()
-    ours, lens = Subject.of(model, name=name), BridgeSubject.of(model, name=name)
+    ours, lens = Subject.of(model, name=name), Subject.of(model, name=name, backend="tl")
     assert {k: ours.facts[k] for k in ("kv_heads", "head_dim", "window")} == {
         k: lens.facts[k] for k in ("kv_heads", "head_dim", "window")
     }
@@ -359,14 +358,14 @@ def test_a_bridge_that_reads_otherwise_is_refused(monkeypatch):
     """TransformerLens 4.3 takes Falcon-40B's fused rows for [all queries, all keys, all values]."""
     monkeypatch.setattr(tl, "_regroup", lambda bridge, model: None)
     with refused(UnsupportedModel, "TransformerLens", "check"):
-        BridgeSubject.of(CASES["falcon grouped"].model(), name="falcon").check()
+        Subject.of(CASES["falcon grouped"].model(), name="falcon", backend="tl").check()
 
 
 def test_a_class_without_adapter_is_refused():
     model = CASES["gptj"].model()
     model.__class__ = type("Strange", (type(model),), {})
     with refused(UnsupportedModel, "TransformerLens", "Strange"):
-        BridgeSubject.of(model)
+        Subject.of(model, backend="tl")
 
 
 def test_load_refuses_what_no_backend_does_before_it_looks_for_the_model():
@@ -386,7 +385,7 @@ def test_load_through_the_bridge(tmp_path):
     CASES["bloom"].model().save_pretrained(tmp_path)
     subject = Subject.load(str(tmp_path), backend="tl", device="cpu")
     assert subject.facts["dtype"] == "float32"
-    assert isinstance(subject, BridgeSubject) and subject.facts["parity"]["logits"] < 1e-4
+    assert subject.forward.backend == "tl" and subject.facts["self_check"]["logits"] < 1e-4
     with refused(UnsupportedModel, "--backend tl"):
         Subject.load(str(tmp_path), device="cpu")
 

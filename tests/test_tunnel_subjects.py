@@ -15,7 +15,7 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cli import main
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
-from llmgeom.model import self_check as parity
+from llmgeom.model import self_check
 from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
@@ -87,9 +87,9 @@ def test_what_a_model_without_attention_does_not_have_is_said(trained, arch):
 
 
 def test_a_model_without_attention_is_held_against_itself_too(trained, monkeypatch):
-    subject, right = Subject.load(str(trained("hmm:steps=4", "lstm"))), parity._plain_log_probs
+    subject, right = Subject.load(str(trained("hmm:steps=4", "lstm"))), self_check._plain_log_probs
     assert subject.check()["logits"] < 1e-5
-    monkeypatch.setattr(parity, "_plain_log_probs", lambda *given: right(*given) + 1)
+    monkeypatch.setattr(self_check, "_plain_log_probs", lambda *given: right(*given) + 1)
     with refused(UnsupportedModel, "logits", "check"):
         subject.check()
 

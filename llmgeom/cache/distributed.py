@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from llmgeom.errors import UserError
-from llmgeom.model.passes import Work
+from llmgeom.model import running
+from llmgeom.model.passes import CapturePlan
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan
 from llmgeom.progress import Progress
@@ -32,7 +33,7 @@ class Share:
     index: int
     count: int
     launched: bool = False
-    works: list[Work] = field(default_factory=list, repr=False)
+    works: list[CapturePlan] = field(default_factory=list, repr=False)
     _turn: int = 0
 
     @classmethod
@@ -73,13 +74,13 @@ class Share:
             if missing := self._missing(work, whole):
                 if kind == "untrained" and built[0] != seed:
                     built = (seed, subject.untrained(seed))
-                (built[1] if kind == "untrained" else subject).fill(work, missing)
+                running.fill(built[1] if kind == "untrained" else subject, work, missing)
             last = done == len(works) or works[done][:2] != (kind, seed)
             self._turn += whole and last
             if progress:
                 progress(f"process {self.index} of {self.count}: captures", done, len(works))
 
-    def _missing(self, work: Work, whole: bool = False) -> list[int]:
+    def _missing(self, work: CapturePlan, whole: bool = False) -> list[int]:
         self.works.append(work)
         return work.missing(self.take(len(work.groups), whole))
 

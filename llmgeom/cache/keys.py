@@ -1,4 +1,4 @@
-"""What decides the bytes of a capture, as plain data: what a store knows it by."""
+"""Cache keys: everything that determines the bytes of a capture, as plain data and hashes."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.cache.shards import SCHEMA, cache_folder
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
+from llmgeom.files import digest, sha256, write_whole
 
 if TYPE_CHECKING:
     from llmgeom.batch import Rows, Tokens
-    from llmgeom.model.passes import Work
-    from llmgeom.model.subject import Subject
 
 # Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
 # tests/test_keys.py fails when the code of a capturing module changes and asks whether they do.
@@ -30,61 +28,29 @@ CAPTURE_VERSION = 1
 FRESH = 2.0  # seconds in which a file may change again and keep its time
 
 
-def of(subject: Subject, work: Work) -> tuple[dict[str, Any], dict[str, Any], tuple[dict[str, Any], dict[str, Any]]]:
-    """What a `Store` is made with: what all captures of the model have in common, what tells this one from them, and
-    what is told of both. Raises UserError for an edit that does not say what it does."""
-    if any(not edit.spec for edit in work.edits):
-        raise UserError("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
-    facts, source = subject.facts, work.batch.source
-    spec = {
-        "untrained": facts.get("untrained"),
-        "tokens": of_tokens(work.tokens),
-        "positions": hashlib.sha256(work.where.numpy().tobytes()).hexdigest(),
-        "plan": digest({"batches": work.batches, "shards": [list(group) for group in work.groups]}),
-        "sites": sorted(work.sites),
-        **(
-            {"observers": {one.name: one.version or of_code(one.function) for one in work.observers}}
-            if work.observers
-            else {}
-        ),
-        "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in work.edits],
-    }
-    origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
-    about = {
-        "of": str(source.get("name", source.get("kind", "prompts"))),
-        "prompts": len(work.batch),
-        "shards": len(work.groups),
-    }
-    return of_run(subject), spec, (origin, about)
+def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """What all captures of one model, and of its untrained controls, have in common.
 
-
-def of_run(subject: Subject) -> dict[str, Any]:
-    """What all captures of a model, and of its untrained controls, have in common."""
+    Args:
+        facts: Of the model.
+        weights: A hash of its weights, or of the files that they were read from.
+        model: Its config and its class count, its weights do not.
+        tokenizer: Its rules count; None for none.
+    """
     import torch
     import transformers
 
-    facts = subject.facts
     return {
         **{name: facts[name] for name in ("model_type", "dtype", "attention")},
-        "weights": subject.identity,
-        "config": hashlib.sha256(_settings(subject.model.config)).hexdigest(),
-        "tokenizer": _tokenizer(subject.tokenizer),
-        # Which of several cards it is on decides nothing.
+        "weights": weights,
+        "config": sha256(_settings(model.config)),
+        "tokenizer": _tokenizer(tokenizer),
+        # Which of several cards the model is on decides nothing.
         "device": sorted({place.split(":")[0] for place in facts["device"].split("+")}),
-        "code": [CAPTURE_VERSION, SCHEMA, _source(subject.model.__class__)],
+        "code": [CAPTURE_VERSION, SCHEMA, _source(model.__class__)],
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "threads": torch.get_num_threads(),
     }
-
-
-def of_bytes(data: bytes) -> str:
-    """sha256, 64 hex digits."""
-    return hashlib.sha256(data).hexdigest()
-
-
-def of_source(path: Path) -> str:
-    """sha256 of a file."""
-    return of_bytes(path.read_bytes())
 
 
 @lru_cache
@@ -104,7 +70,7 @@ def code_hash(source: str) -> str:
         match body := getattr(node, "body", None):
             case [ast.Expr(value=ast.Constant(value=str())), *_]:
                 body.pop(0)
-    return hashlib.sha256(repr(_without_empty(tree)).encode()).hexdigest()
+    return sha256(repr(_without_empty(tree)).encode())
 
 
 def _without_empty(node: Any) -> Any:
@@ -117,15 +83,15 @@ def _without_empty(node: Any) -> Any:
 
 
 def of_tokens(tokens: Tokens | Rows) -> str:
-    """sha256 of what is read and its lengths: two runs on the same prompts have the same hash."""
-    return hashlib.sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes()).hexdigest()
+    """sha256 of the inputs and their lengths: two runs on the same prompts have the same hash."""
+    return sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes())
 
 
 def of_files(folder: str | os.PathLike) -> str:
-    """sha256 over config and weights in a folder, each by name and hash; 64 hex digits.
+    """sha256 over the config and the weights in a folder, each by name and hash; 64 hex digits.
 
-    A file of the hub's cache is a link to a blob that is named by its hash. Any other is read once, and again when its
-    path, size, times or inode are not those that were noted (hashes.json in the cache folder).
+    A large file of the hub's cache is a link to a blob that is named by its hash. Any other file is read once, and
+    again when its path, size, times or inode differ from those noted in hashes.json in the cache folder.
     """
     paths = sorted(p for p in Path(folder).iterdir() if p.name == "config.json" or ".safetensors" in p.name)
     note = cache_folder() / "hashes.json"
@@ -133,14 +99,13 @@ def of_files(folder: str | os.PathLike) -> str:
         known = dict(json.loads(note.read_bytes()))
     except (OSError, ValueError, TypeError):
         known = {}
-    before, found = dict(known), {}
-    for path in paths:
-        found[path.name] = _named_by_hash(path) or _noted(path, known)
+    before = dict(known)
+    hashes = {path.name: _named_by_hash(path) or _noted(path, known) for path in paths}
     if known != before:
         with contextlib.suppress(OSError, UserError):  # a cache that cannot be written costs time only
             note.parent.mkdir(parents=True, exist_ok=True)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
-    return digest(found)
+    return digest(hashes)
 
 
 def _named_by_hash(path: Path) -> str:
@@ -150,24 +115,25 @@ def _named_by_hash(path: Path) -> str:
 
 
 def _noted(path: Path, known: dict) -> str:
-    is_now = path.stat()
-    stamp = [is_now.st_size, is_now.st_mtime_ns, is_now.st_ctime_ns, is_now.st_ino]
+    """The hash of a file, from the notes while its stamp is the same; a file just written is not noted."""
+    now = path.stat()
+    stamp = [now.st_size, now.st_mtime_ns, now.st_ctime_ns, now.st_ino]
     where = str(path.resolve())
     match known.get(where):
-        case [noted, str(found)] if noted == stamp:
-            return found
+        case [noted, str(hexdigest)] if noted == stamp:
+            return hexdigest
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if time.time() - is_now.st_ctime > FRESH:
-        known[where] = [stamp, found]
-    return found
+        hexdigest = hashlib.file_digest(file, "sha256").hexdigest()
+    if time.time() - now.st_ctime > FRESH:
+        known[where] = [stamp, hexdigest]
+    return hexdigest
 
 
 def _settings(config: Any) -> bytes:
-    """A config as bytes, less the folder that it came from."""
-    told = json.loads(config.to_json_string(use_diff=False))
-    told.pop("_name_or_path", None)
-    return json.dumps(told, sort_keys=True).encode()
+    """A config as bytes, without the folder that it came from."""
+    settings = json.loads(config.to_json_string(use_diff=False))
+    settings.pop("_name_or_path", None)
+    return json.dumps(settings, sort_keys=True).encode()
 
 
 @lru_cache(maxsize=8)
@@ -176,20 +142,17 @@ def _tokenizer(tokenizer: Any) -> str:
     if tokenizer is None:
         return ""
     fast = getattr(tokenizer, "backend_tokenizer", None)
-    told = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()
+    rules = fast.to_str() if fast is not None else json.dumps(tokenizer.get_vocab(), sort_keys=True)
+    return sha256(rules.encode())
 
 
 @lru_cache
 def _source(kind: type) -> str:
-    """sha256 of the code of a model that is not transformers' own (a tunnel's, a repository's): of its folder."""
+    """sha256 of the folder of a model class that is not in transformers (a wind tunnel's, a repository's)."""
     if kind.__module__.split(".")[0] == "transformers":
         return ""
     try:
         folder = Path(inspect.getsourcefile(kind) or "").resolve().parent
     except (TypeError, OSError):  # typed into a notebook
         return kind.__qualname__
-    total = hashlib.sha256()
-    for path in sorted(folder.glob("*.py")):
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()
+    return digest({path.name: sha256(path.read_bytes()) for path in folder.glob("*.py")})

@@ -182,10 +182,25 @@ class Store:
         with self._open(index) as file:
             return tuple(sorted(file.keys()))
 
-    def tensor(self, index: int, name: str) -> Tensor:
-        """One tensor of a shard that `read` found sound; the others stay on disk."""
-        with self._open(index) as file:
-            return file.get_tensor(name)
+    def rows(self, name: str, shards: int, place: Tensor) -> Tensor:
+        """One tensor across all shards that `read` found sound; the other tensors stay on disk.
+
+        Args:
+            name: The tensor.
+            shards: How many shards there are.
+            place: [row] where each row goes, one shard after another; -1 for rows that are left out.
+        """
+        at = 0
+        for index in range(shards):
+            with self._open(index) as file:
+                part = file.get_tensor(name)
+            if index == 0:  # the longest prompts come first: no later attention row is wider
+                whole = part.new_zeros(int((place >= 0).sum()), *part.shape[1:])
+            here = place[at : at + len(part)]
+            at += len(part)
+            columns = (..., slice(part.shape[-1])) if part.dim() > 1 else ()
+            whole[(here[here >= 0], *columns)] = part[here >= 0]
+        return whole
 
     @contextlib.contextmanager
     def _open(self, index: int) -> Iterator[Any]:

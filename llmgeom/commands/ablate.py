@@ -25,6 +25,7 @@ from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Positions, Subject
+from llmgeom.model.tokenizing import fitting
 from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, readout_direction, rescaled
 from llmgeom.probes.interventions.patching import DOSES, FEW, JUDGED, Bench, Copy, Draw, Effects
@@ -507,7 +508,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     elif asked.sula:
         batch = Sula(available(subject.tokenizer), believed, ks=asked.ks).sample(n, asked.seed)
     else:
-        pool = subject.fitting(domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
+        pool = fitting(subject, domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
         batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
     examined = partial(examine, directions=directions, mode=mode, layers=layers, controls=asked.controls)
     if kind:

@@ -25,11 +25,12 @@ from llmgeom.batch import Batch
 from llmgeom.claims import Claim
 from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
-from llmgeom.model import batching as batches
 from llmgeom.model import hub
-from llmgeom.model import self_check as parity
+from llmgeom.model.batching import plan_batches
 from llmgeom.model.capture import Site
 from llmgeom.model.loading import default_dtype, undisturbed, usable
+from llmgeom.model.passes import plan_capture
+from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE
@@ -86,13 +87,13 @@ class Weightless(Subject):
         return np.random.default_rng(len(batch)).random(len(batch))
 
     @property
-    def unembedding(self) -> None:  # type: ignore[override]
+    def unembed(self) -> None:  # type: ignore[override]
         """Not found without weights; whether it can be is decided when the model is loaded."""
 
     @property
     def checked(self) -> np.ndarray:
         """Lengths of what a model is tried on where its parts are to be told."""
-        return parity.probe_batch(self).tokens.lengths.numpy()
+        return probe_batch(self.facts).tokens.lengths.numpy()
 
 
 # ---- what is run ----------------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ class Stage:
 
     def batches(self, batch_tokens: int) -> list[int]:
         """Tokens of each batch with the padding between them, which is computed too."""
-        plan = batches.plan(self.lengths.tolist(), batch_tokens)
+        plan = plan_batches(self.lengths.tolist(), batch_tokens)
         return [len(members) * int(self.lengths[members[0]]) for members in plan] * self.times
 
 
@@ -140,7 +141,7 @@ class Source:
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
             for reading in readings:
-                work = who.work(reading.batch, reading.sites, observers=reading.observers, **options)
+                work = plan_capture(who, reading.batch, reading.sites, observers=reading.observers, **options)
                 yield Stage(called, times, work.tokens.lengths.numpy(), sum(work.sizes))
 
         stages = [Stage("check at load", 3, who.checked)]

@@ -138,4 +138,4 @@ def _print_tables(records: Sequence[Record], verbose: bool) -> None:
             console.print(Text(f"warning: {warning}"))
         console.print()
     if verbose:
-        console.print(Text(f"self-check: {records[0].subject.get('parity')}"))
+        console.print(Text(f"self-check: {records[0].subject.get('self_check')}"))

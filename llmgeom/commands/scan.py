@@ -20,6 +20,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
+from llmgeom.model.tokenizing import fitting
 from llmgeom.progress import Progress, bar, prefixed
 from llmgeom.record import Record
 
@@ -355,8 +356,8 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
     if not plan.stratify:
         return pool, {}, []
 
-    def fitting(of: Batch, what: str) -> Batch:
-        kept = subject.fitting(of)
+    def readable(of: Batch, what: str) -> Batch:
+        kept = fitting(subject, of)
         if len(kept) < len(of):
             positions = subject.facts["positions"]
             notes.append(f"{len(of) - len(kept)} of {len(of)} {what} have more than {positions} tokens: left out")
@@ -375,7 +376,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         return [row[:length] for row, length in zip(tokens.data.tolist(), tokens.lengths.tolist(), strict=True)]
 
     def same_end() -> Batch:
-        ending = subject.fitting(Domain(name).sample(min(len(plan.pools[name]), further), seed, final=FINAL))
+        ending = fitting(subject, Domain(name).sample(min(len(plan.pools[name]), further), seed, final=FINAL))
         ends = [row[-1] for row in ids(ending)]
         last = max(set(ends), key=ends.count)
         ending = ending.take([i for i, end in enumerate(ends) if end == last])
@@ -384,7 +385,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
     further = min(POOL, max(FURTHER, 7 * n))
     asked_for = frozenset().union(*(module.NEEDS.samples for module in probes.known(plan.probes).values()))
     notes: list[str] = []
-    pool = fitting(pool, "prompts of the pool")
+    pool = readable(pool, "prompts of the pool")
     found = entropy(pool, "the pool")
     batch = pools.stratify(pool, found, n, seed=seed)
     possible: dict[str, Callable[[], Batch]] = {
@@ -396,7 +397,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
         if name != MIXED and asked_for & {MIXED, MATCHED}:
             # Another seed than the mixed scan's own: the two samples are independent.
             size = min(further, plan.request.limit or POOL, Domain(MIXED).size())
-            mixed = fitting(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
+            mixed = readable(Domain(MIXED).sample(size, seed + 1), "mixed prompts to compare with")
             theirs = entropy(mixed, "mixed prompts")
             possible[MIXED] = lambda: pools.stratify(mixed, theirs, n, seed=seed)
             wanted = pools.diversity(ids(batch), batch.cluster)

@@ -11,9 +11,10 @@ from llmgeom.cache.distributed import Share
 from llmgeom.commands import scan as scanning
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
-from llmgeom.model.batching import plan as batches
+from llmgeom.model.batching import plan_batches
 from llmgeom.model.hub import Located
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import special_prefix
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.reports.text import grid
@@ -64,7 +65,7 @@ def conditions(
 ) -> tuple[Condition, Condition, Condition]:
     """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
     other = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
-    special = subject.special_prefix()
+    special = special_prefix(subject.tokenizer)
     bos, why, toggled = "without BOS" if special else "with BOS", "", None
     if subject.tokenizer is None:
         why = "sequences of a task have no BOS token: the model has no tokenizer"
@@ -239,7 +240,7 @@ def _repeated(
 def _quarter(plan: scanning.Plan, subject: Subject, prompts: scanning.Drawn) -> int:
     """A quarter of the tokens that ran together: of the budget where that was filled."""
     lengths = subject.tokens(prompts[0]).lengths.tolist()
-    together = max(len(members) * lengths[members[0]] for members in batches(lengths, plan.request.batch_tokens))
+    together = max(len(members) * lengths[members[0]] for members in plan_batches(lengths, plan.request.batch_tokens))
     return max(1, min(together, plan.request.batch_tokens) // 4)
 
 

@@ -133,7 +133,7 @@ def doubled(subject: Subject) -> Subject:
     Raises Unavailable for a model whose gradients are not had: read through TransformerLens, edited, spread over
     devices, larger than 2e9 parameters, or without weights on other positions.
     """
-    if type(subject) is not Subject:
+    if subject.forward.backend != "transformers":
         raise Unavailable(
             f"{subject.name} is read through TransformerLens, which gives no gradients: leave out --backend"
         )
@@ -363,7 +363,7 @@ def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Ten
         _attached(subject),
         recording(recorder, subject.blocks, subject.model.get_output_embeddings()),
     ):
-        own = subject.logits(inputs.data)
+        own = subject.forward.logits(inputs.data)
     with torch.enable_grad():
         found, loss = _written(subject, inputs, where, target, own)
     return found, loss
@@ -376,7 +376,7 @@ def _written(
     found: list[Mixed] = []
     explicit, head = Explicit(found, *_passing(subject, where)), subject.model.get_output_embeddings()
     with _attached(subject), _written_out(subject, found), recording(explicit, subject.blocks, head):
-        logits = subject.logits(inputs.data)
+        logits = subject.forward.logits(inputs.data)
     apart = 0.0 if own is None else float((logits.detach() - own).abs().max() / own.square().mean().sqrt())
     if len(found) != len(subject.blocks) or not apart <= AGREE:
         raise Unavailable(

@@ -1,4 +1,4 @@
-"""The batch plan: which prompts run together, decided before anything runs."""
+"""Batching: which prompts run together, decided before anything runs."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ SHARD = 64 * 2**20  # bytes
 PARTS = 32
 
 
-def plan(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tuple[int, ...], ...]:
-    """Group prompts of like length, longest first, so that rows x longest <= batch_tokens.
+def plan_batches(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tuple[int, ...], ...]:
+    """Group prompts of similar length, longest first, so that prompts x longest <= batch_tokens.
 
-    A pure function of its arguments: the same prompts, tokenizer and budget give the same plan on every machine, which
-    is what makes a resumed run end with the same bytes. A prompt longer than the budget runs alone. Returns tuples of
-    prompt indices. Raises UserError for a budget below 1.
+    A pure function of its arguments: the same prompts, tokenizer and budget give the same batches on every machine, so
+    a resumed run ends with the same bytes. A prompt longer than the budget runs alone.
+
+    Args:
+        lengths: Tokens of each prompt.
+        batch_tokens: The budget, padding included.
+
+    Returns:
+        Indices of the prompts of each batch.
+
+    Raises:
+        UserError: The budget is below 1.
     """
     if batch_tokens < 1:
         raise UserError(f"--batch-tokens {batch_tokens}: expected at least 1")
@@ -34,18 +43,21 @@ def plan(lengths: Sequence[int], batch_tokens: int = BATCH_TOKENS) -> tuple[tupl
     return tuple(batches)
 
 
-def together(sizes: Sequence[int]) -> tuple[range, ...]:
-    """Which batches of a plan share a file: neighbours, as many as fit in 64 MiB (a larger one is alone), and no more
-    than a 32nd of them, so that a kill costs no more than that and several processes can divide the rest evenly.
+def group_batches(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Which batches share a file: neighbours, as many as fit in 64 MiB, and no more than a 32nd of all.
 
-    sizes: bytes of each batch. Also a pure function of its arguments.
+    A kill then costs at most one 32nd, and several processes can divide the rest evenly. A batch larger than 64 MiB has
+    a file of its own. A pure function of its argument.
+
+    Args:
+        sizes: Bytes of each batch.
     """
     most = -(-len(sizes) // PARTS)
-    found: list[range] = []
-    start = held = 0
+    groups: list[range] = []
+    start = total = 0
     for i, size in enumerate(sizes):
-        if i > start and (held + size > SHARD or i - start == most):
-            found.append(range(start, i))
-            start, held = i, 0
-        held += size
-    return (*found, range(start, len(sizes))) if sizes else ()
+        if i > start and (total + size > SHARD or i - start == most):
+            groups.append(range(start, i))
+            start, total = i, 0
+        total += size
+    return (*groups, range(start, len(sizes))) if sizes else ()

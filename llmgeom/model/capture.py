@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Any, SupportsIndex, TypeVar, overload
+from typing import Any
 
 import numpy as np
 import torch
@@ -62,7 +61,6 @@ OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
 ATTENDING = frozenset(Site) - OUTPUTS - {Site.RESIDUAL, Site.MLP_WRITE, Site.FINAL}
 
 Key = tuple[Site | str, int]  # layer -1 for sites that have no layer; "OBSERVER.ARRAY" for what an observer returned
-T = TypeVar("T")
 
 
 def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: int) -> int:
@@ -91,64 +89,57 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
     return rows * sum(each[site] for site in sites)
 
 
-class OnDisk(Mapping[Key, Tensor]):
-    """The tensors of a capture that is left on disk."""
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """Tensors joined along rows; narrower attention rows are padded with zeros, the weight on absent positions."""
+    width = max(tensor.shape[-1] for tensor in tensors) if tensors[0].dim() > 1 else 0
+    if width:
+        tensors = [torch.nn.functional.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
+    return torch.cat(list(tensors))
 
-    @abstractmethod
-    def part(self, rows: Tensor) -> OnDisk:
+
+class LazyTensors(Mapping[Key, Tensor]):
+    """Tensors by key, each read when it is asked for: no more than one need be in memory.
+
+    Args:
+        read: (key, rows) -> tensor; rows are indices, None for all.
+        keys: What can be read.
+        rows: Which rows are read, in this order; None for all.
+    """
+
+    def __init__(
+        self, read: Callable[[Key, Tensor | None], Tensor], keys: Sequence[Key], rows: Tensor | None = None
+    ) -> None:
+        self._read, self._keys, self._rows = read, keys, rows
+
+    def part(self, rows: Tensor) -> LazyTensors:
         """Some rows only, in the order given, none twice."""
-
-
-class Joined(OnDisk):
-    """Tensors of several captures, joined along rows when they are read; rows beyond `rows` are left out."""
-
-    def __init__(self, parts: tuple[Mapping[Key, Tensor], ...], rows: Tensor | None = None) -> None:
-        self._parts, self._rows = parts, rows
-
-    def part(self, rows: Tensor) -> Joined:
-        return Joined(self._parts, rows if self._rows is None else self._rows[rows])
+        return LazyTensors(self._read, self._keys, rows if self._rows is None else self._rows[rows])
 
     def __getitem__(self, key: Key) -> Tensor:
-        tensors = [part[key] for part in self._parts]
-        if tensors[0].dim() > 1:  # attention rows of narrower batches are padded with zeros
-            width = max(tensor.shape[-1] for tensor in tensors)
-            tensors = [torch.nn.functional.pad(t, (0, width - t.shape[-1])) for t in tensors]
-        whole = torch.cat(tensors)
-        return whole if self._rows is None else whole[self._rows]
+        if key not in self._keys:
+            raise KeyError(key)
+        return self._read(key, self._rows)
 
     def __iter__(self) -> Iterator[Key]:
-        return (key for key in self._parts[0] if all(key in part for part in self._parts))
+        return iter(self._keys)
 
     def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _part(tensors: Mapping[Key, Tensor], rows: Tensor) -> Mapping[Key, Tensor]:
-    return tensors.part(rows) if isinstance(tensors, OnDisk) else {key: tensors[key][rows] for key in tensors}
+        return len(self._keys)
 
 
 @dataclass(frozen=True)
-class Layers(Sequence[T]):
-    """The tensors of a site, or what is made of them, layer by layer, each read when it is asked for: of a capture that
-    is left on disk no more than one need be in memory."""
+class Layers(Sequence[Any]):
+    """The tensors of one site, layer by layer, each read from a mapping when it is asked for."""
 
-    read: Callable[[Key], T]
+    tensors: Mapping[Key, Tensor]
     keys: tuple[Key, ...]
 
     def __len__(self) -> int:
         return len(self.keys)
 
-    @overload
-    def __getitem__(self, layer: SupportsIndex) -> T: ...
-    @overload
-    def __getitem__(self, layer: slice) -> Layers[T]: ...
-    def __getitem__(self, layer: SupportsIndex | slice) -> T | Layers[T]:
-        if isinstance(layer, slice):
-            return Layers(self.read, self.keys[layer])
-        return self.read(self.keys[layer])
-
-    def __iter__(self) -> Iterator[T]:
-        return map(self.read, self.keys)
+    def __getitem__(self, layer: Any) -> Any:  # a tensor, or Layers for a slice
+        key = self.keys[layer]
+        return Layers(self.tensors, key) if isinstance(layer, slice) else self.tensors[key]
 
 
 @dataclass(frozen=True)
@@ -158,7 +149,7 @@ class Capture:
     prompt, position   [row] int64: which input, and which position of it, each row is.
     lengths            [batch] int64: real tokens of each input.
     tensors            (site, layer) -> tensor, on the CPU, in the model's dtype (float32 where Site says so).
-                       Of a large capture in a store they are read from there, one at a time (llmgeom/cache/lazy.py).
+                       Of a large capture in a store they are read from there, one at a time.
     events             what happened on the way that a reader should know (a batch halved after out-of-memory).
     """
 
@@ -180,13 +171,14 @@ class Capture:
         place[prompts] = torch.arange(len(prompts))
         rows = (place[self.prompt] >= 0).nonzero()[:, 0]
         rows = rows[torch.argsort(place[self.prompt[rows]], stable=True)]
+        own = self.tensors
         return replace(
             self,
             batch=self.batch.take(prompts.tolist()) if batch is None else batch,
             prompt=place[self.prompt[rows]],
             position=self.position[rows],
             lengths=self.lengths[prompts],
-            tensors=_part(self.tensors, rows),
+            tensors=own.part(rows) if isinstance(own, LazyTensors) else {key: own[key][rows] for key in own},
         )
 
     @staticmethod
@@ -195,12 +187,17 @@ class Capture:
         if len(parts) == 1:
             return parts[0].take(order, batch)
         first = np.cumsum([0, *(len(part.lengths) for part in parts)])
+
+        def read(key: Key, rows: Tensor | None) -> Tensor:
+            tensor = concatenated([part.tensors[key] for part in parts])
+            return tensor if rows is None else tensor[rows]
+
         whole = Capture(
             batch,
             torch.cat([part.prompt + int(at) for part, at in zip(parts, first, strict=False)]),
             torch.cat([part.position for part in parts]),
             torch.cat([part.lengths for part in parts]),
-            Joined(tuple(part.tensors for part in parts)),
+            LazyTensors(read, [key for key in parts[0].tensors if all(key in part.tensors for part in parts)]),
             tuple(dict.fromkeys(event for part in parts for event in part.events)),
         )
         return whole.take(order, batch)
@@ -219,12 +216,12 @@ class Capture:
         """
         return self.batch.exact.flat
 
-    def layers(self, site: Site) -> Layers[Any]:  # of tensors: a checker of types would read one
+    def layers(self, site: Site) -> Layers:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
         found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
         if not found:
             raise LookupError(f"{site.value} was not captured; add Site.{site.name} to the sites")
-        return Layers(self.tensors.__getitem__, tuple(found))
+        return Layers(self.tensors, tuple(found))
 
     def stacked(self, site: Site) -> Tensor:
         """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""

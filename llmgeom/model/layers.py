@@ -48,8 +48,8 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
     if found and sorted(found) != list(range(len(found))):
         raise UnsupportedModel(
-            f"{name}: only layers {', '.join(map(str, sorted(found)))} of model type {model_type!r} have self-attention; "
-            "hybrid models are not read"
+            f"{name}: only layers {', '.join(map(str, sorted(found)))} of model type {model_type!r} have "
+            "self-attention; hybrid models are not read"
         )
     if not found:
         raise UnsupportedModel(

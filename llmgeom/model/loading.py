@@ -24,6 +24,7 @@ from llmgeom.model import hub
 from llmgeom.model.layers import without_attention
 from llmgeom.optional import OPTIONAL, installed
 
+OFFLOADED = "not hashed: offloaded"
 BANNER = "quantised ({}): every number and verdict is of the quantised model; its untrained controls are not quantised"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _BESIDE = {"8bit": "float16", "4bit": "bfloat16"}  # what bitsandbytes computes in beside quantised weights

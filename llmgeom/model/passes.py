@@ -1,21 +1,28 @@
-"""What one capture runs and keeps: batches, sites, observers, and the shards that they are written to."""
+"""What one capture will run and keep: batches, sites, observers, and the shards that they are written to."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.cache import keys
 from llmgeom.cache.shards import Store, room
-from llmgeom.errors import Unavailable
-from llmgeom.model.capture import Key, Site
+from llmgeom.errors import Unavailable, UserError
+from llmgeom.files import digest, sha256
+from llmgeom.model.batching import BATCH_TOKENS, group_batches, plan_batches
+from llmgeom.model.capture import Key, Site, nbytes
 from llmgeom.model.edits import Edit
+from llmgeom.model.forward import Reader
+from llmgeom.model.loading import OFFLOADED
+
+Positions = Literal["query", "all"]
 
 
 @dataclass(frozen=True)
@@ -98,13 +105,15 @@ class Observer:
 
 
 @dataclass(frozen=True)
-class Work:
+class CapturePlan:
     """One capture before it runs: a pure function of model facts, batch and options.
 
-    where     [batch seq] bool: the rows to keep.
-    batches   the plan: which inputs run together; sizes: bytes that each gives (about); groups: batches that share a
-              shard.
-    store     where shards are written; None for nowhere.
+    Attributes:
+        where: [batch seq] bool, the rows to keep.
+        batches: Which inputs run together.
+        sizes: Bytes that each batch gives, about.
+        groups: Batches that share a shard.
+        store: Where shards are written; None for nowhere.
     """
 
     batch: Batch
@@ -116,11 +125,11 @@ class Work:
     sizes: list[int]
     groups: tuple[range, ...]
     observers: tuple[Observer, ...] = ()
-    store: Store | None = field(default=None)
+    store: Store | None = None
 
     @cached_property
     def order(self) -> Tensor:
-        """[row]: which row of the batches, one after another, each row of the capture is, whatever the plan was."""
+        """[row] the index of each row of the capture among the rows of all batches, one batch after another."""
         members = torch.tensor([i for batch in self.batches for i in batch])
         return torch.argsort(members.repeat_interleave(self.where.sum(1)[members]), stable=True)
 
@@ -135,7 +144,7 @@ class Work:
         return self.sites.union(*(observer.sites for observer in self.observers))
 
     def missing(self, shards: Iterable[int]) -> list[int]:
-        """Those of these shards that are not stored."""
+        """Which of these shards are not stored."""
         return [i for i in shards if self.store is None or i not in self.store]
 
     @contextmanager
@@ -149,7 +158,100 @@ class Work:
             yield
 
 
-def check_available(name: str, why: str) -> None:
-    """Raise Unavailable where `why` says that a site cannot be captured."""
-    if why:
-        raise Unavailable(f"{name}: {why}")
+def plan_capture(
+    reader: Reader,
+    batch: Batch,
+    sites: Iterable[Site],
+    edits: Sequence[Edit] = (),
+    *,
+    positions: Positions = "query",
+    observers: Sequence[Observer] = (),
+    batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None,
+) -> CapturePlan:
+    """What `Subject.capture` will run with the same arguments.
+
+    Raises:
+        Unavailable: A site cannot be captured from this model.
+        UserError: The model cannot read the batch; an edit to be stored has no spec.
+    """
+    sites, edits = frozenset(sites), reader.edits + tuple(edits)
+    if why := reader.unavailable(sites.union(*(observer.wanted for observer in observers))):
+        raise Unavailable(f"{reader.name}: {why}")
+    tokens = reader.tokens(batch)
+    where = _queried(batch, tokens, positions)
+    batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
+    rows = [int(where[[*members]].sum()) for members in batches]
+    observed = sum(observer.row_bytes for observer in observers)
+    sizes = [
+        nbytes(reader.facts, sites, n, int(tokens.lengths[members[0]])) + observed * n
+        for n, members in zip(rows, batches, strict=True)
+    ]
+    plan = CapturePlan(batch, tokens, where, sites, edits, batches, sizes, group_batches(sizes), tuple(observers))
+    return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
+
+
+def plan_control(reader: Reader, seed: int | None, batch: Batch, sites: Iterable[Site], **options: Any) -> CapturePlan:
+    """`plan_capture` of the untrained control of that seed, which need not exist; of the model itself for None."""
+    if seed is not None:
+        reader = replace(reader, facts={**reader.facts, **descent(reader, seed)})  # type: ignore[type-var]
+    return plan_capture(reader, batch, sites, **options)
+
+
+def descent(reader: Reader, seed: int) -> dict[str, Any]:
+    """The facts of an untrained control that say which model it was made from."""
+    origin = {"name": reader.facts["name"], "revision": reader.facts.get("revision")}
+    return {"files": identity(reader), "untrained": seed, "untrained_of": origin}
+
+
+def identity(reader: Reader) -> str:
+    """The hash that stands for a model's weights in cache keys.
+
+    It is that of the files they were read from, else of the weights themselves. An untrained control has the identity
+    of the model that it was made from: its seed and config tell it from others.
+
+    Raises:
+        UserError: The weights are offloaded and were not read from files.
+    """
+    if files := reader.facts.get("files"):
+        return str(files)
+    if reader.weight_hash == OFFLOADED:
+        raise UserError(f"{reader.name} is offloaded and was not read from files: capture without store, or load it")
+    return reader.weight_hash
+
+
+def run_spec(reader: Reader) -> dict[str, Any]:
+    """What all captures of a model, and of its untrained controls, have in common in the cache."""
+    return keys.run_spec(reader.facts, identity(reader), reader.model, reader.tokenizer)
+
+
+def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str, Any], tuple[dict, dict]]:
+    """What a `Store` is made with: `run_spec`, what tells this capture from others, and descriptions of both."""
+    if any(not edit.spec for edit in plan.edits):
+        raise UserError("an edit without a spec cannot be stored: give Edit(..., spec={...}) or capture without store")
+    facts, source = reader.facts, plan.batch.source
+    spec = {
+        "untrained": facts.get("untrained"),
+        "tokens": keys.of_tokens(plan.tokens),
+        "positions": sha256(plan.where.numpy().tobytes()),
+        "plan": digest({"batches": plan.batches, "shards": [list(group) for group in plan.groups]}),
+        "sites": sorted(plan.sites),
+        "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in plan.edits],
+    }
+    if plan.observers:
+        spec["observers"] = {one.name: one.version or keys.of_code(one.function) for one in plan.observers}
+    origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}
+    name = str(source.get("name", source.get("kind", "prompts")))
+    return run_spec(reader), spec, (origin, {"of": name, "prompts": len(plan.batch), "shards": len(plan.groups)})
+
+
+def _queried(batch: Batch, tokens: Tokens | Rows, positions: Positions) -> Tensor:
+    """[batch seq] bool: the rows to keep."""
+    real = torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]
+    if positions == "all":
+        return real
+    if positions != "query":
+        raise UserError(f"positions {positions!r}: expected 'query' or 'all'")
+    if batch.query is not None:
+        return batch.query & real
+    return torch.arange(tokens.data.shape[1]) == tokens.lengths[:, None] - 1

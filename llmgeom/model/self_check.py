@@ -1,8 +1,9 @@
-"""Does what is captured agree with the model itself?"""
+"""The self-check: does what is captured agree with the model itself?"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,83 +11,86 @@ from torch import Tensor
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.errors import UnsupportedModel
 from llmgeom.model.capture import Site
+from llmgeom.model.forward import Reader
 from llmgeom.model.layers import without_attention
 
-if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
 
+def check(reader: Reader) -> dict[str, Any]:
+    """Compares what is captured with the model itself, at every load; the record carries the result.
 
-def check(subject: Subject) -> dict[str, Any]:
-    """Does what is captured agree with the model itself? Run at every load; the record carries the answer.
+    On two random sequences:
+        logits: Largest |difference| of log-probabilities with and without capture.
+        rows: Captured attention rows times values against the model's own attention output, largest |difference| over
+            the rms of the output.
+        residual: Residual in + writes against residual out, likewise. Where it fails, as in post-norm families,
+            `writes` says that they are unavailable.
 
-    On two random sequences: each layer is entered once (else UnsupportedModel); largest |difference| of the logits
-    with and without capture; of each captured row times the values against the model's own attention output
-    (relative to its rms); and of residual in + writes against residual out (relative to its rms). Where the last
-    fails, the writes are marked unavailable, as in post-norm families.
+    Raises:
+        UnsupportedModel: Logits or rows differ, or a layer was not entered exactly once.
     """
-    batch = probe_batch(subject)
-    tokens = subject.tokens(batch)
+    batch = probe_batch(reader.facts)
+    tokens = reader.tokens(batch)
     length = int(tokens.lengths[0])
-    plain = _plain_log_probs(subject, tokens)
-    final = subject.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
+    plain = _plain_log_probs(reader, tokens)
+    final = reader.capture(batch, {Site.LOG_PROBS}, batch_tokens=2 * length)
     report: dict[str, Any] = {"logits": _largest(final.log_probs - plain)}
-    whole = subject.facts["dtype"] == "float32" and not subject.facts.get("quantised")
-    tolerance = 1e-4 if whole else 5e-2
-    if why := without_attention(subject.model):
-        _held(subject, report, tolerance)
+    exact = reader.facts["dtype"] == "float32" and not reader.facts.get("quantised")
+    tolerance = 1e-4 if exact else 5e-2
+    if why := without_attention(reader.model):
+        _refuse_above(tolerance, report, reader)
         return report | {"writes": f"unavailable: {why}"}
-    known = all(block.attention_writer is not None and block.mlp_writer is not None for block in subject.blocks)
+    known = all(block.attention_writer is not None and block.mlp_writer is not None for block in reader.blocks)
     sites = {Site.ATTENTION, Site.VALUE, Site.Z, Site.RESIDUAL, Site.LOG_PROBS}
     writes = {Site.ATTENTION_WRITE, Site.MLP_WRITE} if known else set()
-    seen = subject.capture(batch, sites | writes, positions="all", batch_tokens=2 * length)
+    seen = reader.capture(batch, sites | writes, positions="all", batch_tokens=2 * length)
     report["rows"] = max(
         _relative(_mix(row, value, seen.prompt), z)
         for row, value, z in zip(seen.layers(Site.ATTENTION), seen.layers(Site.VALUE), seen.layers(Site.Z), strict=True)
     )
-    _held(subject, report, tolerance)
-    if writes:
-        stream = seen.layers(Site.RESIDUAL)
-        # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
-        report["residual"] = max(
-            min(_relative(stream[i] + a + m, stream[i + 1]), _relative(a + m + stream[i], stream[i + 1]))
-            for i, (a, m) in enumerate(zip(seen.layers(Site.ATTENTION_WRITE), seen.layers(Site.MLP_WRITE), strict=True))
-        )
-        if report["residual"] > tolerance:
-            report["writes"] = "unavailable: residual in + writes is not residual out"
-    else:
-        report["writes"] = "unavailable: the modules that write to the residual stream are not known"
+    _refuse_above(tolerance, report, reader)
+    if not writes:
+        return report | {"writes": "unavailable: the modules that write to the residual stream are not known"}
+    stream = seen.layers(Site.RESIDUAL)
+    # Added in the order of sequential and of parallel layers: in bfloat16 a sum depends on its order.
+    report["residual"] = max(
+        min(_relative(stream[i] + a + m, stream[i + 1]), _relative(a + m + stream[i], stream[i + 1]))
+        for i, (a, m) in enumerate(zip(seen.layers(Site.ATTENTION_WRITE), seen.layers(Site.MLP_WRITE), strict=True))
+    )
+    if report["residual"] > tolerance:
+        report["writes"] = "unavailable: residual in + writes is not residual out"
     return report
 
 
-def _held(subject: Subject, report: dict[str, float], tolerance: float) -> None:
+def _refuse_above(tolerance: float, report: Mapping[str, float], reader: Reader) -> None:
     if not max(report.values()) <= tolerance:
         raise UnsupportedModel(
-            f"{subject.name} ({subject.facts['model_type']}) fails the parity check {report}: what would be captured "
-            f"is not what the model computes; {subject.remedy}"
+            f"{reader.name} ({reader.facts['model_type']}) fails the self-check {report}: what would be captured "
+            f"is not what the model computes; {reader.forward.remedy}"
         )
 
 
-def probe_batch(subject: Subject) -> Batch:
-    """Two random sequences of what the model reads, long enough for a small sliding window to act."""
+def probe_batch(facts: Mapping[str, Any]) -> Batch:
+    """Two random sequences of what a model with these facts reads, long enough for a small sliding window to act."""
     generator = torch.Generator().manual_seed(0)
-    length = min(24, subject.facts["positions"] or 24)
-    if subject.facts["window"] and subject.facts["window"] < 64:
-        length = min(2 * subject.facts["window"], subject.facts["positions"] or 128)
+    length = min(24, facts["positions"] or 24)
+    if facts["window"] and facts["window"] < 64:
+        length = min(2 * facts["window"], facts["positions"] or 128)
     lengths = torch.tensor([length, length - 3 if length > 4 else length])
-    if subject.facts["features"]:
-        rows = Rows(torch.randn(2, length, subject.facts["features"], generator=generator), lengths)
-        return Batch(rows, ("a", "b"), {"kind": "parity"})
-    tokens = Tokens(torch.randint(subject.facts["vocabulary"], (2, length), generator=generator), lengths)
-    return Batch(tokens, ("a", "b"), {"kind": "parity"})
+    inputs: Rows | Tokens
+    if facts["features"]:
+        inputs = Rows(torch.randn(2, length, facts["features"], generator=generator), lengths)
+    else:
+        inputs = Tokens(torch.randint(facts["vocabulary"], (2, length), generator=generator), lengths)
+    return Batch(inputs, ("a", "b"), {"kind": "self_check"})
 
 
 @torch.no_grad()
-def _plain_log_probs(subject: Subject, tokens: Tokens | Rows) -> Tensor:
-    """Log-probabilities at the final tokens with our function out of the way and the same logits kept."""
+def _plain_log_probs(reader: Reader, tokens: Tokens | Rows) -> Tensor:
+    """Log-probabilities at the final tokens, without our attention function."""
     rows = (torch.arange(len(tokens)), tokens.lengths - 1)
-    hook = subject.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
+    hook = reader.model.get_output_embeddings().register_forward_pre_hook(lambda _m, a: (a[0][rows][:, None],))
     try:
-        return subject.logits(tokens.data).float().log_softmax(-1).cpu()
+        return reader.forward.logits(tokens.data).float().log_softmax(-1).cpu()
     finally:
         hook.remove()
 

@@ -1,4 +1,4 @@
-"""A subject read through TransformerLens: for families that keep attention to themselves, and as a second opinion.
+"""A model read through TransformerLens: for families that keep attention to themselves, and as a second opinion.
 
 GPT-J, GPT-Neo, BLOOM and Falcon do not send their attention through transformers' interface. TransformerLens' bridge
 knows their layouts and has hooks of its own; only those are used here. The price: a layer's whole pattern
@@ -10,11 +10,11 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,8 +23,6 @@ from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
 from llmgeom.model.layers import Block
-from llmgeom.model.loading import describe
-from llmgeom.model.subject import Subject
 
 HOOKS = {
     Site.VALUE: "attn.hook_v",
@@ -49,45 +47,31 @@ _one_pass = threading.RLock()
 
 
 @dataclass(frozen=True, eq=False)
-class BridgeSubject(Subject):
-    """A Subject whose passes run in `bridge`, a TransformerBridge around a copy of `model`.
+class BridgeForward:
+    """Runs `bridge`, a TransformerBridge around a copy of `model`.
 
-    `model` stays as it was given; the parity check compares with it. The copy shares its parameters, but where a family
-    keeps query, key and value in one matrix the bridge holds them a second time, split.
+    `model` is not changed: the self-check compares with it. The copy shares its parameters, but where a family keeps
+    query, key and value in one matrix the bridge holds them a second time, split.
     """
 
-    bridge: Any = field(default=None, repr=False)
-    remedy = "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
+    model: Any
+    name: str
+    blocks: Sequence[Block]
+    bridge: Any = field(repr=False)
+    backend: ClassVar[str] = "tl"
+    remedy: ClassVar[str] = (
+        "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
+    )
 
-    @classmethod
-    def of(cls, model: Any, tokenizer: Any = None, name: str = "model", **facts: Any) -> BridgeSubject:
-        """A subject from a transformers causal LM in memory; it is put in eval mode.
-
-        Raises UnsupportedModel where TransformerLens cannot wrap it, or not each of its layers.
-        """
-        model = getattr(model, "_orig_mod", model).eval()
-        bridge = _boot(model, name)
-        layers = _blocks(model, bridge, name)
-        lens = f"transformer_lens {version('transformer-lens')}"
-        found = describe(model, name) | {
-            "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
-            "head_dim": bridge.cfg.d_head,
-            "attention": f"eager, read by {lens}",
-            "backend": lens,
-        }
-        if "local" in getattr(model.config, "attention_layers", ()):
-            found["window"] = model.config.window_size
-        return cls(model, tokenizer, name, {**found, **facts}, layers, bridge=bridge)
-
-    def _attached(self) -> AbstractContextManager[None]:
+    def attached(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def logits(self, ids: Tensor, model: Any = None) -> Tensor:
+    def logits(self, inputs: Tensor, model: Any = None) -> Tensor:
         # No position_ids: BLOOM knows none, and what the others assume is 0, 1, 2 ... as well.
-        ids = ids.to(self.model.get_input_embeddings().weight.device)
-        return (model or self.model)(input_ids=ids, use_cache=False).logits[:, 0]
+        inputs = inputs.to(self.model.get_input_embeddings().weight.device)
+        return (model or self.model)(input_ids=inputs, use_cache=False).logits[:, 0]
 
-    def _run(self, recorder: Recorder, ids: Tensor) -> Tensor:
+    def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
         acts = self._acts(recorder)
         known, fired = self.bridge.hook_dict, set()
 
@@ -105,7 +89,7 @@ class BridgeSubject(Subject):
             output = self.bridge.original_model.get_output_embeddings()
             handle = output.register_forward_pre_hook(lambda _module, args: recorder.asked(args[0]))
             try:
-                logits = self.logits(ids, self.bridge.original_model)
+                logits = self.logits(inputs, self.bridge.original_model)
             finally:
                 handle.remove()
         for name, (site, _) in acts.items():
@@ -131,17 +115,19 @@ class BridgeSubject(Subject):
         return acts
 
     def _act(self, recorder: Recorder, site: Site, layer: int) -> Callable[[Tensor], Tensor | None]:
-        heads = self.facts["kv_heads" if site in (Site.VALUE, Site.KEY) else "heads"]
+        heads, dim = self.bridge.cfg.n_heads, self.bridge.cfg.d_head
+        if site in (Site.VALUE, Site.KEY):
+            heads = self.bridge.cfg.n_key_value_heads or heads
 
         def keep(x):
             if site is Site.Z:
                 recorder.seen.append(layer)
             y = x
             if site in (Site.VALUE, Site.KEY, Site.QUERY, Site.Z):
-                if x[0, 0].numel() != heads * self.facts["head_dim"]:
+                if x[0, 0].numel() != heads * dim:
                     raise UnsupportedModel(
                         f"{self.name}: {site.value} of layer {layer} has shape {tuple(x.shape)} in TransformerLens, "
-                        f"which is not {heads} heads of {self.facts['head_dim']}"
+                        f"which is not {heads} heads of {dim}"
                     )
                 y = x.reshape(*x.shape[:2], heads, -1)
             edited = (POINTS.get(site), layer) in recorder.edits
@@ -159,8 +145,31 @@ class BridgeSubject(Subject):
         why = f"its hook {hook} does not exist or does not run for this family"
         if site in (Site.KEY, Site.QUERY):
             why = "it shows them before rotary embedding only, and attention consumes them after it"
-        asked = f"{self.name} ({self.facts['model_type']}): {site.value}"
-        return Unavailable(f"{asked} is not available from {self.facts['backend']}; {why}")
+        what = f"{self.name} ({self.model.config.model_type}): {site.value}"
+        return Unavailable(f"{what} is not available from {_version()}; {why}")
+
+
+def through_transformer_lens(model: Any, name: str) -> tuple[BridgeForward, tuple[Block, ...], dict[str, Any]]:
+    """How to run a model, its layers, and its facts where they differ from those of its config.
+
+    Raises:
+        UnsupportedModel: TransformerLens cannot wrap the model, or one of its layers.
+    """
+    bridge = _boot(model, name)
+    layers = _blocks(model, bridge, name)
+    facts = {
+        "kv_heads": bridge.cfg.n_key_value_heads or bridge.cfg.n_heads,
+        "head_dim": bridge.cfg.d_head,
+        "attention": f"eager, read by {_version()}",
+        "backend": _version(),
+    }
+    if "local" in getattr(model.config, "attention_layers", ()):
+        facts["window"] = model.config.window_size
+    return BridgeForward(model, name, layers, bridge), layers, facts
+
+
+def _version() -> str:
+    return f"transformer_lens {version('transformer-lens')}"
 
 
 def _boot(model: Any, name: str) -> Any:
@@ -215,7 +224,7 @@ def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
             raise UnsupportedModel(f"{name}: layer {index} is not attention and MLP, so it cannot be read")
         layer = model.get_submodule(block.name)
         attention = layer.get_submodule(block.attn.name)
-        # OPT's MLP is no module of its own. The bridge's hooks do not need it; the parity check then leaves writes out.
+        # OPT's MLP is no module of its own. The bridge's hooks do not need it; the self-check then leaves writes out.
         mlp = layer.get_submodule(block.mlp.name) if block.mlp.name else None
         found.append(Block(layer, attention, attention, mlp))
     return tuple(found)

@@ -1,27 +1,23 @@
-"""From the last residual to the logits, as a model itself goes: what a logit lens reads through."""
+"""A model's own way from its last residual to its logits, through which a logit lens reads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from llmgeom.errors import Unavailable
-from llmgeom.model import self_check as parity
 from llmgeom.model.capture import Site
-
-if TYPE_CHECKING:
-    from llmgeom.model.subject import Subject
+from llmgeom.model.forward import Reader
+from llmgeom.model.self_check import probe_batch
 
 
 @dataclass(frozen=True, eq=False)
 class Unembedding:
-    """norm: the final norm, or the identity; head: the output embedding; after: what is done to logits (a soft-cap, a
-    scale)."""
+    """Final norm (or the identity), output embedding, and what follows it (a soft-cap, a scale, or nothing)."""
 
     norm: nn.Module
     head: nn.Module
@@ -30,32 +26,35 @@ class Unembedding:
     @torch.no_grad()
     def __call__(self, residual: Float[Tensor, "row d_model"]) -> Float[Tensor, "row vocabulary"]:
         """Log-probabilities in nats, float32, on the CPU."""
-        hidden = self.norm(_beside(self.head, residual)[:, None])
+        hidden = self.norm(_placed_with(self.head, residual)[:, None])
         return self.after(self.head(hidden)[:, 0].float()).log_softmax(-1).cpu()
 
 
 @torch.no_grad()
-def unembedding_of(subject: Subject) -> Unembedding:
-    """Found by trial, on two random sequences: the module beside the layers that takes the last residual to what the
-    output embedding reads, and the way on that gives the model's own log-probabilities.
+def unembedding_of(reader: Reader) -> Unembedding:
+    """Found by trial on two random sequences.
 
-    Raises Unavailable where none does, or the output embedding is not in memory.
+    The norm is the module next to the layers that maps the last residual to the input of the output embedding; `after`
+    is what then gives the model's own log-probabilities.
+
+    Raises:
+        Unavailable: None does, or the output embedding is not in memory.
     """
-    seen = subject.capture(parity.probe_batch(subject), {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
+    seen = reader.capture(probe_batch(reader.facts), {Site.RESIDUAL, Site.FINAL, Site.LOG_PROBS})
     last, final = seen.layers(Site.RESIDUAL)[-1], seen.final
-    head = subject.model.get_output_embeddings()
+    head = reader.model.get_output_embeddings()
     if head is None or next(head.parameters()).is_meta:
-        raise Unavailable(f"{subject.name} has no output embedding in memory; a logit lens reads through it")
-    near = 1e-3 if subject.facts["dtype"] == "float32" else 3e-2
+        raise Unavailable(f"{reader.name} has no output embedding in memory; a logit lens reads through it")
+    near = 1e-3 if reader.facts["dtype"] == "float32" else 3e-2
 
     def same(ours: Tensor, theirs: Tensor) -> bool:
         return ours.shape == theirs.shape and bool((ours - theirs).abs().max() <= near * theirs.abs().max())
 
     norms: list[nn.Module] = [nn.Identity()]
-    for owner in subject.model.modules():
+    for owner in reader.model.modules():
         if any(isinstance(child, nn.ModuleList) for child in owner.children()):
             norms += [child for child in owner.children() if not isinstance(child, nn.ModuleList | nn.Embedding)]
-    config = subject.model.config.get_text_config()
+    config = reader.model.config.get_text_config()
     cap, scale = getattr(config, "final_logit_softcapping", None), getattr(config, "logit_scale", None) or 1.0
     ways: tuple[Callable[[Tensor], Tensor], ...] = (
         lambda logits: logits,
@@ -64,20 +63,20 @@ def unembedding_of(subject: Subject) -> Unembedding:
     )
     for norm in norms:
         try:
-            hidden = norm(_beside(head, last)[:, None])[:, 0].cpu()
+            hidden = norm(_placed_with(head, last)[:, None])[:, 0].cpu()
         except (TypeError, RuntimeError, ValueError):  # not a module of one tensor: no norm
             continue
         if same(hidden.float(), final.float()):
-            logits = head(_beside(head, final)).float().cpu()
+            logits = head(_placed_with(head, final)).float().cpu()
             for after in ways:
                 if same(after(logits).log_softmax(-1), seen.log_probs):
                     return Unembedding(norm, head, after)
     raise Unavailable(
-        f"{subject.name}: how model type {subject.facts['model_type']!r} goes from its last layer to its logits is not "
+        f"{reader.name}: how model type {reader.facts['model_type']!r} goes from its last layer to its logits is not "
         "known; a logit lens would not be its own"
     )
 
 
-def _beside(head: nn.Module, x: Tensor) -> Tensor:
+def _placed_with(head: nn.Module, x: Tensor) -> Tensor:
     parameter = next(head.parameters())
     return x.to(parameter.device, parameter.dtype)

@@ -13,7 +13,7 @@ import torch
 from llmgeom.batch import Batch, Rows
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.model.batching import plan
+from llmgeom.model.batching import plan_batches
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
@@ -59,7 +59,7 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     rows: dict[int, np.ndarray] = {}
     hook = fused.register_forward_hook(lambda module, given, out: seen.append(out))
     try:
-        for members in map(list, plan(tokens.lengths.tolist())):
+        for members in map(list, plan_batches(tokens.lengths.tolist())):
             seen.clear()
             ids = tokens.ids[members, : int(tokens.lengths[members].max())]
             subject.model(input_ids=ids.to(subject.model.device), use_cache=False)

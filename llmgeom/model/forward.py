@@ -1,0 +1,102 @@
+"""How a model is run: one forward pass, seen by a recorder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.model.attention import Recorder, attached, interface_kind, recording
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.layers import Block, blocks, without_attention
+
+
+class Forward(Protocol):
+    """How a model is run. There are two: through transformers (here) and through TransformerLens.
+
+    backend   the name of this way, as `--backend` takes it. remedy: what to try where the self-check fails.
+    """
+
+    backend: ClassVar[str]
+    remedy: ClassVar[str]
+
+    def attached(self) -> AbstractContextManager[None]:
+        """Holds while passes run."""
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """Logits [row vocabulary] of inputs [input seq ...], at the rows that a hook on the output embedding keeps."""
+
+    def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
+        """One pass that `recorder` sees; the logits of its rows, [row vocabulary]."""
+
+
+class Reader(Protocol):
+    """A `Subject`, as the modules that it imports see it."""
+
+    @property
+    def model(self) -> Any: ...
+    @property
+    def tokenizer(self) -> Any: ...
+    @property
+    def name(self) -> str: ...
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    @property
+    def blocks(self) -> tuple[Block, ...]: ...
+    @property
+    def forward(self) -> Forward: ...
+    @property
+    def edits(self) -> tuple[Edit, ...]: ...
+    @property
+    def weight_hash(self) -> str: ...
+    @property
+    def unembed(self) -> Callable[[Tensor], Tensor]: ...
+    def tokens(self, batch: Batch) -> Tokens | Rows: ...
+    def unavailable(self, sites: Iterable[Site]) -> str: ...
+    def capture(self, batch: Batch, sites: Iterable[Site], edits: Sequence[Edit] = (), **options: Any) -> Capture: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TransformersForward:
+    """A transformers model whose attention runs through the attention interface, or that has no attention."""
+
+    model: Any
+    name: str
+    blocks: Sequence[Block]
+    backend: ClassVar[str] = "transformers"
+    remedy: ClassVar[str] = "try --backend tl"
+
+    def attached(self) -> AbstractContextManager[None]:
+        return nullcontext() if without_attention(self.model) else attached(self.model, self.name)
+
+    def run(self, recorder: Recorder, inputs: Tensor) -> Tensor:
+        with recording(recorder, self.blocks, self.model.get_output_embeddings()):
+            return self.logits(inputs)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """No mask is given: right pads come after every real token, and a causal model does not look ahead."""
+        weight = self.model.get_input_embeddings().weight
+        device = torch.device("cpu") if weight.is_meta else weight.device  # on disk: accelerate takes inputs along
+        inputs = inputs.to(device)
+        read = {"rows": inputs.to(weight.dtype)} if inputs.is_floating_point() else {"input_ids": inputs}
+        position_ids = torch.arange(inputs.shape[1], device=device).expand(inputs.shape[:2])
+        return self.model(**read, position_ids=position_ids, use_cache=False).logits[:, 0]
+
+
+def through_transformers(model: Any, name: str) -> tuple[TransformersForward, tuple[Block, ...], dict[str, Any]]:
+    """How to run a model, its layers, and how its attention is read, as a fact.
+
+    Raises UnsupportedModel where its attention cannot be read.
+    """
+    why = without_attention(model)
+    kind = "" if why else interface_kind(model, name)
+    layers = blocks(model, name)
+    implementation = model.config.get_text_config()._attn_implementation
+    attention = f"none: {why}" if why else f"{implementation} through {kind}"
+    return TransformersForward(model, name, layers), layers, {"attention": attention}

@@ -1,0 +1,210 @@
+"""Runs planned captures: shard by shard, batch by batch, halved when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmgeom import interrupt
+from llmgeom.errors import UnsupportedModel, UserError
+from llmgeom.model.attention import Recorder
+from llmgeom.model.capture import OUTPUTS, RANKS, Capture, Key, LazyTensors, Site, concatenated
+from llmgeom.model.finite import check_logits, check_rows
+from llmgeom.model.forward import Reader
+from llmgeom.model.passes import CapturePlan, Step
+from llmgeom.stats.information import entropy
+
+IN_MEMORY = 2**28  # bytes; a stored capture that is larger stays on disk
+
+
+def gather(
+    reader: Reader,
+    plan: CapturePlan,
+    progress: Callable[[int, int], None] | None = None,
+    *,
+    only_stored: bool = False,
+) -> Capture:
+    """The capture of a plan: shards that are stored are read, the others are made.
+
+    Args:
+        reader: The model.
+        plan: Made by `plan_capture`.
+        progress: Called as progress(prompts done, prompts in all).
+        only_stored: Make nothing.
+
+    Raises:
+        LookupError: With `only_stored`, a shard is missing or damaged.
+        UserError: As `Subject.capture`.
+    """
+    left_on_disk = plan.store if sum(plan.sizes) > IN_MEMORY else None
+    shards = range(len(plan.groups))
+    parts: list[dict[Key, Tensor]] = []
+    events: list[str] = []
+    done = 0
+    with nullcontext() if only_stored else reader.forward.attached(), plan.writing(shards):
+        for index in shards:
+            with interrupt.deferred():
+                part, happened = _shard(reader, plan, index, only_stored)
+            events += happened
+            if left_on_disk is None:
+                parts.append(part)
+            done += sum(len(plan.batches[i]) for i in plan.groups[index])
+            if progress:
+                progress(done, len(plan.batch))
+    prompt, position = plan.where.nonzero(as_tuple=True)
+    tensors: Mapping[Key, Tensor] = {}
+    if left_on_disk is not None:
+        tensors = _on_disk(plan)
+    elif parts:
+        tensors = {key: concatenated([part[key] for part in parts])[plan.order] for key in parts[0]}
+    return Capture(plan.batch, prompt, position, plan.tokens.lengths, tensors, tuple(events))
+
+
+def fill(reader: Reader, plan: CapturePlan, shards: Sequence[int]) -> None:
+    """Make some shards of a stored capture while other processes make the others."""
+    with reader.forward.attached(), plan.writing(shards, shared=True):
+        for index in shards:
+            with interrupt.deferred():
+                _shard(reader, plan, index)
+
+
+def _on_disk(plan: CapturePlan) -> LazyTensors:
+    """The tensors of a stored capture, each read when it is asked for."""
+    store, shards, place = plan.store, len(plan.groups), torch.argsort(plan.order)
+    assert store is not None
+
+    def read(key: Key, rows: Tensor | None) -> Tensor:
+        if rows is None:
+            return store.rows(_name(key), shards, place)
+        number = torch.full_like(place, -1)
+        number[rows] = torch.arange(len(rows))
+        return store.rows(_name(key), shards, number[place])
+
+    return LazyTensors(read, [_key(name) for name in store.names(0)] if shards else [])
+
+
+def _name(key: Key) -> str:
+    """The name of a tensor in a shard."""
+    return f"{key[0]}.{key[1]:03d}"
+
+
+def _key(name: str) -> Key:
+    site, layer = name.rsplit(".", 1)
+    return Site(site) if site in set(Site) else site, int(layer)
+
+
+def _shard(
+    reader: Reader, plan: CapturePlan, index: int, only_stored: bool = False
+) -> tuple[dict[Key, Tensor], list[str]]:
+    """The tensors of one shard and the events on the way: read where it is stored and sound, else made and stored."""
+    if plan.store is not None and (stored := plan.store.read(index)) is not None:
+        return {_key(name): tensor for name, tensor in stored[0].items()}, stored[1]["events"]
+    if only_stored:
+        raise LookupError(f"shard {index} is not stored")
+    events: list[str] = []
+    batches = [plan.batches[i] for i in plan.groups[index]]
+    parts = []
+    for members in batches:
+        parts.append(_halved(reader, plan, list(members), events))
+        check_rows(reader, plan, parts[-1], list(members))
+    part = parts[0] if len(parts) == 1 else {key: concatenated([one[key] for one in parts]) for key in parts[0]}
+    if plan.store is not None:
+        named = {_name(key): tensor for key, tensor in part.items()}
+        plan.store.write(index, named, {"batches": batches, "events": events})
+    return part, events
+
+
+def _halved(reader: Reader, plan: CapturePlan, members: list[int], events: list[str]) -> dict[Key, Tensor]:
+    """One planned batch; when memory runs out in halves, with an event."""
+    try:
+        return one_pass(reader, plan, members)
+    except torch.OutOfMemoryError:
+        if len(members) == 1:
+            length = int(plan.tokens.lengths[members[0]])
+            raise UserError(
+                f"prompt {members[0] + 1} of {length} tokens alone does not fit in memory on "
+                f"{reader.facts['device']}; use --dtype bfloat16, --device-map auto or shorter prompts"
+            ) from None
+        half = len(members) // 2
+        events.append(f"out of memory: a batch of {len(members)} prompts was run in halves")
+    first = _halved(reader, plan, members[:half], events)
+    second = _halved(reader, plan, members[half:], events)
+    return {key: concatenated([first[key], second[key]]) for key in first}
+
+
+@torch.no_grad()
+def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key, Tensor]:
+    """One forward pass of some inputs: the tensors at their rows, in host memory."""
+    lengths = plan.tokens.lengths[members]
+    width = int(lengths.max())
+    inputs, mask = plan.tokens.data[members, :width], plan.where[members, :width]
+    rows = mask.nonzero(as_tuple=True)
+    every = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True) if plan.everywhere else rows
+    where = (torch.tensor(members), mask)
+    recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every)
+    logits = reader.forward.run(recorder, inputs)
+    _check_pass(reader, plan, recorder)
+    tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if key[0] in plan.sites}
+    if plan.sites & OUTPUTS or plan.observers:
+        log_probs = logits.float().log_softmax(-1)
+        tensors |= {(site, -1): tensor for site, tensor in _outputs(log_probs, plan.sites)}
+    if plan.observers:
+        step = Step(
+            plan.batch.take(members),
+            inputs,
+            lengths,
+            *rows,
+            *every,
+            log_probs,
+            lambda residual: reader.unembed(residual),  # found by trial at its first use only
+            reader.tokenizer,
+            recorder.kept,
+            recorder.kept_everywhere,
+        )
+        for observer in plan.observers:
+            tensors |= observer.observe(step)
+    # Whether they are finite is copied along with the rest: to ask here would wait for the device once more.
+    tensors["finite"] = torch.isfinite(logits).all(-1)
+    tensors = _on_host(tensors)
+    check_logits(reader, plan, tensors.pop("finite"), [members[i] for i in rows[0].tolist()])
+    return tensors
+
+
+def _check_pass(reader: Reader, plan: CapturePlan, recorder: Recorder) -> None:
+    """Every layer with attention ran once, and every edit was made."""
+    attending = [i for i, block in enumerate(reader.blocks) if block.attention is not None]
+    if recorder.seen != attending:
+        raise UnsupportedModel(
+            f"{reader.name}: attention ran in layers {recorder.seen} instead of each of 0 to {len(reader.blocks) - 1} "
+            "once; this architecture cannot be captured"
+        )
+    for edit in plan.edits:
+        if id(edit) not in recorder.touched:
+            raise UserError(f"the edit at {edit.point} of layers {edit.layers} touched no layer; nothing was edited")
+
+
+def _outputs(log_probs: Tensor, sites: frozenset[Site]) -> Iterator[tuple[Site, Tensor]]:
+    """The sites that are made of next-token log-probabilities [row vocabulary]."""
+    if Site.ENTROPY in sites:
+        yield Site.ENTROPY, entropy(log_probs)
+    if Site.LIKELY in sites:
+        most = log_probs.topk(min(RANKS, log_probs.shape[-1]))
+        yield Site.LIKELY, torch.stack([most.indices.float(), most.values], 1)
+    if Site.LOG_PROBS in sites:
+        yield Site.LOG_PROBS, log_probs
+
+
+def _on_host(tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+    """The same tensors in host memory, in one copy per device: each copy waits for all work of its device."""
+    copied = {key: tensor for key, tensor in tensors.items() if tensor.device.type == "cpu"}
+    for device in {tensor.device for tensor in tensors.values()} - {torch.device("cpu")}:
+        # Wide numbers first: a float32 may not begin at any byte.
+        here = sorted((k for k, t in tensors.items() if t.device == device), key=lambda k: -tensors[k].itemsize)
+        flat = torch.cat([tensors[key].flatten().view(torch.uint8) for key in here]).cpu()
+        parts = flat.split([tensors[key].nbytes for key in here])
+        copied |= {k: part.view(tensors[k].dtype).view(tensors[k].shape) for k, part in zip(here, parts, strict=True)}
+    return copied

@@ -1,0 +1,78 @@
+"""From prompts to what a model reads: token ids or rows of numbers, right-padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.model.forward import Reader
+
+Tokenizer = Callable[..., Mapping[str, Any]]
+
+
+def encode(batch: Batch, tokenizer: Tokenizer | None, facts: Mapping[str, Any], name: str) -> Tokens | Rows:
+    """The inputs of a batch as a model reads them, right-padded; a prompt of any length, an empty one too.
+
+    Args:
+        batch: Prompts, tokens or rows.
+        tokenizer: Of the model; None for a model that reads token ids or rows only.
+        facts: Of the model: `features` (width of the rows that it reads, else None) and `vocabulary`.
+        name: Of the model, for errors.
+
+    Returns:
+        Token ids with the special tokens that the tokenizer itself adds, or rows of real numbers.
+
+    Raises:
+        UserError: The model does not read this kind of input, or has no such token.
+    """
+    features = facts["features"]
+    if isinstance(batch.inputs, Rows):
+        width = batch.inputs.values.shape[-1]
+        if width != features:
+            reads = f"rows of {features} numbers" if features else "tokens"
+            raise UserError(f"{name} reads {reads}; this batch holds rows of {width} real numbers")
+        return batch.inputs
+    if features:
+        raise UserError(f"{name} reads rows of {features} real numbers; this batch holds text or tokens")
+    if isinstance(batch.inputs, Tokens):
+        largest = int(batch.inputs.ids.max()) if batch.inputs.ids.numel() else 0
+        if largest >= facts["vocabulary"]:
+            raise UserError(f"{name} knows tokens below {facts['vocabulary']}; this batch holds {largest}")
+        return batch.inputs
+    if tokenizer is None:
+        raise UserError(f"{name} {NO_TOKENIZER}")
+    ids = tokenizer(list(batch.text), add_special_tokens=True, verbose=False)["input_ids"]
+    lengths = [len(row) for row in ids]
+    padded = torch.zeros(len(ids), max(lengths, default=0), dtype=torch.int64)
+    for row, sequence in zip(padded, ids, strict=True):
+        row[: len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+    return Tokens(padded, torch.tensor(lengths, dtype=torch.int64))
+
+
+def check_lengths(tokens: Tokens | Rows, limit: int | None, name: str) -> None:
+    """Raises UserError for an input without tokens and for one longer than `limit`, the model's positions."""
+    for i, length in enumerate(tokens.lengths.tolist()):
+        if length == 0:
+            raise UserError(f"prompt {i + 1} has no tokens after tokenizing; remove it")
+        if limit is not None and length > limit:
+            raise UserError(f"prompt {i + 1} has {length} tokens; {name} reads at most {limit}: shorten it")
+
+
+def fitting(reader: Reader, batch: Batch) -> Batch:
+    """The prompts of a batch that are no longer than the model's positions."""
+    limit = reader.facts["positions"]
+    lengths = encode(batch, reader.tokenizer, reader.facts, reader.name).lengths.tolist()
+    return batch.take([i for i, length in enumerate(lengths) if limit is None or length <= limit])
+
+
+def special_prefix(tokenizer: Tokenizer | None) -> int:
+    """How many special tokens the tokenizer puts before a text (1 for a BOS, else usually 0)."""
+    if tokenizer is None:
+        return 0
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer("a", add_special_tokens=True)["input_ids"]
+    return next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
