@@ -127,7 +127,7 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 CAPTURING = {
     "model/attention": "3e56f5130d30fe3a",
     "model/batching": "e9cc1b6a64c1d8da",
-    "model/capture": "2378e4631e8d829c",
+    "model/capture": "0c4d929df45cf2fe",
     "model/edits": "cae09ba0789da99f",
     "model/forward": "c302d008ff2be4c4",
     "model/layers": "222527f475c65328",

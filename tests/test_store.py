@@ -270,7 +270,7 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
 def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model, tmp_path, monkeypatch):
     """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
     probes = {"one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()))}
-    options = {"nulls": 3, "batch_tokens": 24, "store": str(tmp_path)}
+    options = {"controls": 3, "batch_tokens": 24, "store": str(tmp_path)}
     own = 7 * nbytes(model.facts, frozenset({Site.VALUE, Site.ENTROPY, Site.LIKELY}), 1, 23)
     needed = 4 * own + 3 * 7 * nbytes(model.facts, frozenset({Site.VALUE}), 1, 23)
     free = [needed - 1]

@@ -391,5 +391,5 @@ def test_load_through_the_bridge(tmp_path):
 
 
 def test_importing_the_module_does_not_import_transformer_lens():
-    code = "import sys, llmgeom.tl; sys.exit('transformer_lens' in sys.modules)"
+    code = "import sys, llmgeom.model.transformer_lens; sys.exit('transformer_lens' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -129,9 +129,9 @@ class LazyTensors(Mapping[Key, Tensor]):
 
 @dataclass(frozen=True)
 class Layers(Sequence[Any]):
-    """The tensors of one site, layer by layer, each read from a mapping when it is asked for."""
+    """The tensors of one site, layer by layer, each read when it is asked for."""
 
-    tensors: Mapping[Key, Tensor]
+    read: Callable[[Key], Tensor]
     keys: tuple[Key, ...]
 
     def __len__(self) -> int:
@@ -139,7 +139,7 @@ class Layers(Sequence[Any]):
 
     def __getitem__(self, layer: Any) -> Any:  # a tensor, or Layers for a slice
         key = self.keys[layer]
-        return Layers(self.tensors, key) if isinstance(layer, slice) else self.tensors[key]
+        return Layers(self.read, key) if isinstance(layer, slice) else self.read(key)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Capture:
         found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
         if not found:
             raise LookupError(f"{site.value} was not captured; add Site.{site.name} to the sites")
-        return Layers(self.tensors, tuple(found))
+        return Layers(self.tensors.__getitem__, tuple(found))
 
     def stacked(self, site: Site) -> Tensor:
         """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""
