@@ -138,7 +138,7 @@ CAPTURING = {
     "model/tokenizing": "4c1353528e8dd416",
     "model/transformer_lens": "2f722d4addb54336",
     "cache/shards": "f7bba1f18a920a7a",
-    "stats/information": "14370c36a456a08d",
+    "stats/information": "7c20593ce49ad4bd",
 }
 
 
