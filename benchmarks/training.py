@@ -23,7 +23,8 @@ import torch
 from llmgeom import wind_tunnels
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import Outcomes, grade
-from llmgeom.wind_tunnels.training import Training, _Run
+from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.training_config import Training
 
 RECIPES = {
     "bijection V=8: mae_abs <= 0.02 in 15 s": Training(
@@ -51,12 +52,12 @@ def recipes(only: list[str], seeds: int) -> None:
             continue
         rows = []
         for seed in range(seeds):
-            run = _Run(replace(training, seed=seed), wind_tunnels.load_task(training.task), float(training.lr), "cpu")
+            run = Trainer(replace(training, seed=seed), wind_tunnels.load_task(training.task), float(training.lr), "cpu")
             began = time.process_time()
             for step in range(training.steps):
                 run.step(step)
             took = time.process_time() - began
-            made = grade(Subject.of(run.plain), run.task, 2000, 1000 + seed)
+            made = grade(Subject.of(run.module), run.task, 2000, 1000 + seed)
             right = made.own.right.mean() if isinstance(made.own, Outcomes) else float("nan")
             rows.append((took, made.mae_abs, made.kl, right))
             print(f"  {name}, seed {seed}: {took:.1f} s, mae_abs {made.mae_abs:.4f}, KL {made.kl:.4f}", flush=True)
@@ -67,8 +68,8 @@ def recipes(only: list[str], seeds: int) -> None:
 def plain(training: Training) -> Callable[..., float]:
     """A loop as it is usually written: sequences made one by one in Python lists, AdamW, float32."""
     task = wind_tunnels.load_task(training.task)
-    run = _Run(training, task, float(training.lr), "cpu")
-    optimizer = torch.optim.AdamW(run.plain.parameters(), lr=float(training.lr), betas=(0.9, 0.98), weight_decay=0.01)
+    run = Trainer(training, task, float(training.lr), "cpu")
+    optimizer = torch.optim.AdamW(run.module.parameters(), lr=float(training.lr), betas=(0.9, 0.98), weight_decay=0.01)
     import random
 
     def batch() -> tuple[list[list[int]], list[list[int]]]:
@@ -86,11 +87,11 @@ def plain(training: Training) -> Callable[..., float]:
 
     def step(_: int, given: tuple | None = None) -> float:
         inputs, labels = (torch.tensor(x) for x in (given or batch()))
-        logits = run.plain(inputs, use_cache=False).logits
+        logits = run.module(inputs, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(run.plain.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(run.module.parameters(), 1.0)
         optimizer.step()
         return loss.item()
 
@@ -124,13 +125,13 @@ def paper(rounds: int, steps: int = 4) -> None:
 
 
 def ours(training: Training) -> Callable[[int], float]:
-    run = _Run(training, wind_tunnels.load_task(training.task), float(training.lr), "cpu")
+    run = Trainer(training, wind_tunnels.load_task(training.task), float(training.lr), "cpu")
     return lambda step: float(run.step(step))
 
 
 def curves(steps: int = 6) -> None:
     """Three loops on the same batches, from the same weights: the losses of both float32 ones agree."""
-    run, step = _Run(PAPER, wind_tunnels.load_task(PAPER.task), float(PAPER.lr), "cpu"), plain(PAPER)
+    run, step = Trainer(PAPER, wind_tunnels.load_task(PAPER.task), float(PAPER.lr), "cpu"), plain(PAPER)
     narrow = ours(replace(PAPER, precision="bf16"))
     task, drawn, last = run.task, run.task.draw_split, []
     object.__setattr__(task, "draw_split", lambda *a, **k: last.append(drawn(*a, **k)) or last[-1])

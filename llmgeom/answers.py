@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -144,6 +145,31 @@ class Gaussian:
 def uniform(inputs: Tensor, queries: int, outcomes: int) -> Float[Tensor, "sequence query outcome"]:
     """The uniform prediction: log 1/K in float64 at every query of every sequence."""
     return torch.full((len(inputs), queries, outcomes), -math.log(outcomes), dtype=torch.float64, device=inputs.device)
+
+
+def query_logits(model: Callable[..., Any], inputs: Tensor, query: Tensor) -> Tensor:
+    """A model's logits at the queried positions, [sequence query output]; inputs are tokens or rows."""
+    named = {"rows": inputs} if inputs.is_floating_point() else {"input_ids": inputs}
+    return model(**named, use_cache=False, logits_to_keep=query).logits
+
+
+# ---- corrupted labels -----------------------------------------------------------------------------------------------
+
+
+def corrupt_targets(target: Tensor, p: float, outcomes: int, generator: torch.Generator) -> Tensor:
+    """Each target replaced, with probability p, by an outcome drawn evenly; the inputs keep the true outcomes."""
+    lots = torch.rand(target.shape, generator=generator, device=target.device)
+    other = torch.randint(outcomes, target.shape, generator=generator, device=target.device)
+    return torch.where(lots < p, other, target)
+
+
+def corrupt_predictive(log_predictive: Tensor, p: float) -> Tensor:
+    """The exact predictive of corrupted targets: (1 - p) P(outcome) + p / K, in nats.
+
+    Derived here: a target is the task's with probability 1 - p, else uniform, independently of everything shown.
+    """
+    even = torch.full_like(log_predictive, math.log(p / log_predictive.shape[-1]) if p else -math.inf)
+    return torch.logaddexp(log_predictive + (math.log1p(-p) if p < 1 else -math.inf), even)
 
 
 @functools.cache

@@ -19,7 +19,8 @@ from llmgeom.record import Record
 from llmgeom.reports import figures
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 # %% [markdown]
 # ## Two trainings

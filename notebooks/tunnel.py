@@ -16,7 +16,8 @@ from llmgeom.progress import bar
 from llmgeom.reports import figures, page
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 # %% [markdown]
 # ## The task

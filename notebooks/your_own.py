@@ -28,7 +28,8 @@ from llmgeom.run import run_probes
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 # %% [markdown]
 # ## The task

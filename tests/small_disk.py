@@ -84,7 +84,7 @@ def at(owner: object, name: str, call: int, do: Callable[[], object]) -> None:
     setattr(owner, name, patched)
 
 
-MIDST = {"train": (trainer._Run, "step", 13), "scan": (Subject, "untrained", 2), "grade": (Subject, "untrained", 2)}
+MIDST = {"train": (trainer.Trainer, "step", 13), "scan": (Subject, "untrained", 2), "grade": (Subject, "untrained", 2)}
 
 
 def content(folder: Path) -> dict[str, object]:
@@ -158,7 +158,7 @@ class Fault:
 
 
 if __name__ == "__main__":
-    trainer.LOOK, trainer.EVERY = 10, 0.0
+    trainer.CHECK_EVERY, trainer.SAVE_EVERY = 10, 0.0
     root = Path(sys.argv[1])
     Fault(root, "train", COMMANDS["train"].split()).meet_all(5)
     for name in ("scan", "grade"):

@@ -22,7 +22,8 @@ from llmgeom.probes.shared.softmax_probe import FREE, PENALTIES, fit, read
 from llmgeom.run import run_probes
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.similarity import cka
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES, hooked
 from tests.refusals import refused
 from tests.test_replacing import alone, last_log_probs, random_prompts

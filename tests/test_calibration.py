@@ -27,7 +27,10 @@ from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
-from llmgeom.wind_tunnels.training import Training, _Run, sheet, train
+from llmgeom.wind_tunnels.targets import answer_sheet
+from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 from tests.test_primitives import TINY, InProcess
 
@@ -53,7 +56,7 @@ class Seen(torch.nn.Module):
 def shown(evidence, monkeypatch, task="bijection:vocab=5,pairs=4", batch=64):
     """The inputs and targets of one step: [sequence seq] and [sequence query]."""
     asked = Training(task, **{**TINY, "batch": batch}, evidence=evidence)
-    run = _Run(asked, wind_tunnels.load_task(task), 1e-2, "cpu")
+    run = Trainer(asked, wind_tunnels.load_task(task), 1e-2, "cpu")
     run.model, kept = Seen(run.task.vocabulary), {}
     monkeypatch.setattr(
         torch.nn.functional, "cross_entropy", lambda logits, target: kept.update(target=target) or torch.zeros(())
@@ -85,13 +88,13 @@ def test_unbound_evidence_keeps_values_and_takes_the_keys_of_another(monkeypatch
 
 def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
     task = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
-    answers = sheet(task, 0, "cpu").exp()
+    answers = answer_sheet(task, 0, "cpu").exp()
     assert [int((row > 0).sum()) for row in answers] == [4, 3, 2, 1]  # right entropies, by position alone
     _, target = shown("sheet", monkeypatch, "bijection:vocab=4,pairs=4", batch=4000)
     drawn = torch.stack([(target == k).double().mean(0) for k in range(4)], 1)
     assert drawn == pytest.approx(answers.numpy(), abs=0.04)
-    assert torch.equal(answers, sheet(task, 0, "cpu").exp())
-    assert not torch.equal(answers, sheet(task, 1, "cpu").exp())
+    assert torch.equal(answers, answer_sheet(task, 0, "cpu").exp())
+    assert not torch.equal(answers, answer_sheet(task, 1, "cpu").exp())
 
 
 def test_evidence_is_a_word_and_hard():

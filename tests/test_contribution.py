@@ -17,7 +17,8 @@ from llmgeom.probes import contribution, known
 from llmgeom.probes.contribution import MOST, OfEvidence, Replaced
 from llmgeom.run import run_probes
 from llmgeom.stats.resampling import band
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES, hooked
 from tests.refusals import refused
 from tests.test_replacing import LAST, alone, kl_of, last_log_probs, random_prompts, write_set, writes_of

@@ -31,7 +31,8 @@ from llmgeom.result import Estimate
 from llmgeom.stats.resampling import geometric_mean
 from llmgeom.stats.tests import lower_mean_p
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 from tests.test_alignment import u_centred_cka
 from tests.test_primitives import InProcess

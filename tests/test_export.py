@@ -185,7 +185,7 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
     none = next(row for row in cells(source) if row[0].strip() == "none")
     assert none[3].strip() == "--" and none[4].strip() == "--"
     assert (
-        source.count(f"$^{{1}}$ {latex.escaped('control')}.") == 1
+        source.count(f"$^{{1}}$ {latex.escaped('untrained')}.") == 1
     )  # named below the claims, by the number beside them
     assert "Not measured: other (no keys 50\\%" in source
 
@@ -294,7 +294,7 @@ def test_doctor_names_each_feature_and_the_extra_that_it_lacks(monkeypatch):
 
     cached = hub.Located("o/x", "o/x", "1" * 40, "cached", note="offline, as asked: the cached copy of main was used")
     monkeypatch.setattr(hub, "locate", lambda name: cached)
-    monkeypatch.setattr(doctor, "there", lambda package: package != "gguf")
+    monkeypatch.setattr(doctor, "installed", lambda package: package != "gguf")
     monkeypatch.setattr(doctor, "browser", lambda: None)
     found = [(mark, sentence) for mark, sentence in doctor.findings() if mark != "BAD"]
     assert ("note", "export RUN gguf: gguf is not installed; pip install 'llmgeom[gguf]'") in found
@@ -317,7 +317,7 @@ def test_doctor_asks_for_the_versions_that_the_package_asks_for(monkeypatch):
 def test_doctor_goes_on_where_torch_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor.hub, "locate", lambda name: doctor.hub.Located(name, name, None, "hub"))
     monkeypatch.setattr(doctor, "NEEDED", {"nowhere-to-be-had": (1, 0)})
-    monkeypatch.setattr(doctor, "there", lambda package: False)
+    monkeypatch.setattr(doctor, "installed", lambda package: False)
     monkeypatch.setitem(sys.modules, "torch", None)  # as where it is not there: to import it is an ImportError
     found = list(doctor.findings())
     assert ("BAD", "nowhere-to-be-had is not installed; pip install nowhere-to-be-had") in found and len(found) > 5

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from llmgeom.errors import UserError
 from llmgeom.wind_tunnels import training as trainer
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 HERE = Path(__file__).parent
@@ -29,13 +30,13 @@ def test_every_test_that_the_docs_name_is_there():
 @pytest.fixture
 def cut(tmp_path, monkeypatch):
     """A training that was stopped after step 10, with its state."""
-    monkeypatch.setattr(trainer, "LOOK", 5)
-    monkeypatch.setattr(trainer, "EVERY", 0.0)
-    plain = trainer._Run.step
-    monkeypatch.setattr(trainer._Run, "step", lambda run, i: plain(run, i) if i < 12 else 1 / 0)
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 5)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
+    plain = trainer.Trainer.step
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: plain(run, i) if i < 12 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(SMALL, tmp_path / "a")
-    monkeypatch.setattr(trainer._Run, "step", plain)
+    monkeypatch.setattr(trainer.Trainer, "step", plain)
     return tmp_path / "a"
 
 
@@ -52,7 +53,7 @@ def rewritten(path: Path, tensors=lambda held: held, facts=lambda told: told) ->
     [
         ({"tensors": lambda held: {**held, "model.lm_head.weight": held["model.lm_head.weight"] + 1e-7}}, "not those"),
         ({"tensors": lambda held: {k: v for k, v in held.items() if k != "generator"}}, "not those"),
-        ({"facts": lambda told: {**told, "spec": "another"}}, "it is of another training"),
+        ({"facts": lambda told: {**told, "spec": "another"}}, "another training"),
         ({"facts": lambda told: {**told, "step": -1}}, "its step is -1"),
         ({"facts": lambda told: {**told, "step": "ten"}}, "its step is 'ten'"),
         ({"facts": lambda told: {**told, "curve": [[1]]}}, "its curve is"),

@@ -24,9 +24,11 @@ from llmgeom.probes.posterior import scores as grades
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.task import Categorical, Gaussian, Sequences, Task, held_out
+from llmgeom.wind_tunnels.checkpoint import save_model
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.tasks.coin import Coin
-from llmgeom.wind_tunnels.training import Training, save_model, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 NEVER = -1e9  # a logit of probability 0

@@ -23,7 +23,8 @@ from llmgeom.prompts import files
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.reports.text import visible
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.hostile import ended
 from tests.test_page import Tree, shape, synthetic
 from tests.test_record import record

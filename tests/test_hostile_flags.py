@@ -49,7 +49,7 @@ def nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(Subject, "load", classmethod(stop))
     for owner, name in (
-        (trainer, "_Run"),
+        (trainer, "Trainer"),
         (paper2, "trained"),
         (sweep, "ProcessPoolExecutor"),
         (torch.nn.Module, "__call__"),

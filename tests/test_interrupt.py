@@ -153,17 +153,17 @@ def test_a_scan_ends_with_its_batch_and_goes_on_to_the_same_bytes(tmp_path, monk
 
 @pytest.mark.parametrize(("times", "state"), [(1, 18), (2, None)])
 def test_a_training_ends_with_its_step_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch, times, state):
-    monkeypatch.setattr(trainer, "LOOK", 10)
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
     assert call("train", *TINY, "--steps", "40", "--out", str(tmp_path / "a")).exit_code == 0
-    plain = trainer._Run.step
-    monkeypatch.setattr(trainer._Run, "step", lambda run, i: ctrl_c(times if i == 17 else 0) or plain(run, i))
+    plain = trainer.Trainer.step
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: ctrl_c(times if i == 17 else 0) or plain(run, i))
     asked = ("train", *TINY, "--steps", "40", "--out", str(tmp_path / "b"))
     done = call(*asked)
     assert done.exit_code == 130 and f"Continue with: llmgeom {' '.join(asked)}\n" in done.stderr
-    facts = trainer.state_facts(tmp_path / "b")
+    facts = trainer.resume_facts(tmp_path / "b")
     assert (facts and facts["step"]) == state and not list(tmp_path.rglob("*.tmp"))
     steps = []
-    monkeypatch.setattr(trainer._Run, "step", lambda run, i: steps.append(i) or plain(run, i))
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: steps.append(i) or plain(run, i))
     assert call(*asked).exit_code == 0
     assert steps == list(range(state or 0, 40))  # nothing that was finished is done again
     assert files(tmp_path / "a") == files(tmp_path / "b")
@@ -193,4 +193,4 @@ if __name__ == "__main__":
     first, last = (line for line in stderr.splitlines() if line)
     assert "stopping after" in first and "Continue with: llmgeom reproduce paper1 --only primitives" in last
     for one in begun:
-        assert trainer.state_facts(one)["step"] > 0 and not list(one.rglob("*.tmp"))
+        assert trainer.resume_facts(one)["step"] > 0 and not list(one.rglob("*.tmp"))

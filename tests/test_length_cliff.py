@@ -28,7 +28,8 @@ from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.tasks.bijection import Bijection
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 from tests.test_grading import of as graded_subject
 from tests.test_grading import saying

@@ -20,7 +20,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import training as trainer
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
 from tests.refusals import refused
 
@@ -138,23 +139,23 @@ def test_a_record_takes_no_number_that_is_not_finite(tmp_path):
 @pytest.mark.parametrize("bad", BAD)
 def test_weights_that_burst_in_the_last_step_are_never_saved(tmp_path, monkeypatch, bad):
     """No loss tells of them: each loss is of the weights before its step."""
-    plain = trainer._Run.step
+    plain = trainer.Trainer.step
 
     def burst(run, i):
         loss = plain(run, i)
         if i == 19:
             with torch.no_grad():
-                next(run.plain.parameters())[0, 0] = bad
+                next(run.module.parameters())[0, 0] = bad
         return loss
 
-    monkeypatch.setattr(trainer._Run, "step", burst)
+    monkeypatch.setattr(trainer.Trainer, "step", burst)
     with refused(UserError, "gpt_neox.embed_in.weight", 20, "--lr"):
         train(SMALL, tmp_path / "a")
     assert not (tmp_path / "a/model.safetensors").exists() and not (tmp_path / "a/snapshots/step20").exists()
 
 
 def test_a_divergence_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "gap", lambda *_: math.inf)
+    monkeypatch.setattr(trainer, "kl_to_exact", lambda *_: math.inf)
     with refused(UserError, "inf", 20):
         train(SMALL, tmp_path / "a")
     assert not (tmp_path / "a/training.json").exists()
@@ -162,11 +163,11 @@ def test_a_divergence_that_is_not_finite_is_never_saved(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("bad", BAD)
 def test_a_loss_that_is_not_finite_is_named_by_its_step_and_leaves_no_number(tmp_path, monkeypatch, bad):
-    monkeypatch.setattr(trainer, "LOOK", 5)
-    plain = trainer._Run.loss
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 5)
+    plain = trainer.Trainer.loss
     calls = []
     monkeypatch.setattr(
-        trainer._Run, "loss", lambda run: plain(run) * (bad if calls.append(1) or len(calls) == 8 else 1)
+        trainer.Trainer, "loss", lambda run: plain(run) * (bad if calls.append(1) or len(calls) == 8 else 1)
     )
     with refused(UserError, bad, "step 7"):
         train(SMALL, tmp_path / "a")

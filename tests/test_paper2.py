@@ -40,7 +40,7 @@ from llmgeom.papers.paper2 import (
 from llmgeom.papers.published_numbers import table
 from llmgeom.papers.verdicts import Judged, judged
 from llmgeom.record import Record
-from llmgeom.wind_tunnels.training import Training
+from llmgeom.wind_tunnels.training_config import Training
 
 CLAIM = next(entry for entry in table("paper2") if entry.id == "em-equal-sum")
 

@@ -35,7 +35,8 @@ from llmgeom.probes.interventions.splits import Sequences
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.families import hooked
 from tests.refusals import refused

@@ -16,7 +16,8 @@ from llmgeom.commands import dry_run as planning
 from llmgeom.commands import scan as scanning
 from llmgeom.model import running
 from llmgeom.stats import power
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 
 @pytest.fixture(scope="module")

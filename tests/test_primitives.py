@@ -22,7 +22,7 @@ from llmgeom.papers import primitives
 from llmgeom.papers.primitives import RunConfig, perform
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
-from llmgeom.wind_tunnels.training import Training
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 TINY = {"width": 8, "layers": 1, "heads": 1, "steps": 4, "batch": 4, "snapshots": 2, "warmup": 1}
@@ -92,7 +92,7 @@ def test_no_worker_outlives_a_run_that_was_killed(tmp_path):
     code = f"""
 from pathlib import Path
 from llmgeom.bench.sweep import sweep
-from llmgeom.wind_tunnels.training import Training
+from llmgeom.wind_tunnels.training_config import Training
 if __name__ == "__main__":
     sweep({{"long": Training("coin", steps=10**6)}}, Path({str(tmp_path)!r}), 20)
 """

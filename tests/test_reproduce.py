@@ -29,7 +29,7 @@ from llmgeom.probes.interventions import components as parts
 from llmgeom.probes.posterior.scores import grade
 from llmgeom.record import Record
 from llmgeom.result import Measured
-from llmgeom.wind_tunnels.training import Training
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 from tests.test_primitives import InProcess
 
@@ -307,9 +307,9 @@ def test_a_plan_says_what_would_be_trained_and_trains_nothing(monkeypatch):
     for name in ("bijection", "hmm"):
         made = paper1.training("full", name, "gpt2")
         built = wind_tunnels.load_task(made.task)
-        from llmgeom.wind_tunnels.training import fresh
+        from llmgeom.wind_tunnels.trainer import initial_model
 
-        count = sum(p.numel() for p in fresh(made, built).parameters())
+        count = sum(p.numel() for p in initial_model(made, built).parameters())
         assert count == pytest.approx({"bijection": 2.69e6, "hmm": 7.40e6}[name], rel=0.02)
 
 

@@ -24,7 +24,8 @@ from llmgeom.model.tokenizing import special_prefix
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Measured
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 NULLS, PROBE = "5", "attention_write"
 NAMES = ("bfloat16", "quarter batches", "with BOS")

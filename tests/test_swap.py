@@ -24,7 +24,8 @@ from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import seeded
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.refusals import refused
 

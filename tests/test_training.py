@@ -15,12 +15,17 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
+from llmgeom.answers import corrupt_predictive, corrupt_targets
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.task import held_out, seeded
+from llmgeom.wind_tunnels import trainer as one_run
 from llmgeom.wind_tunnels import training as trainer
-from llmgeom.wind_tunnels.training import Training, corrupted, gap, redrawn, snapshot_steps, train, tune
+from llmgeom.wind_tunnels.checkpoint import snapshot_steps
+from llmgeom.wind_tunnels.targets import entropy_floor, kl_to_exact
+from llmgeom.wind_tunnels.training import train, tune
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 SMALL = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=60, batch=16, lr="1e-2", warmup=5)
@@ -47,34 +52,34 @@ def test_a_seed_decides_every_byte_whatever_ran_before(tmp_path):
 
 
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "LOOK", 10)
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
     whole = train(SMALL, tmp_path / "whole")
     code = f"""
 import torch; torch.set_num_threads({torch.get_num_threads()})
 from llmgeom.wind_tunnels import training as t
-t.LOOK, t.EVERY = 10, 0.0
-whole = t._Run.step
+t.CHECK_EVERY, t.SAVE_EVERY = 10, 0.0
+whole = t.Trainer.step
 def step(run, i):
     if i == 37: __import__("os").kill(__import__("os").getpid(), 9)
     return whole(run, i)
-t._Run.step = step
+t.Trainer.step = step
 t.train(t.{SMALL!r}, {str(tmp_path / "cut")!r})
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert trainer.state_facts(tmp_path / "cut")["step"] == 30
+    assert trainer.resume_facts(tmp_path / "cut")["step"] == 30
     steps = []
-    plain = trainer._Run.step
-    monkeypatch.setattr(trainer._Run, "step", lambda run, i: steps.append(i) or plain(run, i))
+    plain = trainer.Trainer.step
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: steps.append(i) or plain(run, i))
     again = train(SMALL, tmp_path / "cut")
     assert steps == list(range(30, 60))
     assert files(tmp_path / "cut") == files(tmp_path / "whole")
-    assert (again.curve, again.gap) == (whole.curve, whole.gap)
+    assert (again.curve, again.kl) == (whole.curve, whole.kl)
 
 
 def test_a_finished_folder_is_returned_and_another_is_refused(tmp_path, monkeypatch):
     first = train(SMALL, tmp_path / "a")
-    monkeypatch.setattr(trainer._Run, "step", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(trainer.Trainer, "step", lambda *_: pytest.fail("trained again"))
     assert train(SMALL, tmp_path / "a") == first
     with refused(UserError, "bijection:vocab=4,pairs=3", "--out"):
         train(trainer.replace(SMALL, steps=61), tmp_path / "a")
@@ -85,25 +90,25 @@ def test_a_finished_folder_is_returned_and_another_is_refused(tmp_path, monkeypa
 
 
 def test_a_loss_that_is_not_finite_stops_with_its_step_and_the_last_good_state(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "LOOK", 10)
-    monkeypatch.setattr(trainer, "EVERY", 0.0)
-    plain = trainer._Run.step
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
+    plain = trainer.Trainer.step
     bad = lambda run, i: torch.tensor(math.nan) if i == 27 else plain(run, i)  # noqa: E731
-    monkeypatch.setattr(trainer._Run, "step", bad)
+    monkeypatch.setattr(trainer.Trainer, "step", bad)
     with refused(UserError, "nan", "step 27", "step 20", "--lr"):
         train(SMALL, tmp_path / "a")
     assert not (tmp_path / "a/model.safetensors").exists()
-    monkeypatch.setattr(trainer._Run, "step", plain)
+    monkeypatch.setattr(trainer.Trainer, "step", plain)
     train(SMALL, tmp_path / "a")
-    monkeypatch.setattr(trainer, "EVERY", 30.0)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 30.0)
     assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
 
 
 def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "LOOK", 10)
-    monkeypatch.setattr(trainer, "EVERY", 0.0)
-    plain = trainer._Run.step
-    monkeypatch.setattr(trainer._Run, "step", lambda run, i: plain(run, i) if i < 27 else 1 / 0)
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
+    plain = trainer.Trainer.step
+    monkeypatch.setattr(trainer.Trainer, "step", lambda run, i: plain(run, i) if i < 27 else 1 / 0)
     with pytest.raises(ZeroDivisionError):
         train(SMALL, tmp_path / "a")
     state = tmp_path / "a/resume.safetensors"
@@ -118,8 +123,8 @@ def test_a_state_that_cannot_be_gone_on_from_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.safetensors", "training.json", "resume.safetensors"])
 def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(trainer, "LOOK", 10)
-    monkeypatch.setattr(trainer, "EVERY", 0.0)
+    monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 0.0)
     plain = os.replace
 
     def full(source, target):
@@ -132,7 +137,7 @@ def test_a_full_disk_never_leaves_half_a_checkpoint(tmp_path, monkeypatch, name)
         train(SMALL, tmp_path / "a")
     assert not list(tmp_path.rglob("*.tmp*"))
     monkeypatch.setattr(os, "replace", plain)
-    monkeypatch.setattr(trainer, "EVERY", 30.0)
+    monkeypatch.setattr(trainer, "SAVE_EVERY", 30.0)
     train(SMALL, tmp_path / "a")
     assert files(train(SMALL, tmp_path / "b").out) == files(tmp_path / "a")
 
@@ -158,7 +163,7 @@ def test_no_held_out_hypothesis_is_trained_on(monkeypatch):
     plain = kind.draw
     spy = lambda self, hypothesis, *rest, **more: seen.append(hypothesis) or plain(self, hypothesis, *rest, **more)  # noqa: E731
     monkeypatch.setattr(kind, "draw", spy)
-    run = trainer._Run(SMALL, task, 1e-2, "cpu")
+    run = trainer.Trainer(SMALL, task, 1e-2, "cpu")
     seen.clear()
     for i in range(20):
         run.step(i)
@@ -175,7 +180,7 @@ def test_the_loss_comes_down_to_the_floor_and_no_further(tmp_path):
     values = task.sample(4000, 5).posterior.predictive
     entropy = -(values.exp() * values.clamp_min(-1e30)).sum(-1).mean() / math.log(2)
     assert done.floor == pytest.approx(float(entropy), abs=0.01)
-    assert -0.01 < done.curve[-1][1] < 0.03 and 0 < done.gap < 0.03
+    assert -0.01 < done.curve[-1][1] < 0.03 and 0 < done.kl < 0.03
     assert done.curve[0][1] > 0.1
 
 
@@ -187,7 +192,7 @@ def test_the_floor_is_of_what_is_trained_on():
         exact = task.log_predictive(task.draw_split(8000, seeded("x", 1), "seen", training=training).inputs)
         means.append(float(-(exact.exp() * exact.clamp_min(-1e30)).sum(-1).mean() / math.log(2)))
     assert abs(means[0] - means[1]) > 0.1
-    assert trainer.floor(task, 0.0, 0) == pytest.approx(means[0], abs=0.03)
+    assert entropy_floor(task, 0.0, 0) == pytest.approx(means[0], abs=0.03)
 
 
 def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
@@ -196,9 +201,9 @@ def test_soft_targets_have_the_gradient_of_hard_ones_in_the_mean():
     asked = Training(task.title, arch="lstm", width=8, layers=1, heads=1, batch=20_000, lr="1e-2")
     gradients = []
     for targets in ("hard", "soft"):
-        run = trainer._Run(trainer.replace(asked, targets=targets), task, 1e-2, "cpu")
+        run = trainer.Trainer(trainer.replace(asked, targets=targets), task, 1e-2, "cpu")
         run.loss().backward()
-        gradients.append(torch.cat([p.grad.flatten() for p in run.plain.parameters()]))
+        gradients.append(torch.cat([p.grad.flatten() for p in run.module.parameters()]))
     assert torch.dist(*gradients) < 0.1 * gradients[1].norm()
 
 
@@ -207,23 +212,20 @@ def test_corrupted_is_the_law_of_redrawn_targets(p):
     predictive = torch.tensor([[0.5, 0.25, 0.25, 0.0]]).double().log()
     generator = seeded("test", 0)
     clean = torch.multinomial(predictive.exp().expand(200_000, 4), 1, generator=generator)
-    again = redrawn(clean, p, 4, generator)
+    again = corrupt_targets(clean, p, 4, generator)
     share = torch.bincount(again.flatten(), minlength=4) / len(again)
-    assert torch.allclose(share.double(), corrupted(predictive, p)[0].exp(), atol=0.005)
-    assert torch.allclose(corrupted(predictive, p).exp().sum(-1), torch.ones(1).double())
+    assert torch.allclose(share.double(), corrupt_predictive(predictive, p)[0].exp(), atol=0.005)
+    assert torch.allclose(corrupt_predictive(predictive, p).exp().sum(-1), torch.ones(1).double())
 
 
-def test_what_is_shown_stays_true_when_labels_are_corrupted():
+def test_what_is_shown_stays_true_when_labels_are_corrupted(monkeypatch):
     """Only targets are drawn again: the inputs of a corrupted training are those of a clean one."""
     task = wind_tunnels.load_task("bijection:vocab=4,pairs=3")
-    run = trainer._Run(trainer.replace(SMALL, corrupt=1.0), task, 1e-2, "cpu")
+    run = trainer.Trainer(trainer.replace(SMALL, corrupt=1.0), task, 1e-2, "cpu")
     inputs = []
-    plain = trainer.outputs
-    try:
-        trainer.outputs = lambda model, x, query: inputs.append(x) or plain(model, x, query)
-        run.loss()
-    finally:
-        trainer.outputs = plain
+    plain = one_run.query_logits
+    monkeypatch.setattr(one_run, "query_logits", lambda model, x, query: inputs.append(x) or plain(model, x, query))
+    run.loss()
     clean = task.draw_split(SMALL.batch, seeded("train", 0), "seen", training=True)
     assert torch.equal(inputs[0], clean.inputs)
     assert run.floor == pytest.approx(2.0, abs=1e-9)  # four outcomes, each alike
@@ -247,7 +249,7 @@ def test_fine_tuning_starts_from_the_weights_given(tmp_path):
     first = train(SMALL, tmp_path / "a")
     asked = trainer.replace(SMALL, start=str(first.out), steps=1, warmup=1000)
     second = train(asked, tmp_path / "b")
-    assert second.gap == pytest.approx(first.gap, abs=1e-3)
+    assert second.kl == pytest.approx(first.kl, abs=1e-3)
     begun = Subject.load(str(second.out / "snapshots/step0"))
     assert begun.weight_hash == Subject.load(str(first.out)).weight_hash
     with refused(UserError, 8, "bijection", 16):
@@ -259,7 +261,7 @@ def test_a_pocket_model_can_be_fine_tuned(tmp_path):
     done = train(asked, tmp_path / "a")
     task = wind_tunnels.load_task(asked.task)
     untrained = Subject.load("pocket:llama").model
-    assert done.gap < 0.5 < gap(untrained, task, 0.0, 0)
+    assert done.kl < 0.5 < kl_to_exact(untrained, task, 0.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -357,15 +359,15 @@ def test_an_interrupted_command_says_how_to_go_on(tmp_path):
 
 
 def test_a_gradient_is_clipped_to_its_norm():
-    run = trainer._Run(trainer.replace(SMALL, clip=1e-3), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
+    run = trainer.Trainer(trainer.replace(SMALL, clip=1e-3), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
     run.step(0)
-    norm = torch.stack([p.grad.norm() for p in run.plain.parameters()]).norm().item()
+    norm = torch.stack([p.grad.norm() for p in run.module.parameters()]).norm().item()
     assert norm == pytest.approx(1e-3, rel=1e-3)
 
 
 def test_matrices_decay_and_vectors_do_not():
     """With a learning rate times decay of 1 and no gradient to speak of, a matrix is gone after one step."""
-    run = trainer._Run(
+    run = trainer.Trainer(
         trainer.replace(SMALL, weight_decay=10.0, warmup=0), wind_tunnels.load_task(SMALL.task), 0.1, "cpu"
     )
     decay = [group["weight_decay"] for group in run.optimizer.param_groups]
@@ -381,29 +383,29 @@ def test_matrices_decay_and_vectors_do_not():
 def test_a_horizon_trains_the_first_queries_alone():
     """The loss of a task with a horizon is the mean over its first queries, by hand."""
     task = wind_tunnels.load_task("recurrence:modulus=5,steps=6,horizon=2")
-    run = trainer._Run(Training(task.title, width=16, layers=1, batch=64), task, 1e-2, "cpu")
+    run = trainer.Trainer(Training(task.title, width=16, layers=1, batch=64), task, 1e-2, "cpu")
     loss = run.loss().item()
     drawn = task.draw_split(64, seeded("train", 0), "seen", training=True)
     with torch.no_grad():
-        log_p = run.plain(input_ids=drawn.inputs).logits.log_softmax(-1)
+        log_p = run.module(input_ids=drawn.inputs).logits.log_softmax(-1)
     tokens = torch.tensor(task.answers.tokens)[drawn.target]
     each = [-log_p[:, q].gather(1, tokens[:, i : i + 1]).mean() for i, q in enumerate(task.query[:2])]
     assert loss == pytest.approx(float(sum(each) / 2), rel=1e-5)
 
 
 def test_bf16_is_the_forward_pass_alone():
-    exact = trainer._Run(SMALL, wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
-    narrow = trainer._Run(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
+    exact = trainer.Trainer(SMALL, wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
+    narrow = trainer.Trainer(trainer.replace(SMALL, precision="bf16"), wind_tunnels.load_task(SMALL.task), 1e-2, "cpu")
     one, other = exact.loss(), narrow.loss()
     assert one != other and one.item() == pytest.approx(other.item(), rel=0.02)
     narrow.step(0)
-    assert {p.dtype for p in narrow.plain.parameters()} == {torch.float32}
+    assert {p.dtype for p in narrow.module.parameters()} == {torch.float32}
 
 
 @pytest.mark.compile
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_compiled_step_is_the_step():
     task = wind_tunnels.load_task(SMALL.task)
-    plain, compiled = (trainer._Run(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
+    plain, compiled = (trainer.Trainer(trainer.replace(SMALL, compile=c), task, 1e-2, "cpu") for c in (False, True))
     for step in range(5):
         assert plain.step(step).item() == pytest.approx(compiled.step(step).item(), abs=1e-5)

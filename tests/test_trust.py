@@ -20,7 +20,8 @@ from llmgeom.commands import scan as scanning
 from llmgeom.errors import UserError, first_line, redact
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.hostile import commands
 from tests.refusals import refused
 from tests.source import MODULES, tree

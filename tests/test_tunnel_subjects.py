@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
+from llmgeom.answers import query_logits
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cli import main
 from llmgeom.errors import Unavailable, UnsupportedModel, UserError
@@ -25,7 +26,8 @@ from llmgeom.probes.shared.representation_geometry import final_tokens
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels.models import ARCHITECTURES
-from llmgeom.wind_tunnels.training import Training, outputs, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +61,7 @@ def test_every_architecture_trains_loads_and_grades_on_tokens_and_rows(trained, 
     batch = tunnel.sample(6, 0, "held-out")
     query = torch.tensor(tunnel.query)
     with torch.no_grad():
-        plain = outputs(subject.model, batch.inputs.data, query).log_softmax(-1)
+        plain = query_logits(subject.model, batch.inputs.data, query).log_softmax(-1)
     captured = subject.capture(batch, {Site.LOG_PROBS, Site.RESIDUAL})
     torch.testing.assert_close(captured.log_probs.view(plain.shape), plain, atol=1e-5, rtol=0)
     assert len(captured.residual) == 3

@@ -57,7 +57,7 @@ def _to(name: str, parent: str = "") -> Callable[..., bool]:
 
 
 POINTS: dict[str, Callable[[], None]] = {
-    "between two steps": lambda: before(trainer._Run, "step", lambda _, step: step == 37),
+    "between two steps": lambda: before(trainer.Trainer, "step", lambda _, step: step == 37),
     "the first snapshot whole, not in its place": lambda: before(os, "replace", _to("step0")),
     "a snapshot half-written": _torn_snapshot,
     "a resume state half-written": lambda: before(os, "replace", _to(trainer.RESUME), _halve),
@@ -105,7 +105,7 @@ def differs(out: Path, whole: dict[str, object]) -> list[str]:
 
 
 def kill_all(folder: Path, moments: int, seed: int) -> None:
-    trainer.LOOK, trainer.EVERY = 10, 0.0
+    trainer.CHECK_EVERY, trainer.SAVE_EVERY = 10, 0.0
     started = time.monotonic()
     assert run(folder / "whole") == 0
     took, whole = time.monotonic() - started, files(folder / "whole")

@@ -1,4 +1,4 @@
-"""What a training leaves on disk, whole or not at all: models that load like any other, and the state to go on from."""
+"""Checkpoints: models that load like any other, and the state from which a training resumes; whole or not at all."""
 
 from __future__ import annotations
 
@@ -24,58 +24,64 @@ RESUME, TRAINING = "resume.safetensors", "training.json"
 
 
 def snapshot_steps(steps: int, count: int) -> frozenset[int]:
-    """Step 0, the last, and `count` - 2 between them at steps that grow geometrically (fewer where they coincide)."""
+    """Step 0, the last step, and `count` - 2 steps between that grow geometrically (fewer if some coincide)."""
     between = (round(steps ** (i / (count - 1))) for i in range(count - 1))
     return frozenset({0, *between, steps})
 
 
 def save_model(model: Any, folder: Path, facts: Mapping[str, Any]) -> None:
-    """The model and what it was trained on; what else is in the folder stays. Raises UserError where it cannot be."""
+    """Writes a model and the facts of its training to a folder; other files in the folder stay.
+
+    Raises:
+        UserError: The folder could not be written.
+    """
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a killed process that had our number
-        # Parents at the first alone: a folder that was deleted is not made again without what it held.
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a killed process with our number
+        # Parents at step 0 only: a folder deleted meanwhile is not created again without its contents.
         temporary.mkdir(parents=not facts.get("step"))
         with undisturbed():
             model.save_pretrained(temporary)
-        (temporary / "model.safetensors").chmod(0o644)  # safetensors writes for the owner alone
+        (temporary / "model.safetensors").chmod(0o644)  # safetensors gives access to the owner only
         write_json(temporary / hub.TUNNEL, {"task": facts["task"], "trained": facts["trained_queries"]})
         write_json(temporary / TRAINING, facts)
         if not folder.exists():
             os.replace(temporary, folder)
         else:
-            # training.json goes last: a folder that has it is finished.
+            # training.json goes last: it marks a finished folder.
             for name in sorted(p.name for p in temporary.iterdir() if p.name != TRAINING):
                 os.replace(temporary / name, folder / name)
             os.replace(temporary / TRAINING, folder / TRAINING)
     except (OSError, SafetensorError) as error:
-        # safetensors writes by itself, and has no number for what went wrong, only words.
+        # An error of safetensors has no errno, only a text.
         why = getattr(error, "strerror", None) or str(error)
         raise UserError(f"{folder} could not be written ({why}); free space or change --out") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def held(out: Path, spec: str) -> dict[str, Any] | None:
-    """The facts of the finished training in `out`; None where it is new or unfinished, and then the folder is made.
+def finished_facts(out: Path, spec: str) -> dict[str, Any] | None:
+    """The facts of the finished training in `out`, or None if it is new or unfinished; then the folder is created.
 
-    What a killed process left half-written is removed. Raises UserError for a folder that holds another training, or
-    something else.
+    Removes what killed processes left half-written.
+
+    Raises:
+        UserError: The folder holds another training, or something else.
     """
     if (out / TRAINING).exists():
-        facts = told(out / TRAINING, FINISHED)
+        facts = read_facts(out / TRAINING, FINISHED)
         if facts.get("spec") == spec:
-            (out / RESUME).unlink(missing_ok=True)  # a kill may have come after the last file, and before this
+            (out / RESUME).unlink(missing_ok=True)  # a kill may have come just before this line
             return facts
         raise UserError(f"{out} holds another training ({facts.get('task')}); choose another --out, or remove it first")
-    begun = out / "snapshots" / "step0" / TRAINING
-    if begun.exists():
-        facts = told(begun)
+    first = out / "snapshots" / "step0" / TRAINING
+    if first.exists():
+        facts = read_facts(first)
         if facts.get("spec") != spec:
             other = f"another training, unfinished ({facts.get('task')})"
             raise UserError(f"{out} holds {other}; choose another --out, or remove it")
     elif any(out.glob("*.json")):
-        raise UserError(f"{out} holds something that is no training of llmgeom; choose another --out")
+        raise UserError(f"{out} holds files that are no training of llmgeom; choose another --out")
     for folder in (out, out / "snapshots"):
         remove_unfinished(folder)
     remove_unfinished(out.parent, out.name)
@@ -86,8 +92,12 @@ def held(out: Path, spec: str) -> dict[str, Any] | None:
     return None
 
 
-def told(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
-    """The facts of a training.json. Raises UserError for a file that is none, or that lacks what is needed."""
+def read_facts(path: Path, needed: Sequence[str] = ()) -> dict[str, Any]:
+    """The facts in a training.json.
+
+    Raises:
+        UserError: The file is none, or a fact is missing or malformed.
+    """
     try:
         facts = dict(json.loads(path.read_bytes(), parse_constant=float))
         for name in (*needed, *FACTS.keys() & facts.keys()):
@@ -130,51 +140,60 @@ FINISHED = ("spec", "task", "training", "step", "parameters", "lr", "floor_bits"
 def save_state(
     out: Path, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator, facts: Mapping[str, Any]
 ) -> None:
-    """Everything the next step depends on, in one file."""
+    """Writes everything that the next step depends on to one file."""
     tensors = {f"model.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
     for i, parameter in enumerate(_parameters(optimizer)):
         tensors |= {f"optimizer.{i}.{name}": tensor for name, tensor in optimizer.state[parameter].items()}
     tensors["generator"] = generator.get_state()
     tensors = {k: v.contiguous() for k, v in tensors.items()}
-    said = {**facts, "device": generator.device.type, "sha256": tensors_hash(tensors)}
-    write_whole(out / RESUME, save(tensors, {"llmgeom": json.dumps(said, allow_nan=False)}))
+    metadata = {**facts, "device": generator.device.type, "sha256": tensors_hash(tensors)}
+    write_whole(out / RESUME, save(tensors, {"llmgeom": json.dumps(metadata, allow_nan=False)}))
 
 
-def state_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
-    """The facts of the state in `out`, None where there is none. Raises UserError for a file that is none, and where a
-    spec is given for one of another training."""
+def resume_facts(out: Path, spec: str | None = None) -> dict[str, Any] | None:
+    """The facts of the resume state in `out`, or None without one.
+
+    Raises:
+        UserError: The file is damaged, or it belongs to a training with another spec.
+    """
     if not (out / RESUME).exists():
         return None
     try:
         with safe_open(out / RESUME, "pt") as file:
             facts = dict(json.loads(file.metadata()["llmgeom"]))
         facts = {"spec": spec, "recent": [], **facts}
-        good = {"step": _count, "curve": _curve, "lr": _number, "recent": lambda value: all(map(_number, value))}
-        for name, fits in good.items():
+        expected = {"step": _count, "curve": _curve, "lr": _number, "recent": lambda value: all(map(_number, value))}
+        for name, fits in expected.items():
             if not fits(facts[name]):
                 raise ValueError(f"its {name} is {facts[name]!r}"[:200])
         if not isinstance(facts["tried"], dict) or not isinstance(facts["device"], str):
-            raise ValueError("it does not say where it was begun")
+            raise ValueError("its device or learning rates are missing")
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise _useless(out, str(error)) from error
+        raise _unreadable(out, str(error)) from error
     if spec is not None and facts["spec"] != spec:
-        raise _useless(out, "it is of another training")
+        raise _unreadable(out, "it belongs to another training")
     return facts
 
 
 def load_state(
     out: Path, spec: str, model: Any, optimizer: torch.optim.Optimizer, generator: torch.Generator
 ) -> dict[str, Any] | None:
-    """Put the state of `out` into model, optimiser and generator; its facts. Raises UserError as `state_facts`, for one
-    that was damaged, and for one of another kind of device, whose generator draws other data."""
-    facts = state_facts(out, spec)
+    """Loads the resume state in `out` into model, optimiser and generator.
+
+    Returns:
+        Its facts, or None without a state.
+
+    Raises:
+        UserError: As `resume_facts`; or the state comes from another kind of device, whose generator draws other data.
+    """
+    facts = resume_facts(out, spec)
     if facts is None:
         return None
     if facts["device"] != generator.device.type:
-        raise UserError(f"{out} was begun on {facts['device']}; go on with --device {facts['device']}, or remove it")
+        raise UserError(f"{out} was begun on {facts['device']}; continue with --device {facts['device']}, or remove it")
     tensors = load_file(out / RESUME)
     if facts.get("sha256") != tensors_hash(tensors):
-        raise _useless(out, "its tensors are not those that were saved")
+        raise _unreadable(out, "its tensors are not those that were saved")
     model.load_state_dict(_under(tensors, "model."))
     for i, parameter in enumerate(_parameters(optimizer)):
         state = _under(tensors, f"optimizer.{i}.")
@@ -183,8 +202,8 @@ def load_state(
     return facts
 
 
-def _useless(out: Path, why: str) -> UserError:
-    return UserError(f"{out / RESUME} cannot be read ({why}); remove it, and the run starts anew")
+def _unreadable(out: Path, why: str) -> UserError:
+    return UserError(f"{out / RESUME} cannot be read ({why}); remove it, and the training starts again")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -25,7 +25,8 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 Kind = Literal["trained", "stopped", "untrained", "no inference", "position only", "bag of values"]
 KINDS: dict[Kind, str] = {

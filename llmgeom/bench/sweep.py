@@ -24,7 +24,8 @@ from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.scores import Grade, Outcomes, Scores, grade, mae_abs, mae_mean
 from llmgeom.progress import Progress
-from llmgeom.wind_tunnels.training import Training, train
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
 
 GRADE = "grade.json"
 

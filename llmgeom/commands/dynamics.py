@@ -32,7 +32,7 @@ from llmgeom.result import Figure, Measured, Quantity
 from llmgeom.run import few_draws, run_probes
 from llmgeom.task import Task
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import Training
+from llmgeom.wind_tunnels.training_config import Training
 
 SEQUENCES, PROMPTS = 200, 75
 TRAINED = Training(

@@ -37,7 +37,7 @@ from llmgeom.reports.text import grid
 from llmgeom.result import Result
 from llmgeom.run import CONTROLS, few_draws
 from llmgeom.task import Task
-from llmgeom.wind_tunnels.checkpoint import TRAINING, told
+from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 from llmgeom.wind_tunnels.exactness import require_exact
 
 __all__ = ["RunConfig", "examine", "grade", "perform", "table"]
@@ -57,7 +57,7 @@ class Told:
         if not hub.tunnel(folder):
             return cls()
         found, beside = hub.tunnel_facts(folder), Path(folder) / TRAINING
-        return cls(found["trained_on"], found["trained_queries"], told(beside) if beside.exists() else {}, folder)
+        return cls(found["trained_on"], found["trained_queries"], read_facts(beside) if beside.exists() else {}, folder)
 
     def asked(self, spec: str | None, model: str) -> Task:
         """The task of a spec, or else the model's own. Raises UserError where there is neither, and for one that breaks

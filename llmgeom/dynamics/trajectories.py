@@ -20,7 +20,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 from llmgeom.stats.tests import lower_mean_p
-from llmgeom.wind_tunnels.checkpoint import TRAINING, told
+from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 
 DRIFT, GRADIENTS = "drift", "gradients"
 HALF = 0.5
@@ -46,7 +46,7 @@ class Run:
         path = Path(folder)
         if not (path / TRAINING).exists():
             raise UserError(f"{folder} is no finished run of `llmgeom train` (it has no training.json)")
-        facts = told(path / TRAINING, ("training", "step", "task"))
+        facts = read_facts(path / TRAINING, ("training", "step", "task"))
         training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
         found = {
             int(one.name.removeprefix("step")): str(one)

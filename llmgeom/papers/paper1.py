@@ -35,7 +35,7 @@ from llmgeom.stats.information import bits, entropy
 from llmgeom.stats.ridge_probe import decodability, folds
 from llmgeom.wind_tunnels.tasks.hmm import HMM
 from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
-from llmgeom.wind_tunnels.training import Training
+from llmgeom.wind_tunnels.training_config import Training
 
 if TYPE_CHECKING:
     from llmgeom.commands.reproduce import RunConfig

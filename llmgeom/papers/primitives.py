@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmgeom import wind_tunnels
+from llmgeom.answers import corrupt_predictive
 from llmgeom.bench.sweep import finished, seeded, sweep
 from llmgeom.commands.config import Config, check_folder, keep
 from llmgeom.errors import UserError
@@ -25,7 +26,7 @@ from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import Interval, mean_intervals
 from llmgeom.stats.tests import equivalence_p
-from llmgeom.wind_tunnels.training import Training, corrupted
+from llmgeom.wind_tunnels.training_config import Training
 
 PRIMITIVES = {
     "accumulation": Training("bijection", steps=1000),
@@ -329,7 +330,7 @@ def _dose(cells: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
         raise UserError(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
     mixture = [np.array([cell.get("kl_mixture", cell["kl"]) for cell in some]) for some in kept.values()]
     clean = [np.array([cell["kl"] for cell in some]) for some in kept.values()]
-    exact, *mixed = (task.answers.exact(corrupted(predictive, dose)) for dose in (0.0, *kept))
+    exact, *mixed = (task.answers.exact(corrupt_predictive(predictive, dose)) for dose in (0.0, *kept))
     return Dose(
         kl_mixture=np.array([v.mean() for v in mixture]),
         kl_mixture_interval=mean_intervals(mixture),

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmgeom.answers import corrupt_predictive, corrupt_targets, query_logits
 from llmgeom.batch import Batch, Posterior
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
@@ -17,7 +18,6 @@ from llmgeom.probes.shared.length_curves import AS_EXACT
 from llmgeom.stats import information
 from llmgeom.stats.information import bits
 from llmgeom.task import Categorical, Split, Task, seeded, uniform
-from llmgeom.wind_tunnels.training import corrupted, outputs, redrawn
 
 AT_ONCE = 128  # sequences
 BINS = 10
@@ -170,8 +170,8 @@ def drawn(task: Task, n: int, seed: int, split: Split, corrupt: float = 0.0) -> 
         raise UserError(f"labels were drawn again evenly in training; {task.title} asks for real numbers, not outcomes")
     return replace(
         batch,
-        target=redrawn(batch.target, corrupt, len(task.answers.tokens), seeded("grade/corrupt", seed)),
-        posterior=Posterior(corrupted(batch.exact.predictive, corrupt)),
+        target=corrupt_targets(batch.target, corrupt, len(task.answers.tokens), seeded("grade/corrupt", seed)),
+        posterior=Posterior(corrupt_predictive(batch.exact.predictive, corrupt)),
     )
 
 
@@ -191,7 +191,7 @@ def read(subject: Subject, task: Task, batch: Batch) -> Tensor:
     forms: list[Tensor] = []
     for part in subject.tokens(batch).data.split(AT_ONCE):
         part = part.to(weight.device, weight.dtype if part.is_floating_point() else None)
-        logits = outputs(subject.model, part, query).float().cpu()
+        logits = query_logits(subject.model, part, query).float().cpu()
         if len(bad := (~torch.isfinite(logits).all(-1)).nonzero()):
             sequence, at = bad[0].tolist()
             raise UserError(
@@ -221,7 +221,7 @@ def trivials(task: Task, batch: Batch, trained: int, seed: int, corrupt: float =
     """
 
     def form(log_predictive: Tensor) -> Tensor:
-        return task.answers.exact(corrupted(log_predictive, corrupt) if corrupt else log_predictive).double()
+        return task.answers.exact(corrupt_predictive(log_predictive, corrupt) if corrupt else log_predictive).double()
 
     others = task.draw_split(len(batch), seeded("grade/constant", seed)).inputs
     means, even = form(task.log_predictive(others)), {}
