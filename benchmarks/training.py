@@ -22,7 +22,8 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.scores import Outcomes, grade
+from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.scores import CategoricalScores
 from llmgeom.wind_tunnels.trainer import Trainer
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -58,7 +59,7 @@ def recipes(only: list[str], seeds: int) -> None:
                 run.step(step)
             took = time.process_time() - began
             made = grade(Subject.of(run.module), run.task, 2000, 1000 + seed)
-            right = made.own.right.mean() if isinstance(made.own, Outcomes) else float("nan")
+            right = made.own.right.mean() if isinstance(made.own, CategoricalScores) else float("nan")
             rows.append((took, made.mae_abs, made.kl, right))
             print(f"  {name}, seed {seed}: {took:.1f} s, mae_abs {made.mae_abs:.4f}, KL {made.kl:.4f}", flush=True)
         seconds, mae, kl, right = np.median(np.array(rows), axis=0)

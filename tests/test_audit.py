@@ -23,7 +23,7 @@ from llmgeom.papers.runs import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import known, names
 from llmgeom.probes.evidence import published
-from llmgeom.probes.evidence.answers import Reading, Truth, label_entropy
+from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
@@ -198,13 +198,13 @@ def test_quoted_baselines_stand_beside_the_exact_ones():
 # ---- SULA -----------------------------------------------------------------------------------------------------------
 
 
-def heard(p: np.ndarray, value: np.ndarray) -> Reading:
+def heard(p: np.ndarray, value: np.ndarray) -> LabelPredictions:
     log_p = np.log(np.stack([p, 1 - p], 1))
-    return Reading(log_p, np.ones(len(p)), np.ones(len(p)), value=value)
+    return LabelPredictions(log_p, np.ones(len(p)), np.ones(len(p)), value=value)
 
 
 def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_good():
-    truth = {name: Truth(replace(SOURCE, condition=name).sample(200, 0)) for name in published.CONDITIONS}
+    truth = {name: ExactAnswers(replace(SOURCE, condition=name).sample(200, 0)) for name in published.CONDITIONS}
     rng, n = np.random.default_rng(0), len(truth["main"].batch)
     target = label_entropy(truth["main"].belief)
     value = np.outer(target, rng.standard_normal(16)) + 0.05 * rng.standard_normal((n, 16)) + 3

@@ -26,7 +26,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES, hooked
 from tests.refusals import refused
-from tests.test_replacing import alone, last_log_probs, random_prompts
+from tests.test_component_ablation import alone, last_log_probs, random_prompts
 
 torch.set_num_threads(1)
 

@@ -22,7 +22,7 @@ from llmgeom.cli import main
 from llmgeom.commands import calibrate
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.reports import page, table
 from llmgeom.stats.resampling import Interval

@@ -25,7 +25,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import signals
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.stats.resampling import geometric_mean

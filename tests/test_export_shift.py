@@ -11,13 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmgeom.batch import Batch, Text
-from llmgeom.commands.ablate import Ablation, examine
+from llmgeom.commands.ablate import examine
 from llmgeom.errors import UserError
 from llmgeom.exports import shift
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
+from llmgeom.probes.interventions.axis_results import AxisAblation
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Measured
@@ -42,18 +43,18 @@ def subjects():
 
 
 def record_of(subject: Subject, layers=LAYERS, seed: int = 0, **changes) -> Record:
-    """A record as `llmgeom ablate --mode shift --positions all` leaves it, with steps as large as values are."""
+    """A record as `llmgeom ablate --mode steer --positions all` leaves it, with steps as large as values are."""
     rng, width = np.random.default_rng(seed), subject.facts["kv_heads"] * subject.facts["head_dim"]
     results = {
         f"ablation_{name}": Measured(
             *("Title", "m", "c", "n", "f", ()),
-            quantities={"step": Ablation.quantities()["step"]},
+            quantities={"step": AxisAblation.quantities()["step"]},
             arrays={"step": 0.3 * rng.standard_normal((len(layers), width))},
         )
         for name in ("pc1", "ridge")
     }
-    done = {"mode": "shift", "positions": "all", "layers": list(layers), "directions": ["pc1", "ridge"]} | changes
-    facts = {"axis": done, "command": "llmgeom ablate --mode shift"}
+    done = {"mode": "steer", "positions": "all", "layers": list(layers), "directions": ["pc1", "ridge"]} | changes
+    facts = {"axis": done, "command": "llmgeom ablate --mode steer"}
     kept = {k: v for k, v in subject.facts.items() if v is not None}
     return Record(results, {}, {"text": TEXT, "template": TEXT}, kept, {"name": "t"}, facts)
 
@@ -187,7 +188,7 @@ def test_the_adapter_of_a_run_does_what_the_run_measured(subjects, tmp_path):
 
     subject = subjects["llama"]
     batch = fitting(subject, Domain("math").sample(24, 0))
-    record = examine(subject, batch, directions=("ridge",), mode="shift", layers=(2,), positions="all", controls=1)
+    record = examine(subject, batch, directions=("ridge",), mode="steer", layers=(2,), positions="all", controls=1)
     record.save(tmp_path / "run")
     record = Record.load(tmp_path / "run")
     shift.write(record, "steered", tmp_path / "steered")
@@ -206,8 +207,8 @@ def test_the_adapter_of_a_run_does_what_the_run_measured(subjects, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"mode": "cut"}, "cut"),
-        ({"mode": "only"}, "only"),
+        ({"mode": "project-out"}, "project-out"),
+        ({"mode": "keep-only"}, "keep-only"),
         ({"positions": "query"}, "--positions all"),
     ],
 )

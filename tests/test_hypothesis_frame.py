@@ -16,19 +16,21 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
-from llmgeom.probe import ProbeInput
-from llmgeom.probes import hypothesis_frame
-from llmgeom.probes.hypothesis_frame import (
+from llmgeom.probes.interventions import hypothesis_frame
+from llmgeom.probes.interventions.hypothesis_frame import (
     KEY_VALUE,
     UNTRAINED,
     VALUE_OUT,
     Frames,
     centred,
-    haar,
+    frames_of,
     input_norms,
+    measure_frames,
     overlap,
-    read,
+    random_overlap,
+    read_frames,
 )
+from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
@@ -72,7 +74,7 @@ def test_overlap_of_random_subspaces_is_the_larger_over_the_dimension(r_u, r_w, 
     for _ in range(400):
         x, y = rng.standard_normal((r_u, dim)), rng.standard_normal((r_w, dim))
         found.append(overlap(*grams(x, y), max(r_u, r_w)) if r_u == r_w else unequal(x, y))
-    assert np.mean(found) == pytest.approx(haar(r_u, r_w, dim), abs=4 * np.std(found) / 20 + 1e-9)
+    assert np.mean(found) == pytest.approx(random_overlap(r_u, r_w, dim), abs=4 * np.std(found) / 20 + 1e-9)
 
 
 def unequal(x: np.ndarray, y: np.ndarray) -> float:
@@ -84,7 +86,7 @@ def unequal(x: np.ndarray, y: np.ndarray) -> float:
 
 def test_haar_refuses_what_does_not_fit():
     with refused(UserError, 3, 9, 8, 1):
-        haar(3, 9, 8)
+        random_overlap(3, 9, 8)
 
 
 def test_centred_grams_are_those_of_centred_vectors():
@@ -106,7 +108,7 @@ def test_frames_are_the_derivatives_of_what_attention_does(name):
     model = family.model()
     subject = Subject.of(model, None, name)
     ids, n = list(range(5, 17)), 12
-    found = hypothesis_frame._frames(subject, ids)
+    found = frames_of(subject, ids)
     heads, group = subject.facts["heads"], subject.facts["heads"] // subject.facts["kv_heads"]
     e = model.get_input_embeddings().weight[ids].detach()
     for layer, norm in enumerate(input_norms(subject)):
@@ -146,7 +148,7 @@ def test_key_directions_and_readouts_are_gradients_at_the_residual_stream(name):
 
     head = model.get_output_embeddings()
     read_out = gradients(lambda r: head(final(r[None, None]))[0, 0, ids], 12)
-    ours = hypothesis_frame._gain(final, e)[None] * head.weight[ids].detach()
+    ours = norm_gain(final, e.shape[1])[None] * head.weight[ids].detach()
     ours = ((ours - ours.mean(0)) @ off).detach().numpy()
     np.testing.assert_allclose(read_out, ours, atol=1e-3 * abs(ours).max())
 
@@ -156,8 +158,8 @@ def test_key_directions_and_readouts_are_gradients_at_the_residual_stream(name):
     with torch.no_grad():
         keys = norm(e[:, None])[:, 0] @ w_k
     found = gradients(lambda r: norm(r[None, None])[0, 0] @ w_q @ keys.T, 12)
-    frames = hypothesis_frame._frames(subject, ids)
-    gain = hypothesis_frame._gain(norm, e)
+    frames = frames_of(subject, ids)
+    gain = norm_gain(norm, e.shape[1])
     direction = (keys @ w_q.T * gain).numpy()
     np.testing.assert_allclose(frames.key[1, 3], direction @ direction.T, atol=1e-6 * abs(frames.key).max())
     direction = (torch.from_numpy(direction - direction.mean(0)) @ off).numpy()
@@ -194,9 +196,9 @@ def test_no_basis_of_a_head_and_no_place_of_a_gain_changes_a_frame():
         atol=1e-4,
         rtol=0,
     )
-    before, after = (hypothesis_frame._frames(each, list(range(5, 17))) for each in (one, two))
-    for name, value in before.of(np.arange(12)).items():
-        np.testing.assert_allclose(value, after.of(np.arange(12))[name], atol=1e-4)
+    before, after = (frames_of(each, list(range(5, 17))) for each in (one, two))
+    for name, value in before.measures(np.arange(12)).items():
+        np.testing.assert_allclose(value, after.measures(np.arange(12))[name], atol=1e-4)
     for field in ("value", "key", "value_out", "key_value"):
         ours = centred(getattr(before, field))
         np.testing.assert_allclose(ours, centred(getattr(after, field)), atol=1e-4 * abs(ours).max())
@@ -232,7 +234,7 @@ def test_a_model_that_writes_hypotheses_where_they_are_read_out():
     assert found[KEY_VALUE].verdict != "above null"
     # Each head has half of the coordinates: the cosine is the root of a half, its sign the head's.
     assert measured.arrays["match"][1].mean() == pytest.approx(0.5**0.5, abs=0.1)
-    opposite = hypothesis_frame._frames(coinciding(-1.0), list(range(8, 16))).of(np.arange(8))
+    opposite = frames_of(coinciding(-1.0), list(range(8, 16))).measures(np.arange(8))
     assert opposite["match"][1].mean() == pytest.approx(-(0.5**0.5), abs=0.1)
     assert opposite[VALUE_OUT][1].mean() == pytest.approx(found[VALUE_OUT].value, abs=0.05)
     assert abs(measured.arrays["match"][0]).max() < 0.4
@@ -251,20 +253,17 @@ def test_an_exact_copy_overlaps_wholly():
         subject.model.lm_head.weight.copy_(e / e.norm(dim=1, keepdim=True))
         attention.c_attn.weight[:, 64:] = torch.eye(32)
         attention.c_proj.weight.copy_(torch.eye(32))
-    found = hypothesis_frame._frames(subject, list(range(8, 16))).of(np.arange(8))
+    found = frames_of(subject, list(range(8, 16))).measures(np.arange(8))
     assert found["match"][1, 0] == pytest.approx(1, abs=1e-3)
 
 
 def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
     """40 models, each beside 20 others."""
     batch, above = RECALL.truncated(40, 0), dict.fromkeys((VALUE_OUT, KEY_VALUE), 0)
-    pool = [read(small(RECALL, seed, n_layer=1), batch) for seed in range(40)]
-    capture = small(RECALL).capture(batch, set())
+    pool = [read_frames(small(RECALL, seed, n_layer=1), batch) for seed in range(40)]
     for i, own in enumerate(pool):
         others = tuple(pool[(i + j) % 40] for j in range(1, 21))
-        for h in hypothesis_frame.measure(
-            ProbeInput(capture, np.zeros(40), observations=own, control_observations=others)
-        ).estimates:
+        for h in measure_frames(own, others).estimates:
             above[h.name] += h.verdict == "above null"
             assert h.null.startswith(UNTRAINED)
     # At 5 % 2 of 40 are expected; 6 or more come with probability 1.4 %.
@@ -278,18 +277,16 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
     subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
     ids = torch.randint(3, 60, (30, 8), generator=torch.Generator().manual_seed(0))
     batch = Batch(Tokens(ids, torch.full((30,), 8)), tuple(map(str, range(30))), {})
-    found = read(subject, batch)
+    found = read_frames(subject, batch)
     p = subject.capture(batch, {Site.LOG_PROBS}).log_probs.exp().mean(0).numpy()
     assert found.names == tuple(map(str, np.argsort(-p)[:32]))
     counts = np.bincount(ids.flatten().numpy(), minlength=60)
     common = sorted(range(60), key=lambda token: (-counts[token], token))[:32]
-    np.testing.assert_allclose(found.others.out, hypothesis_frame._frames(subject, common).out)
+    np.testing.assert_allclose(found.others.out, frames_of(subject, common).out)
     assert found.others.out.shape == (32, 32)
-    measured = hypothesis_frame.measure(
-        ProbeInput(subject.capture(batch, set()), np.zeros(30), (), (), {}, found, (found,) * 20)
-    )
-    others = found.others.of(np.arange(32))[VALUE_OUT][-1].mean()
-    assert measured.notes[1].startswith("of as many other tokens, those that the prompts hold most often: ")
+    measured = measure_frames(found, (found,) * 20)
+    others = found.others.measures(np.arange(32))[VALUE_OUT][-1].mean()
+    assert measured.notes[1].startswith("as many other tokens")
     # The null is read at those other tokens.
     assert measured.estimates[0].null_low == pytest.approx(others) and f"{others:.3f}" in measured.notes[1]
 
@@ -297,18 +294,16 @@ def test_hypotheses_of_prompts_are_the_likeliest_next_tokens_and_the_others_the_
 def test_what_has_no_frame_is_refused_with_the_reason():
     subject = small(RECALL)
     with refused(UserError, 2, 5):
-        read(small(load_task("coin")), load_task("coin:flips=12").truncated(20, 0))
+        read_frames(small(load_task("coin")), load_task("coin:flips=12").truncated(20, 0))
     hidden = load_task("hmm:encoding=tokens,steps=2,states=5")
     with refused(UserError, 103):
-        read(small(hidden), hidden.truncated(8, 0))
+        read_frames(small(hidden), hidden.truncated(8, 0))
     rows = load_task("hmm")
     with refused(Unavailable, "embedding"):
-        read(subject, rows.truncated(5, 0))
+        read_frames(subject, rows.truncated(5, 0))
     batch = RECALL.truncated(40, 0)
     with refused(UserError, "--nulls 20"):
-        hypothesis_frame.measure(
-            ProbeInput(subject.capture(batch, set()), np.zeros(40), observations=read(subject, batch))
-        )
+        measure_frames(read_frames(subject, batch), ())
 
 
 def test_a_layer_whose_values_come_from_elsewhere_is_not_read(monkeypatch):
@@ -320,9 +315,9 @@ def test_a_layer_whose_values_come_from_elsewhere_is_not_read(monkeypatch):
 
 def test_frames_of_fewer_tokens_are_those_of_the_tokens_that_are_left():
     subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
-    whole, part = (hypothesis_frame._frames(subject, ids) for ids in (list(range(5, 15)), [5, 6, 8, 9, 11, 12, 14]))
+    whole, part = (frames_of(subject, ids) for ids in (list(range(5, 15)), [5, 6, 8, 9, 11, 12, 14]))
     rows = np.array([0, 1, 3, 4, 6, 7, 9])
     assert isinstance(whole, Frames) and whole.rank == min(8, subject.facts["head_dim"] // 2)
-    for name, value in whole.of(rows).items():
+    for name, value in whole.measures(rows).items():
         if whole.rank == part.rank:
-            np.testing.assert_allclose(value, part.of(np.arange(7))[name], atol=1e-8)
+            np.testing.assert_allclose(value, part.measures(np.arange(7))[name], atol=1e-8)

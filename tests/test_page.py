@@ -501,9 +501,9 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
 
 
 def test_dose_curves_carry_bits_a_control_band_and_an_interval():
-    from llmgeom.commands.ablate import Ablation
+    from llmgeom.probes.interventions.axis_results import AxisAblation
 
-    kl = Ablation.quantities()["kl"]
+    kl = AxisAblation.quantities()["kl"]
     assert (kl.unit, kl.figure.band, kl.figure.interval) == ("bits", "kl_null", "kl_interval")
     doses = (-2.0, -1.0, 1.0, 2.0)
     arrays = {
@@ -511,7 +511,7 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
         "kl_null": np.array([[0.1, 0.2], [0.0, 0.1], [0.0, 0.1], [0.1, 0.3]]),
         "kl_interval": np.array([[0.3, 0.5], [0.0, 0.2], [0.0, 0.2], [0.4, 0.6]]),
     }
-    quantities = {name: q for name, q in Ablation.quantities().items() if name in arrays}
+    quantities = {name: q for name, q in AxisAblation.quantities().items() if name in arrays}
     measured = replace(synthetic().results["focus"], quantities=quantities, arrays=arrays, ticks={"dose": doses})
     drawn = draw(measured, "kl", "f", 0, {})
     low, high, line = drawn.spec["data"]
@@ -522,7 +522,7 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
 
 
 def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
-    from llmgeom.probes.evidence.answers import Evidence
+    from llmgeom.probes.evidence.results import Evidence
 
     answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
     assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")

@@ -20,7 +20,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import primitives
 from llmgeom.papers.primitives import RunConfig, perform
-from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused

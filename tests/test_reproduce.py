@@ -26,7 +26,7 @@ from llmgeom.papers import runs as trilogy
 from llmgeom.papers.published_numbers import Check, Entry, table
 from llmgeom.papers.verdicts import Bench, over_seeds
 from llmgeom.probes.interventions import components as parts
-from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.wind_tunnels.training_config import Training

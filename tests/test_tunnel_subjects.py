@@ -21,7 +21,7 @@ from llmgeom.model.capture import ATTENDING, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
 from llmgeom.probes import known
-from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.shared.representation_geometry import final_tokens
 from llmgeom.record import Record
 from llmgeom.run import run_probes

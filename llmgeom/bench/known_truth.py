@@ -12,14 +12,14 @@ from typing import Any, Literal
 from llmgeom import claims, probes, wind_tunnels
 from llmgeom.bench.sweep import spread
 from llmgeom.commands import grade as grading
-from llmgeom.commands import patch as swap
+from llmgeom.commands import patch
+from llmgeom.commands.ablate import examine_components
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions import components as parts
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
@@ -167,7 +167,7 @@ def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, An
 
 def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     """What a model in a tunnel's folder is, and every metric of what can be measured of it on n sequences:
-    `llmgeom scan` with all probes, `swap`, `ablate --heads` and `--blocks`, and `grade`."""
+    `llmgeom scan` with all probes, `patch`, `ablate --heads` and `--blocks`, and `grade`."""
     subject = Subject.load(str(folder))
     told = grading.Told.of(str(folder))
     task = told.asked(None, str(folder))
@@ -179,9 +179,9 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
         "scan": lambda: run_probes(
             subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common
         ),
-        "swap": lambda: swap.examine(subject, task, n=n, **common),
-        "heads": lambda: parts.examine(subject, whole, "heads", task=task, positions="all", **common),
-        "blocks": lambda: parts.examine(subject, whole, "blocks", task=task, positions="all", **common),
+        "patch": lambda: patch.examine(subject, task, n=n, **common),
+        "heads": lambda: examine_components(subject, whole, "heads", task=task, positions="all", **common),
+        "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **common),
         "grade": lambda: grading.examine(subject, task, told, n=n, **common),
     }
     estimates, unmeasured = {}, {}

@@ -22,7 +22,8 @@ from llmgeom import interrupt, wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.scores import Grade, Outcomes, Scores, grade, mae_abs, mae_mean
+from llmgeom.probes.posterior.answers import grade
+from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
 from llmgeom.progress import Progress
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -180,7 +181,7 @@ def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[
     return numbers
 
 
-def graded(made: Grade) -> dict[str, Any]:
+def graded(made: PosteriorScores) -> dict[str, Any]:
     """What a sweep keeps of a grade: divergences and errors in bits within the horizon, the best trivial predictor's as
     NAME_trivial, and where outcomes are tokens a uniform answer's as NAME_uniform and how often the likeliest is right.
     """
@@ -193,7 +194,7 @@ def graded(made: Grade) -> dict[str, Any]:
 def _means(scores: Scores, within: slice) -> dict[str, float]:
     one = scores.at(within)
     found = {"kl": float(one.kl.mean()), "mae_abs": mae_abs(one.gap), "mae_mean": mae_mean(one.gap)}
-    return found | ({"accuracy": float(one.right.mean())} if isinstance(one, Outcomes) else {})
+    return found | ({"accuracy": float(one.right.mean())} if isinstance(one, CategoricalScores) else {})
 
 
 def finished(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:

@@ -34,7 +34,7 @@ from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE
-from llmgeom.probes import belief_readout, contribution, length_cliff, qk_alignment
+from llmgeom.probes import belief_readout, length_cliff, qk_alignment
 from llmgeom.reports.text import grid
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -339,7 +339,7 @@ def _judged(source: Source, claim: Claim) -> bool:
         return {MIXED, MATCHED} <= source.samples.keys()
     if claim.probe == "attention_focus":
         return facts["layers"] > 1
-    if claim.probe in ("belief_clusters", "contribution"):
+    if claim.probe == "belief_clusters":
         return exact is None or bool(exact.outcomes)
     if claim.probe == "belief_readout":
         steps = facts["layers"] * (1 + (not source.subject.unavailable({Site.ATTENTION_WRITE}))) + 1
@@ -371,9 +371,7 @@ def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
     if claim.counts == KV_HEADS:
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
     have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
-    if claim.probe == "contribution":
-        most = contribution.MOST
-    elif claim.probe == "belief_readout":
+    if claim.probe == "belief_readout":
         most = belief_readout.MOST_ROWS // _queries(source.samples[WHOLE])
     return have if most is None else min(have, most), most
 

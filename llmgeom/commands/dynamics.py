@@ -23,7 +23,7 @@ from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, argument, flag
 from llmgeom.model.attention_gradients import signals
 from llmgeom.probe import WHOLE
-from llmgeom.probes.posterior.scores import drawn
+from llmgeom.probes.posterior.scores import evaluation_batch
 from llmgeom.progress import Progress
 from llmgeom.provenance import provenance, took
 from llmgeom.record import Record
@@ -233,7 +233,7 @@ def _out(asked: RunConfig, spec: str) -> Path:
 def probe_batch(task: Task | None, asked: RunConfig, corrupt: float) -> Batch:
     """What every snapshot reads: held-out sequences with all their queries, or prompts of a domain."""
     if task is not None:
-        return drawn(task, asked.n or SEQUENCES, asked.seed, task.test_split, corrupt)
+        return evaluation_batch(task, asked.n or SEQUENCES, asked.seed, task.test_split, corrupt)
     from llmgeom.prompts.domains import Domain
 
     return Domain(asked.domain).sample(asked.n or PROMPTS, asked.seed)

@@ -1,4 +1,4 @@
-"""The whole of `llmgeom sula`: does a model weigh evidence in its context as Bayes' rule does?"""
+"""The whole of `llmgeom evidence`: does a model weigh evidence in its context as Bayes' rule does?"""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import published
-from llmgeom.probes.evidence.answers import (
+from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, predict_labels
+from llmgeom.probes.evidence.published import measure_published
+from llmgeom.probes.evidence.results import (
     BELIEF,
     CONTROLS,
     EVIDENCE,
-    Reading,
-    Truth,
-    listen,
     measure_belief,
     measure_controls,
     measure_evidence,
 )
-from llmgeom.probes.evidence.published import measure_published
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.prompts import nonce
@@ -63,13 +61,13 @@ def examine(
     conditions = CONDITIONS if protocol == "sound" else published.CONDITIONS
     batches = {name: replace(source, condition=name).sample(n, seed) for name in conditions}
 
-    def listened(who: Subject) -> dict[str, Reading]:
-        return {name: listen(who, batch, inside=name == "main") for name, batch in batches.items()}
+    def predictions(model: Subject) -> dict[str, LabelPredictions]:
+        return {name: predict_labels(model, batch, internals=name == "main") for name, batch in batches.items()}
 
-    own = listened(subject)
+    own = predictions(subject)
     untrained = []
     for i in range(nulls):
-        untrained.append(listened(subject.untrained(seed + 1 + i)))
+        untrained.append(predictions(subject.untrained(seed + 1 + i)))
         if progress:
             progress("untrained controls", i + 1, nulls)
     main = batches["main"]
@@ -79,7 +77,7 @@ def examine(
         CONTROLS: lambda: measure_controls(batches, own, untrained),
     }
     if protocol == "published":
-        truth = {name: Truth(batch) for name, batch in batches.items()}
+        truth = {name: ExactAnswers(batch) for name, batch in batches.items()}
         measures = {published.PROBE: lambda: measure_published(source, truth, own, untrained)}
     results, unmeasured = {}, {}
     for i, (name, measure) in enumerate(measures.items()):

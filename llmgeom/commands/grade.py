@@ -17,6 +17,7 @@ from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior.answers import grade, score_model
 from llmgeom.probes.posterior.results import (
     CALIBRATION,
     HORIZON,
@@ -24,11 +25,11 @@ from llmgeom.probes.posterior.results import (
     MIXTURE,
     POSTERIOR,
     measure_calibration,
+    measure_distance,
     measure_horizon,
     measure_memory,
-    measure_posterior,
 )
-from llmgeom.probes.posterior.scores import Scores, drawn, grade, graded
+from llmgeom.probes.posterior.scores import Scores, evaluation_batch
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import provenance, took
@@ -108,7 +109,7 @@ def examine(
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
-    """Grade the model and `nulls` untrained controls on n held-out sequences and as many seen ones."""
+    """Score the model and `nulls` untrained controls on n held-out sequences and as many seen ones."""
     started, corrupt = time.time(), told.corrupt
     trained = min(task.trained_queries, told.trained or task.trained_queries)
     found = {POSTERIOR: grade(subject, task, n, seed, trained=trained)}
@@ -117,12 +118,12 @@ def examine(
     own = found[MIXTURE if corrupt else POSTERIOR]
     batches = {name: one.batch for name, one in found.items()}
     if not task.memorisable:
-        batches[MEMORY] = drawn(task, n, seed, "seen", corrupt)
+        batches[MEMORY] = evaluation_batch(task, n, seed, "seen", corrupt)
     untrained: dict[str, list[Scores]] = {name: [] for name in batches}
     for i in range(nulls):
         control = subject.untrained(seed + 1 + i)
         for name, batch in batches.items():
-            untrained[name].append(graded(control, task, batch))
+            untrained[name].append(score_model(control, task, batch))
         if progress:
             progress("untrained controls", i + 1, nulls)
     same = untrained[MIXTURE if corrupt else POSTERIOR]
@@ -130,7 +131,7 @@ def examine(
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     drawn_from = [f"{n} sequences of {asked}", *[f"trained on {told.task}"] * (told.task not in ("", task.title))]
     measures: dict[str, Callable[[], Result]] = {
-        name: partial(measure_posterior, name, one, untrained[name], (*drawn_from, sizes))
+        name: partial(measure_distance, name, one, untrained[name], (*drawn_from, sizes))
         for name, one in found.items()
     }
     measures[CALIBRATION] = lambda: measure_calibration(own, same)
@@ -138,7 +139,7 @@ def examine(
     if task.memorisable:
         unmeasured[MEMORY] = f"memorisable: {task.memorisable}"
     else:
-        seen = graded(subject, task, batches[MEMORY])
+        seen = score_model(subject, task, batches[MEMORY])
         measures[MEMORY] = lambda: measure_memory(own, seen, untrained[MEMORY], (sizes,))
     if trained < len(task.query):
         measures[HORIZON] = lambda: measure_horizon(own, same)

@@ -11,7 +11,7 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.scores import graded
+from llmgeom.probes.posterior.answers import score_model
 from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
 from llmgeom.task import Task
@@ -44,7 +44,7 @@ def state(subject: Subject, batch: Batch, task: Task | None, store: str | None =
     rows = tuple(layer[asked].float().numpy() for layer in found.layers(Site.ATTENTION))
     values = tuple(layer.float().numpy() for layer in found.layers(Site.VALUE))
     if task is not None:
-        return State(rows, values, kl=float(graded(subject, task, batch).kl[:, : task.trained_queries].mean()))
+        return State(rows, values, kl=float(score_model(subject, task, batch).kl[:, : task.trained_queries].mean()))
     return State(rows, values, subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy())
 
 

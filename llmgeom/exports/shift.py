@@ -43,7 +43,7 @@ from llmgeom.stats.information import bits, kl
 PROMPTS = 16  # of the run, on which a file is held against our own shift
 EXACT = 1e-4  # nats: the largest difference of a log-probability that is rounding in float32 ...
 ROUNDING = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}  # ... or of what the shift itself moves
-REMEDY = "llmgeom ablate --mode shift --positions all"
+REMEDY = "llmgeom ablate --mode steer --positions all"
 
 
 def write(
@@ -54,7 +54,7 @@ def write(
     dose: float = 1.0,
     approximate: bool = False,
 ) -> list[str]:
-    """Write the shift of a run of `llmgeom ablate --mode shift --positions all`, and say how near it comes to ours.
+    """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, and say how near it comes to ours.
 
     dose         how many spreads of c the values are moved by.
     approximate  write a control vector also where it is not the same as the shift, and say by how much.
@@ -104,7 +104,7 @@ def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, n
     done = record.facts.get("axis")
     if not isinstance(done, Mapping):
         raise UserError(f"{record.title} found no axis that could be exported as a shift; run {REMEDY}")
-    if done["mode"] != "shift":
+    if done["mode"] != "steer":
         raise UserError(
             f"this run made a {done['mode']}, which adds what depends on the input; only a shift adds a constant that "
             f"can be exported: run {REMEDY}"

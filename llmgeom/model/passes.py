@@ -35,6 +35,7 @@ class Step:
         lengths: [input] real tokens of each input.
         prompt, position: [row] input and position of each queried row.
         all_prompt, all_position: [row] the same of every real position.
+        logits: [row vocabulary] at the queried rows, in the model's dtype.
         log_probs: [row vocabulary] float32, nats: next-token log-probabilities at the queried rows.
         unembed: the logit lens, [row d_model] -> [row vocabulary] log-probabilities in nats.
         tokenizer: of the model; None for one that reads token ids.
@@ -47,6 +48,7 @@ class Step:
     position: Tensor
     all_prompt: Tensor
     all_position: Tensor
+    logits: Tensor
     log_probs: Tensor
     unembed: Callable[[Tensor], Tensor]
     tokenizer: Any

@@ -159,6 +159,7 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
             lengths,
             *rows,
             *every,
+            logits,
             log_probs,
             lambda residual: reader.unembed(residual),  # found by trial at its first use only
             reader.tokenizer,

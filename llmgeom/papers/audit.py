@@ -142,7 +142,7 @@ ROWS = (
         "entropy axis: cut",
         "correlation 0.27-0.32 before the cut, 0 after it",
         ((SULA_PUBLISHED, LABELS, "correlation of the axis and H label"),),
-        (ABLATE, "ablation_pc1", "KL of the edit, beside equal edits"),
+        (ABLATE, "ablation_pc1", "KL of the edit, against equal edits"),
         "after the cut v . u is 0 by construction, whatever the model; what the output does is another question",
     ),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from llmgeom import probes, wind_tunnels
 from llmgeom.bench.sweep import seeded
 from llmgeom.cache.shards import captures_folder
 from llmgeom.claims import Null
+from llmgeom.commands.ablate import examine_components
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.capture import Capture, Site
@@ -24,9 +25,8 @@ from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES, at_posterior
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench, combined, over_seeds
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions import components as parts
-from llmgeom.probes.interventions.replacement import Kind
-from llmgeom.probes.posterior.scores import grade
+from llmgeom.probes.interventions.component_ablation import Kind
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
@@ -264,7 +264,7 @@ def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what
 
     def cut(subject: Subject) -> Record:
         batch = of.sample(SCANNED, 0, of.test_split)
-        return parts.examine(subject, batch, kind, task=of, positions="all", nulls=CONTROLS)
+        return examine_components(subject, batch, kind, task=of, positions="all", nulls=CONTROLS)
 
     records = [bench.record(name, kind, {"task": of.title}, cut) for name in bench.seeds(task, arch)]
     section = f"{kind}_zero"

@@ -16,7 +16,7 @@ from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Estimate, Measured
 
 VALUES, KEYS, FOCUS = "value_manifold", "key_orthogonality", "attention_focus"
-DECODED, BESIDE = "exact entropy decoded, last layer, given k", "KL of the edit, beside equal edits"
+DECODED, BESIDE = "exact entropy decoded, last layer, given k", "KL of the edit, against equal edits"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ PREDICTIONS = (
     Prediction("it narrows without the first token too", (MIXED, FOCUS, "focusing without the first token")),
     Prediction("it narrows layer by layer", (MIXED, FOCUS, "monotonicity")),
     Prediction("in-context evidence is weighed", (SULA, "sula", "skill")),
-    Prediction("by Bayes' rule, not by counting", (SULA, "sula", "Bayesian over other readers")),
+    Prediction("by Bayes' rule, not by counting", (SULA, "sula", "Bayesian over other observers")),
     Prediction("uncertainty follows it at equal k", (SULA, "sula", "rho of H label and exact entropy, given k")),
     Prediction("labels alike and in turn are told apart", (SULA, "sula_controls", "consistent against alternating")),
     Prediction("the exact entropy can be read inside", (SULA, "sula_belief", DECODED)),

@@ -1,4 +1,4 @@
-"""Ways of turning labels seen into the next label's probability: Bayes' rule under several priors, and its rivals."""
+"""Observer models: rules that turn the labels seen into the next label's probability, Bayesian ones and rivals."""
 
 from __future__ import annotations
 
@@ -10,111 +10,118 @@ from jaxtyping import Bool, Float, Int
 
 from llmgeom.batch import Batch
 from llmgeom.prompts.sula import Prior
-from llmgeom.stats import conjugate as exact
+from llmgeom.stats import conjugate
 from llmgeom.stats.information import bits
 
 
 @dataclass(frozen=True)
-class Reader:
-    """A way of turning the labels seen into P(first), with parameters that are fitted to what the model says."""
+class Observer:
+    """A rule for P(first label), with parameters that are fitted to the model's predictions.
+
+    Attributes:
+        bayesian: whether the rule is Bayes' rule under some prior.
+        rule: (labels [prompt k] padded with -1, 0 first, 1 second; parameters ...) -> P(first) [prompt].
+        start, bounds: first guess and range of each parameter.
+    """
 
     name: str
     bayesian: bool
-    says: Callable[..., np.ndarray]
+    rule: Callable[..., np.ndarray]
     start: tuple[float, ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
 
 
-def readers(prior: Prior) -> tuple[Reader, ...]:
-    """Exact under the prior, Bayesian under others, and not Bayesian. Each takes the labels seen, [prompt k] padded
-    with -1 (0 first, 1 second), and gives P(first)."""
+def observers(prior: Prior) -> tuple[Observer, ...]:
+    """The exact observer of this prior, Bayesian ones under other priors, and some that are not Bayesian."""
 
-    def counts(seen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return (seen == 0).sum(1), (seen == 1).sum(1)
+    def counts(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return (labels == 0).sum(1), (labels == 1).sum(1)
 
-    def of(rule: Callable, *fixed: float) -> Callable[..., np.ndarray]:
-        return lambda seen, *fitted: np.exp(rule(*counts(seen), *(fixed or fitted))[:, 0])
+    def conjugate_rule(predictive: Callable, *fixed: float) -> Callable[..., np.ndarray]:
+        return lambda labels, *fitted: np.exp(predictive(*counts(labels), *(fixed or fitted))[:, 0])
 
-    def majority(seen: np.ndarray, error: float) -> np.ndarray:
-        return 0.5 + (0.5 - error) * np.sign(np.subtract(*counts(seen)))
+    def majority(labels: np.ndarray, error: float) -> np.ndarray:
+        return 0.5 + (0.5 - error) * np.sign(np.subtract(*counts(labels)))
 
-    def last(seen: np.ndarray, error: float) -> np.ndarray:
-        final = seen[np.arange(len(seen)), (seen >= 0).sum(1) - 1]
+    def last(labels: np.ndarray, error: float) -> np.ndarray:
+        final = labels[np.arange(len(labels)), (labels >= 0).sum(1) - 1]
         return np.where(final == 0, 1 - error, error)
 
-    def recent(seen: np.ndarray, keep: float, before: float) -> np.ndarray:
-        age = (seen >= 0).sum(1, keepdims=True) - 1 - np.arange(seen.shape[1])
-        weight = np.where(seen >= 0, keep ** np.maximum(age, 0), 0)
-        return (before + (weight * (seen == 0)).sum(1)) / (2 * before + weight.sum(1))
+    def recent(labels: np.ndarray, keep: float, before: float) -> np.ndarray:
+        age = (labels >= 0).sum(1, keepdims=True) - 1 - np.arange(labels.shape[1])
+        weight = np.where(labels >= 0, keep ** np.maximum(age, 0), 0)
+        return (before + (weight * (labels == 0)).sum(1)) / (2 * before + weight.sum(1))
 
-    share, small = (1e-3, 0.499), (1e-2, 50.0)
+    share, count = (1e-3, 0.499), (1e-2, 50.0)
+    two_point, beta = conjugate.two_point, conjugate.beta_bernoulli
     return (
-        Reader("exact", True, lambda seen: np.exp(prior.predictive(*counts(seen))[:, 0])),
-        Reader("two-point 0.9", True, of(exact.two_point, 0.9)),
-        Reader("Beta(1, 1)", True, of(exact.beta_bernoulli, 1.0, 1.0)),
-        Reader("KT, Beta(1/2, 1/2)", True, of(exact.beta_bernoulli, 0.5, 0.5)),
-        Reader("fitted Beta", True, of(exact.beta_bernoulli), (1.0, 1.0), (small, small)),
-        Reader("fitted reliability", True, of(exact.two_point), (0.8,), ((0.501, 0.999),)),
-        Reader("majority", False, majority, (0.2,), (share,)),
-        # Up to .8 a label: at 1 it would be a Beta prior's counting, which is Bayesian.
-        Reader("recency-weighted", False, recent, (0.6, 1.0), ((0.0, 0.8), small)),
-        Reader("copy-last", False, last, (0.2,), (share,)),
-        Reader("unigram", False, lambda seen, p: np.full(len(seen), p), (0.5,), ((1e-3, 0.999),)),
+        Observer("exact", True, lambda labels: np.exp(prior.predictive(*counts(labels))[:, 0])),
+        Observer("two-point 0.9", True, conjugate_rule(two_point, 0.9)),
+        Observer("Beta(1, 1)", True, conjugate_rule(beta, 1.0, 1.0)),
+        Observer("KT, Beta(1/2, 1/2)", True, conjugate_rule(beta, 0.5, 0.5)),
+        Observer("fitted Beta", True, conjugate_rule(beta), (1.0, 1.0), (count, count)),
+        Observer("fitted reliability", True, conjugate_rule(two_point), (0.8,), ((0.501, 0.999),)),
+        Observer("majority", False, majority, (0.2,), (share,)),
+        # A weight of at most .8 a label: at 1 it would count like a Beta prior, which is Bayesian.
+        Observer("recency-weighted", False, recent, (0.6, 1.0), ((0.0, 0.8), count)),
+        Observer("copy-last", False, last, (0.2,), (share,)),
+        Observer("unigram", False, lambda labels, p: np.full(len(labels), p), (0.5,), ((1e-3, 0.999),)),
     )
 
 
-def seen(batch: Batch) -> Int[np.ndarray, "prompt k"]:
-    """[prompt k] the labels of each prompt, 0 first, 1 second, padded with -1."""
-    rows = [[int(one) for one in row] for row in batch.columns["seen"]]
-    found = np.full((len(rows), max(map(len, rows))), -1)
-    for into, row in zip(found, rows, strict=True):
+def labels_seen(batch: Batch) -> Int[np.ndarray, "prompt k"]:
+    """The labels of each prompt, 0 first, 1 second, padded with -1."""
+    rows = [[int(label) for label in row] for row in batch.columns["seen"]]
+    padded = np.full((len(rows), max(map(len, rows))), -1)
+    for into, row in zip(padded, rows, strict=True):
         into[: len(row)] = row
-    return found
+    return padded
 
 
 def divergence(
-    log_p: Float[np.ndarray, "prompt 2"], log_q: Float[np.ndarray, "prompt 2"]
+    log_p: Float[np.ndarray, "prompt outcome"], log_q: Float[np.ndarray, "prompt outcome"]
 ) -> Float[np.ndarray, " prompt"]:
-    """KL(p || q) in bits."""
+    """KL(p || q) in bits, for p without zeros."""
     return bits((np.exp(log_p) * (log_p - log_q)).sum(-1))
 
 
 def losses(
-    reader: Reader,
+    observer: Observer,
     labels: Int[np.ndarray, "prompt k"],
     log_p: Float[np.ndarray, "prompt 2"],
     half: Bool[np.ndarray, " prompt"],
 ) -> Float[np.ndarray, " prompt"]:
-    """[prompt] KL(model || reader) in bits; parameters fitted on the rows of the other half of the units."""
+    """KL(model || observer) in bits, with parameters fitted on the rows of the other half."""
     from scipy.optimize import minimize
 
-    def missed(rows: np.ndarray, values: Sequence[float]) -> np.ndarray:
-        p = np.clip(reader.says(labels[rows], *values), 1e-9, 1 - 1e-9)
+    def loss(rows: np.ndarray, values: Sequence[float]) -> np.ndarray:
+        p = np.clip(observer.rule(labels[rows], *values), 1e-9, 1 - 1e-9)
         return divergence(log_p[rows], np.log(np.stack([p, 1 - p], 1)))
 
-    found = np.empty(len(labels))
-    for held in (False, True):
-        fit, out = np.flatnonzero(half != held), np.flatnonzero(half == held)
-        values: Sequence[float] = reader.start
+    scores = np.empty(len(labels))
+    for part in (False, True):
+        fit, score = np.flatnonzero(half != part), np.flatnonzero(half == part)
+        values: Sequence[float] = observer.start
         if values:
             values = minimize(
-                lambda v, fit=fit: missed(fit, v).mean(), reader.start, method="L-BFGS-B", bounds=reader.bounds
+                lambda v, fit=fit: loss(fit, v).mean(), observer.start, method="L-BFGS-B", bounds=observer.bounds
             ).x
-        found[out] = missed(out, values)
-    return found
+        scores[score] = loss(score, values)
+    return scores
 
 
-def advantage(each: np.ndarray, half: np.ndarray, bayesian: Sequence[bool]) -> np.ndarray:
-    """[prompt] bits by which the best other reader loses to the best Bayesian one; each [reader prompt] bits.
+def advantage(scores: np.ndarray, half: np.ndarray, bayesian: Sequence[bool]) -> np.ndarray:
+    """[prompt] bits by which the best other observer loses to the best Bayesian one; scores [observer prompt] in bits.
 
     The best of a kind is chosen on the prompts of one half and scored on those of the other.
     """
-    gain = np.empty(each.shape[1])
-    for held in (False, True):
-        choose, out = half != held, half == held
+    gain = np.empty(scores.shape[1])
+    for part in (False, True):
+        choose, score = half != part, half == part
         best = {
-            kind: min((i for i, one in enumerate(bayesian) if one is kind), key=lambda i: each[i, choose].mean())
+            kind: min((i for i, is_bayesian in enumerate(bayesian) if is_bayesian is kind),
+                      key=lambda i: scores[i, choose].mean())
             for kind in (True, False)
-        }
-        gain[out] = each[best[False], out] - each[best[True], out]
+        }  # fmt: skip
+        gain[score] = scores[best[False], score] - scores[best[True], score]
     return gain

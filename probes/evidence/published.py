@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
 
 import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probes.evidence.answers import Reading, Truth, label_entropy
+from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.prompts.sula import Sula
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.pca import standardised
@@ -31,26 +31,10 @@ ABLATED, AXIS = "error of H label, no words, 1 bit expected", "correlation of th
 
 @dataclass(frozen=True, kw_only=True)
 class Published(Result):
-    """Paper III's SULA numbers and its cut of the entropy axis, measured on itself."""
+    """Paper III's SULA numbers and its removal of the entropy axis, measured on the axis itself."""
 
-    TITLE: ClassVar[str] = "In-context evidence, as published"
-    MEANING: ClassVar[str] = (
-        "What the published definitions give on this model and on untrained ones. The error of a constant that reads "
-        "nothing stands beside the model's: an error no smaller shows no tracking of evidence."
-    )
-    COMPUTED: ClassVar[str] = (
-        "H label against the entropy of the latent class, although the model predicts the next label; prompts without "
-        "evidence (k = 0) included; no correction for k. PC1 of the last layer's standardised values. Controls: "
-        "another pair of labels; labels drawn 1/2 each and words replaced, both expected at 1 bit. Axis: u, PC1 in "
-        "standardised coordinates; the correlation of v . u with H label, v the values as they are; after the cut v - "
-        "(v . u) u it is what rounding leaves, whatever the model. Jackknifed over label pairs."
-    )
-    NULL: ClassVar[str] = "The same model re-initialised, the same prompts."
-    FAILURE_MODES: ClassVar[str] = (
-        "The target is of another variable than the answer. Words carry no evidence, so removing them must change "
-        "nothing; at k = 1 shuffled prompts are distributed as unshuffled ones; k = 0 prompts differ in length "
-        "from all others and carry the correlations. See the sound measures of `llmgeom evidence` and `llmgeom ablate`."
-    )
+    TITLE = "In-context evidence, as published"
+    TEXT = Path(__file__).parents[1] / "texts" / "published_evidence.md"
 
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
     h_label: np.ndarray = quantity(
@@ -58,69 +42,71 @@ class Published(Result):
     )
     h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")
     constant: float = quantity("", "bits", "error of the best constant, against the latent class")
-    after: float = quantity("", "of v . u before", "largest |v . u| that the cut leaves: rounding")
+    after: float = quantity("", "of v . u before", "largest |v . u| after removing the axis: rounding")
     estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
 
 
 def measure_published(
-    source: Sula, truth: Mapping[str, Truth], own: Mapping[str, Reading], untrained: Sequence[Mapping[str, Reading]]
+    source: Sula,
+    truth: Mapping[str, ExactAnswers],
+    own: Mapping[str, LabelPredictions],
+    untrained: Sequence[Mapping[str, LabelPredictions]],
 ) -> Published:
-    """The published numbers, readings by condition. Raises UserError where no coordinate varies and for few pairs."""
+    """The published numbers, from predictions by condition. UserError: no coordinate varies, or few pairs of labels."""
     main = truth["main"]
     k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))
     target, ones = label_entropy(main.belief), np.ones(len(every))
-    everyone = (own, *untrained)
-    first = [_axis(who["main"].value) for who in everyone]  # u, and the score in standardised coordinates
-    along = [who["main"].value @ u for who, (u, _) in zip(everyone, first, strict=True)]
+    models = (own, *untrained)
+    first = [_axis(model["main"].value) for model in models]  # u, and the score in standardised coordinates
+    along = [model["main"].value @ u for model, (u, _) in zip(models, first, strict=True)]
     scores = [score for _, score in first]
+    labels = [model["main"].h_label for model in models]
 
-    labels = [who["main"].h_label for who in everyone]
-
-    def row(name: str, values: Sequence[float], span: Interval) -> Estimate:
+    def row(name: str, values: Sequence[float], interval: Interval) -> Estimate:
         claim, (value, *draws) = declared(PROBE)[name], values
         null = Null.of("re-initialised", value, np.array(draws), claim.side)
-        return estimate(claim, value, span, [null], n=len(every), clusters=len(set(cluster)))
+        return estimate(claim, value, interval, [null], n=len(every), clusters=len(set(cluster)))
 
-    def missed(name: str, condition: str, expected: np.ndarray) -> Estimate:
-        each = [np.abs(who[condition].h_label - expected) for who in everyone]
-        return row(name, [one.mean() for one in each], jackknife(np.mean, each[0], cluster))
+    def error(name: str, condition: str, expected: np.ndarray) -> Estimate:
+        errors = [np.abs(model[condition].h_label - expected) for model in models]
+        return row(name, [x.mean() for x in errors], jackknife(np.mean, errors[0], cluster))
 
-    def linear(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], of=float) -> Estimate:
+    def linear(name: str, pairs: Sequence[tuple[np.ndarray, np.ndarray]], transform=float) -> Estimate:
         a, b = pairs[0]
-        span = jackknife(lambda rows: of(_pearson(a[rows], b[rows])), every, cluster)
-        return row(name, [of(_pearson(*pair)) for pair in pairs], span)
+        interval = jackknife(lambda rows: transform(_pearson(a[rows], b[rows])), every, cluster)
+        return row(name, [transform(_pearson(*pair)) for pair in pairs], interval)
 
-    def ordered(name: str, other: np.ndarray) -> Estimate:
-        span = correlation_interval(scores[0], other, cluster)
-        return row(name, [abs(spearman(one, other)) for one in scores], span)
+    def ranked(name: str, other: np.ndarray) -> Estimate:
+        interval = correlation_interval(scores[0], other, cluster)
+        return row(name, [abs(spearman(score, other)) for score in scores], interval)
 
-    cut = own["main"].value - along[0][:, None] * first[0][0]
+    removed = own["main"].value - along[0][:, None] * first[0][0]
     estimates = (
-        missed(ERROR, "main", target),
+        error(ERROR, "main", target),
         linear(PEARSON, [(h, target) for h in labels]),
-        ordered(RANKED, target),
-        ordered(STEPS, k.astype(float)),
-        missed(REMAP, "remap", label_entropy(truth["remap"].belief)),
-        missed(SHUFFLED, "shuffled", ones),
-        missed(ABLATED, "no words", ones),
+        ranked(RANKED, target),
+        ranked(STEPS, k.astype(float)),
+        error(REMAP, "remap", label_entropy(truth["remap"].belief)),
+        error(SHUFFLED, "shuffled", ones),
+        error(ABLATED, "no words", ones),
         linear(AXIS, [*zip(along, labels, strict=True)], abs),
     )
     ks = list(source.ks)
     return Published(
         k=np.array(ks, dtype=float),
-        h_label=np.array([labels[0][k == one].mean() for one in ks]),
-        h_latent=np.array([target[k == one].mean() for one in ks]),
+        h_label=np.array([labels[0][k == number].mean() for number in ks]),
+        h_latent=np.array([target[k == number].mean() for number in ks]),
         constant=float(np.abs(target - np.median(target)).mean()),
-        after=float(np.abs(cut @ first[0][0]).max() / np.abs(along[0]).max()),
+        after=float(np.abs(removed @ first[0][0]).max() / np.abs(along[0]).max()),
         estimates=estimates,
         ticks={"k": tuple(ks)},
     )
 
 
 def _axis(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Unit vector of PC1 in standardised coordinates, [coordinate] with 0 where one does not vary, and its score."""
+    """Unit vector of PC1 in standardised coordinates, [coordinate], 0 where one does not vary; and its score."""
     z = standardised(values)
     left, size, axes = np.linalg.svd(z, full_matrices=False)
     u = np.zeros(values.shape[1])

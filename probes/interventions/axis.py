@@ -1,4 +1,4 @@
-"""A direction of a layer's values: found, edited, and held against other directions that are edited as much."""
+"""One direction of a layer's values: how it is estimated and edited, and the control edits that match it."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
-from llmgeom.model import weights
-from llmgeom.model.subject import Subject
 from llmgeom.stats import ridge_probe
 
-SIZE, VARIANCE = "same size", "same variance"
-Mode = Literal["cut", "only", "shift"]
-# x [row coordinate] float64 at the edited positions and the number of each among all of them, input after input (edited
-# at its end alone, that of the prompt) -> what is added to x.
+SIZE, VARIANCE = "same size", "same variance"  # the two kinds of control edit
+Mode = Literal["project-out", "keep-only", "steer"]
+# (x, row) -> what is added to x. x [row coordinate] float64 holds the edited positions, input after input; row [row]
+# numbers them among all edited positions of the batch (with one edited position an input: the input's number).
 Move = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """A direction u of one layer's values x at the final token, estimated on some prompts, all in float64.
+    """A direction u of one layer's values x at the final token, estimated on some prompts, in float64.
 
-    z = (x - mean) / sd, coordinate by coordinate, c = z . u; a coordinate that is constant has sd = 0 here and z = 0.
+    With z = (x - mean) / sd coordinate by coordinate, a prompt's score is c = z . u. A coordinate that is constant over
+    the prompts has sd = 0 here, and z = 0.
 
-    mean, sd   [coordinate] over the prompts; true kv heads side by side.   u  [coordinate] unit vector.
-    spread     sd of c over the prompts.
-    others     [component coordinate] orthonormal principal components of z - c u, and `variances` [component] of z
-               along them: they are orthogonal to u and span with it all that the prompts span.
+    Attributes:
+        mean: [coordinate] over the prompts; true kv heads side by side.
+        sd: [coordinate] over the prompts.
+        u: [coordinate] unit vector.
+        spread: standard deviation of c over the prompts.
+        others: [component coordinate] orthonormal principal components of z - c u. They are orthogonal to u and span,
+            with it, all that the prompts span.
+        variances: [component] variance of z along `others`.
     """
 
     mean: Tensor
@@ -41,17 +44,17 @@ class Axis:
     others: Tensor
     variances: Tensor
 
-    @property
-    def share(self) -> float:
-        """Of the variance of z, that along u (fraction)."""
-        return self.spread**2 / float(self.spread**2 + self.variances.sum())
-
     @classmethod
-    def of(cls, x: np.ndarray, entropy: np.ndarray, clusters: Sequence[str], direction: str, seed: int) -> Axis:
-        """pc1: first principal component of z, turned so that c does not fall with entropy. ridge: the weights of
-        entropy on z, at length 1; the penalty with the least error over folds of whole units (`readout.PENALTIES`).
+    def estimate(cls, x: np.ndarray, entropy: np.ndarray, clusters: Sequence[str], direction: str, seed: int) -> Axis:
+        """Estimate the axis from values x [prompt coordinate] and entropies [prompt].
 
-        Raises UserError where no coordinate varies, or ridge finds no weight.
+        Args:
+            direction: "pc1", the first principal component of z, signed so that c does not fall with entropy; or
+                "ridge", the weights of the ridge regression of entropy on z, scaled to length 1.
+            seed: fixes the folds of the ridge regression.
+
+        Raises:
+            UserError: no coordinate varies, or the ridge regression finds no weight.
         """
         mean, sd = x.mean(0), np.where(x.max(0) == x.min(0), 0.0, x.std(0))
         if not sd.any():
@@ -66,27 +69,42 @@ class Axis:
                 raise UserError("entropy has no ridge weight on the values: there is no axis to edit")
             u = u / np.linalg.norm(u)
         _, size, others = np.linalg.svd(z - np.outer(z @ u, u), full_matrices=False)
-        kept, spread = size > 1e-8 * np.linalg.norm(z), float(np.sqrt(np.square(z @ u).mean()))
+        nonzero, spread = size > 1e-8 * np.linalg.norm(z), float(np.sqrt(np.square(z @ u).mean()))
 
         def tensor(a: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(a))
 
-        return cls(tensor(mean), tensor(sd), tensor(u), spread, tensor(others[kept]), tensor(size[kept] ** 2 / len(x)))
+        variances = size[nonzero] ** 2 / len(x)
+        return cls(tensor(mean), tensor(sd), tensor(u), spread, tensor(others[nonzero]), tensor(variances))
+
+    @property
+    def share(self) -> float:
+        """Fraction of the variance of z that lies along u."""
+        return self.spread**2 / float(self.spread**2 + self.variances.sum())
+
+    @property
+    def variance_left(self) -> float:
+        """Variance of all other components over the axis's; below 1 no edit of theirs has the axis's variance."""
+        return float(self.variances.sum()) / self.spread**2
 
     def z(self, x: Tensor) -> Tensor:
+        """Standardised values."""
         return torch.where(self.sd > 0, (x - self.mean) / self.sd.clamp_min(1e-300), 0.0)
 
-    def itself(self, mode: Mode, dose: float) -> Move:
-        """The edit of the axis."""
-        return lambda x, _: self.sd * _moved(z := self.z(x), _along(z, self.u), self.spread * self.u, mode, dose)
+    def edit(self, mode: Mode, dose: float) -> Move:
+        """The edit of the axis itself.
+
+        project-out adds -dose sd (c u); keep-only adds -dose sd (z - c u); steer adds dose spread sd u.
+        """
+        return lambda x, _: self.sd * _step(z := self.z(x), _along(z, self.u), self.spread * self.u, mode, dose)
 
     def same_size(self, mode: Mode, r: Tensor, sign: float) -> Callable[[float], Move]:
-        """The same edit of direction r, each displacement rescaled to the Euclidean length of the axis's, in x."""
+        """The same edit of direction r; every displacement has the Euclidean length of the axis's, in x."""
 
         def at(dose: float) -> Move:
-            def move(x: Tensor, prompt: Tensor) -> Tensor:
-                z, length = self.z(x), self.itself(mode, dose)(x, prompt).norm(dim=-1, keepdim=True)
-                return rescaled(self.sd * _moved(z, _along(z, r), sign * r, mode, dose), length)
+            def move(x: Tensor, row: Tensor) -> Tensor:
+                z, length = self.z(x), self.edit(mode, dose)(x, row).norm(dim=-1, keepdim=True)
+                return rescaled(self.sd * _step(z, _along(z, r), sign * r, mode, dose), length)
 
             return move
 
@@ -95,81 +113,48 @@ class Axis:
     def same_variance(self, mode: Mode, weight: Tensor, sign: Tensor) -> Callable[[float], Move]:
         """The same edit of other components, each weighted: sum of weight^2 times variance is that of c."""
         basis = weight[:, None] * self.others
-        step = (sign * self.variances.sqrt()) @ basis
-        return lambda dose: lambda x, _: self.sd * _moved(z := self.z(x), z @ self.others.T @ basis, step, mode, dose)
+        shift = (sign * self.variances.sqrt()) @ basis
+        return lambda dose: lambda x, _: self.sd * _step(z := self.z(x), z @ self.others.T @ basis, shift, mode, dose)
 
-    def draws(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
-        """Controls of both kinds, `count` of each, the same for a seed; the second only where it can be had."""
+    def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
+        """`count` control edits of each kind, the same for a seed; the second kind only where it exists."""
         rng = np.random.default_rng([*seed, 0])
         r = torch.from_numpy(rng.standard_normal((count, len(self.others)))) @ self.others
         r, sign = r / r.norm(dim=1, keepdim=True), rng.choice([-1.0, 1.0], count)
-        found = {SIZE: [self.same_size(mode, r[i], float(sign[i])) for i in range(count)]}
+        draws = {SIZE: [self.same_size(mode, r[i], float(sign[i])) for i in range(count)]}
         rng = np.random.default_rng([*seed, 1])
-        if self.shortfall >= 1:
-            chosen = torch.from_numpy(subsets(self.variances.numpy(), self.spread**2, count, rng))
-            signs = torch.from_numpy(rng.choice([-1.0, 1.0], chosen.shape))
-            found[VARIANCE] = [self.same_variance(mode, chosen[i], signs[i]) for i in range(count)]
-        return found
-
-    @property
-    def shortfall(self) -> float:
-        """Variance of all other components over the axis's; below 1 no edit of theirs has its variance."""
-        return float(self.variances.sum()) / self.spread**2
+        if self.variance_left >= 1:
+            weights = torch.from_numpy(matched_weights(self.variances.numpy(), self.spread**2, count, rng))
+            signs = torch.from_numpy(rng.choice([-1.0, 1.0], weights.shape))
+            draws[VARIANCE] = [self.same_variance(mode, weights[i], signs[i]) for i in range(count)]
+        return draws
 
 
 def _along(z: Tensor, u: Tensor) -> Tensor:
     return (z @ u)[:, None] * u
 
 
-def _moved(z: Tensor, kept: Tensor, step: Tensor, mode: Mode, dose: float) -> Tensor:
-    """What is added to z: cut -dose kept, only -dose (z - kept), shift dose step; kept is z along a direction."""
-    if mode == "shift":
-        return (dose * step).expand_as(z)
-    return -dose * (kept if mode == "cut" else z - kept)
+def _step(z: Tensor, part: Tensor, shift: Tensor, mode: Mode, dose: float) -> Tensor:
+    """What is added to z; part is the component of z along the edited direction."""
+    if mode == "steer":
+        return (dose * shift).expand_as(z)
+    return -dose * (part if mode == "project-out" else z - part)
 
 
 def rescaled(move: Tensor, length: Tensor) -> Tensor:
+    """The same directions with another length in each row."""
     return move * (length / move.norm(dim=-1, keepdim=True).clamp_min(1e-300))
 
 
-def subsets(variances: np.ndarray, target: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """[draw component] weights: components in random order until their variance reaches the target; the last in part.
+def matched_weights(variances: np.ndarray, target: float, count: int, rng: np.random.Generator) -> np.ndarray:
+    """[draw component] weights with sum_j weight_j^2 variances_j = target.
 
-    sum_j weight_j^2 variances_j = target: a component scaled by w has w^2 of its variance.
+    Components enter in random order until their variance reaches the target; the last enters in part. A component
+    scaled by w has w^2 of its variance.
     """
     order = rng.permuted(np.tile(np.arange(len(variances)), (count, 1)), axis=1)
     ordered = variances[order]
     share = ((target - (ordered.cumsum(1) - ordered)) / ordered).clip(0, 1)
-    found = np.empty_like(share)
-    np.put_along_axis(found, order, np.sqrt(share), 1)
-    return found
-
-
-def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
-    """[prompt coordinate] what the last layer's output weights turn into the log-odds of a pair of tokens [prompt 2].
-
-    For each kv head, sum over its query heads of W_O (g * (u_A - u_B)): u rows of the output embedding, g the `gain`.
-    Derived here. Raises Unavailable where W_O is not known (`weights`).
-    """
-    heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
-    output = [weights.output_weight(subject, len(subject.blocks) - 1, head).double().cpu() for head in range(heads)]
-    rows = subject.model.get_output_embeddings().weight.detach()
-    u = rows[pair.to(rows.device)].double().cpu()
-    wanted = gain(subject, u.shape[-1]) * (u[:, 0] - u[:, 1])
-    each = torch.stack([wanted @ w.T for w in output], 1)
-    return each.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).flatten(1)
-
-
-@torch.no_grad()
-def gain(subject: Subject, width: int) -> Tensor:
-    """[d_model] the final norm's weight, however the family stores it (Gemma counts from 1); ones where there is none.
-
-    (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ... of mean 0 and rms 1: bias and eps drop out. Derived here.
-    """
-    base, v = subject.model.base_model, 1 - 2.0 * (torch.arange(width) % 2)
-    parts = {name: part for owner in (base, getattr(base, "decoder", base)) for name, part in owner.named_children()}
-    norm = next((parts[one] for one in ("norm", "final_layer_norm", "final_layernorm", "ln_f") if one in parts), None)
-    if norm is None:
-        return torch.ones(width, dtype=torch.float64)
-    at = v.to(next(norm.parameters()))
-    return ((norm(at) - norm(-at)) / 2).double().cpu() * v
+    weights = np.empty_like(share)
+    np.put_along_axis(weights, order, np.sqrt(share), 1)
+    return weights

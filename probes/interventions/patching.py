@@ -1,53 +1,48 @@
-"""The bench of the ablations: inputs that are read under many edits at once, and what the edits did."""
+"""Inputs that a model reads under many edits at once, and what each edit changes in its answers."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import TYPE_CHECKING, ClassVar, Literal
+from functools import cached_property
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Claim, Null, declared, estimate, layer_band
+from llmgeom.claims import Claim, Null, estimate
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import Mode, Move
-from llmgeom.progress import Progress
+from llmgeom.probes.interventions.axis import Move
 from llmgeom.result import Estimate
 from llmgeom.stats.information import bits, kl
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import Interval
+from llmgeom.task import Task
 
-if TYPE_CHECKING:
-    from llmgeom.task import Task
-
-DOSES = {"cut": (0.5, 1.0), "only": (0.5, 1.0), "shift": (-2.0, -1.0, 1.0, 2.0)}
-JUDGED = {"cut": (1,), "only": (1,), "shift": (0, 3)}  # places in DOSES; several are averaged, prompt by prompt
-AT_ONCE = 256  # rows in a pass: several copies of the prompts, each edited in its own way
-FEW = 39  # draws behind the band at doses and layers that decide nothing: the fewest that carry 95 %
-Place = int | tuple[Point, int]  # where an edit acts: a point of a layer, or by its number alone a layer's values
-Copy = Mapping[Place, Move]  # what is done to one copy of the prompts; where it names nothing, nothing
-Draw = Callable[[float], Copy]  # at a dose
+ROWS_PER_PASS = 256  # inputs in a pass: several copies of the batch, each under its own patch
+Location = tuple[Point, int]  # where an edit acts: a point of a layer
+Patch = Mapping[Location, Move]  # what is added at each location of one copy of the batch
 
 
 @dataclass(frozen=True, eq=False)
-class Packed(ABC):
-    """Inputs, ready to be read under many edits: a pass holds several copies of them, each edited in its own way.
+class PatchingRun(ABC):
+    """A batch that is read under many patches: a pass holds several copies of it, each under its own patch.
 
-    batch    what is read; its queried positions are where it is asked.
-    places   where copies may be edited.
-    Subclasses say which positions are edited, which sites are read (`sites`), and what is made of them.
+    Subclasses define which positions are edited, which sites are read, and the effects computed from them.
+
+    Attributes:
+        batch: what the model reads; its queried positions are those at which the answers are read.
+        locations: where patches may act.
     """
 
     subject: Subject
     batch: Batch
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
 
     sites: ClassVar[tuple[Site, ...]] = (Site.LOG_PROBS,)
 
@@ -62,8 +57,8 @@ class Packed(ABC):
         """[input seq] bool, the positions that are edited."""
 
     @abstractmethod
-    def _effects(self, clean: Sequence[Tensor], edited: Sequence[Tensor]) -> dict[str, np.ndarray]:
-        """By effect [input], of what is read of one copy, site by site."""
+    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
+        """Effects by name, [input], from the sites of one copy."""
 
     @cached_property
     def _clean(self) -> dict[int, list[Tensor]]:
@@ -76,49 +71,60 @@ class Packed(ABC):
         return self.at, count.cumsum(0) - count
 
     def reference(self, copies: int) -> list[Tensor]:
-        """The clean model in the very packing of an edited pass: what no edit reaches differs by exactly nothing."""
+        """The clean model in the packing of a patched pass, so that a patch without effect differs by exactly 0."""
         if copies not in self._clean:
-            self._clean[copies] = self._pass([dict.fromkeys(self.places, lambda x, _: torch.zeros_like(x))] * copies)
+            nothing = dict.fromkeys(self.locations, lambda x, _: torch.zeros_like(x))
+            self._clean[copies] = self._pass([nothing] * copies)
         return self._clean[copies]
 
-    def run(self, copies: Sequence[Copy], progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray]:
-        """[copy input] by effect."""
-        found, at_once = [], max(1, AT_ONCE // len(self.batch))
-        for at in range(0, len(copies), at_once):
-            chunk = copies[at : at + at_once]
-            clean, edited = (
-                [each.chunk(len(chunk)) for each in seen] for seen in (self.reference(len(chunk)), self._pass(chunk))
+    def run(
+        self, patches: Sequence[Patch], progress: Callable[[int, int], None] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Effects of every patch.
+
+        Args:
+            patches: one for each copy of the batch; locations that a patch does not name stay as they are.
+            progress: called with the number of patches done and in all.
+
+        Returns:
+            [patch input] by effect.
+        """
+        effects, per_pass = [], max(1, ROWS_PER_PASS // len(self.batch))
+        for start in range(0, len(patches), per_pass):
+            chunk = patches[start : start + per_pass]
+            clean, patched = (
+                [site.chunk(len(chunk)) for site in sites] for sites in (self.reference(len(chunk)), self._pass(chunk))
             )
             for j in range(len(chunk)):
-                found.append(self._effects([each[j] for each in clean], [each[j] for each in edited]))
+                effects.append(self._effects([site[j] for site in clean], [site[j] for site in patched]))
             if progress:
-                progress(at + len(chunk), len(copies))
-        return {name: np.stack([one[name] for one in found]) for name in found[0]}
+                progress(start + len(chunk), len(patches))
+        return {name: np.stack([copy[name] for copy in effects]) for name in effects[0]}
 
-    def _pass(self, copies: Sequence[Copy]) -> list[Tensor]:
-        rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(copies))
-        edits = []
-        for place in self.places:
-            if any(place in copy for copy in copies):
-                point, layer = place if isinstance(place, tuple) else ("value", place)
-                edits.append(Edit(point, self._edit(copies, place), (layer,)))
-        seen = self.subject.capture(rows, self.sites, edits, batch_tokens=self.batch_tokens)
-        return [seen.layers(site)[-1] for site in self.sites]
+    def _pass(self, patches: Sequence[Patch]) -> list[Tensor]:
+        rows = replace(self.batch, posterior=None).take([*range(len(self.batch))] * len(patches))
+        edits = [
+            Edit(location[0], self._edit(patches, location), (location[1],))
+            for location in self.locations
+            if any(location in patch for patch in patches)
+        ]
+        capture = self.subject.capture(rows, self.sites, edits, batch_tokens=self.batch_tokens)
+        return [capture.layers(site)[-1] for site in self.sites]
 
-    def _edit(self, copies: Sequence[Copy], place: Place) -> Callable[[Tensor, Where], Tensor]:
+    def _edit(self, patches: Sequence[Patch], location: Location) -> Callable[[Tensor, Where], Tensor]:
         n, (edited, before_it) = len(self.batch), self._at
 
         def function(x: Tensor, where: Where) -> Tensor:
-            copy, one = where.prompt.cpu() // n, where.prompt.cpu() % n
-            at = edited[one, : x.shape[1]]
+            copy, prompt = where.prompt.cpu() // n, where.prompt.cpu() % n
+            at = edited[prompt, : x.shape[1]]
             line, position = at.nonzero(as_tuple=True)
-            row = before_it[one[line]] + at.cumsum(1)[line, position] - 1
+            row = before_it[prompt[line]] + at.cumsum(1)[line, position] - 1
             before = x[line, position].flatten(1).double().cpu()
             after = before.clone()
             for j in copy.unique().tolist():
-                if place in copies[j]:
+                if location in patches[j]:
                     mine = copy[line] == j
-                    after[mine] += copies[j][place](before[mine], row[mine])
+                    after[mine] += patches[j][location](before[mine], row[mine])
             x = x.clone()
             x[line, position] = after.to(x).unflatten(1, x.shape[2:])
             return x
@@ -127,16 +133,21 @@ class Packed(ABC):
 
 
 @dataclass(frozen=True, eq=False)
-class Bench(Packed):
-    """Prompts, each asked at its end.
+class PromptRun(PatchingRun):
+    """Prompts, each read at its end.
 
-    positions "query", the final token; "all"; or "later", all but the first, where many models park their attention.
-    entropy   [prompt] bits, of the clean model.   read  [prompt d_model] residual -> bits.
-    pair      [prompt 2] ids of the two labels, or of the clean model's two most likely tokens.
-    exact     [prompt 2] exact log-probabilities of the labels, nats; None where the prompts have no exact answer.
+    Effects, [prompt]:
+        kl: KL(clean || patched) of the next-token distribution, bits.
+        error: rise of the squared error of a linear read-out of entropy, bits^2.
+        odds: |change of the log-odds of the pair|, bits.
+        evidence: with an exact answer, rise of KL(exact || model) over the pair, bits.
 
-    Effects: kl, of clean and edited, bits; error, its rise in the read-out of entropy, bits^2; odds, |change of the
-    pair's log-odds|, bits; with an exact answer evidence, the rise of KL(exact || model) over the pair.
+    Attributes:
+        positions: "query", the final token; "all"; or "later", all but the first, on which many models park attention.
+        entropy: [prompt] bits, of the clean model.
+        read: last residual stream [prompt d_model] -> entropy in bits.
+        pair: [prompt 2] ids of the two labels, or of the clean model's two likeliest tokens.
+        exact: [prompt 2] exact log-probabilities of the labels, nats; None where the prompts have no exact answer.
     """
 
     positions: Literal["query", "all", "later"]
@@ -151,30 +162,32 @@ class Bench(Packed):
     @property
     def at(self) -> Tensor:
         inputs = self.subject.tokens(self.batch)
-        place = torch.arange(inputs.data.shape[1]).expand(len(self.batch), -1)
+        position = torch.arange(inputs.data.shape[1]).expand(len(self.batch), -1)
         if self.positions == "query":
-            return place == inputs.lengths[:, None] - 1
-        return place >= (self.positions == "later")  # pads too: nothing reads them
+            return position == inputs.lengths[:, None] - 1
+        return position >= (self.positions == "later")  # pads too: no token reads them
 
-    def _effects(self, clean: Sequence[Tensor], edited: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
         # Log-probabilities of float32 sum to 1 within 1e-7 only.
-        log_p, log_q = (seen[0].double().log_softmax(-1) for seen in (clean, edited))
-        missed = [np.square(self.read(seen[1].double().numpy()) - self.entropy) for seen in (clean, edited)]
+        log_p, log_q = (sites[0].double().log_softmax(-1) for sites in (clean, patched))
+        errors = [np.square(self.read(sites[1].double().numpy()) - self.entropy) for sites in (clean, patched)]
         two_p, two_q = (log.gather(1, self.pair) for log in (log_p, log_q))
         odds = (two_q - two_p) @ torch.tensor([1.0, -1.0], dtype=torch.float64)
-        found = {"kl": kl(log_p, log_q).clamp_min(0), "odds": odds.abs()}
+        effects = {"kl": kl(log_p, log_q).clamp_min(0), "odds": odds.abs()}
         if self.exact is not None:
-            found["evidence"] = kl(self.exact, two_q.log_softmax(1)) - kl(self.exact, two_p.log_softmax(1))
-        return {"error": missed[1] - missed[0]} | {name: bits(nats.numpy()) for name, nats in found.items()}
+            effects["evidence"] = kl(self.exact, two_q.log_softmax(1)) - kl(self.exact, two_p.log_softmax(1))
+        return {"error": errors[1] - errors[0]} | {name: bits(nats.numpy()) for name, nats in effects.items()}
 
 
 @dataclass(frozen=True, eq=False)
-class Tunnel(Packed):
-    """Whole sequences of a task, with all their queries and the exact answer at each.
+class TaskRun(PatchingRun):
+    """Whole sequences of a task, read at all their queries, with the exact answer at each.
 
-    Effects in bits, means over a sequence's queries, up to the task's horizon: kl, of clean and edited over all tokens;
-    and of what `llmgeom grade` reads, outcomes and all else as one: evidence, the rise of KL(exact || model); mae,
-    |H_model - H_exact| of the edited model, and clean_mae, of the clean one.
+    Effects in bits, [sequence], means over a sequence's queries up to the task's horizon. Except for kl, outcomes count
+    one by one and all other tokens together, as in `llmgeom grade`:
+        kl: KL(clean || patched) over all tokens.
+        evidence: rise of KL(exact || model).
+        mae, clean_mae: |H_model - H_exact| of the patched and of the clean model.
     """
 
     task: Task
@@ -183,83 +196,37 @@ class Tunnel(Packed):
 
     @property
     def at(self) -> Tensor:
-        asked = self.task.mask().expand(len(self.batch), -1)
-        return asked if self.positions == "query" else torch.ones_like(asked)
+        queries = self.task.mask().expand(len(self.batch), -1)
+        return queries if self.positions == "query" else torch.ones_like(queries)
 
     @cached_property
     def _exact(self) -> Tensor:
         return self.task.answers.exact(self.batch.exact.flat.predictive).double()
 
-    def _effects(self, clean: Sequence[Tensor], edited: Sequence[Tensor]) -> dict[str, np.ndarray]:
+    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
         answers, exact = self.task.answers, self._exact
-        logs = [seen[0].double().log_softmax(-1) for seen in (clean, edited)]
+        logs = [sites[0].double().log_softmax(-1) for sites in (clean, patched)]
         p, q = (answers.read(log).double() for log in logs)
-        found = {
+        effects = {
             "kl": kl(*logs).clamp_min(0),
             "evidence": answers.kl(exact, q) - answers.kl(exact, p),
             "mae": (answers.entropy(q) - answers.entropy(exact)).abs(),
             "clean_mae": (answers.entropy(p) - answers.entropy(exact)).abs(),
         }
-        each = {name: nats.unflatten(0, (len(self.batch), -1))[:, : self.task.trained_queries] for name, nats in found.items()}
-        return {name: bits(nats.mean(1).numpy()) for name, nats in each.items()}
+        n, horizon = len(self.batch), self.task.trained_queries
+        return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class Effects:
-    """What an edit and its controls did, by effect: `own` [dose prompt]; `null`, kind -> [draw prompt] a dose."""
-
-    mode: Mode
-    own: Mapping[str, np.ndarray]
-    null: Mapping[str, Sequence[Mapping[str, np.ndarray]]]
-
-    @classmethod
-    def of(
-        cls,
-        bench: Bench,
-        mode: Mode,
-        own: Draw,
-        draws: Mapping[str, Sequence[Draw]],
-        tell: Progress | None,
-        few: int = FEW,
-    ) -> Effects:
-        null = {
-            kind: [
-                bench.run(
-                    [one(dose) for one in (some if place in JUDGED[mode] else some[:few])],
-                    partial(tell, f"{kind}, dose {dose:g}") if tell else None,
-                )
-                for place, dose in enumerate(DOSES[mode])
-            ]
-            for kind, some in draws.items()
-        }
-        return cls(mode, bench.run([own(dose) for dose in DOSES[mode]]), null)
-
-    def judged(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """[prompt] at the dose that decides, and kind -> [draw] means over prompts."""
-        places = list(JUDGED[self.mode])
-        return self.own[effect][places].mean(0), {
-            kind: np.mean([doses[i][effect] for i in places], 0).mean(1) for kind, doses in self.null.items()
-        }
-
-    def bands(self, effect: str) -> np.ndarray:
-        """[dose bound] of the kind that lies higher."""
-        each = range(len(DOSES[self.mode]))
-        return np.concatenate(
-            [layer_band({k: doses[i][effect].mean(1)[:, None] for k, doses in self.null.items()}) for i in each]
-        )
-
-    def estimate(self, probe: str, name: str, effect: str, clusters: np.ndarray, claimed: bool = True) -> Estimate:
-        """Held against every kind; without its claim where one of its nulls could not be had."""
-        claim, (each, null) = declared(probe)[name], self.judged(effect)
-        claim = claim if claimed else replace(claim, claim="")
-        return beside(claim, each.mean(), jackknife(np.mean, each, clusters), null, clusters)
-
-
-def beside(
-    claim: Claim, value: float, span: Interval, null: Mapping[str, np.ndarray], clusters: np.ndarray, *more: Null
+def estimate_against(
+    claim: Claim,
+    value: float,
+    interval: Interval,
+    draws: Mapping[str, np.ndarray],
+    clusters: np.ndarray,
+    *more: Null,
 ) -> Estimate:
-    """A value of prompts of these units, held against draws of each kind, and against other nulls where there are."""
-    if claim.scale == "log" and min(value, *(draws.min() for draws in null.values())) <= 0:
-        claim = replace(claim, scale="identity")  # an edit that reaches nothing does exactly nothing
-    nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
-    return estimate(claim, value, span, [*nulls, *more], n=len(clusters), clusters=len(set(clusters)))
+    """The estimate of a value over prompts in `clusters`, compared with draws of each null and with other nulls."""
+    if claim.scale == "log" and min(value, *(kind.min() for kind in draws.values())) <= 0:
+        claim = replace(claim, scale="identity")  # an edit that reaches no output has an effect of exactly 0
+    nulls = [Null.of(kind, value, values, claim.side) for kind, values in draws.items()]
+    return estimate(claim, value, interval, [*nulls, *more], n=len(clusters), clusters=len(set(clusters)))

@@ -1,16 +1,23 @@
-"""What a grade says: nearness to the posterior, calibration, memory and the horizon, each with its verdicts."""
+"""Results of grading: distance to the posterior, calibration, memory and length generalisation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
 
 import numpy as np
 
-from llmgeom.probes.posterior.scores import Grade, Numbers, Outcomes, Scores, mae_abs, mae_mean, skill
+from llmgeom.probes.posterior.scores import (
+    CategoricalScores,
+    GaussianScores,
+    PosteriorScores,
+    Scores,
+    mae_abs,
+    mae_mean,
+    skill,
+)
 from llmgeom.probes.shared.length_curves import (
-    UNTRAINED,
     Curves,
     Graded,
     Horizon,
@@ -24,6 +31,7 @@ from llmgeom.probes.shared.length_curves import (
 from llmgeom.result import Figure, quantity
 from llmgeom.stats.resampling import mean_intervals
 
+PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "posterior_horizon"
 
@@ -32,29 +40,11 @@ CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "pos
 
 
 @dataclass(frozen=True, kw_only=True)
-class Posterior(Curves):
-    """The model's answers at the queries within the horizon, beside the exact ones."""
+class Distance(Curves):
+    """The model's answers and the exact ones at the queries within the horizon."""
 
-    TITLE: ClassVar[str] = "Nearness to the posterior"
-    MEANING: ClassVar[str] = (
-        "At every query Bayes' rule has one answer, and KL says how many bits a drawn outcome costs a reader of the "
-        "model beyond it: 0 is the posterior itself. Skill says how much of the way from the best predictor that does "
-        "not infer has been gone. Errors of entropy alone are what was published: a model that is as certain as it "
-        "should be, of the wrong thing, has none."
-    )
-    COMPUTED: ClassVar[str] = (
-        "KL(exact || model) over the whole vocabulary, so that probability on tokens that are no outcome counts "
-        "against the model; entropies take these tokens as one more outcome. mae_abs: mean of |H model - H exact| over "
-        "sequences and queries; mae_mean: mean over queries of |mean H model - mean H exact|, in which errors of "
-        "either sign cancel. Skill = 1 - KL of the model / KL of the best trivial predictor that is not itself exact. "
-        "The constant and the position's mean are taken over other sequences. Intervals are jackknifed over sequences."
-    )
-    NULL: ClassVar[str] = "KL and skill: the exact answer (0 bits, skill 1). Errors of entropy: " + UNTRAINED.lower()
-    FAILURE_MODES: ClassVar[str] = (
-        "A low KL says nothing about inference where a trivial predictor is nearly exact (read the skill), or where a "
-        "table of all hypotheses fits into the parameters (read held-out less seen). mae_mean is small for any model "
-        "whose errors cancel in the mean."
-    )
+    TITLE = "Distance to the posterior"
+    TEXT = PROSE
 
     entropy: np.ndarray = quantity(
         "query", "bits", "entropy of the model's answer, mean over sequences", Figure("curve", beside="entropy_exact")
@@ -74,42 +64,26 @@ class Posterior(Curves):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(Posterior):
-    """The same against what a model whose labels were drawn again should say."""
+class MixtureDistance(Distance):
+    """The same against the mixture that targets drawn again in training make exact."""
 
-    TITLE: ClassVar[str] = "Nearness to the mixture it was trained on"
-    MEANING: ClassVar[str] = (
-        "Some of the labels it was trained on were drawn again, evenly over outcomes. Bayes' rule then says (1 - p) of "
-        "the posterior and p of an even answer: a model that learned it is far from the posterior, and right."
-    )
+    TITLE = "Distance to the mixture of the training targets"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration(Graded):
-    """Are outcomes as frequent as the model says?"""
+    """How often outcomes occur, against the model's probabilities."""
 
-    TITLE: ClassVar[str] = "Calibration"
-    MEANING: ClassVar[str] = (
-        "Outcomes to which the model gives a probability, against their exact probability and how often they were "
-        "drawn. A calibrated model need not be near the posterior (the prior is calibrated too); a model near the "
-        "posterior is calibrated."
-    )
-    COMPUTED: ClassVar[str] = (
-        "Every outcome of every query within the horizon, in tenths of the predicted probability; tenths in which "
-        "nothing lies are left out. Calibration error: sum over tenths of |predicted - exact| probability of the "
-        "outcomes in it, a query; 0 to 2. Accuracy: the likeliest outcome is the one drawn. Leaked: probability of "
-        "what is no outcome."
-    )
-    NULL: ClassVar[str] = UNTRAINED
-    FAILURE_MODES: ClassVar[str] = (
-        "Errors of either sign cancel within a tenth. Accuracy is bounded by the exact answer's own, printed beside. "
-        "Held-out hypotheses are a tenth of the prior: where there are few, what is drawn need not be as frequent as "
-        "the exact answer says, so the error is against exact probabilities."
-    )
+    TITLE = "Calibration"
+    TEXT = PROSE
 
-    said: np.ndarray = quantity("predicted", "probability", "predicted probability of outcomes")
-    owed: np.ndarray = quantity("predicted", "probability", "exact probability of them", Figure("curve", beside="said"))
-    drawn: np.ndarray = quantity("predicted", "fraction", "how often they were drawn", Figure("curve", beside="said"))
+    predicted: np.ndarray = quantity("predicted", "probability", "predicted probability of outcomes")
+    exact: np.ndarray = quantity(
+        "predicted", "probability", "exact probability of them", Figure("curve", beside="predicted")
+    )
+    drawn: np.ndarray = quantity(
+        "predicted", "fraction", "how often they were drawn", Figure("curve", beside="predicted")
+    )
     count: np.ndarray = quantity("predicted", "outcomes", "how many, over queries and sequences")
     accuracy: np.ndarray = quantity(
         "query",
@@ -118,25 +92,16 @@ class Calibration(Graded):
         Figure("curve", beside="accuracy_exact"),
     )
     accuracy_exact: np.ndarray = quantity("query", "fraction", "accuracy of the exact answer")
-    leaked: np.ndarray = quantity("query", "probability", "probability of no outcome", Figure("curve"))
+    leaked: np.ndarray = quantity("query", "probability", "probability of tokens that are no outcome", Figure("curve"))
     ceiling: float = quantity("", "fraction", "accuracy of the exact answer's likeliest outcome, all queries")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Residuals(Graded):
-    """Is a predicted number as far from the drawn one as the model says?"""
+    """How far drawn numbers are from the predicted means, in predicted standard deviations."""
 
-    TITLE: ClassVar[str] = "Calibration"
-    MEANING: ClassVar[str] = (
-        "The drawn value less the predicted mean, over the predicted standard deviation, has a root mean square of 1 "
-        "where the model is as sure as it may be; above 1 it is too sure."
-    )
-    COMPUTED: ClassVar[str] = "Over sequences at each query, and over all queries within the horizon."
-    NULL: ClassVar[str] = UNTRAINED
-    FAILURE_MODES: ClassVar[str] = (
-        "The prior is calibrated too, and errors of either sign cancel in a mean square. Held-out hypotheses are a "
-        "tenth of the prior: where there are few, the exact answer's own value is not 1 either."
-    )
+    TITLE = "Calibration of predicted numbers"
+    TEXT = PROSE
 
     rms: np.ndarray = quantity(
         "query",
@@ -149,21 +114,10 @@ class Residuals(Graded):
 
 @dataclass(frozen=True, kw_only=True)
 class Memory(Graded):
-    """Answers to hypotheses that training may have shown, beside those it never did."""
+    """Divergence on hypotheses that training may have shown, and on hypotheses that it never did."""
 
-    TITLE: ClassVar[str] = "Seen and held-out hypotheses"
-    MEANING: ClassVar[str] = (
-        "A tenth of the hypotheses was never trained on. A model that infers is as near to the posterior on these as "
-        "on the others; one that looks its answer up is not."
-    )
-    COMPUTED: ClassVar[str] = (
-        "Mean KL(exact || model) on sequences from held-out hypotheses less that on as many from the others."
-    )
-    NULL: ClassVar[str] = f"The difference: none. The KL on seen ones: {UNTRAINED.lower()}"
-    FAILURE_MODES: ClassVar[str] = (
-        "Where there are far more hypotheses than training drew, few sequences of either kind were seen, and nothing "
-        "could have been memorised."
-    )
+    TITLE = "Seen and held-out hypotheses"
+    TEXT = PROSE
 
     held_out: np.ndarray = quantity(
         "query",
@@ -178,70 +132,76 @@ class Memory(Graded):
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure_posterior(probe: str, found: Grade, untrained: Sequence[Scores], notes: Sequence[str]) -> Posterior:
-    """Within the horizon. Raises UserError where every trivial predictor is exact, and for fewer than 5 sequences."""
-    own, trivial = found.own.at(found.within), {name: one.at(found.within) for name, one in found.trivial.items()}
-    best, others = found.best, [control.at(found.within) for control in untrained]
+def measure_distance(
+    probe: str, scores: PosteriorScores, untrained: Sequence[Scores], notes: Sequence[str]
+) -> Distance:
+    """Distance within the horizon, to the posterior or (probe MIXTURE) to the mixture.
+
+    Raises:
+        UserError: every trivial predictor is exact; fewer than 5 sequences.
+    """
+    own, best = scores.own.at(scores.within), scores.best
+    trivial = {name: x.at(scores.within) for name, x in scores.trivial.items()}
+    controls = [control.at(scores.within) for control in untrained]
     predictors = {"this model": own, **trivial}
-    tv = found.tv[:, found.within]
-    each = np.stack([own.kl.mean(1), trivial[best].kl.mean(1)], -1)
-    left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in found.excluded]
-    # In a table of both two metrics must not have one name.
-    of = "mixture" if probe == MIXTURE else ""
-    also = f", {of}" if of else ""
-    return (Mixture if of else Posterior)(
-        **curves(own.kl, [control.kl for control in others], trivial[best].kl),
+    tv = scores.tv[:, scores.within]
+    both = np.stack([own.kl.mean(1), trivial[best].kl.mean(1)], -1)
+    left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
+    # A table that holds both must not have two metrics of one name.
+    target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
+    return (MixtureDistance if probe == MIXTURE else Distance)(
+        **curves(own.kl, [control.kl for control in controls], trivial[best].kl),
         entropy=own.entropy.mean(0),
         entropy_exact=own.exact.mean(0),
         error=np.abs(own.gap).mean(0),
         tv=tv.mean(0),
         tv_interval=mean_intervals(tv.T),
-        predictor=np.array([one.kl.mean() for one in predictors.values()]),
-        predictor_interval=mean_intervals([one.kl.mean(1) for one in predictors.values()]),
-        predictor_mae_abs=np.array([mae_abs(one.gap) for one in predictors.values()]),
-        predictor_mae_mean=np.array([mae_mean(one.gap) for one in predictors.values()]),
+        predictor=np.array([x.kl.mean() for x in predictors.values()]),
+        predictor_interval=mean_intervals([x.kl.mean(1) for x in predictors.values()]),
+        predictor_mae_abs=np.array([mae_abs(x.gap) for x in predictors.values()]),
+        predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
-            near(probe, f"KL to the {of or POSTERIOR}", mean, each[:, 0], 0.0, "the exact answer"),
-            near(probe, f"skill over the best trivial predictor{also}", skill, each, 1.0, "the exact answer"),
+            near(probe, f"KL to the {target}", mean, both[:, 0], 0.0, "the exact answer"),
+            near(probe, f"skill over the best trivial predictor{suffix}", skill, both, 1.0, "the exact answer"),
             measured(
                 probe,
-                f"mae_abs{also}",
+                f"mae_abs{suffix}",
                 mean,
                 np.abs(own.gap).mean(1),
-                [np.abs(control.gap).mean(1) for control in others],
+                [np.abs(control.gap).mean(1) for control in controls],
             ),
-            measured(probe, f"mae_mean{also}", mae_mean, own.gap, [control.gap for control in others]),
+            measured(probe, f"mae_mean{suffix}", mae_mean, own.gap, [control.gap for control in controls]),
         ),
-        ticks={**numbered(1, found.trained), "predictor": tuple(predictors)},
+        ticks={**numbered(1, scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
     )
 
 
-def measure_calibration(found: Grade, untrained: Sequence[Scores]) -> Calibration | Residuals:
-    """Within the horizon."""
-    every = [one.at(found.within) for one in (found.own, found.owed, *untrained)]
-    if numbers := [one for one in every if isinstance(one, Numbers)]:
-        return _of_numbers(*numbers)
-    return _of_outcomes(*[one for one in every if isinstance(one, Outcomes)])
+def measure_calibration(scores: PosteriorScores, untrained: Sequence[Scores]) -> Calibration | Residuals:
+    """Calibration within the horizon."""
+    every = [x.at(scores.within) for x in (scores.own, scores.exact, *untrained)]
+    if numbers := [x for x in every if isinstance(x, GaussianScores)]:
+        return _residuals(*numbers)
+    return _tenths(*[x for x in every if isinstance(x, CategoricalScores)])
 
 
-def _of_numbers(own: Numbers, exact: Numbers, *others: Numbers) -> Residuals:
-    off = "|rms of standardised residuals - 1|"
+def _residuals(own: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Residuals:
+    name = "|rms of standardised residuals - 1|"
     return Residuals(
         rms=np.sqrt(np.square(own.residual).mean(0)),
         rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-        estimates=(measured(CALIBRATION, off, _too_sure, own.residual, [control.residual for control in others]),),
+        estimates=(measured(CALIBRATION, name, _rms_error, own.residual, [x.residual for x in controls]),),
         ticks=numbered(1, own.kl.shape[1]),
     )
 
 
-def _too_sure(residual: np.ndarray) -> float:
+def _rms_error(residual: np.ndarray) -> float:
     return abs(float(np.sqrt(np.square(residual).mean())) - 1)
 
 
-def _of_outcomes(own: Outcomes, exact: Outcomes, *others: Outcomes) -> Calibration:
+def _tenths(own: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Calibration:
     queries = own.kl.shape[1]
-    said, owed, drawn, count = own.tally.sum((0, 1)).T
+    predicted, exact_p, drawn, count = own.tally.sum((0, 1)).T
     rows = count > 0
 
     def error(tally: np.ndarray) -> float:
@@ -249,8 +209,8 @@ def _of_outcomes(own: Outcomes, exact: Outcomes, *others: Outcomes) -> Calibrati
         return float(np.abs(total[:, 0] - total[:, 1]).sum() / (len(tally) * queries))
 
     return Calibration(
-        said=said[rows] / count[rows],
-        owed=owed[rows] / count[rows],
+        predicted=predicted[rows] / count[rows],
+        exact=exact_p[rows] / count[rows],
         drawn=drawn[rows] / count[rows],
         count=count[rows],
         accuracy=own.right.mean(0),
@@ -258,45 +218,40 @@ def _of_outcomes(own: Outcomes, exact: Outcomes, *others: Outcomes) -> Calibrati
         leaked=own.leaked.mean(0),
         ceiling=float(exact.right.mean()),
         estimates=(
-            measured(CALIBRATION, "calibration error", error, own.tally.sum(1), [t.tally.sum(1) for t in others]),
-            measured(CALIBRATION, "accuracy", mean, own.right.mean(1), [control.right.mean(1) for control in others]),
-            measured(
-                CALIBRATION,
-                "leaked probability",
-                mean,
-                own.leaked.mean(1),
-                [control.leaked.mean(1) for control in others],
-            ),
+            measured(CALIBRATION, "calibration error", error, own.tally.sum(1), [x.tally.sum(1) for x in controls]),
+            measured(CALIBRATION, "accuracy", mean, own.right.mean(1), [x.right.mean(1) for x in controls]),
+            measured(CALIBRATION, "leaked probability", mean, own.leaked.mean(1), [x.leaked.mean(1) for x in controls]),
         ),
-        ticks={**numbered(1, queries), "predicted": tuple(f"{p:.2f}" for p in said[rows] / count[rows])},
+        ticks={**numbered(1, queries), "predicted": tuple(f"{p:.2f}" for p in predicted[rows] / count[rows])},
     )
 
 
-def measure_memory(held: Grade, seen: Scores, untrained: Sequence[Scores], notes: Sequence[str]) -> Memory:
-    """Held-out against seen; `untrained` are scores on the seen ones."""
-    out, known = held.own.kl[:, held.within], seen.kl[:, held.within]
+def measure_memory(
+    held_out: PosteriorScores, seen: Scores, untrained: Sequence[Scores], notes: Sequence[str]
+) -> Memory:
+    """Divergence on held-out less that on seen hypotheses; `untrained` are scores on the seen ones."""
+    out, known = held_out.own.kl[:, held_out.within], seen.kl[:, held_out.within]
     rows = np.concatenate([np.stack([kl.mean(1), np.full(len(kl), flag)], 1) for flag, kl in ((1, out), (0, known))])
 
-    def less(rows: np.ndarray) -> float:
-        held_out = rows[:, 1] == 1
-        return float(rows[held_out, 0].mean() - rows[~held_out, 0].mean())
+    def difference(rows: np.ndarray) -> float:
+        is_out = rows[:, 1] == 1
+        return float(rows[is_out, 0].mean() - rows[~is_out, 0].mean())
 
-    others = [control.kl[:, held.within].mean(1) for control in untrained]
+    controls = [control.kl[:, held_out.within].mean(1) for control in untrained]
     return Memory(
         held_out=out.mean(0),
         held_out_interval=mean_intervals(out.T),
         seen=known.mean(0),
         estimates=(
-            near(MEMORY, "KL, held-out less seen", less, rows, 0.0, "no difference"),
-            measured(MEMORY, "KL, seen", mean, known.mean(1), others),
+            near(MEMORY, "KL, held-out less seen", difference, rows, 0.0, "no difference"),
+            measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
         ),
-        ticks=numbered(1, held.trained),
+        ticks=numbered(1, held_out.trained),
         notes=tuple(notes),
     )
 
 
-def measure_horizon(found: Grade, untrained: Sequence[Scores]) -> Horizon:
-    """All queries; past the horizon there must be one at least."""
-    return Horizon(
-        **past(found.own.kl, [control.kl for control in untrained], found.trivial[found.best].kl, found.trained)
-    )
+def measure_horizon(scores: PosteriorScores, untrained: Sequence[Scores]) -> Horizon:
+    """Divergence at all queries; at least one must lie past the horizon."""
+    trivial = scores.trivial[scores.best].kl
+    return Horizon(**past(scores.own.kl, [control.kl for control in untrained], trivial, scores.trained))

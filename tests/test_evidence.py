@@ -18,16 +18,9 @@ from llmgeom.cli import main
 from llmgeom.commands import evidence as experiment
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.evidence.answers import (
-    Reading,
-    Truth,
-    label_entropy,
-    listen,
-    measure_belief,
-    measure_controls,
-    measure_evidence,
-)
-from llmgeom.probes.evidence.observers import advantage, losses, readers, seen
+from llmgeom.probes.evidence.observers import advantage, labels_seen, losses, observers
+from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, label_entropy, predict_labels
+from llmgeom.probes.evidence.results import measure_belief, measure_controls, measure_evidence
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
@@ -178,7 +171,7 @@ def pythia():
 def says(p, rows=None):
     p = np.clip(p, 1e-6, 1 - 1e-6)
     n = len(p)
-    return Reading(np.log(np.stack([p, 1 - p], 1)), np.ones(n), np.ones(n))
+    return LabelPredictions(np.log(np.stack([p, 1 - p], 1)), np.ones(n), np.ones(n))
 
 
 def strangers(n, count=20):
@@ -187,8 +180,8 @@ def strangers(n, count=20):
 
 
 def rule(name, labels, *values):
-    (found,) = [reader for reader in readers(SOURCE.prior) if reader.name == name]
-    return found.says(labels, *values)
+    (found,) = [reader for reader in observers(SOURCE.prior) if reader.name == name]
+    return found.rule(labels, *values)
 
 
 def test_readers_by_hand():
@@ -214,15 +207,15 @@ def test_readers_by_hand():
     ],
 )
 def test_the_reader_that_answered_is_found(batch, name, values):
-    labels = seen(batch)
+    labels = labels_seen(batch)
     rng = np.random.default_rng(0)
     p = np.full(len(batch), 0.5)
-    told = Truth(batch).told
+    told = ExactAnswers(batch).observed
     p[told] = rule(name, labels[told], *values)
     noisy = 1 / (1 + np.exp(-(np.log(p / (1 - p)) + rng.normal(0, 0.1, len(p)))))
     result = measure_evidence(SOURCE, batch, says(noisy), strangers(len(batch)))
-    found = dict(zip(result.ticks["reader"], result.reader, strict=True))
-    bayesian = next(r.bayesian for r in readers(SOURCE.prior) if r.name == name)
+    found = dict(zip(result.ticks["observer"], result.observer, strict=True))
+    bayesian = next(r.bayesian for r in observers(SOURCE.prior) if r.name == name)
     # Families overlap: a fitted reliability may come to the true one.
     assert found[name] <= min(found.values()) + 1e-3
     gain = next(h for h in claims.judge({"sula": result.lowered()})["sula"].estimates if h.name.startswith("Bayesian"))
@@ -230,10 +223,10 @@ def test_the_reader_that_answered_is_found(batch, name, values):
 
 
 def test_parameters_come_from_the_other_half_of_the_pairs(batch):
-    labels, told = seen(batch), Truth(batch).told
-    (reader,) = [r for r in readers(SOURCE.prior) if r.name == "copy-last"]
+    labels, told = labels_seen(batch), ExactAnswers(batch).observed
+    (reader,) = [r for r in observers(SOURCE.prior) if r.name == "copy-last"]
     half = np.arange(len(told)) % 2 == 0
-    p = np.where(half, reader.says(labels[told], 0.1), reader.says(labels[told], 0.3))
+    p = np.where(half, reader.rule(labels[told], 0.1), reader.rule(labels[told], 0.3))
     log_p = np.log(np.stack([p, 1 - p], 1))
     found = losses(reader, labels[told], log_p, half)
 
@@ -248,11 +241,11 @@ def test_parameters_come_from_the_other_half_of_the_pairs(batch):
 
 
 def test_the_exact_answer_has_skill_one_and_no_error(batch):
-    truth = Truth(batch)
+    truth = ExactAnswers(batch)
     result = measure_evidence(SOURCE, batch, says(np.exp(truth.log_p[:, 0])), strangers(len(batch)))
     found = {h.name: h for h in result.estimates}
     assert found["skill"].value == pytest.approx(1, abs=1e-9)
-    assert found["Bayesian over other readers"].value == pytest.approx(1)
+    assert found["Bayesian over other observers"].value == pytest.approx(1)
     assert found["error of H label, below a constant's"].value == pytest.approx(1, abs=1e-9)
     assert found["rho of H label and exact entropy, given k"].value == pytest.approx(1)
     assert result.h_label == pytest.approx(result.h_exact)
@@ -260,12 +253,12 @@ def test_the_exact_answer_has_skill_one_and_no_error(batch):
     assert result.h_exact[-1] > -(0.9 * math.log2(0.9) + 0.1 * math.log2(0.1))
     # Published targets, by k: the mean entropy of the latent label.
     exact = {0: 1.0, 1: 0.4690, 2: 0.2579, 4: 0.0781, 8: 0.0081}
-    big = Truth(SOURCE.sample(4000, seed=5))
+    big = ExactAnswers(SOURCE.sample(4000, seed=5))
     h = label_entropy(big.belief)
     for k, value in exact.items():
         assert h[big.k == k].mean() == pytest.approx(value, abs=0.012)
-    assert result.said == pytest.approx(result.owed)
-    assert np.abs(result.drawn - result.owed).max() < 0.35  # 24 prompts a decile
+    assert result.predicted == pytest.approx(result.exact)
+    assert np.abs(result.drawn - result.exact).max() < 0.35  # 24 prompts a decile
 
 
 def test_the_best_reader_is_chosen_where_it_is_not_scored():
@@ -278,14 +271,14 @@ def test_where_counting_and_bayes_agree_the_claim_is_left_out():
     # After two labels, alike or not, a majority rule with the right error is the exact answer.
     source = Sula(LABELS, ks=(0, 2))
     batch = source.sample(60, 0)
-    result = measure_evidence(source, batch, says(np.exp(Truth(batch).log_p[:, 0])), strangers(len(batch)))
-    assert result.attainable < 1e-9 and "Bayesian over other readers" not in {h.name for h in result.estimates}
-    assert any("answers as one that counts" in warning for warning in result.warnings)
+    result = measure_evidence(source, batch, says(np.exp(ExactAnswers(batch).log_p[:, 0])), strangers(len(batch)))
+    assert result.attainable < 1e-9 and "Bayesian over other observers" not in {h.name for h in result.estimates}
+    assert any("answers these prompts like one that counts" in warning for warning in result.warnings)
 
 
 def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
-    truth = Truth(batch)
-    median = np.median(label_entropy(truth.log_p)[truth.told])
+    truth = ExactAnswers(batch)
+    median = np.median(label_entropy(truth.log_p)[truth.observed])
     p = next(p for p in np.linspace(0.5, 1, 100_001) if label_entropy(np.log([p, 1 - p + 1e-12])) <= median)
     p = p + 1e-6 * np.random.default_rng(0).random(len(batch))
     found = measure_evidence(SOURCE, batch, says(p), strangers(len(batch))).estimates
@@ -293,22 +286,22 @@ def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
 
 
 def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
-    k, rng = Truth(batch).k, np.random.default_rng(0)
+    k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
     p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
     result = measure_evidence(SOURCE, batch, says(p), strangers(len(batch)))
     given = {h.name: h for h in result.estimates}["rho of H label and exact entropy, given k"]
     assert abs(given.value) < 0.2 and given.verdict != "above null"
-    exact = label_entropy(Truth(batch).log_p)
+    exact = label_entropy(ExactAnswers(batch).log_p)
     assert scipy_stats.spearmanr(label_entropy(says(p).log_p)[k > 1], exact[k > 1])[0] > 0.2  # k would carry it
     # Deciles are the model's own: its answers rise along them, and what they are worth does not.
-    assert (np.diff(result.said) > 0).all() and np.ptp(result.owed) < 0.5
+    assert (np.diff(result.predicted) > 0).all() and np.ptp(result.exact) < 0.5
 
 
 def test_what_knows_only_the_number_of_labels_holds_no_belief(batch):
-    truth, rng = Truth(batch), np.random.default_rng(0)
+    truth, rng = ExactAnswers(batch), np.random.default_rng(0)
     shape = (3, len(batch), 6)
 
-    def told(signal: np.ndarray) -> Reading:
+    def told(signal: np.ndarray) -> LabelPredictions:
         x = rng.standard_normal(shape) * 0.1 + signal[:, None]
         loud = 1000 * rng.standard_normal((len(batch), 1))  # one coordinate of large variance must not be PC1
         return replace(says(np.full(len(batch), 0.5)), residual=x, value=np.hstack([x[-1], loud]))
@@ -322,7 +315,7 @@ def test_what_knows_only_the_number_of_labels_holds_no_belief(batch):
 
 
 def test_what_is_said_before_any_evidence_enters_no_headline(batch):
-    truth, untrained = Truth(batch), strangers(len(batch))
+    truth, untrained = ExactAnswers(batch), strangers(len(batch))
     p = 0.2 + 0.6 * np.exp(truth.log_p[:, 0])
     wild = np.where(truth.k == 0, 0.99, p)
     usual, other = (measure_evidence(SOURCE, batch, says(one), untrained) for one in (p, wild))
@@ -338,7 +331,7 @@ def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
 
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     batches = {name: replace(SOURCE, condition=name).sample(40, seed=0) for name in CONDITIONS}
-    own = {name: says(np.exp(Truth(one).log_p[:, 0])) for name, one in batches.items()}
+    own = {name: says(np.exp(ExactAnswers(one).log_p[:, 0])) for name, one in batches.items()}
     untrained = [{name: control for name in CONDITIONS} for control in strangers(len(batches["main"]))]
     result = measure_controls(batches, own, untrained)
     assert result.movement == pytest.approx(0, abs=1e-9)
@@ -348,8 +341,8 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     copied = {}
     for name, one in batches.items():
         p = np.full(len(one), 0.5)
-        told = Truth(one).told
-        p[told] = rule("copy-last", seen(one)[told], 0.1)
+        told = ExactAnswers(one).observed
+        p[told] = rule("copy-last", labels_seen(one)[told], 0.1)
         copied[name] = says(p)
     moved = dict(zip(result.ticks["control"], measure_controls(batches, copied, untrained).movement, strict=True))
     assert moved["permuted"] > 0.1 > moved["remap"] == pytest.approx(0, abs=1e-9)
@@ -357,7 +350,7 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
 
 def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
     batch = SOURCE.sample(4, seed=0)
-    found = listen(pythia, batch, inside=True)
+    found = predict_labels(pythia, batch, internals=True)
     for i, text in enumerate(batch.text):
         ids = torch.tensor([pythia.tokenizer(text)["input_ids"]])
         with torch.no_grad():
@@ -373,7 +366,7 @@ def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
 
 def test_a_label_of_several_tokens_is_refused(pythia):
     with refused(UserError, "incomprehensible"):
-        listen(pythia, Sula((*LABELS, "incomprehensible")).sample(40, 0))
+        predict_labels(pythia, Sula((*LABELS, "incomprehensible")).sample(40, 0))
 
 
 # ---- pocket models: one trained on evidence, two that were not ------------------------------------------------------
@@ -389,7 +382,7 @@ def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     assert not record.unmeasured
     verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}
     assert len(verdicts) == 4
-    wanted = ("skill", "Bayesian over other readers", "rho of H label and exact entropy, given k")
+    wanted = ("skill", "Bayesian over other observers", "rho of H label and exact entropy, given k")
     assert all((verdicts[one] == "PASS") == learnt for one in wanted), verdicts
     if not learnt:
         assert "PASS" not in verdicts.values(), verdicts

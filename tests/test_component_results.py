@@ -10,37 +10,40 @@ import torch
 from click.testing import CliRunner
 from scipy import stats as scipy_stats
 
+from llmgeom.claims import declared as declared_metrics
 from llmgeom.cli import main
 from llmgeom.commands.ablate import RunConfig, perform
+from llmgeom.commands.ablate import examine_components as examine
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions import components as parts
-from llmgeom.probes.interventions.components import (
+from llmgeom.probes.interventions.component_ablation import METHODS, AblationEffects
+from llmgeom.probes.interventions.component_metrics import (
     BRANCH,
     EVIDENCE,
-    HALVED,
     LARGEST,
+    MLP_EVIDENCE,
+    MLP_NORM,
+    MLP_SHARE,
     OVER_LAST,
     OVER_MEDIAN,
     SECOND,
     SHARE,
     WEAKEST,
+    block_fractions,
+    cross_selected,
     estimates,
-    examine,
-    found_apart,
-    of_blocks,
-    of_heads,
+    head_fractions,
 )
-from llmgeom.probes.interventions.replacement import WAYS, Replaced
-from llmgeom.probes.interventions.splits import Halves
+from llmgeom.probes.interventions.component_results import HALVED
+from llmgeom.probes.interventions.splits import PromptSplit
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, Family, first, hooked
 from tests.refusals import refused
-from tests.test_replacing import BATCH, HEADS, KINDS, last_log_probs, random_prompts, replaced
+from tests.test_component_ablation import BATCH, HEADS, KINDS, ablated, last_log_probs, random_prompts
 
 torch.set_num_threads(1)
 
@@ -82,7 +85,7 @@ def test_of_one_head_that_is_heard_every_way_finds_it_and_exactly_nothing_else(n
             weight[:, [h for h in range(HEADS) if (one, h) != (layer, head)]] = 0
     record = examine(Subject.of(model, name=name), random_prompts(clusters=14), "heads", nulls=3)
     assert not record.unmeasured
-    for way in WAYS["heads"]:
+    for way in METHODS["heads"]:
         measured, found = record.results[f"heads_{way}"], outcome(record, f"heads_{way}")
         kl = measured.arrays["kl"]
         assert kl.shape == (2, HEADS) and kl[layer, head] > 0.01 and np.count_nonzero(kl) == 1
@@ -100,8 +103,8 @@ def test_where_nothing_reaches_the_output_there_is_no_share(family):
             for parameter in family.part(model, layer, family.output).parameters():
                 parameter.zero_()
     record = examine(Subject.of(model, name=family.name), BATCH, "heads", nulls=1)
-    assert not record.results and set(record.unmeasured) == {f"heads_{way}" for way in WAYS["heads"]}
-    assert all("is a share of nothing: what was replaced does not reach" in why for why in record.unmeasured.values())
+    assert not record.results and set(record.unmeasured) == {f"heads_{way}" for way in METHODS["heads"]}
+    assert all("is a share of 0" in why for why in record.unmeasured.values())
 
 
 def test_a_middle_block_that_writes_nothing_is_the_weakest():
@@ -111,9 +114,11 @@ def test_a_middle_block_that_writes_nothing_is_the_weakest():
         for path in ("self_attn.o_proj", "mlp.down_proj"):
             family.layer(model, 2).get_submodule(path).weight.zero_()
     record = examine(Subject.of(model, name="llama"), random_prompts(clusters=14), "blocks", nulls=3)
-    for way in WAYS["blocks"]:
+    for way in METHODS["blocks"]:
         measured, found = record.results[f"blocks_{way}"], outcome(record, f"blocks_{way}")
-        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST}
+        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST} | ({MLP_SHARE} if way == "mean" else set()), (
+            "a branch that writes nothing has no ratio of norms"
+        )
         assert all(measured.arrays[name][2] == 0 for name in ("attention", "mlp", "block", "relative"))
         assert (measured.arrays["block"][[0, 1, 3]] > 0.05).all()
         assert found[WEAKEST].value == found[OVER_MEDIAN].value == found[OVER_LAST].value == 0
@@ -126,12 +131,12 @@ def test_a_middle_block_that_writes_nothing_is_the_weakest():
 def test_the_largest_is_found_on_one_half_and_taken_on_the_other():
     each = np.array([[5.0, 5, 1, 1], [2, 2, 9, 9], [3, 3, 4, 4]])
     half = np.array([0, 0, 1, 1])
-    value, which = found_apart(each, half, 0)
+    value, which = cross_selected(each, half, 0)
     # Part 0 is largest on half 0 and tells of half 1; part 1 is largest on half 1 and tells of half 0.
     assert value.tolist() == [2, 2, 1, 1] and which == (0, 1)
-    assert found_apart(each, half, 1)[0].tolist() == [3, 3, 4, 4]
-    assert found_apart(each, half, -1)[0].tolist() == [5, 5, 9, 9]
-    assert found_apart(each, half, 0, 1)[0].tolist() == [2.5, 2.5, 2.5, 2.5]
+    assert cross_selected(each, half, 1)[0].tolist() == [3, 3, 4, 4]
+    assert cross_selected(each, half, -1)[0].tolist() == [5, 5, 9, 9]
+    assert cross_selected(each, half, 0, 1)[0].tolist() == [2.5, 2.5, 2.5, 2.5]
 
 
 def test_what_chance_adds_to_a_maximum_is_not_in_it():
@@ -139,7 +144,7 @@ def test_what_chance_adds_to_a_maximum_is_not_in_it():
     apart, naive = [], []
     for _ in range(400):
         each = 1 + rng.standard_normal((16, 20))
-        largest, every = of_heads({"kl": each}, half)[SHARE]
+        largest, every = head_fractions({"kl": each}, half)[SHARE]
         apart.append(largest.sum() / every.sum())
         naive.append(each.mean(1).max() / each.mean(1).sum())
     assert np.mean(apart) == pytest.approx(1 / 16, abs=0.002) and np.mean(naive) > 1.3 / 16
@@ -148,13 +153,13 @@ def test_what_chance_adds_to_a_maximum_is_not_in_it():
 def test_fractions_of_heads_and_blocks_by_hand():
     kl = np.array([[8.0, 8], [4, 4], [2, 2], [1, 1]])
     half = np.array([0, 1])
-    over = {name: a.sum() / b.sum() for name, (a, b) in of_heads({"kl": kl, "evidence": -kl}, half).items()}
+    over = {name: a.sum() / b.sum() for name, (a, b) in head_fractions({"kl": kl, "evidence": -kl}, half).items()}
     assert over == {LARGEST: 8, SHARE: 8 / 15, SECOND: 0.5, EVIDENCE: -1}
     for block, weakest, median in (([9.0, 2, 4, 7, 1], 2, 4), ([9.0, 2, 4, 1], 2, 3), ([5.0, 3, 1], 3, 3)):
         layers = len(block)
         stacked = np.repeat(np.array([[1.0] * layers, [3.0] * layers, block]).reshape(-1, 1), 2, 1)
         effects = {"kl": stacked, "evidence": stacked}
-        over = {name: a.sum() / b.sum() for name, (a, b) in of_blocks(effects, half).items()}
+        over = {name: a.sum() / b.sum() for name, (a, b) in block_fractions(effects, half).items()}
         beside = {OVER_MEDIAN: weakest / median, OVER_LAST: weakest / block[-1]}
         assert over == {BRANCH: 3, WEAKEST: weakest, EVIDENCE: max(block)} | beside
         assert median == np.median(block)
@@ -163,13 +168,13 @@ def test_fractions_of_heads_and_blocks_by_hand():
 def test_intervals_delete_whole_units(llama):
     batch = random_prompts(clusters=12, each=2)
     record = examine(llama, batch, "heads", nulls=1)
-    made = replaced(llama, "heads", batch=batch)
+    made = ablated(llama, "heads", batch=batch)
     names, half = np.unique(made.clusters), folds(made.clusters, 0, 2)
     quantile = scipy_stats.t.ppf(0.975, len(names) - 1)
     assert len(made.clusters) == 2 * len(names)
-    for way in WAYS["heads"]:
+    for way in METHODS["heads"]:
         kl = made.effects[way]["kl"]
-        above, below = of_heads({"kl": kl}, half)[SHARE]
+        above, below = head_fractions({"kl": kl}, half)[SHARE]
         logs = np.log([above[made.clusters != name].sum() / below[made.clusters != name].sum() for name in names])
         error = np.sqrt((len(names) - 1) * np.square(logs - logs.mean()).mean())
         h = outcome(record, f"heads_{way}")[SHARE]
@@ -193,10 +198,10 @@ def test_a_share_of_few_prompts_is_at_most_the_whole():
 
 def test_without_a_middle_only_the_branches_are_compared(subject):
     record = examine(subject, BATCH, "blocks", nulls=2)
-    for way in WAYS["blocks"]:
-        assert set(outcome(record, f"blocks_{way}")) == {BRANCH}
+    for way in METHODS["blocks"]:
+        assert set(outcome(record, f"blocks_{way}")) == {BRANCH} | ({MLP_SHARE, MLP_NORM} if way == "mean" else set())
         measured = record.results[f"blocks_{way}"]
-        assert measured.notes == ("replaced at the final token", "2 layers: none is in the middle")
+        assert measured.notes[:2] == ("ablated at the final token", "2 layers: none is in the middle")
         attention, mlp = measured.arrays["attention"], measured.arrays["mlp"]
         h = outcome(record, f"blocks_{way}")[BRANCH]
         assert h.value == pytest.approx(mlp.sum() / attention.sum()) and h.low < h.value < h.high
@@ -210,7 +215,7 @@ def test_without_a_middle_only_the_branches_are_compared(subject):
 def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
     record = examine(llama, BATCH, "heads", nulls=1, seed=3)
     alone = examine(llama.untrained(4), BATCH, "heads", nulls=1, seed=3)
-    for way in WAYS["heads"]:
+    for way in METHODS["heads"]:
         for name, h in outcome(record, f"heads_{way}").items():
             assert h.null_low == h.null_high == outcome(alone, f"heads_{way}")[name].value
             assert h.null == "untrained controls (1 draws)"
@@ -222,12 +227,12 @@ def test_the_null_is_a_re_initialised_model_through_the_same_pipeline(llama):
 
 
 def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, monkeypatch):
-    first_run = replaced(llama, "heads").effects
+    first_run = ablated(llama, "heads").effects
     torch.manual_seed(5)
     np.random.seed(5)
-    again = replaced(llama, "heads").effects
-    monkeypatch.setattr("llmgeom.probes.interventions.patching.AT_ONCE", 60)
-    other = Replaced.of(Halves.of(llama, BATCH, {Site.Z}, 0, 90), "heads", "query").effects
+    again = ablated(llama, "heads").effects
+    monkeypatch.setattr("llmgeom.probes.interventions.patching.ROWS_PER_PASS", 60)
+    other = AblationEffects.of(PromptSplit.of(llama, BATCH, {Site.Z}, 0, 90), "heads", "query").effects
     for way, effects in first_run.items():
         assert (again[way]["kl"] == effects["kl"]).all()
         np.testing.assert_allclose(other[way]["kl"], effects["kl"], rtol=1e-3, atol=1e-8)
@@ -236,12 +241,12 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
 def test_two_halves_that_disagree_are_told(llama):
     record = examine(llama, random_prompts(clusters=14), "heads", nulls=1)
     told = [m.warnings for m in record.results.values() if len({*m.notes[1].split(": ")[1].split(", ")}) == 2]
-    assert told and all("the two halves of the units find two largest heads" in w[0] for w in told)
+    assert told and all("the two halves of the clusters select different largest heads" in w[0] for w in told)
 
 
 def test_a_largest_head_that_does_next_to_nothing_is_told(llama):
     record = examine(llama.untrained(0), BATCH, "heads", nulls=1)
-    assert all("less than 0.01: shares of so little" in m.warnings[-1] for m in record.results.values())
+    assert all("less than 0.01: shares of so small" in m.warnings[-1] for m in record.results.values())
 
 
 def test_writes_that_are_not_known_are_refused(llama):
@@ -304,7 +309,7 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
     assert "(1 draws)" in outcome(record, "heads_mean")[SHARE].null
     text = (out / "report.html").read_text()
     assert "Heads, one at a time: set to the mean" in text and "Heat map of 4 layers by 4 heads" in text
-    assert "replaced at every position but the first" in text
+    assert "ablated at every position but the first" in text
 
 
 @pytest.mark.parametrize(
@@ -353,7 +358,7 @@ def test_the_door_refuses_in_one_sentence():
 
 
 def test_every_headline_of_the_parts_is_declared(subject):
-    names = {h.name for kind in WAYS for m in examine(subject, BATCH, kind, nulls=1).results.values()
+    names = {h.name for kind in METHODS for m in examine(subject, BATCH, kind, nulls=1).results.values()
              for h in m.estimates}  # fmt: skip
-    declared = {*parts.declared("heads"), *parts.declared("blocks")}
-    assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE, HALVED}
+    declared = {*declared_metrics("heads"), *declared_metrics("blocks")}
+    assert names <= declared and declared - names == {WEAKEST, OVER_LAST, OVER_MEDIAN, EVIDENCE, HALVED, MLP_EVIDENCE}

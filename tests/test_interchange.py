@@ -15,12 +15,21 @@ from click.testing import CliRunner
 
 from llmgeom import wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands import patch as swap
-from llmgeom.commands.patch import AS_FAR, PLACES, RANDOM, SWAP, WAY, Moved, Pairs, examine, frame, subspaces
+from llmgeom.commands.patch import examine
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Where
 from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions import interchange
+from llmgeom.probes.interventions.interchange import (
+    AS_FAR,
+    RANDOM,
+    InterchangeEffects,
+    Pairs,
+    evidence_frame,
+    random_subspaces,
+)
+from llmgeom.probes.interventions.interchange_results import DECLARED_LAYERS, PROBE, TOTAL
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import seeded
@@ -32,7 +41,7 @@ from tests.refusals import refused
 torch.set_num_threads(1)
 TASK = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
 LEAK = 0.01
-FRAME = f"frame swap {PLACES[0]}"
+FRAME = f"frame {DECLARED_LAYERS[0]}"
 
 
 # ---- a model that is Bayes' rule ------------------------------------------------------------------------------------
@@ -110,40 +119,38 @@ def ways(pairs: Pairs) -> list[float]:
 
 
 def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(record):
-    a = record.results[SWAP].arrays
+    a = record.results[PROBE].arrays
     pairs = Pairs.of(TASK, 60, 0, "any" if TASK.memorisable else "held-out")
     half = folds(pairs.x.cluster, 0, 2)
     way = np.mean(ways(pairs.take(np.flatnonzero(half == 1).tolist())))
     assert way > 2
-    np.testing.assert_allclose(a["way"], way, rtol=1e-5)
+    np.testing.assert_allclose(a["total"], way, rtol=1e-5)
     np.testing.assert_allclose(a["whole"], [way, 0], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(a["frame"], [way, 0], rtol=1e-5, atol=1e-6)
     assert a["dimensions"][0] == 3, "four values, three differences"
     for name in ("rest", "placebo", "placebo_lost", "random", "as_far"):
         np.testing.assert_allclose(a[name], 0, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(a["frame_null"], 0, atol=1e-6)
-    assert record.results[SWAP].notes[0].endswith("up to the input of layer 0: 1.00, 0.00")
+    assert record.results[PROBE].notes[0].endswith("up to the input of layer 0: 1.00, 0.00")
 
 
 def test_its_claim_passes_and_after_the_first_layer_nothing_is_left(record):
-    found = {h.name: h for h in record.results[SWAP].estimates}
+    found = {h.name: h for h in record.results[PROBE].estimates}
     assert found[FRAME].verdict == "INCONCLUSIVE" and found[FRAME].p == 1 / 4, "three untrained controls decide nothing"
-    assert found[f"{FRAME}, of the way"].value == pytest.approx(1)
-    assert found[f"{FRAME}, of the way"].verdict == "above null"
-    assert found[f"frame swap {PLACES[1]}"].verdict != "above null"
-    assert found[f"frame swap {PLACES[1]}, of the way"].value == pytest.approx(0, abs=1e-6)
+    assert found[f"{FRAME}, over the total effect"].value == pytest.approx(1)
+    assert found[f"{FRAME}, over the total effect"].verdict == "above null"
+    assert found[f"frame {DECLARED_LAYERS[1]}"].verdict != "above null"
+    assert found[f"frame {DECLARED_LAYERS[1]}, over the total effect"].value == pytest.approx(0, abs=1e-6)
     passed = examine(Bayes(), TASK, n=60, nulls=20, layers=(0,))
-    assert {h.name: h.verdict for h in passed.results[SWAP].estimates}[FRAME] == "PASS"
+    assert {h.name: h.verdict for h in passed.results[PROBE].estimates}[FRAME] == "PASS"
 
 
 def test_of_a_model_that_does_not_follow_the_evidence_nothing_is_claimed():
-    made = examine(Bayes(deaf=True), TASK, n=60, nulls=2, layers=(0,)).results[SWAP]
-    assert {h.name for h in made.estimates} == {WAY, FRAME} and not any(h.claim for h in made.estimates)
+    made = examine(Bayes(deaf=True), TASK, n=60, nulls=2, layers=(0,)).results[PROBE]
+    assert {h.name for h in made.estimates} == {TOTAL, FRAME} and not any(h.claim for h in made.estimates)
     assert made.estimates[0].value == 0 and "PASS" not in {h.verdict for h in made.estimates}
-    assert "the answers do not follow the evidence: the way is 0 bits" in made.notes[0]
-    assert made.warnings[0].startswith(
-        "the way of the evidence is 0 bits, too little for 'frame swap at the embedding'"
-    )
+    assert "the answers do not follow the evidence: the total effect is 0 bits" in made.notes[0]
+    assert made.warnings[0].startswith("the total effect is 0 bits, too little for 'frame at the embedding'")
 
 
 def test_a_placebo_brings_what_its_donor_holds_there_more_than_one_s_own():
@@ -163,7 +170,7 @@ def test_a_placebo_brings_what_its_donor_holds_there_more_than_one_s_own():
                 seen.append(edit.function(x, Where(torch.arange(len(batch)), batch.query, 0)))
             return super().capture(batch, sites, edits, **options)
 
-    Moved.of(Late(), pairs, pairs, (0,), donors=pairs.donors(0, "held-out"))
+    InterchangeEffects.of(Late(), pairs, pairs, (0,), donors=pairs.donors(0, "held-out"))
     # Whole, frame, rest and placebo are four copies, in one pass.
     placebo = seen[-1].unflatten(0, (4, 30))[3]
     torch.testing.assert_close(placebo, 5.0 * pairs.at[..., None].expand(-1, -1, 64))
@@ -273,7 +280,7 @@ def test_a_donor_shows_the_same_at_the_same_position():
     pairs = Pairs.of(wind_tunnels.load_task("recall"), 30, 0, "held-out")
     batch, position = pairs.donors(0, "held-out")
     rows = torch.arange(len(position))
-    assert (batch.inputs.ids[rows, position] == pairs.shown(pairs.x)).all()
+    assert (batch.inputs.ids[rows, position] == pairs.evidence(pairs.x)).all()
     own = pairs.x.inputs.ids[pairs.at.nonzero()[:, 0]]
     assert (batch.inputs.ids != own).any(1).all() and len({*map(tuple, batch.inputs.ids.tolist())}) > 0.9 * len(rows)
 
@@ -287,29 +294,29 @@ def test_the_frame_is_the_span_of_the_means_of_the_pieces_of_evidence():
     before, further = torch.randint(4, (400,), generator=rng), torch.randint(1, 4, (400,), generator=rng)
     after = (before + further) % 4
     noise = 1e-3 * torch.randn(400, 20, generator=rng, dtype=torch.float64)
-    basis = frame(means[after] - means[before], before * 7, after * 7)
+    basis = evidence_frame(means[after] - means[before], before * 7, after * 7)
     torch.testing.assert_close(basis @ basis.T, torch.eye(3, dtype=torch.float64))
     spanned = means[1:] - means[0]
     torch.testing.assert_close(spanned @ basis.T @ basis, spanned)
-    noisy = frame(means[after] - means[before] + noise, before, after)
+    noisy = evidence_frame(means[after] - means[before] + noise, before, after)
     assert len(noisy) == 3
     torch.testing.assert_close(noisy.T @ noisy, basis.T @ basis, atol=1e-3, rtol=0)
     rows = torch.nn.functional.one_hot(torch.tensor([before.tolist(), after.tolist()]), 5).float()
     torch.testing.assert_close(
-        frame(means[after] - means[before], *rows).abs(), basis.abs(), msg="rows of numbers are pieces, too"
+        evidence_frame(means[after] - means[before], *rows).abs(), basis.abs(), msg="rows of numbers are pieces, too"
     )
 
 
 def test_random_subspaces_are_orthonormal_even_and_fixed_by_their_seed():
-    some = subspaces(400, 3, 12, (0, 1))
+    some = random_subspaces(400, 3, 12, (0, 1))
     for one in some[:5]:
         torch.testing.assert_close(one @ one.T, torch.eye(3, dtype=torch.float64))
     mean = torch.stack([one.T @ one for one in some]).mean(0)
     torch.testing.assert_close(mean, torch.eye(12, dtype=torch.float64) / 4, atol=0.06, rtol=0)
     torch.manual_seed(3)
     np.random.seed(3)
-    assert all(torch.equal(a, b) for a, b in zip(some, subspaces(400, 3, 12, (0, 1)), strict=True))
-    assert not torch.allclose(some[0], subspaces(1, 3, 12, (0, 2))[0])
+    assert all(torch.equal(a, b) for a, b in zip(some, random_subspaces(400, 3, 12, (0, 1)), strict=True))
+    assert not torch.allclose(some[0], random_subspaces(1, 3, 12, (0, 2))[0])
 
 
 # ---- trained models, by plain hooks ---------------------------------------------------------------------------------
@@ -335,8 +342,8 @@ LAYERS = {"neox": "gpt_neox.layers", "gpt2": "transformer.h"}
 def test_what_is_moved_is_what_a_hook_moves_that_writes_the_other_run_s_residual(folder, task, arch):
     subject, task = Subject.load(str(folder(task, arch))), wind_tunnels.load_task(task)
     pairs = Pairs.of(task, 12, 0, "held-out")
-    made = Moved.of(subject, pairs, pairs, (0, 1), controls=2, batch_tokens=40)
-    np.testing.assert_allclose(made.moved["whole"][0, 0], made.way, atol=2e-5)
+    made = InterchangeEffects.of(subject, pairs, pairs, (0, 1), controls=2, batch_tokens=40)
+    np.testing.assert_allclose(made.moved["whole"][0, 0], made.total, atol=2e-5)
     model, query = subject.model, list(task.query)
     layer = subject.blocks[1].layer
     key = "rows" if task.features else "input_ids"
@@ -372,14 +379,14 @@ def test_frame_and_rest_make_the_whole_and_random_ones_go_as_far(folder, monkeyp
     pairs, kept = Pairs.of(task, 12, 0, "held-out"), {}
 
     def run(self, copies, progress=None):
-        (place,) = self.places
+        (place,) = self.locations
         rows = int(self.at.sum())
         zero, number = torch.zeros(rows, 32, dtype=torch.float64), torch.arange(rows)
         kept[place[1]] = [copy[place](zero, number) for copy in copies]
         return {effect: np.zeros((len(copies), len(self.batch))) for effect in ("moved", "lost")}
 
-    monkeypatch.setattr(swap.Exchange, "run", run)
-    made = Moved.of(subject, pairs, pairs, (0, 1), controls=3)
+    monkeypatch.setattr(interchange.InterchangeRun, "run", run)
+    made = InterchangeEffects.of(subject, pairs, pairs, (0, 1), controls=3)
     assert set(made.moved) == {"whole", "frame", "rest", RANDOM, AS_FAR} and made.moved[RANDOM].shape[:2] == (2, 3)
     for layer, (whole, inside, rest, *random) in kept.items():
         torch.testing.assert_close(inside + rest, whole)
@@ -395,7 +402,9 @@ def test_a_frame_is_found_where_its_effect_is_not_measured(folder):
     """One pair of sequences exchanges two pieces of evidence and spans one direction, whatever the measured ones do."""
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     pairs = Pairs.of(task, 12, 0, "held-out")
-    one, many = (Moved.of(subject, fit, pairs.take(range(6, 12)), (0,)) for fit in (pairs.take([0]), pairs))
+    one, many = (
+        InterchangeEffects.of(subject, fit, pairs.take(range(6, 12)), (0,)) for fit in (pairs.take([0]), pairs)
+    )
     assert one.dimensions == (1,) and many.dimensions > (3,)
     np.testing.assert_array_equal(one.moved["whole"], many.moved["whole"])
     assert (one.moved["frame"] != many.moved["frame"]).any()
@@ -407,9 +416,9 @@ def test_the_global_generators_change_nothing(folder):
     torch.manual_seed(9)
     np.random.seed(9)
     again = examine(subject, task, n=24, nulls=1, controls=3)
-    assert first.results[SWAP].estimates == again.results[SWAP].estimates
+    assert first.results[PROBE].estimates == again.results[PROBE].estimates
     other = examine(subject, task, n=24, nulls=1, controls=3, seed=1)
-    assert first.results[SWAP].estimates != other.results[SWAP].estimates
+    assert first.results[PROBE].estimates != other.results[PROBE].estimates
 
 
 # ---- the command ----------------------------------------------------------------------------------------------------
@@ -431,22 +440,29 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     done = CliRunner().invoke(main, [*asked, "--layers", "1", "--out", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "run")
-    assert record.facts["swap"]["layers"] == [1] and record.results[SWAP].ticks["layer"] == (1,)
+    assert record.facts["interchange"]["layers"] == [1] and record.results[PROBE].ticks["layer"] == (1,)
     assert record.source["split"] == "held-out" and record.source["name"] == "hmm:steps=5"
     assert record.facts["command"].endswith("--n 40 --layers 1 --controls 3 --nulls 2")
     assert "only 2 draws of each null" in record.warnings[0]
-    after = f"frame swap {PLACES[1]}"
-    assert {WAY, after} <= {h.name for h in record.results[SWAP].estimates} <= {WAY, after, f"{after}, of the way"}
-    assert "Swap of evidence" in (tmp_path / "run" / "report.html").read_text()
+    after = f"frame {DECLARED_LAYERS[1]}"
+    assert (
+        {TOTAL, after}
+        <= {h.name for h in record.results[PROBE].estimates}
+        <= {TOTAL, after, f"{after}, over the total effect"}
+    )
+    assert "Interchange of evidence" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--task", "regression"], "regression asks for real numbers; a swap is measured on answers among tokens"),
+        (
+            ["--task", "regression"],
+            "regression asks for real numbers; an interchange is measured on answers among tokens",
+        ),
         (["--layers", "last"], "--layers last: expected all, or numbers with commas between, e.g. 0,1"),
         (["--layers", "²"], "--layers ²: expected all, or numbers with commas between"),
-        (["--layers", "2"], "--layers 2: .* has layers 0 to 1; nothing was swapped"),
+        (["--layers", "2"], "--layers 2: .* has layers 0 to 1; nothing was patched"),
         (["--n", "5"], "--n 5: expected at least 20"),
         (["--model", "pocket:pythia"], "pocket:pythia was trained on no task"),
     ],
@@ -470,7 +486,7 @@ def test_what_cannot_be_swapped_is_refused_in_one_sentence(folder, tmp_path, opt
 def test_a_task_without_counterfactuals_is_refused():
     with refused(UserError, "bijection:pairs=1"):
         Pairs.of(wind_tunnels.load_task("bijection:pairs=1"), 20, 0, "any")
-    with refused(UserError, "markov", 0, 40, 10):
+    with refused(UserError, "markov", 0, 10):
         examine(SimpleNamespace(blocks=(0,), name="x"), wind_tunnels.load_task("markov"), n=40)
     certain = wind_tunnels.load_task("coin:prior=list:0.0,0.5")
     assert certain.counterfactual(torch.zeros(2, 24, dtype=torch.int64), seeded("x", 0)) is None

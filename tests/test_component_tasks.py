@@ -13,25 +13,24 @@ from scipy import stats as scipy_stats
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
+from llmgeom.commands.ablate import examine_components as examine
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions import components as parts
-from llmgeom.probes.interventions.components import (
+from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, AblationEffects, donors
+from llmgeom.probes.interventions.component_metrics import (
     BOUNDS,
-    CLAIMED,
     FIRST,
-    HALVED,
+    MLP_SHARE,
     SECOND,
     TENFOLD,
+    block_fractions,
+    cross_selected,
     estimates,
-    examine,
-    measure_trainings,
-    of_blocks,
-    of_heads,
+    head_fractions,
 )
-from llmgeom.probes.interventions.patching import Packed
-from llmgeom.probes.interventions.replacement import DONORS, WAYS, Replaced, donors
-from llmgeom.probes.interventions.splits import Sequences
+from llmgeom.probes.interventions.component_results import HALVED, measure_trainings
+from llmgeom.probes.interventions.patching import PatchingRun
+from llmgeom.probes.interventions.splits import TaskSplit
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
@@ -142,8 +141,10 @@ CASES = [(BIJECTION, "neox"), (HMM, "gpt2"), (FEW, "gpt2")]
 def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, arch, positions):
     task, one = wind_tunnels.load_task(spec), subject(spec, arch)
     batch = batch_of(task)
-    made = Replaced.of(Sequences.of(one, batch, task, 0, 60), "heads", positions)
-    assert tuple(made.effects) == WAYS["heads"], "positions mean the same in all sequences: even all can be exchanged"
+    made = AblationEffects.of(TaskSplit.of(one, batch, task, 0, 60), "heads", positions)
+    assert tuple(made.effects) == METHODS["heads"], (
+        "positions mean the same in all sequences: even all can be exchanged"
+    )
     fit, held = halved(batch)
     at = torch.tensor(task.query) if positions == "query" else torch.arange(task.length)
     given = donors(made.clusters.tolist(), DONORS, 0)
@@ -161,9 +162,9 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
             with hooked(output_of(block).register_forward_pre_hook(hook)):
                 return said(task, one.model, inputs)
 
-        for way in WAYS["heads"]:
+        for way in METHODS["heads"]:
             for i, inputs in enumerate(held[:4]):
-                values = {"zero": [0 * mean], "mean": [mean], "interchange": [own[j] for j in given[:, i]]}[way]
+                values = {"zero": [0 * mean], "mean": [mean], "resample": [own[j] for j in given[:, i]]}[way]
                 clean = said(task, one.model, inputs)
                 each = [effects(task, spec, inputs, clean, with_z(inputs, value)) for value in values]
                 for name in each[0]:
@@ -175,7 +176,7 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
 @pytest.mark.parametrize(("spec", "arch"), CASES[:2])
 def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
     task, one = wind_tunnels.load_task(spec), subject(spec, arch)
-    made = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
+    made = AblationEffects.of(TaskSplit.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
     layer = one.blocks[1].layer
 
     def bypass(_module, args, kwargs, out):
@@ -188,14 +189,14 @@ def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
             edited = said(task, one.model, inputs)
         expected = effects(task, spec, inputs, clean, edited)
         for name, each in made.effects["zero"].items():
-            assert each[5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), (made.parts[5].name, name)
+            assert each[5, i] == pytest.approx(expected[name], rel=1e-3, abs=3e-6), (made.components[5].name, name)
 
 
 def test_the_record_holds_each_effect_s_mean(subject):
     task, one = wind_tunnels.load_task(HMM), subject(HMM, "gpt2", 0, 3)
     batch = batch_of(task)
     for kind in ("heads", "blocks"):
-        made = Replaced.of(Sequences.of(one, batch, task, 0, 4096), kind, "all")
+        made = AblationEffects.of(TaskSplit.of(one, batch, task, 0, 4096), kind, "all")
         record = examine(one, batch, kind, task=task, positions="all", nulls=2)
         assert not record.unmeasured and record.source["name"] == HMM
         for way, found in made.effects.items():
@@ -213,7 +214,7 @@ def test_the_record_holds_each_effect_s_mean(subject):
                 np.testing.assert_allclose(arrays["error"], mean["mae"][6:] / clean)
                 times = next(h for h in record.results[f"blocks_{way}"].estimates if h.name == TENFOLD)
                 assert times.value == pytest.approx(mean["mae"][7] / clean)
-            assert record.results[f"{kind}_{way}"].notes[0].startswith("replaced at every position, the means being")
+            assert record.results[f"{kind}_{way}"].notes[0].startswith("ablated at every position; a mean for each")
     assert record.prompts["entropy"][0] == pytest.approx(
         np.mean(entropy(np.exp(said(task, one.model, halved(batch)[1][0])))), abs=1e-5
     )
@@ -222,15 +223,16 @@ def test_the_record_holds_each_effect_s_mean(subject):
 # ---- what the papers claim ------------------------------------------------------------------------------------------
 
 
-def test_only_parts_set_to_0_are_claimed_about_and_only_of_a_task(subject):
+def test_a_claim_is_about_one_method(subject):
     task = wind_tunnels.load_task(HMM)
-    for kind, name in (("heads", SECOND), ("blocks", TENFOLD)):
+    expected = {"heads": {("heads_zero", SECOND)}, "blocks": {("blocks_zero", TENFOLD), ("blocks_mean", MLP_SHARE)}}
+    for kind in expected:
         record = examine(subject(HMM, "gpt2", 0, 3), batch_of(task), kind, task=task, positions="all", nulls=2)
         claimed = {(probe, h.name) for probe, m in record.results.items() for h in m.estimates if h.claim}
-        assert claimed == {(f"{kind}_{CLAIMED}", name)}
+        assert claimed == expected[kind]
     assert {
-        name for probe in ("heads_task", "blocks_task") for name, c in parts.declared(probe).items() if c.claim
-    } == {*BOUNDS}
+        name for probe in ("heads_task", "blocks_task") for name, c in claims.declared(probe).items() if c.claim
+    } == {*BOUNDS, MLP_SHARE}
 
 
 def times(each, clusters=40, layers=3, seed=0):
@@ -246,8 +248,8 @@ def times(each, clusters=40, layers=3, seed=0):
 @pytest.mark.parametrize(("each", "word"), [(15, "PASS"), (10.05, "INCONCLUSIVE"), (7, "FAIL")])
 def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
     made, half = times(each)
-    untrained = [of_blocks(times(1.5, seed=i + 1)[0], half) for i in range(20)]
-    found = estimates("blocks_task", of_blocks(made, half), untrained, np.arange(40))
+    untrained = [block_fractions(times(1.5, seed=i + 1)[0], half) for i in range(20)]
+    found = estimates("blocks_task", block_fractions(made, half), untrained, np.arange(40))
 
     measured = Measured("", "", "", "", "", found, {}, {})
     h = next(h for h in claims.judge({"x": measured})["x"].estimates if h.name == TENFOLD)
@@ -255,8 +257,8 @@ def test_tenfold_is_beyond_ten_and_beyond_the_twins(each, word):
     natural = (h.value - h.low) / scipy_stats.t.ppf(0.975, 39)  # of the side that is asked: the interval is a log's
     p = scipy_stats.t.sf((h.value - 10) / natural, 39)
     assert h.p == pytest.approx(max(p, 1 / 21))
-    of_untrained = [of_blocks(times(20, seed=i + 1)[0], half) for i in range(20)]
-    other = estimates("blocks_task", of_blocks(made, half), of_untrained, np.arange(40))
+    of_untrained = [block_fractions(times(20, seed=i + 1)[0], half) for i in range(20)]
+    other = estimates("blocks_task", block_fractions(made, half), of_untrained, np.arange(40))
     assert next(h for h in other if h.name == TENFOLD).p > 0.9, "an untrained model that loses more leaves no claim"
 
 
@@ -268,13 +270,13 @@ def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
         one = np.array([[1.0], [second], [0.1], [0.1]]) * scatter
         return {"kl": one, "evidence": one, "mae": one, "clean_mae": 0 * one}
 
-    untrained = [of_heads(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
-    found = {second: {h.name: h for h in estimates("heads_task", of_heads(kl(second), half, 2), untrained, np.arange(40))}
+    untrained = [head_fractions(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
+    found = {second: {h.name: h for h in estimates("heads_task", head_fractions(kl(second), half, 2), untrained, np.arange(40))}
              for second in (0.3, 0.6)}  # fmt: skip
     assert found[0.3][SECOND].p < 0.05 and found[0.3][SECOND].high < 0.5 == found[0.3][SECOND].margin
     assert found[0.6][SECOND].p > 0.5 and found[0.6][SECOND].low > 0.5
     assert found[0.3][FIRST].value == pytest.approx(1.3 / 1.5, rel=0.02)
-    assert FIRST not in of_heads(kl(0.3), half, 1)
+    assert FIRST not in head_fractions(kl(0.3), half, 1)
 
 
 # ---- over trainings -------------------------------------------------------------------------------------------------
@@ -284,14 +286,14 @@ def test_over_trainings_every_model_counts_once(subject):
     task = wind_tunnels.load_task(BIJECTION)
     every = [subject(BIJECTION, "neox", seed) for seed in range(5)]
     record = examine(every[0], batch_of(task), "heads", task=task, also=every[1:], positions="all", nulls=2)
-    half = folds(Sequences.of(every[0], batch_of(task), task, 0, 4096).held.cluster, 0, 2)
-    for way in WAYS["heads"]:
+    half = folds(TaskSplit.of(every[0], batch_of(task), task, 0, 4096).evaluation.cluster, 0, 2)
+    for way in METHODS["heads"]:
         measured = record.results[f"heads_{way}_trainings"]
         found = {h.name: h for h in measured.estimates}
         seconds, halves = [], []
         for one in every:
-            kl = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "heads", "all").effects[way]["kl"]
-            largest, second = (parts.found_apart(kl, half, rank)[0] for rank in (0, 1))
+            kl = AblationEffects.of(TaskSplit.of(one, batch_of(task), task, 0, 4096), "heads", "all").effects[way]["kl"]
+            largest, second = (cross_selected(kl, half, rank)[0] for rank in (0, 1))
             seconds.append(second.sum() / largest.sum())
             halves.append(sum(kl.mean(1) > kl.mean(1).max() / 2))
         for name, each in ((SECOND, seconds), (HALVED, halves)):
@@ -313,7 +315,7 @@ def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
     assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
     with refused(UserError, 6, 4):
         examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 0, 3)], nulls=1)
-    made = Replaced.of(Sequences.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
+    made = AblationEffects.of(TaskSplit.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
     five = measure_trainings("blocks", "zero", [made] * 5, "abcde", [made], folds(made.clusters, 0, 2))
     assert HALVED not in five.ticks["statistic"] and five.estimates[0].low == five.estimates[0].high
 
@@ -330,13 +332,13 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
     done = ablate(*given, "--heads", "all", "--out", str(tmp_path / "own"))
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "own")
-    assert record.facts["parts"]["positions"] == "all" and record.source["name"] == HMM
+    assert record.facts["components"]["positions"] == "all" and record.source["name"] == HMM
     assert record.source["split"] == "held-out" and record.facts["command"].endswith("--heads all --nulls 1 --n 20")
     assert "ise of |H_model - H_exact|" in (tmp_path / "own" / "report.html").read_text()
     done = ablate(*given, "--blocks", "all", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "other")
-    assert record.facts["parts"]["positions"] == "query" and record.source["name"] == FEW
+    assert record.facts["components"]["positions"] == "query" and record.source["name"] == FEW
 
 
 def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
@@ -349,7 +351,10 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
             ["--model", neox, "--heads", "all", "--task", "bijection:vocab=9"],
             "has 8 outputs; bijection:vocab=9 needs 18",
         ),
-        (["--model", neox, "--heads", "all", "--task", "regression"], "regression asks for real numbers: a divergence"),
+        (
+            ["--model", neox, "--heads", "all", "--task", "regression"],
+            "regression asks for real numbers: ablations compare",
+        ),
         (["--model", neox, "--also", neox], "--also"),
         (["--model", str(folder(HMM, "lstm")), "--heads", "all"], "an lstm model has no attention"),
         (["--model", str(folder(HMM, "lstm")), "--blocks", "all"], "an lstm model has no attention"),
@@ -361,19 +366,19 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
 def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
     task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
 
-    class Unlike(Sequences):
+    class Unlike(TaskSplit):
         def means(self, sites, positions):
             return {place: x[:, : x.shape[1] - place[1]] for place, x in super().means(sites, positions).items()}
 
     with refused(Unavailable, 2, 16, 31):
-        Replaced.of(Unlike.of(one, batch_of(task), task, 0, 4096), "heads", "all")
+        AblationEffects.of(Unlike.of(one, batch_of(task), task, 0, 4096), "heads", "all")
 
 
 def test_rows_are_numbered_input_after_input(subject):
     task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
     batch, seen = batch_of(task, 6), []
 
-    class Some(Packed):
+    class Some(PatchingRun):
         at = (
             torch.tensor(
                 [[0, 1, 0, 0, 1], [0, 0, 0, 0, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 1], [0] * 5, [0, 1] + [0] * 3]

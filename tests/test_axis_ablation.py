@@ -11,25 +11,17 @@ import torch
 
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
-from llmgeom.commands.ablate import (
-    CONTROL,
-    EQUAL,
-    KL,
-    MODES,
-    RunConfig,
-    _together,
-    examine,
-    measure_found,
-    perform,
-)
+from llmgeom.commands.ablate import RunConfig, examine, perform
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions import axis
-from llmgeom.probes.interventions import patching as bench
-from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, gain, readout_direction, subsets
-from llmgeom.probes.interventions.patching import DOSES, Bench
+from llmgeom.probes.interventions import patching, readout_direction
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, matched_weights
+from llmgeom.probes.interventions.axis_ablation import DOSES, MODES, joint_edits, project_out
+from llmgeom.probes.interventions.axis_results import CONTROL, EQUAL, KL, measure_positive_control
+from llmgeom.probes.interventions.patching import PromptRun
+from llmgeom.probes.interventions.readout_direction import final_norm, norm_gain
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
 from llmgeom.stats import ridge_probe
@@ -40,6 +32,7 @@ from tests.refusals import refused
 torch.set_num_threads(1)
 KINDS = ("gpt_neox", "llama", "mistral")
 LAYER = 1
+AT = ("value", LAYER)
 PLANTED = {"gpt_neox": 10.0, "llama": 5.0, "mistral": 5.0}
 
 
@@ -61,20 +54,29 @@ def values(subject: Subject, batch: Batch) -> torch.Tensor:
 
 
 def axis_of(subject: Subject, direction: str = "pc1", fit: Batch = FIT) -> Axis:
-    return Axis.of(values(subject, fit).numpy(), subject.entropy(fit), fit.cluster, direction, 0)
+    return Axis.estimate(values(subject, fit).numpy(), subject.entropy(fit), fit.cluster, direction, 0)
 
 
-def bench_of(subject: Subject, positions="query", batch: Batch = HELD, layers=(LAYER,)) -> Bench:
+def run_of(subject: Subject, positions="query", batch: Batch = HELD, layers=(LAYER,)) -> PromptRun:
     pair = subject.capture(batch, {Site.LOG_PROBS}).log_probs.topk(2).indices
-    return Bench(subject, batch, layers, positions, subject.entropy(batch), lambda x: x.sum(1), pair, None)
+    return PromptRun(
+        subject,
+        batch,
+        tuple(("value", n) for n in layers),
+        positions,
+        subject.entropy(batch),
+        lambda x: x.sum(1),
+        pair,
+        None,
+    )
 
 
-def edited(bench: Bench, move) -> tuple[torch.Tensor, torch.Tensor]:
+def edited(run: PromptRun, move) -> tuple[torch.Tensor, torch.Tensor]:
     """[batch position coordinate] the edited values of LAYER, in the order of the plan; [batch position] ends."""
     seen = []
-    edit = Edit("value", bench._edit([{LAYER: move}], LAYER), (LAYER,), bench.positions)
+    edit = Edit("value", run._edit([{AT: move}], AT), (LAYER,), run.positions)
     spy = Edit("value", lambda x, where: seen.append((x.double().flatten(2), where.query)) or x, (LAYER,))
-    bench.subject.capture(bench.batch, {Site.VALUE}, [edit, spy])
+    run.subject.capture(run.batch, {Site.VALUE}, [edit, spy])
     (found,) = seen
     return found
 
@@ -98,7 +100,7 @@ def test_pc1_is_the_direction_of_most_variance_turned_towards_entropy():
     x = 5 + 3 * (hidden[:, None] * np.array([1, -1, 1, 0, 0, 0]) + 0.3 * noise) * np.arange(1, 7)
     x[:, 5] = 2.0  # constant
     for sign in (1, -1):
-        axis = Axis.of(x, sign * hidden, [str(i) for i in range(40)], "pc1", 0)
+        axis = Axis.estimate(x, sign * hidden, [str(i) for i in range(40)], "pc1", 0)
         z = axis.z(torch.from_numpy(x)).numpy()
         assert axis.u[5] == 0 and (z[:, 5] == 0).all()
         assert axis.u[:3].sign().tolist() == [sign, -sign, sign] and float(axis.u.norm()) == pytest.approx(1)
@@ -118,13 +120,13 @@ def test_ridge_is_the_readout_of_the_instrument():
     fold = np.append(folds(clusters[:40], 0), np.full(20, 5))
     expected = read(x, y[:, None], fold).prediction[held, 0]
     np.testing.assert_allclose((x[held] - mean) / sd @ w + intercept, expected, 1e-9)
-    axis = Axis.of(x[fit], y[fit], clusters[:40], "ridge", 0)
+    axis = Axis.estimate(x[fit], y[fit], clusters[:40], "ridge", 0)
     np.testing.assert_allclose(axis.u, w / np.linalg.norm(w))
 
 
 def test_values_that_do_not_vary_have_no_axis():
     with refused(UserError, 4, 10):
-        Axis.of(np.ones((10, 4)), np.arange(10.0), list("abcdefghij"), "pc1", 0)
+        Axis.estimate(np.ones((10, 4)), np.arange(10.0), list("abcdefghij"), "pc1", 0)
 
 
 # ---- the edits ------------------------------------------------------------------------------------------------------
@@ -132,36 +134,36 @@ def test_values_that_do_not_vary_have_no_axis():
 
 def test_cut_and_only_share_the_values_between_them(subject):
     axis, x = axis_of(subject), values(subject, HELD)
-    cut, only = (x + axis.itself(mode, 1.0)(x, None) for mode in ("cut", "only"))
+    cut, only = (x + axis.edit(mode, 1.0)(x, None) for mode in ("project-out", "keep-only"))
     # x - sd c u + x - sd (z - c u) - x = x - sd z = mean
     torch.testing.assert_close(cut + only - x, axis.mean.expand_as(x))
     assert float((axis.z(cut) @ axis.u).abs().max()) < 1e-9, "nothing is left along the axis"
-    shifted = x + axis.itself("shift", -2.0)(x, None)
+    shifted = x + axis.edit("steer", -2.0)(x, None)
     torch.testing.assert_close(axis.z(shifted) @ axis.u, axis.z(x) @ axis.u - 2 * axis.spread)
 
 
 @pytest.mark.parametrize("positions", ["query", "all"])
 @pytest.mark.parametrize("mode", MODES)
 def test_a_control_of_the_same_size_moves_every_position_as_far(subject, mode, positions):
-    axis, bench = axis_of(subject, "ridge"), bench_of(subject, positions)
-    x, last = edited(bench, lambda x, _: 0 * x)
+    axis, run = axis_of(subject, "ridge"), run_of(subject, positions)
+    x, last = edited(run, lambda x, _: 0 * x)
     touched = last if positions == "query" else torch.ones_like(last)
     assert last.sum() == len(HELD)
-    draws = axis.draws(mode, 5, (0, LAYER))[SIZE]
+    draws = axis.controls(mode, 5, (0, LAYER))[SIZE]
     for dose in DOSES[mode]:
-        own = edited(bench, axis.itself(mode, dose))[0] - x
+        own = edited(run, axis.edit(mode, dose))[0] - x
         assert (own[~touched] == 0).all() and (own[touched].norm(dim=1) > 1e-4).all()
         for draw in draws:
-            moved = edited(bench, draw(dose))[0] - x
+            moved = edited(run, draw(dose))[0] - x
             assert (moved[~touched] == 0).all()
             torch.testing.assert_close(moved.norm(dim=-1), own.norm(dim=-1), rtol=1e-4, atol=1e-6)
             cosine = (moved * own)[touched].sum(1) / own[touched].norm(dim=1) ** 2
-            assert cosine.abs().mean() < (0.99 if mode == "only" else 0.6), "another direction"
+            assert cosine.abs().mean() < (0.99 if mode == "keep-only" else 0.6), "another direction"
 
 
 def test_a_cut_of_the_same_size_is_towards_less_and_orthogonal_to_the_axis(llama):
     axis, x = axis_of(llama), values(llama, HELD)
-    for draw in axis.draws("cut", 5, (0, LAYER))[SIZE]:
+    for draw in axis.controls("project-out", 5, (0, LAYER))[SIZE]:
         moved = axis.z(x + draw(0.01)(x, None)) - axis.z(x)
         r = moved[0] / moved[0].norm()
         assert float((moved @ axis.u).abs().max()) < 1e-9
@@ -174,11 +176,11 @@ def test_a_control_of_the_same_variance_has_it(subject, mode, direction):
     axis, x = axis_of(subject, direction), values(subject, FIT)
     z = axis.z(x)
     varies = axis.sd > 0
-    draws = axis.draws(mode, 6, (0, LAYER))[VARIANCE]
+    draws = axis.controls(mode, 6, (0, LAYER))[VARIANCE]
     sizes = set()
     for draw in draws:
         moved = (draw(1.0)(x, None) / axis.sd)[:, varies]
-        kept = -moved if mode == "cut" else z[:, varies] + moved if mode == "only" else moved
+        kept = -moved if mode == "project-out" else z[:, varies] + moved if mode == "keep-only" else moved
         assert float(kept.square().sum(1).mean()) == pytest.approx(axis.spread**2, rel=1e-6)
         assert float((kept @ axis.u[varies]).abs().max()) < 1e-6
         sizes.add(round(float(kept[0, 0]), 6))
@@ -187,7 +189,7 @@ def test_a_control_of_the_same_variance_has_it(subject, mode, direction):
 
 def test_sets_of_components_reach_the_variance_with_one_taken_in_part():
     variances = np.array([0.5, 0.4, 0.3, 0.2, 0.1])
-    found = subsets(variances, 0.75, 200, np.random.default_rng(0))
+    found = matched_weights(variances, 0.75, 200, np.random.default_rng(0))
     np.testing.assert_allclose(found**2 @ variances, 0.75)
     assert (((found > 0) & (found < 1 - 1e-9)).sum(1) <= 1).all()
     assert ((found > 0).mean(0) > 0.3).all(), "every component has its turn"
@@ -196,20 +198,20 @@ def test_sets_of_components_reach_the_variance_with_one_taken_in_part():
 def test_where_the_rest_has_less_variance_the_control_cannot_be_had(llama):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((30, 1)) * np.ones(8) + 0.1 * rng.standard_normal((30, 8))
-    axis = Axis.of(x, x[:, 0], [str(i) for i in range(30)], "pc1", 0)
-    assert axis.shortfall < 0.1 and list(axis.draws("cut", 3, (0, 0))) == [SIZE]
+    axis = Axis.estimate(x, x[:, 0], [str(i) for i in range(30)], "pc1", 0)
+    assert axis.variance_left < 0.1 and list(axis.controls("project-out", 3, (0, 0))) == [SIZE]
 
 
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
 def test_effects_are_what_the_log_probabilities_say(subject):
-    bench, axis = bench_of(subject), axis_of(subject)
-    found = bench.run([{LAYER: axis.itself("cut", dose)} for dose in (0.0, 1.0)])
+    run, axis = run_of(subject), axis_of(subject)
+    found = run.run([{AT: axis.edit("project-out", dose)} for dose in (0.0, 1.0)])
     assert (found["kl"][0] == 0).all() and (found["odds"][0] == 0).all() and (found["error"][0] == 0).all()
     clean = subject.capture(HELD, {Site.LOG_PROBS, Site.RESIDUAL})
     x = values(subject, HELD)
-    target = (x + axis.itself("cut", 1.0)(x, None)).float()
+    target = (x + axis.edit("project-out", 1.0)(x, None)).float()
 
     def write(y, where):
         y = y.clone()
@@ -229,11 +231,11 @@ def test_effects_are_what_the_log_probabilities_say(subject):
 
 
 def test_copies_of_a_pass_are_edited_each_in_its_own_way(subject):
-    axis, bench = axis_of(subject), bench_of(subject)
-    copies = [{LAYER: axis.itself("shift", dose)} for dose in (0.0, 1.0, -1.0, 2.0)] * 5
-    together = bench.run(copies)["kl"]
+    axis, run = axis_of(subject), run_of(subject)
+    copies = [{AT: axis.edit("steer", dose)} for dose in (0.0, 1.0, -1.0, 2.0)] * 5
+    together = run.run(copies)["kl"]
     for i in (1, 6, 19):
-        np.testing.assert_allclose(together[i], bench.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
+        np.testing.assert_allclose(together[i], run.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
 
 
 def outcome(record: Record) -> dict[tuple[str, str], claims.Estimate]:
@@ -289,7 +291,7 @@ def test_values_that_do_not_reach_the_output_do_exactly_nothing_and_nothing_pass
     assert {h.claim for (probe, _), h in found.items() if probe != CONTROL} == {""}
     assert "PASS" not in {h.verdict for h in found.values()}
     assert any("changes 0 bits, too little for" in w for w in record.results["ablation_pc1"].warnings)
-    assert any("the positive control was not found" in w for w in record.warnings)
+    assert any("the positive control failed" in w for w in record.warnings)
 
 
 def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(subject):
@@ -304,7 +306,7 @@ def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(
     ids = torch.arange(10, 22)[:, None]
     batch = Batch(Tokens(ids, torch.ones(12, dtype=torch.int64)), tuple(map(str, range(12))), {})
     pair = torch.stack([torch.arange(30, 42), torch.arange(50, 62)], 1)
-    d = readout_direction(one, pair)
+    d = readout_direction.readout_direction(one, pair)
     step = torch.randn(d.shape[1], generator=torch.Generator().manual_seed(0))
 
     def move(x, where):
@@ -326,21 +328,21 @@ def test_the_readout_direction_is_what_moves_the_stream_towards_the_first_token(
 def test_the_gain_of_the_final_norm_is_read_however_it_is_stored(name, path, start):
     subject = Subject.of(FAMILIES[name].model(), name=name)
     weight = subject.model.get_submodule(path).weight.detach().double() + start
-    torch.testing.assert_close(gain(subject, len(weight)), weight, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(norm_gain(final_norm(subject), len(weight)), weight, rtol=1e-4, atol=1e-5)
 
 
 def test_where_the_weights_are_not_known_the_control_is_not_measured(llama, monkeypatch):
     def unknown(*_):
         raise Unavailable("how model type 'x' lays out its output weights is not known")
 
-    monkeypatch.setattr(axis.weights, "output_weight", unknown)
+    monkeypatch.setattr(readout_direction.weights, "output_weight", unknown)
     record = examine(llama, BATCH, directions=("pc1",), controls=5)
     assert record.unmeasured == {CONTROL: "how model type 'x' lays out its output weights is not known"}
-    assert "ablation_pc1" in record.results and any("positive control was not found" in w for w in record.warnings)
+    assert "ablation_pc1" in record.results and any("positive control failed" in w for w in record.warnings)
 
 
 def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, monkeypatch):
-    asked = {"controls": 5, "mode": "shift", "directions": ("ridge",)}
+    asked = {"controls": 5, "mode": "steer", "directions": ("ridge",)}
     torch.manual_seed(1)
     first = examine(llama, BATCH, **asked)
     random.seed(2)
@@ -348,7 +350,7 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
     torch.manual_seed(2)
     again = examine(llama, BATCH, **asked)
     assert outcome(again) == outcome(first)
-    monkeypatch.setattr(bench, "AT_ONCE", 50)
+    monkeypatch.setattr(patching, "ROWS_PER_PASS", 50)
     other = outcome(examine(llama, BATCH, batch_tokens=60, **asked))
     for key, h in outcome(first).items():
         assert other[key].value == pytest.approx(h.value, abs=1e-5, rel=1e-4)
@@ -370,33 +372,33 @@ def test_several_layers_are_edited_together_and_each_alone(llama):
     ].value == pytest.approx(alone["kl"][0], rel=1e-6)
 
 
-@pytest.mark.parametrize(("mode", "decides"), [("cut", [1]), ("only", [1]), ("shift", [0, 3])])
+@pytest.mark.parametrize(("mode", "decides"), [("project-out", [1]), ("keep-only", [1]), ("steer", [0, 3])])
 def test_the_verdict_is_of_the_whole_edit(llama, mode, decides):
     record = examine(llama, BATCH, directions=("pc1",), controls=5, mode=mode)
     arrays = record.results["ablation_pc1"].arrays
-    assert arrays["dose"][decides].tolist() == ([-2.0, 2.0] if mode == "shift" else [1.0])
+    assert arrays["dose"][decides].tolist() == ([-2.0, 2.0] if mode == "steer" else [1.0])
     assert outcome(record)["ablation_pc1", KL].value == pytest.approx(arrays["kl"][decides].mean())
     assert arrays["tenth"] == pytest.approx(arrays["scale"] / 10)
 
 
 def test_every_layer_draws_its_own_controls(llama):
     axis, x = axis_of(llama), values(llama, HELD)
-    _, draws = _together({0: axis, 1: axis}, "cut", 3, 0)
+    _, draws = joint_edits({0: axis, 1: axis}, "project-out", 3, 0)
     for kind in (SIZE, VARIANCE):
         for draw in draws[kind]:
             moves = draw(1.0)
-            assert not torch.allclose(moves[0](x, None), moves[1](x, None))
+            assert not torch.allclose(moves["value", 0](x, None), moves["value", 1](x, None))
 
 
 def test_the_positive_control_cuts_what_differs_from_the_mean(llama):
-    bench, axis = bench_of(llama), axis_of(llama)
+    run, axis = run_of(llama), axis_of(llama)
     d = torch.nn.functional.normalize(torch.randn(len(HELD), len(axis.u), dtype=torch.float64), dim=1)
-    found = measure_found(bench, LAYER, axis, 3 * d, 5, 0, None)
+    found = measure_positive_control(project_out(run, LAYER, axis, 3 * d, 5, 0), np.array(HELD.cluster))
 
     def cut(x, prompt):
         return torch.stack([-((one - axis.mean) @ d[p]) * d[p] for one, p in zip(x, prompt, strict=True)])
 
-    expected = bench.run([{LAYER: cut}])["odds"].mean()
+    expected = run.run([{AT: cut}])["odds"].mean()
     assert found.estimates[0].value == pytest.approx(expected, rel=1e-6) and expected > 0
 
 
@@ -440,11 +442,11 @@ def test_evidence_is_the_divergence_of_the_exact_answer(pythia):
     ids = [[pythia.tokenizer(f" {w}")["input_ids"][0] for w in pair] for pair in
            zip(held.columns["first"], held.columns["second"], strict=True)]  # fmt: skip
     exact = held.posterior.predictive[:, -1]
-    bench = Bench(
-        pythia, replace(held, posterior=None), (0,), "query", np.zeros(len(held)), lambda x: x.sum(1),
+    run = PromptRun(
+        pythia, replace(held, posterior=None), (("value", 0),), "query", np.zeros(len(held)), lambda x: x.sum(1),
         torch.tensor(ids), exact,
     )  # fmt: skip
-    found = bench.run([{0: lambda x, _: -0.9 * x}])["evidence"][0]
+    found = run.run([{("value", 0): lambda x, _: -0.9 * x}])["evidence"][0]
     edit = Edit("value", lambda x, _: 0.1 * x, (0,), "query")
     after, before = (
         pythia.capture(held, {Site.LOG_PROBS}, edits).log_probs.double().gather(1, torch.tensor(ids))

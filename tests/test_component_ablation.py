@@ -12,10 +12,10 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions import replacement as replacing
-from llmgeom.probes.interventions.patching import Bench
-from llmgeom.probes.interventions.replacement import DONORS, Replaced, donors, sites
-from llmgeom.probes.interventions.splits import Halves
+from llmgeom.probes.interventions import component_ablation
+from llmgeom.probes.interventions.component_ablation import DONORS, AblationEffects, donors, sites
+from llmgeom.probes.interventions.patching import PromptRun
+from llmgeom.probes.interventions.splits import PromptSplit
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 
@@ -38,8 +38,8 @@ HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
-def replaced(subject: Subject, kind: str, positions: str = "query", batch: Batch = BATCH) -> Replaced:
-    return Replaced.of(Halves.of(subject, batch, sites(kind), 0, 4096), kind, positions)
+def ablated(subject: Subject, kind: str, positions: str = "query", batch: Batch = BATCH) -> AblationEffects:
+    return AblationEffects.of(PromptSplit.of(subject, batch, sites(kind), 0, 4096), kind, positions)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -118,20 +118,20 @@ LAST, LATER = slice(-1, None), slice(1, None)
 
 @pytest.mark.parametrize(("positions", "at"), [("query", LAST), ("all", LATER)])
 def test_a_head_set_to_0_or_to_its_mean_is_what_hooks_before_w_o_do(family, subject, positions, at):
-    model, made = subject.model, replaced(subject, "heads", positions)
-    assert list(made.effects) == (["zero", "mean", "interchange"] if positions == "query" else ["zero", "mean"])
+    model, made = subject.model, ablated(subject, "heads", positions)
+    assert list(made.effects) == (["zero", "mean", "resample"] if positions == "query" else ["zero", "mean"])
     for layer, head in ((0, 1), (0, 6), (1, 0), (1, 7)):
         mean = torch.cat([heads_of(family, model, layer, ids)[at, head] for ids in alone(FIT)]).mean(0)
         part = layer * HEADS + head
-        assert made.parts[part].name == f"L{layer}H{head}"
+        assert made.components[part].name == f"L{layer}H{head}"
         for way, value in (("zero", torch.zeros_like(mean)), ("mean", mean)):
             expected = [kl_of(model, ids, head_set(family, model, layer, head, value, at)) for ids in alone(HELD)]
             assert min(expected) > 1e-5
             np.testing.assert_allclose(made.effects[way]["kl"][part], expected, rtol=2e-3, atol=1e-7)
 
 
-def test_an_exchanged_head_is_what_a_hook_does_that_writes_the_donor_s(family, subject):
-    model, made = subject.model, replaced(subject, "heads")
+def test_a_resampled_head_is_what_a_hook_does_that_writes_the_donor_s(family, subject):
+    model, made = subject.model, ablated(subject, "heads")
     given = donors(HELD.cluster, DONORS, 0)
     for layer, head in ((0, 2), (1, 5)):
         z = [heads_of(family, model, layer, ids)[-1, head] for ids in alone(HELD)]
@@ -139,18 +139,18 @@ def test_an_exchanged_head_is_what_a_hook_does_that_writes_the_donor_s(family, s
             np.mean([kl_of(model, ids, head_set(family, model, layer, head, z[j], LAST)) for j in given[:, i]])
             for i, ids in enumerate(alone(HELD))
         ]
-        np.testing.assert_allclose(made.effects["interchange"]["kl"][layer * HEADS + head], expected, 2e-3, 1e-7)
+        np.testing.assert_allclose(made.effects["resample"]["kl"][layer * HEADS + head], expected, 2e-3, 1e-7)
 
 
 @pytest.mark.parametrize(("positions", "at"), [("query", LAST), ("all", LATER)])
 def test_branches_and_blocks_are_what_hooks_on_the_writers_do(family, subject, positions, at):
-    model, made = subject.model, replaced(subject, "blocks", positions)
+    model, made = subject.model, ablated(subject, "blocks", positions)
     assert list(made.effects) == ["zero", "mean"]
     paths = {"attention": (family.attention_write,), "mlp": (family.mlp_write,)}
     paths["block"] = paths["attention"] + paths["mlp"]
     for i, (name, of) in enumerate(paths.items()):
         for layer in (0, 1):
-            assert made.parts[2 * i + layer].name == f"L{layer} {name}"
+            assert made.components[2 * i + layer].name == f"L{layer} {name}"
             mean = {p: torch.cat([writes_of(family, model, layer, p, x)[at] for x in alone(FIT)]).mean(0) for p in of}
             for way, values in (("zero", {p: torch.zeros(64) for p in of}), ("mean", mean)):
                 expected = [
@@ -178,19 +178,19 @@ def test_bypassing_all_that_writes_leaves_the_embedding(name, embedding, norm):
         x = model.get_submodule(norm)(model.get_submodule(embedding)(ends))
         q = model.get_output_embeddings()(x).double().log_softmax(-1)
         p = torch.stack([last_log_probs(model, ids) for ids in alone(HELD)])
-    made = replaced(Subject.of(model, name=name), "blocks").effects["zero"]["kl"]
+    made = ablated(Subject.of(model, name=name), "blocks").effects["zero"]["kl"]
     expected = (p.exp() * (p - q)).sum(1) / np.log(2)
     np.testing.assert_allclose(made[4], expected.numpy(), rtol=1e-4)
     assert (made[[1, 3, 5]] == 0).all() and (made[[0, 2, 4]] > 0).all()
 
 
-def test_who_gives_to_himself_is_moved_by_exactly_nothing(subject, monkeypatch):
-    before = replaced(subject, "heads").effects["interchange"]
+def test_an_input_that_is_its_own_donor_is_moved_by_exactly_nothing(subject, monkeypatch):
+    before = ablated(subject, "heads").effects["resample"]
     assert (before["kl"] > 0).all()
     monkeypatch.setattr(
-        replacing, "donors", lambda clusters, count, seed: np.tile(np.arange(len(clusters)), (count, 1))
+        component_ablation, "donors", lambda clusters, count, seed: np.tile(np.arange(len(clusters)), (count, 1))
     )
-    after = replaced(subject, "heads").effects["interchange"]
+    after = ablated(subject, "heads").effects["resample"]
     assert (after["kl"] == 0).all() and (after["odds"] == 0).all() and (after["error"] == 0).all()
 
 
@@ -219,38 +219,28 @@ def test_any_prompt_of_the_other_unit_may_be_the_donor():
     assert drawn == set(range(9))
 
 
-# ---- the bench ------------------------------------------------------------------------------------------------------
+# ---- the run --------------------------------------------------------------------------------------------------------
 
 
-def bench_of(subject: Subject, places, positions="query") -> Bench:
+def run_of(subject: Subject, places, positions="query") -> PromptRun:
     pair = subject.capture(HELD, {Site.LOG_PROBS}).log_probs.topk(2).indices
-    return Bench(subject, HELD, places, positions, subject.entropy(HELD), lambda x: x.sum(1), pair, None)
-
-
-def test_a_number_alone_names_a_layer_s_values(llama):
-    def move(x, _):
-        return -0.5 * x
-
-    by_number, by_name = bench_of(llama, (1,)).run([{1: move}]), bench_of(llama, (("value", 1),)).run([
-        {("value", 1): move}
-    ])  # fmt: skip
-    assert (by_number["kl"] > 0).all() and (by_number["kl"] == by_name["kl"]).all()
+    return PromptRun(subject, HELD, places, positions, subject.entropy(HELD), lambda x: x.sum(1), pair, None)
 
 
 def test_copies_edited_in_different_places_do_not_mix(llama):
-    places = (("z", 0), ("mlp_write", 1), 1)
-    bench = bench_of(llama, places)
+    places = (("z", 0), ("mlp_write", 1), ("value", 1))
+    run = run_of(llama, places)
     copies = [{}, *({place: lambda x, _: -0.5 * x} for place in places), dict.fromkeys(places, lambda x, _: -0.5 * x)]
-    together = bench.run(copies)["kl"]
+    together = run.run(copies)["kl"]
     assert (together[0] == 0).all() and (together[1:] > 0).all()
     for i in range(1, 5):
-        np.testing.assert_allclose(together[i], bench.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
+        np.testing.assert_allclose(together[i], run.run([copies[i]])["kl"][0], rtol=1e-3, atol=1e-8)
 
 
 def test_later_positions_are_all_but_the_first(llama):
     seen = []
-    bench = bench_of(llama, (("z", 1),), "later")
-    edit = Edit("z", bench._edit([{("z", 1): lambda x, _: -x}], ("z", 1)), (1,))
+    run = run_of(llama, (("z", 1),), "later")
+    edit = Edit("z", run._edit([{("z", 1): lambda x, _: -x}], ("z", 1)), (1,))
     llama.capture(HELD, {Site.Z}, [edit, Edit("z", lambda x, _: seen.append(x) or x, (1,))])
     (x,) = seen
     assert (x[:, 1:] == 0).all() and (x[:, 0] != 0).any(-1).all()

@@ -1,0 +1,257 @@
+"""Ablation of an axis: the edit of a direction of the values, and control edits of the same size and variance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.claims import layer_band
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Positions
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, rescaled
+from llmgeom.probes.interventions.component_ablation import to_mean
+from llmgeom.probes.interventions.patching import Location, Patch, PromptRun
+from llmgeom.probes.interventions.readout_direction import readout_direction
+from llmgeom.probes.interventions.splits import PromptSplit
+from llmgeom.progress import Progress, prefixed
+from llmgeom.stats.tests import spearman
+
+MODES: tuple[Mode, ...] = ("project-out", "keep-only", "steer")
+DOSES: dict[Mode, tuple[float, ...]] = {
+    "project-out": (0.5, 1.0),
+    "keep-only": (0.5, 1.0),
+    "steer": (-2.0, -1.0, 1.0, 2.0),
+}
+DECISIVE: dict[Mode, tuple[int, ...]] = {"project-out": (1,), "keep-only": (1,), "steer": (0, 3)}  # indices in DOSES
+BAND_DRAWS = 39  # at doses and layers that decide nothing: the fewest draws that carry a 95 % band
+PatchAtDose = Callable[[float], Patch]
+
+
+@dataclass(frozen=True, eq=False)
+class DoseEffects:
+    """Effects of an edit and of its controls at every dose.
+
+    Attributes:
+        own: effect -> [dose prompt].
+        controls: kind -> for each dose, effect -> [draw prompt].
+    """
+
+    mode: Mode
+    own: Mapping[str, np.ndarray]
+    controls: Mapping[str, Sequence[Mapping[str, np.ndarray]]]
+
+    @classmethod
+    def of(
+        cls,
+        run: PromptRun,
+        mode: Mode,
+        own: PatchAtDose,
+        draws: Mapping[str, Sequence[PatchAtDose]],
+        progress: Progress | None = None,
+    ) -> DoseEffects:
+        """Apply the edit and all draws at the decisive doses, and BAND_DRAWS of them at the others."""
+        controls = {
+            kind: [
+                run.run(
+                    [draw(dose) for draw in (some if place in DECISIVE[mode] else some[:BAND_DRAWS])],
+                    partial(progress, f"{kind}, dose {dose:g}") if progress else None,
+                )
+                for place, dose in enumerate(DOSES[mode])
+            ]
+            for kind, some in draws.items()
+        }
+        return cls(mode, run.run([own(dose) for dose in DOSES[mode]]), controls)
+
+    def decisive(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """[prompt] effects at the decisive doses, averaged; and kind -> [draw] means over prompts of the controls."""
+        places = list(DECISIVE[self.mode])
+        return self.own[effect][places].mean(0), {
+            kind: np.mean([doses[i][effect] for i in places], 0).mean(1) for kind, doses in self.controls.items()
+        }
+
+    def bands(self, effect: str) -> np.ndarray:
+        """[dose bound] 95 % band of the control kind that lies higher."""
+        return np.concatenate(
+            [
+                layer_band({k: doses[i][effect].mean(1)[:, None] for k, doses in self.controls.items()})
+                for i in range(len(DOSES[self.mode]))
+            ]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class AxisEffects:
+    """What editing the axes of some layers together does, and what the axes are.
+
+    Attributes:
+        clusters: [prompt] of the evaluation half.
+        has_exact: whether the prompts have an exact answer.
+        scale: KL in bits when the layers' values are replaced by their mean: what there is to lose.
+        lengths: [edit] mean length of the decisive edits over that of x - mean: the axis, then each control kind.
+        share: fraction of the standardised variance along the axis, mean over layers.
+        variance_left: least, over layers, of the variance of all other components over the axis's.
+        rho: Spearman's rho of the axis's score and entropy on the evaluation half, last edited layer.
+        step: [layer coordinate] spread sd u: what steering by dose 1 adds.
+    """
+
+    dose: DoseEffects
+    layers: tuple[int, ...]
+    positions: Positions
+    clusters: np.ndarray
+    has_exact: bool
+    scale: float
+    lengths: np.ndarray
+    share: float
+    variance_left: float
+    rho: float
+    step: np.ndarray
+
+
+def axes_of(split: PromptSplit, direction: str, layers: Sequence[int]) -> dict[int, Axis]:
+    """The axis of each layer, estimated on the estimation half."""
+    values, entropy = split.captures["estimation"].layers(Site.VALUE), split.entropy["estimation"]
+    return {
+        n: Axis.estimate(_flat(values[n]).numpy(), entropy, split.estimation.cluster, direction, split.seed)
+        for n in layers
+    }
+
+
+def edit_axes(
+    split: PromptSplit,
+    axes: Mapping[int, Axis],
+    mode: Mode,
+    positions: Positions,
+    count: int,
+    progress: Progress | None = None,
+) -> AxisEffects:
+    """Edit the axes of all these layers at once, beside `count` control edits of each kind."""
+    run = split.run(tuple(_location(n) for n in axes), positions)
+    own, draws = joint_edits(axes, mode, count, split.seed)
+    dose = DoseEffects.of(run, mode, own, draws, progress)
+    values = split.captures["evaluation"].layers(Site.VALUE)
+    x = {n: _flat(values[n]) for n in axes}
+    last = max(axes)
+    edits = [[own], *(some[:BAND_DRAWS] for some in draws.values())]
+    return AxisEffects(
+        dose=dose,
+        layers=tuple(axes),
+        positions=positions,
+        clusters=split.clusters,
+        has_exact=split.exact is not None,
+        scale=effect_of_means(run, axes),
+        lengths=_lengths(x, axes, DOSES[mode][DECISIVE[mode][-1]], edits),
+        share=float(np.mean([axis.share for axis in axes.values()])),
+        variance_left=min(axis.variance_left for axis in axes.values()),
+        rho=spearman((axes[last].z(x[last]) @ axes[last].u).numpy(), split.entropy["evaluation"]),
+        step=np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
+    )
+
+
+def edit_each_layer(
+    split: PromptSplit, direction: str, mode: Mode, positions: Positions, count: int, progress: Progress | None = None
+) -> np.ndarray:
+    """[layer 4] one layer at a time: KL of the edit, low and high end of the controls' band, KL of the values' mean."""
+    rows = []
+    for n, axis in axes_of(split, direction, range(len(split.subject.blocks))).items():
+        run = split.run((_location(n),), positions)
+        own, draws = joint_edits({n: axis}, mode, min(BAND_DRAWS, count), split.seed)
+        kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {n}")).decisive("kl")
+        band = layer_band({kind: draws[:, None] for kind, draws in null.items()})[0]
+        rows.append((kl.mean(), *band, effect_of_means(run, {n: axis})))
+    return np.array(rows)
+
+
+def edit_readout_direction(split: PromptSplit, count: int, progress: Progress | None = None) -> DoseEffects:
+    """The positive control: project the read-out direction of each prompt's pair out of the last layer's values.
+
+    Raises:
+        Unavailable: the layout of the output weights is not known.
+    """
+    layer = len(split.subject.blocks) - 1
+    direction = readout_direction(split.subject, split.pair)
+    axis = axes_of(split, "pc1", (layer,))[layer]
+    return project_out(split.run((_location(layer),), "query"), layer, axis, direction, count, split.seed, progress)
+
+
+def project_out(
+    run: PromptRun,
+    layer: int,
+    axis: Axis,
+    direction: Tensor,
+    count: int,
+    seed: int,
+    progress: Progress | None = None,
+) -> DoseEffects:
+    """Project a direction of each prompt, d [prompt coordinate] in x, out of a layer's values.
+
+    The controls are random directions of the span of the estimation half, made orthogonal to d and moved as far.
+    """
+    d = direction / direction.norm(dim=1, keepdim=True).clamp_min(1e-300)
+    span = torch.cat([axis.u[None], axis.others])
+    rng = np.random.default_rng([seed, layer, 2])
+    random = (torch.from_numpy(rng.standard_normal((count, len(span)))) @ span) * axis.sd
+    location = _location(layer)
+
+    def removed(x: Tensor, unit: Tensor) -> Tensor:
+        return -((x - axis.mean) * unit).sum(1, keepdim=True) * unit
+
+    def own(dose: float) -> Patch:
+        return {location: lambda x, prompt: dose * removed(x, d[prompt])}
+
+    def control(s: Tensor) -> PatchAtDose:
+        def move(x: Tensor, prompt: Tensor) -> Tensor:
+            unit = s - (d[prompt] @ s)[:, None] * d[prompt]
+            unit = unit / unit.norm(dim=1, keepdim=True)
+            return rescaled(removed(x, unit), removed(x, d[prompt]).norm(dim=1, keepdim=True))
+
+        return lambda dose: {location: lambda x, prompt: dose * move(x, prompt)}
+
+    return DoseEffects.of(run, "project-out", own, {SIZE: [control(s) for s in random]}, progress)
+
+
+def joint_edits(
+    axes: Mapping[int, Axis], mode: Mode, count: int, seed: int
+) -> tuple[PatchAtDose, dict[str, list[PatchAtDose]]]:
+    """The edit of several layers' axes at once, and control edits, drawn for each layer alone and made at once."""
+    drawn = {layer: axis.controls(mode, count, (seed, layer)) for layer, axis in axes.items()}
+    kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in by_kind for by_kind in drawn.values())]
+
+    def control(kind: str, i: int) -> PatchAtDose:
+        return lambda dose: {_location(layer): by_kind[kind][i](dose) for layer, by_kind in drawn.items()}
+
+    def own(dose: float) -> Patch:
+        return {_location(layer): axis.edit(mode, dose) for layer, axis in axes.items()}
+
+    return own, {kind: [control(kind, i) for i in range(count)] for kind in kinds}
+
+
+def effect_of_means(run: PromptRun, axes: Mapping[int, Axis]) -> float:
+    """KL in bits when the values are replaced by their mean over the estimation half, constant coordinates too."""
+    return float(run.run([{_location(n): to_mean(axis.mean[None]) for n, axis in axes.items()}])["kl"].mean())
+
+
+def _lengths(
+    values: Mapping[int, Tensor], axes: Mapping[int, Axis], dose: float, edits: Sequence[Sequence[PatchAtDose]]
+) -> np.ndarray:
+    """[edit] mean length of what is added at a dose over that of x - mean; edits: the draws of each."""
+    whole = {n: (x - axes[n].mean).norm(dim=1).mean() for n, x in values.items()}
+
+    def length(draw: PatchAtDose) -> float:
+        patch = draw(dose)
+        steps = {n: patch[_location(n)](x, torch.arange(len(x))) for n, x in values.items()}
+        return float(np.mean([step.norm(dim=1).mean() / whole[n] for n, step in steps.items()]))
+
+    return np.array([np.mean([length(draw) for draw in draws]) for draws in edits])
+
+
+def _location(layer: int) -> Location:
+    return ("value", layer)
+
+
+def _flat(values: Tensor) -> Tensor:
+    return values.flatten(1).double()

@@ -1,0 +1,202 @@
+"""Component ablation: each head or block is set to zero, to its mean, or to another input's activation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.errors import Unavailable
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Point
+from llmgeom.model.subject import Positions
+from llmgeom.probes.interventions.axis import Move
+from llmgeom.probes.interventions.patching import Location, Patch
+from llmgeom.probes.interventions.splits import PromptSplit, TaskSplit
+
+Kind = Literal["heads", "blocks"]
+Method = Literal["zero", "mean", "resample"]
+METHODS: dict[Kind, tuple[Method, ...]] = {"heads": ("zero", "mean", "resample"), "blocks": ("zero", "mean")}
+POINTS: dict[Kind, tuple[Point, ...]] = {"heads": ("z",), "blocks": ("attention_write", "mlp_write")}
+BRANCHES: dict[str, tuple[Point, ...]] = {
+    "attention": ("attention_write",),
+    "mlp": ("mlp_write",),
+    "block": ("attention_write", "mlp_write"),
+}
+DONORS = 4  # donors of an input in resample ablation, one after another; each from another cluster
+
+
+@dataclass(frozen=True)
+class Component:
+    """What is ablated at once: these coordinates at these locations."""
+
+    name: str
+    locations: tuple[Location, ...]
+    columns: slice = field(default_factory=lambda: slice(None))
+
+
+def components(kind: Kind, layers: int, heads: int, head_dim: int) -> tuple[Component, ...]:
+    """Every query head, layer by layer; or every layer's attention, then every MLP, then every block."""
+    if kind == "heads":
+        columns = [slice(head * head_dim, (head + 1) * head_dim) for head in range(heads)]
+        return tuple(
+            Component(f"L{layer}H{head}", (("z", layer),), columns[head])
+            for layer in range(layers)
+            for head in range(heads)
+        )
+    return tuple(
+        Component(f"L{layer} {name}", tuple((point, layer) for point in points))
+        for name, points in BRANCHES.items()
+        for layer in range(layers)
+    )
+
+
+def sites(kind: Kind) -> set[Site]:
+    """Sites of the clean model that the ablation needs."""
+    return {Site(point) for point in POINTS[kind]}
+
+
+def donors(clusters: Sequence[str], count: int, seed: int) -> np.ndarray:
+    """Indices [draw prompt]: for each prompt a donor from another cluster.
+
+    Clusters stand in a ring in random order, and in draw i a prompt's donor comes from the i-th cluster after its own.
+    So no cluster is its own donor, none serves the same cluster twice, and in a draw each serves one other.
+    """
+    rng = np.random.default_rng([seed, 3])
+    names = np.array(clusters)
+    ring = rng.permutation(np.unique(names))
+    place = {name: i for i, name in enumerate(ring.tolist())}
+    return np.array(
+        [
+            [rng.choice(np.flatnonzero(names == ring[(place[name] + step) % len(ring)])) for name in names.tolist()]
+            for step in range(1, count + 1)
+        ]
+    )
+
+
+def to_zero(x: Tensor, row: Tensor) -> Tensor:
+    """Zero ablation: add -x."""
+    return -x
+
+
+def to_mean(mean: Tensor) -> Move:
+    """Mean ablation, mean [position coordinate]: one mean for all rows, or one for each edited position of an input."""
+    return lambda x, row: mean[row % len(mean)] - x
+
+
+def to_donor(activations: Tensor, donor: np.ndarray) -> Move:
+    """Resample ablation: replace each input's activation by its donor's at the same position.
+
+    activations [row coordinate] with as many rows for every input. The difference to the input's own activation is
+    added, so that an input that is its own donor is moved by exactly 0, in whatever packing x was computed.
+    """
+    by_input = activations.unflatten(0, (len(donor), -1))
+    return add((by_input[torch.from_numpy(donor)] - by_input).flatten(0, 1))
+
+
+def add(steps: Tensor) -> Move:
+    """Add one step [row coordinate] to each row."""
+    return lambda x, row: steps[row]
+
+
+def _donor_at(activations: Mapping[Location, Tensor], donor: np.ndarray, location: Location) -> Move:
+    return to_donor(activations[location], donor)
+
+
+def _within(move: Move, columns: slice) -> Move:
+    def only(x: Tensor, row: Tensor) -> Tensor:
+        step = torch.zeros_like(x)
+        step[:, columns] = move(x, row)[:, columns]
+        return step
+
+    return only
+
+
+@dataclass(frozen=True, eq=False)
+class AblationEffects:
+    """What ablating each component changed in one model.
+
+    Attributes:
+        components: what was ablated, one after another.
+        layers: number of layers.
+        clusters: [prompt] of the evaluation half.
+        effects: method -> effect -> [component prompt], bits.
+        norms: [branch layer prompt] squared length of what attention and the MLP write in the clean model, mean over
+            the edited positions (of prompts, the final token); empty for heads.
+    """
+
+    components: tuple[Component, ...]
+    layers: int
+    positions: Positions
+    clusters: np.ndarray
+    effects: Mapping[Method, Mapping[str, np.ndarray]]
+    norms: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
+
+    @classmethod
+    def of(
+        cls,
+        split: PromptSplit | TaskSplit,
+        kind: Kind,
+        positions: Positions,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> AblationEffects:
+        """Ablate every component on the evaluation half, with means from the estimation half.
+
+        Args:
+            split: the halves of the batch.
+            kind: heads or blocks.
+            positions: of prompts, "query" is the final token and "all" every position but the first, with one mean over
+                all those positions. Resample ablation is then left out: prompts differ in length. Of a task's
+                sequences, "query" is every query and "all" every position, with a mean for each position.
+            progress: called with the number of patches done and in all.
+
+        Raises:
+            Unavailable: layers whose heads have different sizes.
+        """
+        layers, points = len(split.subject.blocks), POINTS[kind]
+        locations: list[Location] = [(point, layer) for point in points for layer in range(layers)]
+        mean, activations = split.means(points, positions), split.activations(points, positions)
+        heads, size = (split.subject.facts[name] for name in ("heads", "head_dim"))
+        if kind == "heads" and (unlike := {x.shape[1] for x in mean.values()} - {heads * size}):
+            raise Unavailable(
+                f"{split.subject.name}: a layer of {heads} heads of {size} and one of {unlike.pop()} coordinates; "
+                "heads are cut alike in every layer"
+            )
+        every = components(kind, layers, heads, size)
+        moves: dict[Method, list[Callable[[Location], Move]]] = {
+            "zero": [lambda location: to_zero],
+            "mean": [lambda location: to_mean(mean[location])],
+        }
+        if activations is not None:
+            moves["resample"] = [
+                partial(_donor_at, activations, donor) for donor in donors(split.evaluation.cluster, DONORS, split.seed)
+            ]
+        methods = [method for method in METHODS[kind] if method in moves]
+        patches: list[Patch] = [
+            {location: _within(move(location), component.columns) for location in component.locations}
+            for method in methods
+            for component in every
+            for move in moves[method]
+        ]
+        raw = split.ablation(tuple(locations), positions).run(patches, progress)
+        effects: dict[Method, dict[str, np.ndarray]] = {method: {} for method in methods}
+        ends = np.cumsum([len(every) * len(moves[method]) for method in methods])[:-1]
+        for name, x in raw.items():
+            for method, part in zip(methods, np.split(x, ends), strict=True):
+                effects[method][name] = part.reshape(len(every), len(moves[method]), -1).mean(1)
+        clusters = split.clusters
+        if kind == "heads":
+            return cls(every, layers, positions, clusters, effects)
+        writes = split.activations(points, "query") if activations is None else activations
+        return cls(every, layers, positions, clusters, effects, _squared_lengths(writes, points, len(clusters)))
+
+
+def _squared_lengths(writes: Mapping[Location, Tensor], points: Sequence[Point], n: int) -> np.ndarray:
+    """[point layer prompt] mean over a prompt's rows of the squared length of what is written there."""
+    by_row = {at: x.square().sum(1).unflatten(0, (n, -1)).mean(1).numpy() for at, x in writes.items()}
+    return np.array([[x for at, x in by_row.items() if at[0] == point] for point in points])

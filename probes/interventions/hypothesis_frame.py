@@ -1,0 +1,323 @@
+"""Do heads write hypotheses into the directions in which they are read out, and store them in the same directions?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from llmgeom.batch import Batch, Posterior, Rows, Tokens
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import Unavailable, UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.self_check import probe_batch
+from llmgeom.model.subject import Subject
+from llmgeom.model.weights import key_weight, output_weight, query_weight, value_bias, value_weight
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.interventions.readout_direction import norm_gain
+from llmgeom.probes.key_orthogonality import token_ids
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
+
+PROSE = Path(__file__).parents[1] / "texts" / "hypothesis_frame.md"
+PROBE = "hypothesis_frame"
+MOST_TOKENS = 32
+ROUNDING = 1e-10  # of the largest eigenvalue: a direction shorter than its root is rounding
+VALUE_OUT, KEY_VALUE = "value frame in output frame, last layer", "key frame in value frame, first layer"
+UNTRAINED = "re-initialised"
+
+
+@dataclass(frozen=True)
+class Frames:
+    """Inner products, in the residual stream, of what a head does with each hypothesis token and of its unembedding.
+
+    With x_i the token's input embedding after the layer's input norm: v_i = x_i W_V W_O is what the head would write of
+    it; k_i = (x_i W_K) W_Q' g is the direction that a query's residual needs to find it at distance 0, g the input
+    norm's gain; u_i is its row of the output embedding, times the final norm's gain. Biases are common to all tokens
+    and drop out of centred vectors. All three are invariant under W_V R, R^-1 W_O; under W_Q R, W_K R^-1' (where no
+    rotary embedding acts); and when a norm's gain is moved into the weights behind it (derived here).
+
+    Attributes:
+        value, key: [layer head token token] v_i.v_j and k_i.k_j.
+        out: [token token] u_i.u_j.
+        value_out, key_value: [layer head token token] v_i.u_j and k_i.v_j.
+        head_dim, d_model: widths.
+    """
+
+    value: np.ndarray
+    key: np.ndarray
+    out: np.ndarray
+    value_out: np.ndarray
+    key_value: np.ndarray
+    head_dim: int
+    d_model: int
+
+    @property
+    def rank(self) -> int:
+        """Directions in a frame, r.
+
+        At most half of a head's width: beyond it a frame is nearly all that the head can write, whatever the tokens. At
+        most two fewer than tokens: centring takes one, and the jackknife leaves one token out.
+        """
+        return min(len(self.out) - 2, self.head_dim // 2)
+
+    def measures(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """[layer head] by name: overlaps of the frames of these tokens, and the mean cosine of v_i and u_i (match)."""
+        value, key, out, value_out, key_value = (
+            centred(x[..., rows[:, None], rows])
+            for x in (self.value, self.key, self.out, self.value_out, self.key_value)
+        )
+        # Rounding may leave a square of a centred Gram matrix just below 0.
+        size = np.sqrt(_diagonal(value).clip(0) * _diagonal(out).clip(0))
+        cosine = np.divide(_diagonal(value_out), size, out=np.zeros_like(size), where=size > 0)
+        return {
+            VALUE_OUT: overlap(value, np.broadcast_to(out, value.shape), value_out, self.rank),
+            KEY_VALUE: overlap(key, value, key_value, self.rank),
+            "match": cosine.mean(-1),
+        }
+
+
+def centred(gram: np.ndarray) -> np.ndarray:
+    """Inner products of vectors less their means, on both sides."""
+    gram = gram - gram.mean(-1, keepdims=True)
+    return gram - gram.mean(-2, keepdims=True)
+
+
+def overlap(xx: np.ndarray, yy: np.ndarray, xy: np.ndarray, rank: int) -> np.ndarray:
+    """||U'W||_F^2 / min(r_U, r_W), [...]: the mean squared cosine of the principal angles of two subspaces (0-1).
+
+    U and W are orthonormal bases of the first `rank` principal directions (fewer where there are no more) of vectors x
+    and y, from the inner products x_i.x_j, y_i.y_j and x_i.y_j: U = X'a / sqrt(l) with a an eigenvector of xx and l its
+    eigenvalue. 0 where one of them has no direction. The measure that the authors use for their J-space.
+    """
+
+    def basis(gram: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        values, vectors = np.linalg.eigh(gram)
+        values, vectors = values[..., -rank:], vectors[..., -rank:]
+        nonzero = values > ROUNDING * values.max(-1, keepdims=True).clip(0)
+        scale = np.where(nonzero, np.where(nonzero, values, 1) ** -0.5, 0)
+        return vectors * scale[..., None, :], nonzero.sum(-1)
+
+    (a, r_u), (b, r_w) = basis(xx), basis(yy)
+    return np.square(np.swapaxes(a, -1, -2) @ xy @ b).sum((-2, -1)) / np.minimum(r_u, r_w).clip(1)
+
+
+def random_overlap(r_u: int, r_w: int, dim: int) -> float:
+    """Expected overlap of two subspaces of which one is uniform (Haar) in dim dimensions: max(r_u, r_w) / dim.
+
+    Derived here: in a random subspace of r_w dimensions a fixed unit vector has squared length r_w / dim in the mean,
+    so that E ||U'W||_F^2 = r_u r_w / dim; over min(r_u, r_w).
+
+    Raises:
+        UserError: a subspace larger than the space.
+    """
+    if not 0 < min(r_u, r_w) <= max(r_u, r_w) <= dim:
+        raise UserError(f"subspaces of {r_u} and {r_w} dimensions in {dim}: give 1 to {dim}")
+    return max(r_u, r_w) / dim
+
+
+@dataclass(frozen=True)
+class HypothesisFrames:
+    """Frames of one model.
+
+    Attributes:
+        frames: of the hypotheses.
+        others: of as many tokens that are no hypotheses. For a task these are the hypotheses again: the tokens beside
+            its outcomes are keys and punctuation.
+        names: the hypotheses as text.
+    """
+
+    frames: Frames
+    others: Frames
+    names: tuple[str, ...]
+
+
+def read_frames(subject: Subject, batch: Batch) -> HypothesisFrames:
+    """Frames of the hypotheses of a batch: a task's outcomes; of prompts the 32 likeliest next tokens.
+
+    The likeliest tokens are those of the model's own probability, mean over prompts, without special tokens. A
+    re-initialised model is compared at `others`, the 32 tokens that occur most often in the prompts: its own likeliest
+    tokens would be selected by the output embedding with which they are compared, while its embeddings of all other
+    tokens are exchangeable.
+
+    Raises:
+        Unavailable: inputs are rows of real numbers; the layout of the weights is not known.
+        UserError: fewer than 5 hypotheses; an outcome that is never an input.
+    """
+    if isinstance(batch.inputs, Rows):
+        raise Unavailable("the model reads rows of real numbers: hypotheses have no embedding, and so no frame")
+    if batch.posterior is not None:
+        likely = others = _outcomes(batch.posterior, batch.tokens)
+    else:
+        others = token_ids(subject, batch)[:MOST_TOKENS]
+        special = subject.tokenizer.all_special_ids if subject.tokenizer is not None else []
+        likely = _likely(subject, batch, special, len(others))
+    if len(likely) < LEAST_CLUSTERS:
+        raise UserError(f"{len(likely)} hypotheses span no frame to be told from chance; {LEAST_CLUSTERS} are needed")
+    names = map(str, likely) if subject.tokenizer is None else (repr(subject.tokenizer.decode([i])) for i in likely)
+    frames = frames_of(subject, likely)
+    return HypothesisFrames(frames, frames if others == likely else frames_of(subject, others), tuple(names))
+
+
+def _outcomes(posterior: Posterior, tokens: Tokens | Rows) -> list[int]:
+    outcomes = list(posterior.outcomes)
+    inputs = set(tokens.data[torch.arange(tokens.data.shape[1]) < tokens.lengths[:, None]].tolist())
+    unseen = [token for token in outcomes if token not in inputs]
+    if unseen:
+        raise UserError(
+            f"outcome {unseen[0]} of this task is never an input: its input embedding was never trained; give more "
+            "sequences (--n), or a task that shows its answers"
+        )
+    return outcomes
+
+
+def _likely(subject: Subject, batch: Batch, special: list[int], count: int) -> list[int]:
+    p = subject.capture(batch, {Site.LOG_PROBS}).log_probs.double().exp().mean(0)
+    p[special] = -1
+    return p.topk(count).indices.tolist()
+
+
+@torch.no_grad()
+def frames_of(subject: Subject, ids: list[int]) -> Frames:
+    """Frames of these tokens, from weights. Raises Unavailable where the layout of the weights is not known."""
+    facts = subject.facts
+    embedding = subject.model.get_input_embeddings().weight
+    e = embedding[torch.tensor(ids, device=embedding.device)]
+    width, rows = e.shape[1], subject.model.get_output_embeddings().weight
+    final_gain = norm_gain(subject.unembed.norm, width)
+    u = rows[torch.tensor(ids, device=rows.device)].double().cpu() * final_gain
+    group, grams = facts["heads"] // facts["kv_heads"], []
+    for layer, norm in enumerate(input_norms(subject)):
+        x, gain = norm(e[:, None])[:, 0].double().cpu(), norm_gain(norm, width)
+        for head in range(facts["heads"]):
+            w_q, w_k, w_v, w_o = (
+                weight(subject, layer, index).double().cpu()
+                for weight, index in (
+                    (query_weight, head),
+                    (key_weight, head // group),
+                    (value_weight, head // group),
+                    (output_weight, head),
+                )
+            )
+            v, k = x @ w_v @ w_o, x @ w_k @ w_q.T * gain
+            grams.append(torch.stack([v @ v.T, k @ k.T, v @ u.T, k @ v.T]))
+    by_head = torch.stack(grams).unflatten(0, (-1, facts["heads"])).numpy()
+    value, key, value_out, key_value = (by_head[:, :, i] for i in range(4))
+    return Frames(value, key, (u @ u.T).numpy(), value_out, key_value, w_v.shape[1], len(w_q))
+
+
+@torch.no_grad()
+def input_norms(subject: Subject) -> list[nn.Module]:
+    """The norm in front of each layer's attention (or the identity), with which residual and W_V give the values.
+
+    Raises:
+        Unavailable: none of a layer's norms does.
+    """
+    capture = subject.capture(probe_batch(subject.facts), {Site.RESIDUAL, Site.VALUE})
+    tolerance, norms = 1e-3 if subject.facts["dtype"] == "float32" else 3e-2, []
+    for layer, block in enumerate(subject.blocks):
+        weight, bias = value_weight(subject, layer, 0), value_bias(subject, layer, 0)
+        residual = capture.layers(Site.RESIDUAL)[layer].to(weight.device)
+        value = capture.layers(Site.VALUE)[layer][:, 0].to(weight.device)
+        children = [child for child in block.layer.children() if "norm" in type(child).__name__.lower()]
+        for norm in (nn.Identity(), *children):
+            computed = norm(residual[:, None])[:, 0] @ weight + bias
+            if (computed - value).abs().max() <= tolerance * value.abs().max():
+                norms.append(norm)
+                break
+        else:
+            raise Unavailable(
+                f"{subject.name}: what stands between the residual stream and the values of layer {layer} is not known "
+                f"for model type {subject.facts['model_type']!r}; a frame of values would not be its own"
+            )
+    return norms
+
+
+@dataclass(frozen=True, kw_only=True)
+class HypothesisFrame(Result):
+    """Overlap of the frames of hypotheses in keys, values and the output embedding, by layer and head."""
+
+    TITLE = "Hypothesis frame"
+    TEXT = PROSE
+
+    value_out: np.ndarray = quantity("layer head", "overlap", "value frame in output frame", Figure("heatmap"))
+    value_out_mean: np.ndarray = quantity(
+        "layer", "overlap", "value frame in output frame, mean over heads", Figure("curve", band="value_out_null")
+    )
+    value_out_null: np.ndarray = quantity("layer bound", "overlap", "the same, re-initialised models")
+    key_value: np.ndarray = quantity("layer head", "overlap", "key frame in value frame", Figure("heatmap"))
+    key_value_mean: np.ndarray = quantity(
+        "layer", "overlap", "key frame in value frame, mean over heads", Figure("curve", band="key_value_null")
+    )
+    key_value_null: np.ndarray = quantity("layer bound", "overlap", "the same, re-initialised models")
+    match: np.ndarray = quantity("layer head", "cos", "value and output of the same token", Figure("heatmap"))
+    match_null: np.ndarray = quantity("bound", "cos", "the same, any head of re-initialised models")
+    random: float = quantity("", "overlap", "expected of random subspaces of as many dimensions")
+    rank: int = quantity("", "directions", "in each frame")
+    estimates: tuple[Estimate, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def _examine(subject: Subject, captures: Mapping[str, Capture]) -> HypothesisFrames:
+    return read_frames(subject, captures[""].batch)
+
+
+NEEDS = Needs(shuffled=False, examine=_examine)
+
+
+def measure(data: ProbeInput) -> HypothesisFrame:
+    """The result of a run of this module as a probe."""
+    return measure_frames(data.observations, data.control_observations)
+
+
+def measure_frames(own: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
+    """Overlaps and match against re-initialised models. Raises UserError without re-initialised models."""
+    if not untrained:
+        raise UserError("no re-initialised model was read, and nothing else decides here: give --nulls 20")
+    n, frames, claims = len(own.names), own.frames, declared(PROBE)
+    every = np.arange(n)
+    values, controls = frames.measures(every), [control.others.measures(every) for control in untrained]
+    estimates = []
+    for name, layer in ((VALUE_OUT, -1), (KEY_VALUE, 0)):
+
+        def statistic(rows: np.ndarray, name: str = name, layer: int = layer) -> float:
+            return float(frames.measures(rows)[name][layer].mean())
+
+        draws = np.array([control[name][layer].mean() for control in controls])
+        value, interval = statistic(every), jackknife(statistic, every, every)
+        null = Null.of(UNTRAINED, value, draws)
+        estimates.append(estimate(claims[name], value, interval, [null], n=n, clusters=n))
+    notes = [f"{n} hypotheses: {', '.join(own.names)}"]
+    if own.others is not frames:
+        others = own.others.measures(every)
+        notes.append(
+            f"as many other tokens, the most frequent of the prompts, have {others[VALUE_OUT][-1].mean():.3f} "
+            f"({VALUE_OUT}) and {others[KEY_VALUE][0].mean():.3f} ({KEY_VALUE})"
+        )
+    curves = {
+        field: {
+            field: values[name],
+            f"{field}_mean": values[name].mean(1),
+            f"{field}_null": layer_band({UNTRAINED: np.array([control[name].mean(1) for control in controls])}),
+        }
+        for field, name in (("value_out", VALUE_OUT), ("key_value", KEY_VALUE))
+    }
+    return HypothesisFrame(
+        **curves["value_out"],
+        **curves["key_value"],
+        match=values["match"],
+        match_null=np.array(band(np.array([control["match"] for control in controls]).ravel())),
+        random=random_overlap(frames.rank, frames.rank, frames.d_model),
+        rank=frames.rank,
+        estimates=tuple(estimates),
+        notes=tuple(notes),
+    )
+
+
+def _diagonal(x: np.ndarray) -> np.ndarray:
+    return np.diagonal(x, axis1=-2, axis2=-1)

@@ -1,0 +1,260 @@
+"""Interchange interventions: the residual stream of a counterfactual sequence is patched in where evidence differs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from llmgeom.batch import Batch, Posterior
+from llmgeom.errors import UserError
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions.axis import rescaled
+from llmgeom.probes.interventions.component_ablation import add
+from llmgeom.probes.interventions.patching import Location, Patch, PatchingRun
+from llmgeom.progress import Progress
+from llmgeom.stats.information import bits
+from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.stats.ridge_probe import folds
+from llmgeom.task import Categorical, Split, Task, seeded
+
+RANDOM, AS_FAR = "random subspaces", "random subspaces, moved as far"
+POOL = 4096  # sequences searched for donors of the placebo
+DIFFER = 0.01  # of a probability: closer answers cannot tell which of the two sequences was read
+
+
+@dataclass(frozen=True, eq=False)
+class Pairs:
+    """Sequences x and their counterfactuals x', which differ in one piece of evidence and in no other position.
+
+    Attributes:
+        x, other: x and x', each with its exact answers.
+        at: [sequence seq] the positions at which they differ.
+        counted: [sequence query] queries after a difference, not at one, whose exact answers differ.
+    """
+
+    task: Task
+    x: Batch
+    other: Batch
+    at: Bool[Tensor, "sequence seq"]
+    counted: Bool[Tensor, "sequence query"]
+
+    @classmethod
+    def of(cls, task: Task, n: int, seed: int, split: Split) -> Pairs:
+        """Those of n sequences that have a counted query.
+
+        Raises:
+            UserError: the task has no counterfactuals, or asks for real numbers.
+        """
+        if not isinstance(task.answers, Categorical):
+            raise UserError(f"{task.title} asks for real numbers; an interchange is measured on answers among tokens")
+        x = task.sample(n, seed, split)
+        inputs = x.tokens.data
+        swapped = task.counterfactual(inputs, seeded("swap", seed))
+        if swapped is None:
+            raise UserError(f"{task.title} has no counterfactual evidence: give it a method `counterfactual`")
+        exact = Posterior(task.log_predictive(swapped), outcomes=x.exact.outcomes)
+        other = replace(x, inputs=type(x.tokens)(swapped, x.tokens.lengths), posterior=exact)
+        at = (swapped != inputs).reshape(*inputs.shape[:2], -1).any(-1)
+        query = list(task.query)
+        differ = (x.exact.predictive.exp() - exact.predictive.exp()).abs().amax(-1) > DIFFER
+        counted = differ & (at.cumsum(1)[:, query] > 0) & ~at[:, query]
+        counted[:, task.trained_queries :] = False
+        return cls(task, x, other, at, counted).take(counted.any(1).nonzero()[:, 0].tolist())
+
+    def take(self, index: Sequence[int]) -> Pairs:
+        """Some of the pairs."""
+        return Pairs(self.task, self.x.take(index), self.other.take(index), self.at[index], self.counted[index])
+
+    def halves(self, seed: int) -> tuple[Pairs, Pairs]:
+        """Estimation and evaluation half, by sequence. Raises UserError: fewer than 5 pairs in a half."""
+        if len(self.x) < 2 * LEAST_CLUSTERS:
+            raise UserError(
+                f"{self.task.title}: other evidence changes a later answer in {len(self.x)} sequences, and "
+                f"{2 * LEAST_CLUSTERS} are needed: give more --n, or another task"
+            )
+        half = folds(self.x.cluster, seed, 2)
+        estimation, evaluation = (self.take(np.flatnonzero(half == part).tolist()) for part in (0, 1))
+        return estimation, evaluation
+
+    def evidence(self, batch: Batch) -> Tensor:
+        """[row ...] what the model reads at the positions where x and x' differ."""
+        return batch.tokens.data[self.at]
+
+    def donors(self, seed: int, split: Split) -> tuple[Batch, Tensor]:
+        """A donor for the placebo at every position that differs.
+
+        Returns:
+            [row] sequences with the same input as x at that position, and the positions [row].
+
+        Raises:
+            UserError: no such sequence in a pool of 4,096.
+        """
+        pool = self.task.draw_split(POOL, seeded("swap/donors", seed), split).inputs
+        _, position = self.at.nonzero(as_tuple=True)
+        same = torch.stack([
+            (pool[:, j] == evidence).reshape(POOL, -1).all(1)
+            for j, evidence in zip(position.tolist(), self.evidence(self.x), strict=True)
+        ])  # fmt: skip
+        if not same.any(1).all():
+            raise UserError(f"none of {POOL} sequences has the same evidence at the same position: no placebo")
+        lots = torch.rand(same.shape, generator=seeded("swap/which donor", seed))
+        chosen = pool[(lots * same).argmax(1)]
+        kind, n = type(self.x.tokens), len(chosen)
+        inputs = kind(chosen, torch.full((n,), self.task.length))
+        return Batch(inputs, tuple(map(str, range(n))), {}), position
+
+
+@dataclass(frozen=True, eq=False)
+class InterchangeRun(PatchingRun):
+    """Sequences x, patched where x' differs.
+
+    With p and p' the exact answers to x and x', and q the model's answer to x, effects in bits are means over a
+    sequence's counted queries:
+        moved: KL(p' || q clean) - KL(p' || q patched), towards the counterfactual answer.
+        lost: KL(p || q patched) - KL(p || q clean), away from the factual answer.
+    """
+
+    pairs: Pairs
+    batch_tokens: int = BATCH_TOKENS
+
+    @property
+    def at(self) -> Tensor:
+        return self.pairs.at
+
+    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
+        (p, q), pairs = (self._answers(sites[0]) for sites in (clean, patched)), self.pairs
+        moved = self._kl(pairs.other, p) - self._kl(pairs.other, q)
+        return {"moved": self._mean(moved), "lost": self._mean(self._kl(pairs.x, q) - self._kl(pairs.x, p))}
+
+    def _answers(self, log_probs: Tensor) -> Tensor:
+        return self.pairs.task.answers.read(log_probs.double()).double().unflatten(0, (len(self.batch), -1))
+
+    def _kl(self, batch: Batch, answers: Tensor) -> Tensor:
+        """[sequence query] nats, from the exact answer to x or to x'."""
+        form = self.pairs.task.answers
+        return form.kl(form.exact(batch.exact.predictive).double(), answers)
+
+    def _mean(self, by_query: Tensor) -> np.ndarray:
+        counted = self.pairs.counted
+        return bits((by_query.where(counted, 0.0).sum(1) / counted.sum(1)).numpy())
+
+    def total_effect(self) -> np.ndarray:
+        """[sequence] KL(p' || q(x)) - KL(p' || q(x')), bits: what reading x' in the place of x changes."""
+        p, q = (
+            self._answers(self.subject.capture(one, {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs)
+            for one in (self.pairs.x, self.pairs.other)
+        )
+        return self._mean(self._kl(self.pairs.other, p) - self._kl(self.pairs.other, q))
+
+
+def evidence_frame(difference: Tensor, before: Tensor, after: Tensor) -> Float[Tensor, "dimension coordinate"]:
+    """An orthonormal basis of the span of the differences between the mean residuals of the pieces of evidence.
+
+    With piece b in the place of a, the difference is m_b - m_a plus noise. The means m are its least-squares solution,
+    in which the position and the rest of x drop out; K pieces span K - 1 dimensions (derived here).
+
+    Args:
+        difference: [row coordinate] residual of x' less residual of x at a position.
+        before, after: [row ...] the evidence of x and of x' there.
+    """
+    pieces, which = torch.unique(torch.cat([before, after]), dim=0, return_inverse=True)
+    old, new = (torch.nn.functional.one_hot(half, len(pieces)).double() for half in which.chunk(2))
+    means = torch.linalg.pinv(new - old) @ difference
+    _, size, basis = torch.linalg.svd(means, full_matrices=False)
+    return basis[size > 1e-6 * size.max().clamp_min(1e-300)]
+
+
+def random_subspaces(count: int, dimensions: int, width: int, seed: Sequence[int]) -> list[Tensor]:
+    """Orthonormal bases of random subspaces, uniform over directions."""
+    normal = np.random.default_rng([*seed, 4]).standard_normal((count, width, dimensions))
+    return [torch.linalg.qr(torch.from_numpy(matrix))[0].T for matrix in normal]
+
+
+@dataclass(frozen=True, eq=False)
+class InterchangeEffects:
+    """What the interchanges did in one model, in bits.
+
+    Attributes:
+        total: [sequence] the total effect.
+        moved, lost: kind of patch -> [layer draw sequence].
+        dimensions: of the frame, by layer.
+    """
+
+    total: np.ndarray
+    moved: Mapping[str, np.ndarray]
+    lost: Mapping[str, np.ndarray]
+    dimensions: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        subject: Subject,
+        estimation: Pairs,
+        evaluation: Pairs,
+        layers: Sequence[int],
+        *,
+        controls: int = 0,
+        donors: tuple[Batch, Tensor] | None = None,
+        seed: int = 0,
+        batch_tokens: int = BATCH_TOKENS,
+        progress: Progress | None = None,
+    ) -> InterchangeEffects:
+        """Patch the input of one layer at a time, with frames from the estimation half.
+
+        Args:
+            controls: random subspaces as wide as the frame; none by default.
+            donors: of the placebo (`Pairs.donors`); no placebo by default.
+        """
+
+        def residuals(batch: Batch, at: Tensor) -> list[Tensor]:
+            rows = replace(batch, query=at, posterior=None)
+            capture = subject.capture(rows, {Site.RESIDUAL}, batch_tokens=batch_tokens)
+            return [x.double() for x in capture.layers(Site.RESIDUAL)]
+
+        def differences(pairs: Pairs) -> list[Tensor]:
+            return [b - a for a, b in zip(residuals(pairs.x, pairs.at), residuals(pairs.other, pairs.at), strict=True)]
+
+        own = residuals(evaluation.x, evaluation.at)
+        patches_in = [b - a for a, b in zip(own, residuals(evaluation.other, evaluation.at), strict=True)]
+        estimated = differences(estimation)
+        if donors:
+            batch, position = donors
+            donated = residuals(batch, torch.arange(evaluation.task.length) == position[:, None])
+        rows: list[dict[str, dict[str, np.ndarray]]] = []
+        dimensions = []
+        for done, layer in enumerate(layers, 1):
+            whole = patches_in[layer]
+            basis = evidence_frame(
+                estimated[layer], estimation.evidence(estimation.x), estimation.evidence(estimation.other)
+            )
+            inside = whole @ basis.T @ basis
+            kinds = {"whole": [whole], "frame": [inside], "rest": [whole - inside]}
+            if donors:
+                kinds["placebo"] = [donated[layer] - own[layer]]
+            if controls:
+                random = random_subspaces(controls, len(basis), whole.shape[1], (seed, layer))
+                kinds[RANDOM] = [whole @ subspace.T @ subspace for subspace in random]
+                length = inside.norm(dim=1, keepdim=True)
+                kinds[AS_FAR] = [rescaled(step, length) for step in kinds[RANDOM]]
+            location: Location = ("residual", layer)
+            patches: list[Patch] = [{location: add(step)} for steps in kinds.values() for step in steps]
+            run = InterchangeRun(subject, evaluation.x, (location,), evaluation, batch_tokens)
+            ends = np.cumsum([len(steps) for steps in kinds.values()])[:-1]
+            effects = run.run(patches).items()
+            rows.append({effect: dict(zip(kinds, np.split(x, ends), strict=True)) for effect, x in effects})
+            dimensions.append(len(basis))
+            if progress:
+                progress("layers", done, len(layers))
+        total = InterchangeRun(subject, evaluation.x, (), evaluation, batch_tokens).total_effect()
+        moved, lost = (
+            {kind: np.stack([row[effect][kind] for row in rows]) for kind in rows[0][effect]}
+            for effect in ("moved", "lost")
+        )
+        return cls(total, moved, lost, tuple(dimensions))

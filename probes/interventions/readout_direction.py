@@ -1,0 +1,54 @@
+"""The direction of a layer's values that its output weights turn into the log-odds of two tokens."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from llmgeom.model import weights
+from llmgeom.model.subject import Subject
+
+FINAL_NORMS = ("norm", "final_layer_norm", "final_layernorm", "ln_f")
+
+
+def readout_direction(subject: Subject, pair: Tensor) -> Tensor:
+    """Direction d of the last layer's values that raises the log-odds of one token over another.
+
+    For each kv head, d = sum over its query heads of W_O (g * (u_A - u_B)), with u the rows of the output embedding and
+    g the gain of the final norm. Derived here; the last MLP and norms after attention are left out.
+
+    Args:
+        subject: the model.
+        pair: [prompt 2] token ids A and B.
+
+    Returns:
+        [prompt coordinate] float64, kv heads side by side.
+
+    Raises:
+        Unavailable: the layout of W_O is not known (`model.weights`).
+    """
+    heads, kv_heads = subject.facts["heads"], subject.facts["kv_heads"]
+    output = [weights.output_weight(subject, len(subject.blocks) - 1, head).double().cpu() for head in range(heads)]
+    rows = subject.model.get_output_embeddings().weight.detach()
+    u = rows[pair.to(rows.device)].double().cpu()
+    target = norm_gain(final_norm(subject), u.shape[-1]) * (u[:, 0] - u[:, 1])
+    by_head = torch.stack([target @ w.T for w in output], 1)
+    return by_head.unflatten(1, (kv_heads, heads // kv_heads)).sum(2).flatten(1)
+
+
+def final_norm(subject: Subject) -> nn.Module:
+    """The norm between the last layer and the output embedding, found by its name; the identity where there is none."""
+    base = subject.model.base_model
+    parts = {name: part for owner in (base, getattr(base, "decoder", base)) for name, part in owner.named_children()}
+    return next((parts[name] for name in FINAL_NORMS if name in parts), nn.Identity())
+
+
+@torch.no_grad()
+def norm_gain(norm: nn.Module, width: int) -> Tensor:
+    """[width] float64: what a norm multiplies each coordinate by, however the family stores it (Gemma counts from 1).
+
+    (N(v) - N(-v)) / 2v for v = 1, -1, 1, -1 ..., of mean 0 and mean square 1: bias and eps drop out. Derived here.
+    """
+    v = 1 - 2.0 * (torch.arange(width) % 2)
+    x = v.to(next(norm.parameters(), v))[None, None]
+    return ((norm(x) - norm(-x)) / 2)[0, 0].double().cpu() * v

@@ -1,0 +1,92 @@
+"""A model's answers at the queries of a task, read during a capture, and its posterior scores."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from llmgeom.batch import Batch
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Capture
+from llmgeom.model.passes import Observer, Step
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior.scores import (
+    PosteriorScores,
+    Scores,
+    evaluation_batch,
+    posterior_scores,
+    score,
+)
+from llmgeom.task import Split, Task
+
+NAME = "answers"
+NEVER = -1e30  # nats
+
+
+def answer_observer(task: Task) -> Observer:
+    """Reduces the logits at the queries to the form in which the task compares answers."""
+    width = len(task.answers.tokens) + 1 if task.answers.tokens else 2
+    return Observer(NAME, partial(_answers, task), version=f"{NAME} of {task.title}", row_bytes=4 * width)
+
+
+def _answers(task: Task, step: Step) -> dict[str, Tensor]:
+    # A probability of exactly 0 (of other tokens, where all tokens are outcomes) has no finite logarithm to store.
+    return {"form": task.answers.read(step.logits).clamp_min(NEVER)}
+
+
+def observed_answers(capture: Capture) -> Tensor:
+    """[sequence query form] what `answer_observer` left in a capture of whole sequences."""
+    return capture.observed(f"{NAME}.form").unflatten(0, (len(capture.batch), -1))
+
+
+def check_readable(subject: Subject, task: Task) -> None:
+    """Raise UserError for an edited model, and for one with fewer outputs than the task has tokens."""
+    if subject.edits:
+        raise UserError(f"{subject.name} is edited; posterior scores are those of unedited models")
+    if subject.facts["vocabulary"] < task.vocabulary:
+        raise UserError(
+            f"{subject.name} has {subject.facts['vocabulary']} outputs; {task.title} needs {task.vocabulary}: "
+            "give --task with the fields that it was trained with"
+        )
+
+
+def read_answers(subject: Subject, task: Task, batch: Batch) -> Tensor:
+    """The model's answers, [sequence query form].
+
+    Raises:
+        UserError: inputs that the model cannot read; logits that are not finite.
+    """
+    check_readable(subject, task)
+    return observed_answers(subject.capture(batch, (), observers=[answer_observer(task)]))
+
+
+def score_model(subject: Subject, task: Task, batch: Batch) -> Scores:
+    """The model's scores on a batch, without those of other predictors."""
+    return score(task, batch, read_answers(subject, task, batch))
+
+
+def grade(
+    subject: Subject,
+    task: Task,
+    n: int = 1000,
+    seed: int = 0,
+    *,
+    split: Split | None = None,
+    trained: int | None = None,
+    corrupt: float = 0.0,
+) -> PosteriorScores:
+    """Posterior scores of one model on n sequences, without controls and intervals.
+
+    Args:
+        split: of which hypotheses; by default `task.test_split`.
+        trained: how many queries, the first ones, training had a loss on, if fewer than the task's.
+        corrupt: probability with which training drew targets again; the exact answer is then the mixture.
+
+    Raises:
+        UserError: as `read_answers` and `posterior_scores`.
+    """
+    batch = evaluation_batch(task, n, seed, split or task.test_split, corrupt)
+    trained = min(task.trained_queries, trained or task.trained_queries)
+    form = read_answers(subject, task, batch)
+    return posterior_scores(task, batch, form, trained=trained, seed=seed, corrupt=corrupt, name=subject.name)
