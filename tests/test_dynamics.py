@@ -378,15 +378,15 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, ru
     out, *_ = followed
     asked = RunConfig(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(tmp_path / "out"))
     seen: list[int] = []
-    plain = dynamics.scan
+    plain = dynamics.run_probes
 
-    def scan(subject, *args, facts, **more):
+    def run_probes(subject, *args, facts, **more):
         seen.append(facts["step"])
         if len(seen) == 3:
             raise KeyboardInterrupt
         return plain(subject, *args, facts=facts, **more)
 
-    monkeypatch.setattr(dynamics, "scan", scan)
+    monkeypatch.setattr(dynamics, "run_probes", run_probes)
     with pytest.raises(KeyboardInterrupt):
         perform(asked)
     assert (tmp_path / "out/step1/record.json").exists() and not (tmp_path / "out/record.json").exists()

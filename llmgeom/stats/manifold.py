@@ -189,8 +189,9 @@ def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]
     axes mean nothing and its picture changes with the start; this is deterministic. A closed curve has no ends: it is
     drawn as the flat ring it is. Coinciding rows share a place. The sign is a convention: the row farthest from 0, the
     first of equals, is positive.
-    scikit-learn's Isomap gives the same where the neighbours leave one piece (measured: to 1e-6 in 40 of 40 draws of 75
-    points); it joins pieces by another rule, every pair of them by their nearest points.
+    scikit-learn's Isomap gives the same where the neighbours leave one piece, and joins pieces by another rule, every
+    pair of them by their nearest points. Measured: equal to 1e-6 in 40 draws of 75 Gaussian points; of the values of
+    three pocket models on math and mixed, 13 of 24 layers differ, by a tenth of the largest coordinate or more.
 
     Raises:
         UserError: fewer than 3 distinct rows.
