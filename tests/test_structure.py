@@ -18,6 +18,7 @@ LAYERS = (
     ("answers", "batch", "interrupt", "progress", "record", "result", "task", "validity"),
     ("cache", "model"),
     ("claims", "probe", "prompt_table", "provenance"),
+    ("plan",),
     ("run",),
     ("probes", "prompts", "reports", "wind_tunnels"),
     ("bench", "dynamics", "exports", "papers"),
@@ -34,7 +35,7 @@ NARROW = {
 UPWARD: set[tuple[str, str]] = {
     ("llmgeom.bench.known_truth", "llmgeom.commands.grade"),
     ("llmgeom.bench.known_truth", "llmgeom.commands.patch"),
-    ("llmgeom.cache.distributed", "llmgeom.run"),
+    ("llmgeom.cache.distributed", "llmgeom.plan"),
     ("llmgeom.papers.paper1", "llmgeom.commands.reproduce"),
     ("llmgeom.papers.paper2", "llmgeom.commands.dynamics"),
     ("llmgeom.papers.paper2", "llmgeom.commands.reproduce"),
@@ -53,7 +54,6 @@ SIDEWARD: set[tuple[str, str]] = {
     ("llmgeom.probes.evidence.answers", "llmgeom.prompts.sula"),
     ("llmgeom.probes.evidence.observers", "llmgeom.prompts.sula"),
     ("llmgeom.probes.evidence.published", "llmgeom.prompts.sula"),
-    ("llmgeom.probes.posterior.scores", "llmgeom.wind_tunnels.training"),
 }
 LONGEST = 500  # lines of a module
 # Modules that are still longer, with the lines that they may have. Entries are only removed.

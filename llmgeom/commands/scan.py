@@ -20,7 +20,6 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
-from llmgeom.model.tokenizing import fitting
 from llmgeom.progress import Progress, bar, prefixed
 from llmgeom.record import Record
 
@@ -343,6 +342,7 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
     A pool is spread over entropy, and a plain sample of it stands beside. A domain also has prompts that all end in
     one token; and one other than mixed is compared with mixed prompts, and with mixed prompts as diverse as its own.
     """
+    from llmgeom.model.tokenizing import fitting
     from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, WHOLE
     from llmgeom.prompts import pool as pools
     from llmgeom.prompts.domains import Domain
