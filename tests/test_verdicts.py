@@ -3,7 +3,7 @@
 An untrained model has nothing to show, so any verdict in its favour is an error. Each repetition takes one untrained
 model as the subject, twenty others of its shape as its controls, and its own passes over shuffled prompts; whatever
 metrics the probes have are counted, and claims are judged together. `python -m pytest tests/test_verdicts.py -s`
-prints the table; the mark `soak` repeats it a thousand times.
+prints the table of 12 repetitions, of which only gross errors show; the mark `slow` asks for 200, `soak` for 1,000.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ import torch
 from scipy import stats as scipy_stats
 from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig
 
-from llmgeom import claims, scan
+from llmgeom import claims
 from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.plan import shuffle
-from llmgeom.probe import ProbeInput, Sample
+from llmgeom.probe import LENGTH, MATCHED, UNSTRATIFIED, ProbeInput, Sample
+from llmgeom.probe import MIXED as OF_MIXED
 from llmgeom.probes import known
 from llmgeom.probes.shared import representation_geometry as cloud
 from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate
-from llmgeom.run import CONTROLS
+from llmgeom.run import CONTROLS, observe
 from llmgeom.stats.information import bits
 from llmgeom.stats.tests import prediction_p
 from tests.test_stats import coverage
@@ -105,10 +106,10 @@ def batches(width: int) -> dict[str, Batch]:
     main = stratify(own, entropy, N, seed=0)
     wanted = diversity(words(main), main.cluster)
     possible = {
-        scan.UNSTRATIFIED: lambda: plain(own, N, seed=0),
-        scan.LENGTH: lambda: length_matched(own, entropy, [len(row) for row in words(own)], 30, seed=0),
-        scan.MIXED: lambda: stratify(mixed, theirs, N, seed=0),
-        scan.MATCHED: lambda: as_diverse(mixed, theirs, words(mixed), wanted, N, seed=0),
+        UNSTRATIFIED: lambda: plain(own, N, seed=0),
+        LENGTH: lambda: length_matched(own, entropy, [len(row) for row in words(own)], 30, seed=0),
+        OF_MIXED: lambda: stratify(mixed, theirs, N, seed=0),
+        MATCHED: lambda: as_diverse(mixed, theirs, words(mixed), wanted, N, seed=0),
     }
     found = {name: tokens(possible[name]()) for name in sorted(SAMPLES & possible.keys())}
     return {"": tokens(main), **found}
@@ -127,7 +128,7 @@ def take(width: int, seed: int) -> Taken:
     subject, made = model(width, seed), batches(width)
     return Taken(
         {name: subject.capture(batch, SITES) for name, batch in made.items()},
-        {name: probe.NEEDS.read(subject, made[""]) for name, probe in PROBES.items() if probe.NEEDS.read},
+        {name: observe(subject, made[""], probe.NEEDS) for name, probe in PROBES.items()},
         shuffled(subject, made[""], seed),
     )
 
@@ -168,9 +169,9 @@ def measure(own: Taken, untrained: list[Taken], seed: int, of: tuple[str, ...]) 
     seen, results = view(own, untrained, seed), {}
     for name in of:
         probe = PROBES[name]
-        theirs = tuple(control.readings.get(name) for control in untrained) if probe.NEEDS.read else ()
+        theirs = tuple(control.readings[name] for control in untrained)
         try:
-            found = probe.measure(replace(seen, observations=own.readings.get(name), control_observations=theirs))
+            found = probe.measure(replace(seen, observations=own.readings[name], control_observations=theirs))
         except UserError:
             continue
         results[name] = found.lowered()
@@ -219,9 +220,9 @@ def watch(patch: pytest.MonkeyPatch) -> dict[tuple[str, str, str], float]:
         return claims.estimate(claim, value, interval, nulls, **counts)
 
     for module in (*PROBES.values(), cloud):
-        patch.setattr(module, "metric", estimate, raising=False)
-        if hasattr(module, "PERMUTATIONS"):
-            patch.setattr(module, "PERMUTATIONS", 999)
+        for name, fewer in (("estimate", estimate), ("PERMUTATIONS", 999)):
+            if hasattr(module, name):
+                patch.setattr(module, name, fewer)
     patch.setattr(cloud, "READOUT_PERMUTATIONS", 199)
     return predicted
 
@@ -310,11 +311,13 @@ def of_each(found: list[Trial]) -> dict[str, list[Estimate]]:
     return every
 
 
-QUICK = pytest.param(200, 40, id="200")
+SHORT = pytest.param(12, 24, id="12")
+QUICK = pytest.param(200, 40, id="200", marks=pytest.mark.slow)
 LONG = pytest.param(1000, 200, id="1000", marks=pytest.mark.soak)
 
 
-@pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
+@pytest.mark.xdist_group("verdicts of untrained")
+@pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitions, seeds):
     found = untrained(repetitions, seeds)
     wrong = []
@@ -329,7 +332,8 @@ def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitio
     assert not wrong
 
 
-@pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
+@pytest.mark.xdist_group("verdicts of exchangeable")
+@pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seeds):
     """Values and entropy of different untrained models on clustered prompts: subject and controls are exchangeable."""
     found = strange(repetitions, seeds)
@@ -343,7 +347,8 @@ def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seed
     assert not small
 
 
-@pytest.mark.parametrize(("repetitions", "seeds"), [QUICK, LONG])
+@pytest.mark.xdist_group("verdicts of exchangeable")
+@pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(repetitions, seeds):
     """Each null of controls alone, before the largest is taken: at .05, and at .05 / 8, which the strictest of 8 needs.
 
@@ -351,6 +356,7 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
     """
     found, wrong = strange(repetitions, seeds), []
     keys = sorted({key for trial in found for key in trial.predicted if key[2] == "re-initialised"})
+    assert len(keys) > 5
     for level in (0.05, 0.05 / 8):
         by_scale: dict[str, list[bool]] = defaultdict(list)
         for key in keys:
@@ -364,7 +370,8 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
     assert not wrong
 
 
-@pytest.mark.parametrize(("repetitions", "seeds"), [pytest.param(30, 40, id="30"), LONG])
+@pytest.mark.xdist_group("verdicts of planted")
+@pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, pytest.param(30, 40, id="30", marks=pytest.mark.slow), LONG])
 def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
     every = of_each(planted(repetitions, seeds))
     for name in ("PC1+PC2 share", "|rho| of PC1 and entropy"):
@@ -377,7 +384,8 @@ def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
             assert bounds(*numbers)[1] >= power, (name, word, numbers)
 
 
-@pytest.mark.parametrize(("repetitions", "seeds"), [pytest.param(200, 0, id="200"), LONG])
+@pytest.mark.xdist_group("verdicts of coverage")
+@pytest.mark.parametrize(("repetitions", "seeds"), [pytest.param(200, 0, id="200", marks=pytest.mark.slow), LONG])
 @pytest.mark.parametrize("kind", ["strong", "curve", "t4"])
 def test_intervals_of_shares_cover_what_they_are_about(kind, repetitions, seeds):
     """90 to 97 %, within what the simulation itself can tell."""
