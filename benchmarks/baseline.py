@@ -40,7 +40,7 @@ RUNS: dict[str, list[str]] = {
     "latex": ["export", "{math}", "latex", "--out", "{out}/verdicts.tex"],
 }
 # Commands whose words changed in the redesign: tried in this order.
-NEW_WORDS = {"swap": ["patch"], "compare": ["report"]}
+NEW_WORDS = {"sula": ["evidence"], "swap": ["patch"], "compare": ["report"]}
 
 
 def run(name: str, folder: Path) -> None:

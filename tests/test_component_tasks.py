@@ -333,7 +333,7 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "own")
     assert record.facts["components"]["positions"] == "all" and record.source["name"] == HMM
-    assert record.source["split"] == "held-out" and record.facts["command"].endswith("--heads all --nulls 1 --n 20")
+    assert record.source["split"] == "held-out" and record.facts["command"].endswith("--heads all --n 20 --nulls 1")
     assert "ise of |H_model - H_exact|" in (tmp_path / "own" / "report.html").read_text()
     done = ablate(*given, "--blocks", "all", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
     assert done.exit_code == 0, done.output
