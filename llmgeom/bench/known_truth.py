@@ -13,13 +13,13 @@ from llmgeom import claims, probes, wind_tunnels
 from llmgeom.bench.sweep import spread
 from llmgeom.commands import grade as grading
 from llmgeom.commands import patch
-from llmgeom.commands.ablate import examine_components
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probe import WHOLE
+from llmgeom.probes.interventions.component_run import examine_components
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate

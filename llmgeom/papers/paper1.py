@@ -15,7 +15,6 @@ from llmgeom import probes, wind_tunnels
 from llmgeom.bench.sweep import seeded
 from llmgeom.cache.shards import captures_folder
 from llmgeom.claims import Null
-from llmgeom.commands.ablate import examine_components
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.model.capture import Capture, Site
@@ -26,6 +25,7 @@ from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.verdicts import Bench, combined, over_seeds
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions.component_ablation import Kind
+from llmgeom.probes.interventions.component_run import examine_components
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
