@@ -271,8 +271,8 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
     probes = {"one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()))}
     options = {"controls": 3, "batch_tokens": 24, "store": str(tmp_path)}
-    own = 7 * nbytes(model.facts, frozenset({Site.VALUE, Site.ENTROPY, Site.LIKELY}), 1, 23)
-    needed = 4 * own + 3 * 7 * nbytes(model.facts, frozenset({Site.VALUE}), 1, 23)
+    sites = [{Site.VALUE, Site.ENTROPY, Site.LIKELY}, *3 * [{Site.VALUE, Site.ENTROPY}], *3 * [{Site.VALUE}]]
+    needed = sum(7 * nbytes(model.facts, frozenset(kept), 1, 23) for kept in sites)
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     with monkeypatch.context() as only:
