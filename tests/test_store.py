@@ -324,6 +324,7 @@ TWO = textwrap.dedent(
     """
     import json, os, sys, time
     import torch
+    from llmgeom.model import running
     from tests.test_store import FAMILIES, LENGTHS, SITES, Subject, capture
     torch.set_num_threads(1)
     root, begun = sys.argv[1], sys.argv[2]
