@@ -5,7 +5,7 @@ llmgeom train recall:pairs=4,keys=8,values=8,queries=4 --arch gpt2 --steps 1200 
 llmgeom scan --domain math --probes all --out RUNS/pythia
 llmgeom scan --domain math --protocol published --out RUNS/published
 llmgeom scan --model runs/hmm --out RUNS/hmm
-llmgeom scan --model runs/hmm --task hmm:steps=20 --probes length_cliff --out RUNS/hmm-long
+llmgeom scan --model runs/hmm --task hmm:steps=20 --probes length_generalisation --out RUNS/hmm-long
 llmgeom scan --model runs/recall --out RUNS/recall
 """
 
@@ -22,14 +22,14 @@ import numpy as np
 from llmgeom.record import Record
 
 OUT = Path(__file__).parent / "pictures"
-PICTURES = {  # probe: run folder, quantity
+PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "attention_focus": ("pythia", "normalised"),
-    "attention_write": ("pythia", "pc12"),
+    "attention_write": ("pythia", "attention_write_pc12", "value_manifold"),
     "belief_clusters": ("hmm", "silhouettes"),
     "belief_readout": ("hmm", "missed"),
-    "domain_restriction": ("pythia", "pc12"),
+    "domain_restriction": ("pythia", "domain_pc12", "value_manifold"),
     "key_orthogonality": ("pythia", "columns_mean"),
-    "length_cliff": ("hmm-long", "kl"),
+    "length_generalisation": ("hmm-long", "kl"),
     "published_focus": ("published", "final"),
     "published_keys": ("published", "baseline"),
     "published_values": ("published", "scores"),
@@ -166,6 +166,6 @@ def picture(record: Record, probe: str, name: str) -> str:
 
 
 if __name__ == "__main__":
-    for probe, (run, name) in PICTURES.items():
-        made = picture(Record.load(Path(sys.argv[1]) / run), probe, name)
-        (OUT / f"{probe}.svg").write_text(made, encoding="utf-8")
+    for title, (run, name, *probe) in PICTURES.items():
+        made = picture(Record.load(Path(sys.argv[1]) / run), *(probe or [title]), name)
+        (OUT / f"{title}.svg").write_text(made, encoding="utf-8")

@@ -158,25 +158,26 @@ class PassPlan:
                 if name not in inputs and (made := make(subject, base)) is not None:
                     inputs[name] = made
         sites: dict[str, frozenset[Site]] = dict.fromkeys(inputs, frozenset())
+        shuffled_sites: frozenset[Site] = frozenset()
         observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
         for need in needs.values():
             optional = frozenset(site for site in need.optional if not subject.unavailable({site}))
             for name in inputs.keys() & {MAIN, *need.samples}:
                 sites[name] |= need.sites | optional | {Site.ENTROPY}
+            shuffled_sites |= (need.sites | optional) if need.shuffled else frozenset()
             for observer in need.observers:
                 for name in inputs.keys() & set(observer.samples):
                     observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
         few = {name: one if (kept := _subset(one, seed)) is None else one.take(kept) for name, one in inputs.items()}
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
         draws = range(seed + 1, seed + 1 + controls)
-        shuffling = [need for need in needs.values() if need.shuffled]
         return cls(
             subset,
             Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, observers),
             Layout.of(few, sites, observers),
             draws if any(need.untrained for need in needs.values()) else range(0),
-            draws if shuffling else range(0),
-            frozenset().union(*(need.sites for need in shuffling)),
+            draws if any(need.shuffled for need in needs.values()) else range(0),
+            shuffled_sites,
             special_prefix(subject.tokenizer),
         )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -56,6 +57,14 @@ class Quantity:
     unit: str
     meaning: str
     figure: Figure | None = None
+
+    def prefixed(self, prefix: str) -> Quantity:
+        """The same of one part of a `Combined` result: the meaning, and the quantities that the figure names."""
+        if not prefix:
+            return self
+        names = {name: getattr(self.figure, name, "") for name in ("band", "interval", "beside", "layers")}
+        figure = self.figure and replace(self.figure, **{k: prefix + name for k, name in names.items() if name})
+        return replace(self, meaning=f"{prefix.replace('_', ' ').strip()}: {self.meaning}", figure=figure)
 
 
 def quantity(axes: str, unit: str, meaning: str, figure: Figure | None = None) -> Any:
@@ -227,3 +236,42 @@ class Result:
             notes=tuple(getattr(self, "notes", ())),
             ticks=dict(getattr(self, "ticks", {})),
         )
+
+
+@dataclass(frozen=True)
+class Combined(Result):
+    """Several results as one section of the page.
+
+    Attributes:
+        parts: prefix -> result. Quantities of the part "write_" are called write_NAME, and their meanings start with
+            "write: "; a part "" keeps its names.
+        estimates, warnings, notes: of all parts, in order.
+    """
+
+    parts: Mapping[str, Result]
+    estimates: tuple[Estimate, ...]
+    warnings: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Result], warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> Self:
+        """The parts with what each says, and further warnings and notes."""
+
+        def joined(name: str) -> tuple:
+            return tuple(chain.from_iterable(getattr(part, name, ()) for part in parts.values()))
+
+        return cls(parts, joined("estimates"), (*joined("warnings"), *warnings), (*joined("notes"), *notes))
+
+    def lowered(self) -> Measured:
+        """All parts as plain data."""
+        quantities = {
+            prefix + name: declared.prefixed(prefix)
+            for prefix, part in self.parts.items()
+            for name, declared in part.quantities().items()
+        }
+        arrays = {
+            prefix + name: np.asarray(getattr(part, name))
+            for prefix, part in self.parts.items()
+            for name in part.quantities()
+        }
+        return replace(super().lowered(), quantities=quantities, arrays=arrays)

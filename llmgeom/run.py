@@ -167,7 +167,7 @@ def measuring_code() -> str:
     import llmgeom.probes
 
     folders = [root / "stats", *map(Path, llmgeom.probes.__path__)]
-    paths = [path for folder in folders for path in folder.rglob("*.py")]
+    paths = [path for folder in folders for path in (*folder.rglob("*.py"), *folder.rglob("*.md"))]
     paths += [root / f"{name}.py" for name in ("claims", "probe", "result", "run", "plan", "task", "answers")]
     return digest({str(path.relative_to(path.parents[1])): sha256(path.read_bytes()) for path in sorted(paths)})
 

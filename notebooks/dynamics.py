@@ -44,7 +44,7 @@ for name, corrupt in runs.items():
 
 # %%
 asked = RunConfig(
-    runs=tuple(f"runs/{name}" for name in runs), probes=("attention_write",), n=100, out="runs/notebook-dynamics"
+    runs=tuple(f"runs/{name}" for name in runs), probes=("value_manifold",), n=100, out="runs/notebook-dynamics"
 )
 rmtree("runs/notebook-dynamics", ignore_errors=True)
 with bar() as progress:
@@ -87,7 +87,7 @@ for name in ("frame", "value", "precision"):
 
 # %%
 first = Record.load(Path(folder) / "step0")
-for estimate in first.results["attention_write"].estimates:
+for estimate in first.results["value_manifold"].estimates:
     print(f"{estimate.name}: {estimate.value:.3f} {estimate.unit}, {estimate.verdict}")
 
 # %% [markdown]

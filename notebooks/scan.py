@@ -52,8 +52,8 @@ batch.text[:3]
 #
 # 20 draws of each null are the default and the fewest with which anything can be decided at p < .05; more make the
 # bands finer. **Left out:** `llmgeom scan` also takes second samples (prompts without regard to entropy, of equal
-# lengths, with one final token, of mixed domains). `domain_restriction` compares domains, so here it is not measured,
-# and says so. `chosen` leaves out what `llmgeom scan` leaves out of prompts, the two probes that cost most.
+# lengths, with one final token, of mixed domains). `value_manifold` compares a domain with mixed prompts; here a note
+# says that there are none. `chosen` leaves out what `llmgeom scan` leaves out of prompts, the two probes that cost most.
 
 # %%
 probes = known(chosen(None))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,15 @@ import numpy as np
 import torch
 from scipy.stats import rankdata
 
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import declared
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import jackknife
 
 LEAST_TOKENS = 3  # below, the row without its first token has nothing to spread over
 LEAST_LAYERS = 3  # between two layers a curve can only rise or fall
@@ -105,13 +104,13 @@ def measure(view: ProbeInput) -> Result:
     held = view.null_subset
     theirs = _long(held)
     nulls = {
-        "re-initialised": [_curves(control, *theirs, limits) for control in held.untrained],
-        "shuffled prompts": [_curves(other, *theirs, limits) for other in held.shuffled],
+        UNTRAINED: [_curves(control, *theirs, limits) for control in held.untrained],
+        SHUFFLED: [_curves(other, *theirs, limits) for other in held.shuffled],
     }
 
     def band(name: str) -> np.ndarray:
         # A narrowing layer has less entropy than its null: the lower end decides.
-        return layer_band({key: np.array([c[name].mean(1) for c in null]) for key, null in nulls.items()}, "lower")
+        return null_band({key: [c[name].mean(1) for c in draws] for key, draws in nulls.items()}, "lower")
 
     statistics = {"weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean())}
     if layers > 1:
@@ -122,21 +121,6 @@ def measure(view: ProbeInput) -> Result:
         }
     if layers >= LEAST_LAYERS:
         statistics["monotonicity"] = lambda c, rows: float(c["order"][rows].mean())
-    every = np.arange(len(seen))
-    estimates = []
-    for name, statistic in statistics.items():
-        value = statistic(main, every)
-        draws = {key: np.array([statistic(c, slice(None)) for c in null]) for key, null in nulls.items()}
-        estimates.append(
-            estimate(
-                CLAIMS[name],
-                value,
-                jackknife(partial(statistic, main), every, clusters),
-                [Null.of(key, value, null, CLAIMS[name].side) for key, null in draws.items()],
-                n=len(every),
-                clusters=len(set(clusters)),
-            )
-        )
     return Result(
         entropy=bits(_mean(view.capture, Site.ATTENTION_ENTROPY, long)),
         mean_entropy=main["bits"].mean(1),
@@ -146,7 +130,9 @@ def measure(view: ProbeInput) -> Result:
         rest=main["rest"].mean(1),
         rest_null=band("rest"),
         first=_mean(view.capture, Site.ATTENTION_FIRST, long),
-        estimates=tuple(estimates),
+        estimates=tuple(
+            compare(CLAIMS[name], statistic, main, clusters, nulls) for name, statistic in statistics.items()
+        ),
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
     )
 

@@ -15,7 +15,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput
-from llmgeom.probes.shared.representation_geometry import Portrait, final_tokens
+from llmgeom.probes.shared.representation_geometry import PCASummary, final_tokens
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.manifold import distances
@@ -216,8 +216,8 @@ def measure(view: ProbeInput) -> Result:
         silhouettes=np.array([number(name) for name in SPACES]),
         silhouettes_null=np.array([band([one[name] for one in untrained]) for name in SPACES]),
         silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
-        scores=Portrait.of(main).scores,
-        scores_beyond=Portrait.of(_spaces(main, read.of(groups))[BEYOND]).scores,
+        scores=PCASummary.of(main).scores,
+        scores_beyond=PCASummary.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
         estimates=(
             stated("silhouette", ALL, {OTHERS: of(ALL, moved), CELL: of(ALL, exchanged)}),

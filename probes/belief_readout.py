@@ -18,7 +18,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput
-from llmgeom.probes.shared.representation_geometry import read_at, varies
+from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
@@ -263,7 +263,7 @@ def _writes(capture: Capture) -> bool:
 
 def _input(capture: Capture) -> Tensor:
     """[row coordinate] what is put in where it is asked: a token's indicator, or the real-valued row."""
-    there = read_at(capture)
+    there = input_at_rows(capture)
     return (there[:, None] == there.unique()).double() if there.dim() == 1 else there.double()
 
 

@@ -83,7 +83,7 @@ class Signature:
     width: bool = False
 
 
-_FOCUS, _VALUES, _WRITES = "attention_focus", "value_manifold", "attention_write"
+_FOCUS, _VALUES = "attention_focus", "value_manifold"
 _SHARE, _RHO, _R2 = "PC1+PC2 share", "|rho| of PC1 and entropy", "entropy decodability (held-out R2)"
 SIGNATURES = (
     Signature("focusing", _FOCUS, "focusing", "dynamic", 0.1),
@@ -93,9 +93,9 @@ SIGNATURES = (
     Signature("values: PC1+PC2 share, by kv head", "kinds", PER_HEAD, "static", 0.1),
     Signature("values: |rho| of PC1 and entropy", _VALUES, _RHO, "static", 0.3),
     Signature("values: R2 of entropy", _VALUES, _R2, "static", 0.1, width=True),
-    Signature("writes: PC1+PC2 share", _WRITES, f"attention write: {_SHARE}", "static", 0.1),
-    Signature("writes: |rho| of PC1 and entropy", _WRITES, f"attention write: {_RHO}", "static", 0.3),
-    Signature("writes: R2 of entropy", _WRITES, f"attention write: {_R2}", "static", 0.1),
+    Signature("writes: PC1+PC2 share", _VALUES, f"attention write: {_SHARE}", "static", 0.1),
+    Signature("writes: |rho| of PC1 and entropy", _VALUES, f"attention write: {_RHO}", "static", 0.3),
+    Signature("writes: R2 of entropy", _VALUES, f"attention write: {_R2}", "static", 0.1),
     Signature("columns of W_K", "kinds", COLUMNS, "static", 0.01),
     Signature("token keys, by head", "key_orthogonality", "token keys, by head", "static", 0.01),
 )

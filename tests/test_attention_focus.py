@@ -16,7 +16,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import attention_focus
-from llmgeom.probes.attention_focus import Reach, reach
+from llmgeom.probes.attention_focus import Reach, visible
+from llmgeom.run import observe
 from tests.families import FAMILIES, LENGTHS, ragged
 from tests.refusals import refused
 
@@ -206,7 +207,7 @@ def test_a_window_of_one_token_is_refused():
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_reach_is_the_window_of_each_family_s_first_layer(name):
     family = FAMILIES[name]
-    found = reach(Subject.of(family.model(), None, name), ragged())
+    found = observe(Subject.of(family.model(), None, name), ragged(), attention_focus.NEEDS)
     everything = max(LENGTHS)
     assert found.tokens[0] == (family.window or everything)
     layered = "layer_types" in family.settings or name == "gpt_oss"
@@ -218,10 +219,8 @@ def test_a_weight_of_one_head_that_rounds_to_nothing_is_no_window():
     """What is out of a window's reach has no weight in any head."""
     weights = torch.full((1, 2, 6), 1 / 6)
     weights[0, 0, :4] = 0
-    read = of_rows([np.full((1, 2, 6), 1 / 6)])
-    read = replace(read, tensors={(Site.ATTENTION, 0): weights, (Site.ATTENTION, 1): weights[:, :1]})
-    stub = SimpleNamespace(tokens=lambda batch: batch.inputs, capture=lambda batch, sites: read)
-    assert reach(stub, read.batch).tokens == (6, 2)
+    step = SimpleNamespace(layers=lambda site: [weights, weights[:, :1]])
+    assert visible(step)["first"].tolist() == [[0, 4]]
 
 
 def test_a_learned_sink_is_said():

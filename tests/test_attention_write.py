@@ -16,13 +16,13 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
-from llmgeom.probes import attention_write, value_manifold
-from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
+from llmgeom.probes import value_manifold
+from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO
+from llmgeom.probes.value_manifold import CALLED, WRITE
 from tests.families import FAMILIES, VOCAB
 
 N = 40
-SITES = attention_write.NEEDS.sites | value_manifold.NEEDS.sites
-CALLED = "attention write: "
+SITES = value_manifold.NEEDS.sites | value_manifold.NEEDS.optional
 
 
 def prompts() -> Batch:
@@ -69,6 +69,10 @@ def made(subject: Subject, batch: Batch, entropy: np.ndarray | None = None) -> P
     return ProbeInput(capture=capture, entropy=found, untrained=untrained, shuffled=untrained, seed=0)
 
 
+def measure(view: ProbeInput, part: str):
+    return value_manifold.measure(view).parts[part]
+
+
 def numbers(result) -> np.ndarray:
     """Every curve, the scores' size, and every metric's value and interval."""
     curves = [result.pc1, result.pc12, result.participation, result.rho, result.r2, np.abs(result.scores).ravel()]
@@ -84,9 +88,9 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes(name):
         np.testing.assert_allclose(other.model(ids).logits, plain.model(ids).logits, atol=1e-8)
     before = made(plain, batch)
     after = replace(before, capture=other.capture(batch, SITES))
-    writes = [numbers(attention_write.measure(v)) for v in (before, after)]
+    writes = [numbers(measure(v, WRITE)) for v in (before, after)]
     np.testing.assert_allclose(writes[1], writes[0], rtol=1e-4, atol=1e-4)
-    own, moved = (value_manifold.measure(v) for v in (before, after))
+    own, moved = (measure(v, "") for v in (before, after))
     for field in ("pc1", "pc12", "participation", "r2"):
         change = np.abs(getattr(moved, field) / getattr(own, field) - 1)
         assert change.max() > 0.01, field
@@ -95,7 +99,7 @@ def test_a_change_of_basis_inside_heads_alters_values_and_not_writes(name):
 def test_it_measures_the_writes_themselves_under_names_of_its_own():
     batch = prompts()
     view = made(Subject.of(FAMILIES["llama"].model()), batch)
-    result = attention_write.measure(view)
+    result = measure(view, WRITE)
     for layer, write in enumerate(view.capture.attention_write.double().numpy()):
         z = StandardScaler().fit_transform(write)
         pca = PCA().fit(z)
@@ -103,7 +107,7 @@ def test_it_measures_the_writes_themselves_under_names_of_its_own():
         score = pca.transform(z)[:, 0]
         assert result.rho[layer] == pytest.approx(abs(spearmanr(score, view.entropy)[0]), abs=1e-6)
     names = {h.name: h for h in result.estimates}
-    expected = {"PC1 share", "PC1+PC2 share", "participation ratio", RHO, f"{RHO}, {GIVEN}", R2}
+    expected = {"PC1 share", "PC1+PC2 share", "participation ratio", RHO, f"{RHO}, {PARTIAL}", R2}
     assert set(names) == {CALLED + name for name in expected}
     assert names[CALLED + "PC1+PC2 share"].value == pytest.approx(result.pc12[-1])
     assert names[CALLED + R2].value == pytest.approx(result.r2[-1])
@@ -115,5 +119,5 @@ def test_entropy_that_the_write_holds_is_read_from_it():
     write = subject.capture(batch, SITES).attention_write[-1].double().numpy()
     direction = np.random.default_rng(1).standard_normal(write.shape[1])
     z = StandardScaler().fit_transform(write)
-    held, noise = (attention_write.measure(made(subject, batch, e)) for e in (z @ direction, None))
+    held, noise = (measure(made(subject, batch, e), WRITE) for e in (z @ direction, None))
     assert held.r2[-1] > 0.3 > noise.r2[-1]

@@ -18,8 +18,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import belief_clusters
-from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _apart, _spaces, read_out
-from llmgeom.run import run_probes
+from llmgeom.probes.belief_clusters import ALL, ALONE, BEYOND, LOGITS, Grouped, ReadOut, _apart, _spaces
+from llmgeom.run import observe, run_probes
 from llmgeom.stats.manifold import distances
 from llmgeom.task import Gaussian
 from llmgeom.wind_tunnels.models.architectures import ARCHITECTURES, build
@@ -290,7 +290,7 @@ def test_every_architecture_is_measured(arch):
     assert found.arrays["scores"].shape == (30, 2) == found.arrays["scores_beyond"].shape
     captured = subject.capture(whole, {Site.FINAL, Site.LOG_PROBS})
     # What is read is what is captured: the rows times the state are the logits.
-    rows = read_out(subject, whole).rows
+    rows = observe(subject, whole, belief_clusters.NEEDS).rows
     logits = torch.from_numpy(captured.final.double().numpy() @ rows.T)
     torch.testing.assert_close(logits.log_softmax(-1).float(), captured.log_probs, atol=1e-4, rtol=0)
     belief = captured.exact.belief.exp()
@@ -333,7 +333,7 @@ def prompts(n: int = 60) -> Batch:
 
 def test_prompts_are_grouped_by_the_model_s_own_likeliest_token():
     subject, batch = llama(3), prompts()
-    read = read_out(subject, batch)
+    read = observe(subject, batch, belief_clusters.NEEDS)
     with torch.no_grad():
         logits = subject.model(batch.inputs.ids).logits[:, -1]
     expected = logits.argmax(-1).numpy()

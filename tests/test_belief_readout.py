@@ -19,7 +19,7 @@ from llmgeom.probes import belief_readout, known
 from llmgeom.probes.belief_readout import FALL, GRADUAL, SHARE, SKILL, lens
 from llmgeom.probes.shared import softmax_probe
 from llmgeom.probes.shared.softmax_probe import FREE, PENALTIES, fit, read
-from llmgeom.run import run_probes
+from llmgeom.run import observe, run_probes
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.stats.similarity import cka
 from llmgeom.wind_tunnels.training import train
@@ -336,7 +336,7 @@ def hand_lens(model, x: torch.Tensor, norm: str, head: str, cap: float | None = 
 @torch.no_grad()
 def test_the_lens_is_the_model_s_own_norm_and_embedding(name, norm, head, cap):
     model, batch = FAMILIES[name].model(), random_prompts(clusters=6)
-    found = lens(Subject.of(model, name=name), batch)
+    found = observe(Subject.of(model, name=name), batch, belief_readout.NEEDS)
     assert found.shape == (3, 6)
     for row, ids in enumerate(alone(batch)):
         states = []
@@ -354,7 +354,7 @@ def test_the_lens_is_the_model_s_own_norm_and_embedding(name, norm, head, cap):
 
 
 def test_the_lens_reads_no_model_where_an_answer_is_exact():
-    assert lens(None, held([(STILL, STILL)], EXACT, 0).batch) is None
+    assert lens(SimpleNamespace(batch=held([(STILL, STILL)], EXACT, 0).batch)) == {}
 
 
 def at_depths(residuals: list[np.ndarray]) -> Capture:

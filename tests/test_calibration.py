@@ -187,7 +187,7 @@ def fabricated(good: bool, made: int = 0, **more):
                 "PC1+PC2 share": plain("value_manifold", "PC1+PC2 share", 0.3 + 0.05 * rng.random()),
             },
         },
-        "unmeasured": {"domain_restriction": "one domain of prompts is compared with another"},
+        "unmeasured": {"attention_focus": "the prompts are too short"},
         **more,
     }
 
@@ -263,7 +263,7 @@ def test_every_probe_has_a_row(made):
     from llmgeom import probes
 
     assert {one.probe for one in made.signatures} == {*probes.names(), *calibrate.ELSEWHERE}
-    assert made.find("domain_restriction", "").word.startswith("not on the bench: one domain")
+    assert made.find("attention_focus", "").word.startswith("not on the bench: the prompts")
 
 
 def test_the_table_is_read_back(made, tmp_path):

@@ -47,8 +47,8 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     }
     record = Record.load(run_folder)
     assert set(record.results) == set(chosen(None)) - record.unmeasured.keys()
-    assert "no exact answer" in record.unmeasured["length_cliff"]
-    assert set(record.unmeasured) == {"length_cliff", "belief_clusters"}
+    assert "no exact answer" in record.unmeasured["length_generalisation"]
+    assert set(record.unmeasured) == {"length_generalisation", "belief_clusters"}
     assert len(record.prompts["text"]) == 40
     assert record.subject["self_check"]["logits"] == 0
     assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150 --nulls 2")
@@ -317,7 +317,6 @@ def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
     exec(code, scope)
     assert scope["html"].startswith("<!doctype html>")
     assert set(Record.load("runs/mine").results) == set(names()) - {
-        "domain_restriction",
-        "length_cliff",
+        "length_generalisation",
         "belief_clusters",
     }

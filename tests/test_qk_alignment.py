@@ -15,8 +15,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, ProbeInput, Sample
 from llmgeom.probes import qk_alignment
-from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing, cosines
-from llmgeom.run import run_probes
+from llmgeom.probes.qk_alignment import BEST, CHANGE, LAST, PLACES, RISE, SPREAD, Cosines, WithBearing
+from llmgeom.run import observe, run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES
 from tests.refusals import refused
@@ -220,7 +220,7 @@ def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(mon
     whole, main = RECALL.sample(60, 7), RECALL.truncated(60, 7)
     pool = [untrained(seed) for seed in range(30)]
     seen = [one.capture(whole, {Site.ATTENTION}) for one in pool]
-    read = [cosines(one, main) for one in pool]
+    read = [observe(one, main, qk_alignment.NEEDS) for one in pool]
     cut = pool[0].capture(main, set())
     above = dict.fromkeys((LAST, CHANGE, BEST, SPREAD, RISE), 0)
     for i in range(30):
@@ -296,7 +296,7 @@ def test_cosines_are_those_of_the_scores_that_attention_is_made_of(name):
     subject = Subject.of(FAMILIES[name].model(), None, name)
     ids = torch.randint(3, 100, (5, 9), generator=torch.Generator().manual_seed(0))
     batch = Batch(Tokens(ids, torch.full((5,), 9)), tuple("abcde"), {})
-    found = cosines(subject, batch)
+    found = observe(subject, batch, qk_alignment.NEEDS)
     final = subject.capture(batch, {Site.QUERY, Site.ATTENTION})
     cut = [subject.capture(replace(batch, inputs=Tokens(ids, torch.full((5,), j + 1))), {Site.KEY}) for j in range(8)]
     group = subject.facts["heads"] // subject.facts["kv_heads"]
@@ -317,7 +317,10 @@ def test_contrast_is_the_mean_over_bearing_keys_less_the_mean_over_the_others():
     task = load_task("bijection:replacement=true,pairs=8")
     subject = Subject.of(FAMILIES["llama"].model(), None, "llama")
     batch = task.truncated(12, 3)
-    found, everything = cosines(subject, batch), subject.capture(batch, {Site.KEY, Site.QUERY}, positions="all")
+    found, everything = (
+        observe(subject, batch, qk_alignment.NEEDS),
+        subject.capture(batch, {Site.KEY, Site.QUERY}, positions="all"),
+    )
     expected = []
     for i, length in enumerate(batch.inputs.lengths.tolist()):
         rows = (everything.prompt == i).nonzero()[:, 0]
@@ -334,16 +337,16 @@ def test_contrast_is_the_mean_over_bearing_keys_less_the_mean_over_the_others():
 def test_cosines_do_not_change_with_the_lengths_of_queries_and_keys_but_with_a_part_common_to_all_keys():
     subject = Subject.of(FAMILIES["gpt2"].model(), None, "gpt2")
     batch = RECALL.truncated(10, 0)
-    before = cosines(subject, batch).spread
+    before = observe(subject, batch, qk_alignment.NEEDS).spread
     attention = subject.model.transformer.h[0].attn.c_attn
     width = subject.facts["d_model"]
     with torch.no_grad():
         attention.weight[:, : 2 * width] *= 3
         attention.bias[: 2 * width] *= 3
-    np.testing.assert_allclose(cosines(subject, batch).spread[0], before[0], atol=1e-6)
+    np.testing.assert_allclose(observe(subject, batch, qk_alignment.NEEDS).spread[0], before[0], atol=1e-6)
     with torch.no_grad():
         attention.bias[width : 2 * width] += 50
-    assert cosines(subject, batch).spread[0].mean() < before[0].mean() / 2
+    assert observe(subject, batch, qk_alignment.NEEDS).spread[0].mean() < before[0].mean() / 2
 
 
 def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
@@ -353,9 +356,9 @@ def test_too_few_long_prompts_are_refused_and_short_ones_left_out():
     lengths[:4] = 4
     short = replace(main, inputs=Tokens(main.inputs.ids, lengths))
     with refused(UserError, 4, 5):
-        cosines(subject, short)
+        observe(subject, short, qk_alignment.NEEDS)
     lengths[:1] = 5
-    assert cosines(subject, short).spread.shape == (2, 2, 5)
+    assert observe(subject, short, qk_alignment.NEEDS).spread.shape == (2, 2, 5)
 
 
 def test_without_twins_the_probe_refuses():

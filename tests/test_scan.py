@@ -307,27 +307,26 @@ def perform(out, **asked) -> dict:
 
 
 def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_are_not(folder, tmp_path):
-    probes = ("attention_focus", "domain_restriction")
+    probes = ("attention_focus", "value_manifold")
     found = perform(tmp_path / "run", model=folder, domains=("math", "mixed"), n=30, limit=100, probes=probes)
     math, mixed = found["math"], found["mixed"]
     assert set(math.results) == set(probes) and not math.unmeasured
-    restriction = math.results["domain_restriction"]
-    assert {(h.n, h.claim != "") for h in restriction.estimates} == {(30, True), (30, False)}
-    assert all(h.value == pytest.approx(0, abs=0.3) for h in restriction.estimates if h.unit == "fraction")
-    (said,) = restriction.notes
+    gains = [h for h in math.results["value_manifold"].estimates if h.name.startswith(("gain in", "change in"))]
+    assert len(gains) == 6 and {(h.n, h.claim != "") for h in gains} == {(30, True), (30, False)}
+    assert all(h.value == pytest.approx(0, abs=0.3) for h in gains if h.unit == "fraction")
+    (said,) = math.results["value_manifold"].notes
     assert "different tokens, different final tokens and templates: math " in said
-    assert set(mixed.results) == {"attention_focus"}
-    assert mixed.unmeasured == {
-        "domain_restriction": "domain restriction compares one domain with as many mixed prompts, and these come "
-        "without: scan --domain math"
-    }
+    assert set(mixed.results) == set(probes) and not mixed.unmeasured
+    (said,) = mixed.results["value_manifold"].notes
+    assert said.startswith("domain restriction: not measured")
+    assert not any(h.name.startswith("gain in") for h in mixed.results["value_manifold"].estimates)
     focus = {h.name for h in math.results["attention_focus"].estimates}
     assert focus == {"focusing", "focusing without the first token", "weight on the first token", "monotonicity"}
 
 
 def second(folder, *, n: int, limit: int):
     """Batch, second samples and notes for a probe that wants them all."""
-    every = ("value_manifold", "domain_restriction")
+    every = ("value_manifold",)
     asked = scanning.RunConfig(model=folder, domains=("math",), probes=every, n=n, limit=limit, seed=3)
     plan = scanning.prepare(asked, write=False)
     subject = plan.request.load()
@@ -379,11 +378,11 @@ def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):
     texts = [" ".join(rng.choice(words, rng.integers(12, 40))) + f" {i}" for i in range(90)]
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "d.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    asked = {"model": folder, "probes": ("domain_restriction",), "n": 20}
+    asked = {"model": folder, "probes": ("value_manifold",), "n": 20}
     (record,) = perform(tmp_path / "run", prompts_file=f"hf:{tmp_path / 'set'}", **asked).values()
     assert record.source["kind"] == "documents"
     assert record.source["stratified"] == {"n": 20, "bins": 5, "per_template": 2, "seed": 0}
     assert record.facts["prompts"] == record.facts["clusters"] == 20
-    assert set(record.unmeasured) == {"domain_restriction"}
+    assert any(note.startswith("domain restriction: not measured") for note in record.results["value_manifold"].notes)
     for text in record.prompts["text"]:
         assert any(whole.startswith(text) for whole in texts)

@@ -27,7 +27,7 @@ from llmgeom.result import Estimate, Measured
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
-NULLS, PROBE = "5", "attention_write"
+NULLS, PROBE = "5", "value_manifold"
 NAMES = ("bfloat16", "quarter batches", "with BOS")
 
 

@@ -101,7 +101,7 @@ def test_a_scan_of_a_model_without_attention_is_grey_rows_with_the_reason(traine
     record = run_probes(
         subject, wind_tunnels.load_task("hmm:steps=4").truncated(12, 0, "held-out"), known(), controls=2
     )
-    other = {"domain_restriction", "belief_clusters", "belief_readout", "length_cliff"}
+    other = {"belief_clusters", "belief_readout", "length_generalisation"}
     assert record.results.keys() <= other
     assert all("no attention" in why for name, why in record.unmeasured.items() if name not in other)
 
@@ -176,8 +176,8 @@ def test_rows_are_shuffled_whole():
 def test_keys_of_tokens_are_not_asked_of_a_model_that_reads_rows(trained):
     subject = Subject.load(str(trained("hmm:steps=4", "neox")))
     cut = wind_tunnels.load_task("hmm:steps=4").truncated(12, 0, "held-out")
-    record = run_probes(subject, cut, known(["key_orthogonality", "attention_write"]), controls=2)
-    assert "rows of real numbers" in record.unmeasured["key_orthogonality"] and "attention_write" in record.results
+    record = run_probes(subject, cut, known(["key_orthogonality", "value_manifold"]), controls=2)
+    assert "rows of real numbers" in record.unmeasured["key_orthogonality"] and "value_manifold" in record.results
     tokens = final_tokens(subject.capture(cut, {Site.ENTROPY}))
     last = [tuple(row[n - 1].tolist()) for row, n in zip(cut.inputs.values, cut.inputs.lengths.tolist(), strict=True)]
     for i, j in np.ndindex(12, 12):

@@ -17,7 +17,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import ONE_TOKEN, UNSTRATIFIED, ProbeInput, Sample
 from llmgeom.probes import value_manifold
-from llmgeom.probes.shared.representation_geometry import GIVEN, R2, RHO
+from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO
 from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
 from llmgeom.stats.ridge_probe import decodability, folds
 from tests.refusals import refused
@@ -75,7 +75,7 @@ def with_last(of: Capture, x: np.ndarray, layer: int = LAYERS - 1) -> Capture:
 
 
 def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
-    shown, result = view(1.5, 1), measured(1.5, 1)
+    shown, result = view(1.5, 1), measured(1.5, 1).parts[""]
     for layer in range(LAYERS):
         z = StandardScaler().fit_transform(last(shown.capture, layer))
         pca = PCA().fit(z)
@@ -91,7 +91,7 @@ def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
 
 
 def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
-    result, found = measured(1.5, 1), verdicts(measured(1.5, 1))
+    result, found = measured(1.5, 1).parts[""], verdicts(measured(1.5, 1))
     assert found["PC1 share"] == "above null"
     assert found["participation ratio"] == "below null"
     assert found[RHO] == found[R2] == found[ORDER] == "above null"
@@ -134,7 +134,7 @@ def test_a_curve_is_below_its_gaussian_unless_twins_are_curved_too():
         return waves @ loading + 0.01 * rng.standard_normal((N, KV * WIDTH))
 
     bent = replace(shown, capture=with_last(shown.capture, curved(0)))
-    result = value_manifold.measure(bent)
+    result = value_manifold.measure(bent).parts[""]
     assert verdicts(result)[DIMENSION] == "below null"
     estimate = next(h for h in result.estimates if h.name == DIMENSION)
     assert estimate.value == pytest.approx(float(result.dimension / result.dimension_gaussian))
@@ -158,7 +158,7 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
     assert found[RHO].value > 0.9
     assert found[RHO].verdict == "above null"
-    given = found[f"{RHO}, {GIVEN}"]
+    given = found[f"{RHO}, {PARTIAL}"]
     assert given.value < 0.3 and given.verdict != "above null"
 
 
@@ -199,10 +199,10 @@ def test_a_layer_that_is_the_same_for_every_prompt_is_drawn_as_0_and_said():
         return with_last(of, np.ones((N, KV * WIDTH)), 0)
 
     parts = {name: tuple(map(flat, getattr(shown, name))) for name in ("untrained", "shuffled")}
-    result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts))
+    result = value_manifold.measure(replace(shown, capture=flat(shown.capture), **parts)).parts[""]
     assert (result.pc1[0], result.participation[0], result.rho[0], result.rho_p[0]) == (0, 0, 0, 1)
     assert result.warnings == ("layer 0: the value vectors are the same for every prompt; drawn as 0",)
-    assert result.pc1[-1] == pytest.approx(measured(1.5, 1).pc1[-1])
+    assert result.pc1[-1] == pytest.approx(measured(1.5, 1).parts[""].pc1[-1])
     same = with_last(shown.capture, np.ones((N, KV * WIDTH)))
     with refused(UserError, "last layer", 80):
         value_manifold.measure(replace(shown, capture=same))
@@ -220,7 +220,7 @@ def test_rows_of_unusual_length_and_rows_that_coincide_are_named():
     warnings = value_manifold.measure(replace(shown, capture=main)).warnings
     norms = "value norms at the last layer lie more than 6 robust sd off the median for "
     assert f"{norms}prompt 17 (token 7), prompt 3 (token 5)" in warnings
-    assert "2 prompts have the values of another and were left out of the dimension" in warnings
+    assert "the dimension leaves out 2 prompts whose values equal those of another prompt" in warnings
     assert not measured(1.5, 1).warnings
 
 
@@ -228,7 +228,7 @@ def test_too_few_points_leave_the_dimension_out_and_say_so():
     shown = view(0.0, 9)
     copies = np.arange(N) % 14 // 2 * 2  # 7 places for 40 units
     x = last(shown.capture)[copies]
-    result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x)))
+    result = value_manifold.measure(replace(shown, capture=with_last(shown.capture, x))).parts[""]
     assert DIMENSION not in verdicts(result) and result.dimension == 0
     assert f"{DIMENSION}: not measured, because an intrinsic dimension of 7 distinct points; it needs 10" in (
         result.warnings
@@ -236,7 +236,7 @@ def test_too_few_points_leave_the_dimension_out_and_say_so():
 
 
 def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_too():
-    """Untrained controls whose PC1 follows their own entropy, and not ours, take the verdict away; controls of noise leave it."""
+    """Controls whose PC1 follows their own entropy, and not ours, take the verdict away; controls of noise leave it."""
     main = view(1.5, 1)
     rng = np.random.default_rng(8)
 

@@ -24,14 +24,14 @@ ALPHA, LEVEL = 0.05, 0.95
 PERMUTATIONS = 1999
 AGREES = 1e-3  # records keep entropy to six decimals: the ties that makes among ranks move a rho by less than this
 RHO, ORDER, R2 = "|rho| of PC1 and entropy", "order along the curve", "entropy decodability (held-out R2)"
-VALUES, WRITES, FOCUS, KEYS = "value_manifold", "attention_write", "attention_focus", "key_orthogonality"
+VALUES, FOCUS, KEYS = "value_manifold", "attention_focus", "key_orthogonality"
 SHARE, WRITE = "PC1+PC2 share", "attention write: "
 
 Measure = Literal["CKA", "RSA"]
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 # Metrics that stored arrays give again: |Spearman| of the array's first column and the record's entropy.
-PLACES = {(VALUES, RHO): "scores", (VALUES, ORDER): "unrolled", (WRITES, WRITE + RHO): "scores"}
+PLACES = {(VALUES, RHO): "scores", (VALUES, ORDER): "unrolled", (VALUES, WRITE + RHO): "attention_write_scores"}
 # What Paper III takes to change with the kind of attention ("dynamic") and what not: title -> probe and metric.
 SIGNATURES = {
     "dynamic": {
@@ -43,16 +43,15 @@ SIGNATURES = {
         "values PC1+2": (VALUES, SHARE),
         "values |rho|": (VALUES, RHO),
         "values R2": (VALUES, R2),
-        "writes PC1+2": (WRITES, WRITE + SHARE),
-        "writes |rho|": (WRITES, WRITE + RHO),
-        "writes R2": (WRITES, WRITE + R2),
+        "writes PC1+2": (VALUES, WRITE + SHARE),
+        "writes |rho|": (VALUES, WRITE + RHO),
+        "writes R2": (VALUES, WRITE + R2),
         "W_K columns": (KEYS, "columns of W_K"),
         "token keys": (KEYS, "token keys, by head"),
     },
 }
 # On how many coordinates the numbers of a probe depend, rank correlations excepted.
-WIDTHS = {VALUES: ("kv_heads", "head_dim"), "domain_restriction": ("kv_heads", "head_dim"), WRITES: ("d_model",)}
-WIDTHS |= {KEYS: ("kv_heads", "head_dim", "d_model")}
+WIDTHS = {VALUES: ("kv_heads", "head_dim"), KEYS: ("kv_heads", "head_dim", "d_model")}
 TESTS = "p = 0: no difference; p beyond: one of the declared effect or more; both by Holm over all rows"
 UNPAIRED = (
     "unpaired: from the two stored intervals as if their errors were independent; on the same prompts these are as a "
@@ -264,9 +263,10 @@ def _difference(probe: str, ours: Estimate, first: Record, theirs: Estimate, oth
     low, high, effect = value - half, value + half, ours.effect
     p = max(tests.two_sided_p(value, error, clusters), tests.LEAST_P)
     p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method), -effect, effect, clusters)
-    sizes = [" x ".join(str(r.subject.get(name)) for name in WIDTHS.get(probe, ())) for r in (first, other)]
+    widths = ("d_model",) if ours.name.startswith(WRITE) else WIDTHS.get(probe, ())
+    sizes = [" x ".join(str(r.subject.get(name)) for name in widths) for r in (first, other)]
     arithmetic = "rho" not in ours.unit and sizes[0] != sizes[1]
-    note = f"partly arithmetic: {' x '.join(WIDTHS[probe])} is {sizes[1]} against {sizes[0]}" if arithmetic else ""
+    note = f"partly arithmetic: {' x '.join(widths)} is {sizes[1]} against {sizes[0]}" if arithmetic else ""
     found = (ours.value, theirs.value, value, low, high, error)
     return Difference(probe, ours.name, ours.unit, *found, method, clusters, effect, p, p_within, note)
 
@@ -322,19 +322,32 @@ def permuted(
 def _similarity(
     probe: str, measure: Measure, similarity: Callable[[np.ndarray, np.ndarray], float], first: Record, other: Record
 ) -> list[Similarity]:
-    """Of the fullest array of places that both hold, of equals the first by name; nothing where there is none."""
+    """Of each site, the fullest array of places that both hold, of equals the first by name; nothing without one."""
     ours, theirs = _places(first, probe), _places(other, probe)
     both = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in ours.keys() & theirs.keys())
-    if not both:
-        return []
-    name, clusters, seed = both[0][1], first.prompts["template"], first.facts.get("seed", 0)
-    x, y = ours[name], theirs[name]
+    # The last assignment wins: the first array of each site, "" where the name says none.
+    sites = {name.removesuffix("scores") if name.endswith("_scores") else "": name for _, name in reversed(both)}
+    return [
+        _similar(probe, name, measure, similarity, ours[name], theirs[name], first) for _, name in sorted(sites.items())
+    ]
+
+
+def _similar(
+    probe: str,
+    name: str,
+    measure: Measure,
+    similarity: Callable[[np.ndarray, np.ndarray], float],
+    x: np.ndarray,
+    y: np.ndarray,
+    first: Record,
+) -> Similarity:
+    clusters, seed = first.prompts["template"], first.facts.get("seed", 0)
     value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
     over = jackknife(lambda rows: similarity(x[rows], y[rows]), np.arange(len(x)), clusters, "fisher")
     found = (value, over.low, over.high, *band(null, "upper"), tests.tail_p(value, null))
     few = (x.shape[1], y.shape[1])
     of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
-    return [Similarity(probe, name, measure, few, *found, len(x), len(set(clusters)), of)]
+    return Similarity(probe, name, measure, few, *found, len(x), len(set(clusters)), of)
 
 
 def _places(record: Record, probe: str) -> dict[str, np.ndarray]:

@@ -34,7 +34,7 @@ from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE
-from llmgeom.probes import belief_readout, length_cliff, qk_alignment
+from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
 from llmgeom.reports.text import grid
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
@@ -335,7 +335,7 @@ def _judged(source: Source, claim: Claim) -> bool:
     facts, exact = source.subject.facts, source.batch.posterior
     if claim.counts == KV_HEADS:
         return _units(source, claim)[0] >= LEAST_CLUSTERS
-    if claim.probe == "domain_restriction":
+    if claim.name.startswith("gain in"):
         return {MIXED, MATCHED} <= source.samples.keys()
     if claim.probe == "attention_focus":
         return facts["layers"] > 1
@@ -346,8 +346,8 @@ def _judged(source: Source, claim: Claim) -> bool:
         countable = exact is not None and (exact.belief is not None or bool(exact.outcomes))
         return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
     whole = source.samples.get(WHOLE)
-    if claim.probe == "length_cliff":
-        past = whole is not None and _queries(whole) > length_cliff.reach(source.subject, source.batch).queries
+    if claim.probe == "length_generalisation":
+        past = whole is not None and _queries(whole) > length_generalisation.reach(source.subject, source.batch).queries
         return past and exact is not None and bool(exact.outcomes)
     if claim.probe == "qk_alignment":
         bearing = None if whole is None else whole.exact.bearing

@@ -33,7 +33,7 @@ PREDICTIONS = (
     Prediction("values on maths prompts lie near a plane", (MATH, VALUES, "PC1+PC2 share")),
     Prediction("PC1 of values follows entropy, mixed", (MIXED, VALUES, "|rho| of PC1 and entropy")),
     Prediction("PC1 of values follows entropy, maths", (MATH, VALUES, "|rho| of PC1 and entropy")),
-    Prediction("one domain flattens the values", (MATH, "domain_restriction", "gain in PC1+PC2 share, as diverse")),
+    Prediction("one domain flattens the values", (MATH, VALUES, "gain in PC1+PC2 share, as diverse")),
     Prediction("keys are more orthogonal than chance", (MIXED, KEYS, "columns of W_K")),
     Prediction("orthogonality gives way in the last layers", (MIXED, KEYS, "columns of W_K, last layers less others")),
     Prediction("attention narrows with depth", (MIXED, FOCUS, "focusing")),

@@ -20,13 +20,13 @@ from llmgeom.probes.posterior.scores import (
 from llmgeom.probes.shared.length_curves import (
     Curves,
     Graded,
-    Horizon,
+    LengthGeneralisation,
     curves,
     mean,
+    measure_past,
     measured,
     near,
     numbered,
-    past,
 )
 from llmgeom.result import Figure, quantity
 from llmgeom.stats.resampling import mean_intervals
@@ -251,7 +251,7 @@ def measure_memory(
     )
 
 
-def measure_horizon(scores: PosteriorScores, untrained: Sequence[Scores]) -> Horizon:
+def measure_horizon(scores: PosteriorScores, untrained: Sequence[Scores]) -> LengthGeneralisation:
     """Divergence at all queries; at least one must lie past the horizon."""
     trivial = scores.trivial[scores.best].kl
-    return Horizon(**past(scores.own.kl, [control.kl for control in untrained], trivial, scores.trained))
+    return measure_past(scores.own.kl, [control.kl for control in untrained], trivial, scores.trained)

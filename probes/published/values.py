@@ -17,7 +17,7 @@ from llmgeom.model.batching import plan_batches
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.shared.representation_geometry import flat
+from llmgeom.probes.shared.representation_geometry import as_matrix
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.pca import shares, standardised
@@ -122,7 +122,7 @@ def measure(view: ProbeInput) -> Result:
 
 
 def _last(capture: Capture) -> np.ndarray:
-    return flat(capture.layers(Site.VALUE)[-1])
+    return as_matrix(capture.layers(Site.VALUE)[-1])
 
 
 def _eigenvalues(x: np.ndarray) -> np.ndarray:

@@ -1,22 +1,25 @@
-"""Divergence from the exact answer query by query, and what becomes of it past the last query that was trained on."""
+"""Divergence from the exact answer query by query, and past the last query that had a training loss."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, TypedDict
+from pathlib import Path
+from typing import TypedDict
 
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import Null, declared
+from llmgeom.probes.shared.nulls import UNTRAINED as RE_INITIALISED
+from llmgeom.probes.shared.nulls import compare, null_band
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.resampling import Transform, jackknife, mean_intervals
+from llmgeom.stats.resampling import Transform, mean_intervals
 
 UNTRAINED = "The same model re-initialised, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
-LEARNT = 0.5  # of a trivial predictor's error: with more than that left there is little that could be carried on
-CLIFF = "length_cliff"
+LEARNT = 0.5  # of a trivial predictor's error: with more left, too little was learnt to be continued
+PROBE = "length_generalisation"
 RATIO, LATER = "first query past the horizon, over those within", "last queries past the horizon, over those within"
 
 
@@ -25,7 +28,7 @@ RATIO, LATER = "first query past the horizon, over those within", "last queries 
 
 @dataclass(frozen=True, kw_only=True)
 class Graded(Result):
-    """What every result here has."""
+    """Fields of every result here."""
 
     estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
@@ -49,27 +52,11 @@ class Curves(Graded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Horizon(Curves):
-    """What happens at queries later than any that a loss was on."""
+class LengthGeneralisation(Curves):
+    """Divergence from the exact answer by query, and how much larger it is at queries without a training loss."""
 
-    TITLE: ClassVar[str] = "Past the horizon"
-    MEANING: ClassVar[str] = (
-        "Queries up to the horizon were trained on, later ones never. Whoever found the rule goes on; a ratio under 2 "
-        "at the first query past the horizon is what the papers would call an algorithm. The error often stays low for "
-        "one query more and rises after it: read the last queries too."
-    )
-    COMPUTED: ClassVar[str] = (
-        "KL(exact || model) at all queries, over the whole vocabulary. The ratios are of means over sequences, of the "
-        "first query past the horizon, and of the last half of those past it, to all within; jackknifed over "
-        "sequences on the log scale."
-    )
-    NULL: ClassVar[str] = f"The first ratio: 1, an error that stays as it is. Else: {UNTRAINED.lower()}"
-    FAILURE_MODES: ClassVar[str] = (
-        "Positions that were never trained have embeddings that were never trained either: a cliff can be theirs. A "
-        "ratio is large where the mean within the horizon is small, and near 1 for whoever learnt nothing: it is left "
-        "out where more than half of a trivial predictor's error remains. A rule that looks at the last observation "
-        "alone goes on for ever, and is no inference: read the skill of `llmgeom grade`."
-    )
+    TITLE = "Length generalisation"
+    TEXT = Path(__file__).parents[1] / "texts" / "length_generalisation.md"
 
     within: float = quantity("", "bits", "mean KL of the queries within the horizon")
     first: float = quantity("", "bits", "mean KL of the first query past the horizon")
@@ -89,10 +76,10 @@ def measured(
     untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
 ) -> Estimate:
-    """A statistic of rows, a sequence each, held against the same of the untrained controls."""
-    claim, value, n = declared(probe)[name], statistic(own), len(own)
-    null = Null.of("re-initialised", value, np.array([statistic(control) for control in untrained]), claim.side)
-    return estimate(claim, value, jackknife(statistic, own, np.arange(n), transform), [null], n=n, clusters=n)
+    """Estimate of a statistic of rows, one for each sequence, against the same of the untrained controls."""
+    controls = {RE_INITIALISED: untrained}
+    rows = np.arange(len(own))
+    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, controls, transform=transform)
 
 
 def near(
@@ -104,12 +91,11 @@ def near(
     null: str,
     transform: Transform = "identity",
 ) -> Estimate:
-    """A statistic of rows, claimed to be no farther from `centre` than is declared."""
-    n = len(own)
-    span = jackknife(statistic, own, np.arange(n), transform)
+    """Estimate of a statistic of rows that is claimed to lie within the declared margin of `centre`."""
     at = Null(null, centre, centre, centre, 1.0, 0)
-    found = estimate(declared(probe)[name], statistic(own), span, [at], n=n, clusters=n)
-    return replace(found, p=found.p_claim)
+    rows = np.arange(len(own))
+    made = compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, {}, [at], transform=transform)
+    return replace(made, p=made.p_claim)
 
 
 def mean(rows: np.ndarray) -> float:
@@ -121,7 +107,7 @@ def numbered(first: int, last: int) -> dict[str, tuple]:
 
 
 class Fields(TypedDict):
-    """Those of `Curves`."""
+    """Fields of `Curves`."""
 
     kl: np.ndarray
     kl_interval: np.ndarray
@@ -134,58 +120,69 @@ def curves(kl: np.ndarray, untrained: Sequence[np.ndarray], trivial: np.ndarray)
     return {
         "kl": kl.mean(0),
         "kl_interval": mean_intervals(kl.T),
-        "kl_null": layer_band({"re-initialised": np.stack([control.mean(0) for control in untrained])}),
+        "kl_null": null_band({RE_INITIALISED: [control.mean(0) for control in untrained]}),
         "kl_trivial": trivial.mean(0),
     }
 
 
-def past(
+def measure_past(
     kl: Float[np.ndarray, "sequence query"],
     untrained: Sequence[Float[np.ndarray, "sequence query"]],
     trivial: Float[np.ndarray, "sequence query"],
     trained: int,
-) -> dict[str, Any]:
-    """The fields of a `Horizon`, from divergences in bits: the model's, its controls', and those of a predictor that does
-    not infer. `trained` queries, the first ones, lie within the horizon, and at least one past it.
+    warnings: Sequence[str] = (),
+) -> LengthGeneralisation:
+    """Divergence within and past the horizon.
 
     With D(q) the mean divergence over sequences at query q and h the horizon, the first ratio is D(h + 1) over the mean
     of D(1) .. D(h), the other the mean of D over the last half past h, over the same (Paper I gives means over all
     lengths, which hide both; ratios derived here).
+
+    Args:
+        kl: bits, of the model.
+        untrained: bits, of each untrained control.
+        trivial: bits, of a predictor that does not infer.
+        trained: how many queries, the first ones, had a training loss; there is at least one more.
+        warnings: further ones.
     """
     later = trained + (kl.shape[1] - trained) // 2
 
-    def edge(who: np.ndarray) -> np.ndarray:
-        return np.stack([who[:, :trained].mean(1), who[:, trained], who[:, later:].mean(1)], -1)
+    def means(divergence: np.ndarray) -> np.ndarray:
+        """[sequence 3]: mean within the horizon, first query past it, last half of the queries past it."""
+        parts = (divergence[:, :trained].mean(1), divergence[:, trained], divergence[:, later:].mean(1))
+        return np.stack(parts, -1)
 
-    own, others = edge(kl), [edge(control) for control in untrained]
+    own, controls = means(kl), [means(control) for control in untrained]
     within, first, plateau = own.mean(0)
-    beyond = [who[:, trained:].mean(1) for who in (kl, *untrained)]
-    found, notes, warnings = [measured(CLIFF, "KL past the horizon", mean, beyond[0], beyond[1:])], [], []
+    past = [divergence[:, trained:].mean(1) for divergence in (kl, *untrained)]
+    estimates, notes = [measured(PROBE, "KL past the horizon", mean, past[0], past[1:])], []
+    trivial_within = float(trivial[:, :trained].mean())
     if within < AS_EXACT:
         notes.append("no ratio: within the horizon the answers are exact")
-    elif within > LEARNT * (left := float(trivial[:, :trained].mean())):
-        warnings.append(
-            f"no ratio: within the horizon {within:.3g} bits remain of the {left:.3g} of a predictor that does not "
-            "infer; there is little that could be carried on"
+    elif within > LEARNT * trivial_within:
+        warnings = (
+            *warnings,
+            f"no ratio: within the horizon the error is {within:.3g} bits, more than half of the {trivial_within:.3g} "
+            "bits of a predictor that does not infer; too little was learnt to be continued",
         )
     else:
-        found += [
-            near(CLIFF, RATIO, lambda rows: _over(rows, 1), own, 1.0, "no cliff: a ratio of 1", "log"),
-            measured(CLIFF, LATER, lambda rows: _over(rows, 2), own, others, "log"),
+        estimates += [
+            near(PROBE, RATIO, lambda rows: _over(rows, 1), own, 1.0, "no cliff: a ratio of 1", "log"),
+            measured(PROBE, LATER, lambda rows: _over(rows, 2), own, controls, "log"),
         ]
-    return {
+    return LengthGeneralisation(
         **curves(kl, untrained, trivial),
-        "within": float(within),
-        "first": float(first),
-        "plateau": float(plateau),
-        "estimates": tuple(found),
-        "ticks": numbered(1, kl.shape[1]),
-        "notes": (f"the horizon is query {trained}", *notes),
-        "warnings": tuple(warnings),
-    }
+        within=float(within),
+        first=float(first),
+        plateau=float(plateau),
+        estimates=tuple(estimates),
+        ticks=numbered(1, kl.shape[1]),
+        notes=(f"the horizon is query {trained}", *notes),
+        warnings=tuple(warnings),
+    )
 
 
 def _over(edge: np.ndarray, column: int) -> float:
-    """A column's mean over the first's; an error that counts as none has a logarithm all the same."""
+    """A column's mean over the first column's; errors that count as exact still have a logarithm."""
     means = edge.mean(0).clip(AS_EXACT)
     return float(means[column] / means[0])

@@ -1,4 +1,4 @@
-"""Does what was learnt go on past the last query that a loss was on, or does it stop there?"""
+"""Does the model keep its accuracy at queries later than any that had a training loss?"""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput
-from llmgeom.probes.shared.length_curves import Horizon, past
+from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result
+from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.stats.information import bits, kl
 
 
@@ -41,18 +42,10 @@ NEEDS = Needs(
 )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Result(Horizon):
-    """Divergence from the exact answer by query, and by how much more it is past the horizon."""
-
-    TITLE = "Length cliff"
-    COMPUTED = f"{Horizon.COMPUTED} The trivial predictor is the mean exact answer at each query over the sequences."
-
-
 def measure(view: ProbeInput) -> Result:
     """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
     if WHOLE not in view.samples:
-        raise UserError("a length cliff needs whole sequences of a task; llmgeom scan --task gives them")
+        raise UserError("length generalisation is measured on whole sequences of a task: scan --task")
     sample, found = view.samples[WHOLE], view.observations
     exact = sample.capture.exact
     if not exact.outcomes:
@@ -70,11 +63,8 @@ def measure(view: ProbeInput) -> Result:
         raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
     p = exact.predictive.double().view(n, asked, -1)
     trivial = bits(kl(p, p.logsumexp(0, keepdim=True) - np.log(n))).numpy()
-    fields = past(own, untrained, trivial, found.queries)
-    if not found.task:
-        said = "what the model was trained on is not known: the horizon is the task's own"
-        fields["warnings"] = (*fields["warnings"], said)
-    return Result(**fields)
+    unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not found.task)
+    return measure_past(own, untrained, trivial, found.queries, unknown)
 
 
 def _divergence(capture: Capture, n: int) -> np.ndarray:

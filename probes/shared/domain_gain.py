@@ -1,0 +1,172 @@
+"""How much flatter the values of one domain's prompts are than those of as many mixed prompts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmgeom.claims import Claim, Null, estimate
+from llmgeom.errors import Unavailable, UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import MATCHED, MIXED, ProbeInput, Sample
+from llmgeom.probes.shared.nulls import UNTRAINED, null_band
+from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary, last_layer, layer_matrices
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.pca import share_intervals
+from llmgeom.stats.resampling import Interval
+
+AS_DIVERSE = ", as diverse"
+STATISTICS = ("gain in PC1 share", "gain in PC1+PC2 share", "change in participation ratio")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DomainGain(Result):
+    """Differences of shares of variance and participation ratio between a domain and mixed prompts, by layer."""
+
+    TITLE = "Domain restriction"
+
+    pc12: np.ndarray = quantity(
+        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts as diverse", Figure("curve", band="pc12_null")
+    )
+    pc12_null: np.ndarray = quantity("layer bound", "fraction", "the gain of re-initialised models")
+    pc12_mixed: np.ndarray = quantity(
+        "layer", "fraction", "gain in PC1+PC2 share over mixed prompts", Figure("curve", band="pc12_mixed_null")
+    )
+    pc12_mixed_null: np.ndarray = quantity("layer bound", "fraction", "the gain of re-initialised models")
+    pc1: np.ndarray = quantity(
+        "layer", "fraction", "gain in PC1 share over mixed prompts as diverse", Figure("curve", band="pc1_null")
+    )
+    pc1_null: np.ndarray = quantity("layer bound", "fraction", "the gain of re-initialised models")
+    participation: np.ndarray = quantity(
+        "layer",
+        "components",
+        "change in participation ratio from mixed prompts as diverse",
+        Figure("curve", band="participation_null"),
+    )
+    participation_null: np.ndarray = quantity("layer bound", "components", "the change of re-initialised models")
+    estimates: tuple[Estimate, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry) -> DomainGain:
+    """Gains at every layer with the controls' band; metrics at the last layer.
+
+    Args:
+        view: with the samples MIXED and MATCHED.
+        claims: by metric name.
+        values: geometry of the domain's values.
+
+    Raises:
+        Unavailable: if there are no mixed prompts to compare with.
+        UserError: if a sample has another size.
+    """
+    if not {MIXED, MATCHED} <= view.samples.keys():
+        raise Unavailable("there is no sample of as many mixed prompts: scan --domain math")
+    samples = {AS_DIVERSE: view.samples[MATCHED], "": view.samples[MIXED]}
+    for sample in samples.values():
+        if len(sample.entropy) != len(view.entropy):
+            raise UserError(
+                f"{len(view.entropy)} prompts of the domain and {len(sample.entropy)} mixed ones: shares of unequal "
+                "samples do not compare; ask for as many of each"
+            )
+    # [layer statistic], [draw layer statistic]
+    domain = np.array([summary.numbers for summary in values.layers])
+    untrained = np.array([[summary.numbers for summary in draw] for draw in values.untrained])
+    gains = {over: domain - _numbers(sample.capture) for over, sample in samples.items()}
+    nulls = {
+        over: untrained - np.array([_numbers(control) for control in sample.untrained])
+        for over, sample in samples.items()
+    }
+    fields = {}
+    for name, over, column in (
+        ("pc12", AS_DIVERSE, 1),
+        ("pc12_mixed", "", 1),
+        ("pc1", AS_DIVERSE, 0),
+        ("participation", AS_DIVERSE, 2),
+    ):
+        fields[name] = gains[over][:, column]
+        side = claims[STATISTICS[column] + over].side
+        fields[f"{name}_null"] = null_band({UNTRAINED: nulls[over][:, :, column]}, side)
+    domain_sample = Sample(view.capture, view.entropy, view.untrained)
+    return DomainGain(
+        **fields,
+        estimates=tuple(
+            row
+            for over, sample in samples.items()
+            for row in _estimates(domain_sample, sample, claims, over, gains[over][-1], nulls[over][:, -1])
+        ),
+        notes=(
+            _diversity(
+                str(view.capture.batch.source.get("name", "the domain")),
+                samples[AS_DIVERSE].capture.batch.source["as_diverse"],
+            ),
+        ),
+    )
+
+
+def _estimates(
+    domain: Sample, mixed: Sample, claims: Mapping[str, Claim], over: str, gains: np.ndarray, untrained: np.ndarray
+) -> Iterator[Estimate]:
+    """The three gains [statistic] of the last layer against those of the untrained controls [draw statistic]."""
+    intervals = [gain_interval(a, b) for a, b in zip(_intervals(domain), _intervals(mixed), strict=True)]
+    for column in (1, 0, 2):
+        claim = claims[STATISTICS[column] + over]
+        null = Null.of(UNTRAINED, gains[column], untrained[:, column], claim.side)
+        # Where untrained models lose, to lose less is no gain.
+        margin = max(null.margin, 0.0) if claim.side == "upper" else min(null.margin, 0.0)
+        clusters = min(len(set(domain.clusters)), len(set(mixed.clusters)))
+        null = replace(null, margin=margin)
+        yield estimate(claim, gains[column], intervals[column], [null], n=len(domain.entropy), clusters=clusters)
+
+
+def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval]) -> Interval:
+    """Interval of a - b for two independent samples, from each one's value and interval (a, [l, u]), (b, [m, v]).
+
+    [a - b - sqrt((a - l)^2 + (v - b)^2), a - b + sqrt((u - a)^2 + (b - m)^2)]: Zou and Donner (2008), who recover each
+    side's variance from the limits, so that their skewness is kept. Here the limits are `pca.share_intervals`.
+    Measured at d = 128, coverage of 95 % intervals of the difference in PC1, PC1+PC2 and participation ratio, over 400
+    repetitions (the bootstrap: percentiles, over 150):
+
+                                                          this         two jackknives   bootstrap of templates
+    75 prompts, Gaussian factors, no difference           96, 97, 94   96, 97, 94       99, 99, 97
+    75 prompts, Gaussian factors, gain .11 and .14        95, 94, 93   95, 94, 93       95, 93, 86
+    75 prompts, t(4) factors in 40 templates, gain .12    92, 92, 92   92, 91, 93       91, 89, 91
+    30 prompts, Gaussian factors, gain .12 and .15        97, 97, 96   98, 96, 96       97, 96, 79
+    75 prompts, noise alone                               100          100              100
+
+    Two jackknives: identity scale, variances added, Student's t with Welch and Satterthwaite's degrees of freedom. The
+    bootstrap's inflation of shares (repeated rows) cancels only where the two samples have the same spectrum.
+    """
+    (a, one), (b, two) = domain, mixed
+    return Interval(
+        a - b - math.hypot(a - one.low, two.high - b),
+        a - b + math.hypot(one.high - a, b - two.low),
+        one.level,
+        f"{one.method.split(',')[0]}, and {two.method.removeprefix('jackknife over ').split(',')[0]} of mixed prompts",
+    )
+
+
+def _intervals(sample: Sample) -> list[tuple[float, Interval]]:
+    """Value and interval of each statistic, last layer."""
+    last = last_layer(sample.capture, Site.VALUE)
+    return list(zip(PCASummary.of(last).numbers, share_intervals(last, sample.clusters), strict=True))
+
+
+def _numbers(capture: Capture) -> np.ndarray:
+    """[layer statistic]: PC1 share, PC1+PC2 share, participation ratio."""
+    return np.array([PCASummary.of(x).numbers for x in layer_matrices(capture, Site.VALUE)])
+
+
+def _diversity(name: str, counts: Mapping[str, Sequence[int]]) -> str:
+    """How diverse the samples are, as their source says; a miss by more than a tenth is said first."""
+    wanted, reached = counts["wanted"], counts["reached"]
+    far = any(abs(have - want) > 0.1 * want for want, have in zip(wanted, reached, strict=True))
+    lists = {key: "{}, {} and {}".format(*counts[key]) for key in ("wanted", "reached", "start")}
+    return (
+        f"{f'mixed prompts as diverse as {name} were not found; ' if far else ''}different tokens, different final "
+        f"tokens and templates: {name} {lists['wanted']}; {MATCHED} {lists['reached']}; {MIXED} {lists['start']}"
+    )
