@@ -169,6 +169,7 @@ def test_a_training_ends_with_its_step_and_goes_on_to_the_same_bytes(tmp_path, m
     assert files(tmp_path / "a") == files(tmp_path / "b")
 
 
+@pytest.mark.slow
 def test_a_sweep_tells_its_processes_to_end_with_their_step(tmp_path):
     """A terminal sends Ctrl-C to the whole group: the first process alone heeds it, and the others end in order."""
     script = tmp_path / "script.py"

@@ -17,6 +17,8 @@ from tests.scan_kills import PLACES
 from tests.test_share import record
 from tests.test_store import contents
 
+pytestmark = pytest.mark.slow
+
 EVENTS = 170  # places that a whole scan passes, at least
 NAMED = [
     "a forward:5",  # between two batches of the pool

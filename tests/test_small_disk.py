@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 WHY = (
     *("No space left on device", "File too large", "No such file or directory", "Not a directory", "File exists"),
     "the captures take about",  # told before anything runs
