@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.scan_kills import PLACES
-from tests.test_share import record
+from tests.test_distributed import record
 from tests.test_store import contents
 
 pytestmark = pytest.mark.slow

@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from llmgeom.errors import UserError
 from llmgeom.wind_tunnels.models import ARCHITECTURES
+from llmgeom.wind_tunnels.models.config import TunnelConfig
 from llmgeom.wind_tunnels.models.rows import RowsConfig
 from llmgeom.wind_tunnels.models.state_space import EXPAND
-from llmgeom.wind_tunnels.models.tunnel import MIXERS, TunnelConfig
+from llmgeom.wind_tunnels.models.tunnel import MIXERS
 
 LONGER = 4  # positions a model is made for, in lengths of its task: longer sequences than it saw can be graded
 STATE = 16  # of a state space

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 if TYPE_CHECKING:
-    from llmgeom.wind_tunnels.models.tunnel import TunnelConfig
+    from llmgeom.wind_tunnels.models.config import TunnelConfig
 
 EXPAND, KERNEL = 2, 4
 SLOWEST, FASTEST = 0.001, 0.1  # steps dt at initialisation, log-uniform

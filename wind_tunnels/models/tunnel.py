@@ -7,35 +7,13 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import CausalLMOutput
 
 from llmgeom.errors import UserError
+from llmgeom.wind_tunnels.models.config import TunnelConfig
 from llmgeom.wind_tunnels.models.state_space import Mamba, Mamba2
-
-
-class TunnelConfig(PreTrainedConfig):
-    """Of a TunnelForCausalLM.
-
-    mixer       one of MIXERS.
-    inner_size  states of a channel's memory (mamba2, mamba), width of the LSTM's state, or of the MLP (mlp, meanpool,
-                flat).
-    num_heads   decays of a layer (mamba2).
-    """
-
-    model_type = "llmgeom_tunnel"
-
-    mixer: str = "mamba2"
-    vocab_size: int = 16
-    hidden_size: int = 64
-    num_hidden_layers: int = 2
-    num_heads: int = 4
-    inner_size: int = 16
-    max_position_embeddings: int = 64
-    initializer_range: float = 0.02
-    norm_eps: float = 1e-5
-    tie_word_embeddings: bool = False
 
 
 class LSTM(nn.Module):
