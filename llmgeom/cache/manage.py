@@ -1,4 +1,4 @@
-"""What is kept under LLMGEOM_CACHE: listed, checked, removed, and brought together from several machines."""
+"""The cache under LLMGEOM_CACHE: list its runs, verify shards, remove runs, merge caches of several machines."""
 
 from __future__ import annotations
 
@@ -20,8 +20,15 @@ OLDER = "(kept by an older version; not read any more)"
 
 
 @dataclass(frozen=True)
-class Kept:
-    """One capture: of which prompts, how many, and how many of its shards are there; its control's seed, if of an untrained control."""
+class StoredCapture:
+    """One capture in the cache.
+
+    Attributes:
+        of: The source of its prompts. prompts: How many there are.
+        shards: How many are stored. expected: How many there will be.
+        control: The seed of the untrained control that was captured; None for the model itself.
+        size: Bytes. written: When a file was last written, seconds since the epoch.
+    """
 
     folder: Path
     of: str
@@ -51,7 +58,7 @@ class Run:
     folder: Path
     model: str
     how: str
-    captures: tuple[Kept, ...]
+    captures: tuple[StoredCapture, ...]
     size: int
     written: float
 
@@ -70,7 +77,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Merged:
-    """What came of a merge: shards and bytes copied, shards that were there, and sentences about those left behind."""
+    """The result of a merge: shards and bytes copied, shards already present, and why others were left out."""
 
     copied: int
     size: int
@@ -81,26 +88,26 @@ class Merged:
 def runs(root: Path | None = None) -> list[Run]:
     """Every run in a cache, the last written first."""
     root = root or captures_folder()
-    found = [_run(folder) for folder in sorted(root.iterdir()) if folder.is_dir()] if root.is_dir() else []
-    return sorted(found, key=lambda run: -run.written)
+    folders = [folder for folder in sorted(root.iterdir()) if folder.is_dir()] if root.is_dir() else []
+    return sorted(map(_run, folders), key=lambda run: -run.written)
 
 
 def chosen(keys: Iterable[str]) -> list[Run]:
-    """The runs whose key begins so. Raises UserError where none does, or several do."""
-    there, found = runs(), []
+    """The runs whose keys begin with these texts. Raises UserError where none or several do."""
+    known, matches = runs(), []
     for key in keys:
         if len(key) < 4:
             raise UserError(f"{key!r}: expected at least 4 characters of a run's key; `llmgeom cache ls` shows them")
-        fitting = [run for run in there if run.key.startswith(key)]
-        if len(fitting) != 1:
-            why = f"{len(fitting)} runs begin so" if fitting else "no run begins so"
+        matching = [run for run in known if run.key.startswith(key)]
+        if len(matching) != 1:
+            why = f"{len(matching)} runs begin so" if matching else "no run begins so"
             raise UserError(f"{key!r}: {why} in {captures_folder()}; `llmgeom cache ls` shows which there are")
-        found += fitting
-    return found
+        matches += matching
+    return matches
 
 
 def verify(of: Iterable[Run]) -> Iterator[tuple[Path, str]]:
-    """Every shard and why it cannot be read, empty where it can. All bytes are read."""
+    """Every shard with the reason why it cannot be read, empty where it can. All bytes are read."""
     for run in of:
         for folder in sorted(path.parent for path in run.folder.glob(f"*/{SPEC}")):
             for path in sorted(folder.glob("*.safetensors")):
@@ -108,8 +115,11 @@ def verify(of: Iterable[Run]) -> Iterator[tuple[Path, str]]:
 
 
 def remove(of: Iterable[Run]) -> int:
-    """Delete runs; how many bytes that freed. Raises UserError, before anything is deleted, where a process is making
-    one."""
+    """Delete runs and return the bytes freed.
+
+    Raises:
+        UserError: A process is making a capture of one of them. Nothing is deleted then.
+    """
     of = list(of)
     for run in of:
         if busy := next((one for one in run.captures if is_being_made(one.folder)), None):
@@ -124,30 +134,32 @@ def remove(of: Iterable[Run]) -> int:
 
 
 def merge(folders: Iterable[str | os.PathLike]) -> Merged:
-    """Copy the shards of other caches into this one, each checked on the way.
+    """Copy the shards of other caches into this one and check each.
 
-    Where this cache has a shard of the same place but other bytes (another processor, a batch that was halved), ours
-    stays. Raises UserError for a folder without captures.
+    A shard that this cache has with other bytes (of another processor, or of a batch that was halved) is not replaced.
+
+    Raises:
+        UserError: A folder has no captures.
     """
-    into, copied, size, there, left = captures_folder(), 0, 0, 0, []
-    for given in map(Path, folders):
-        root = given / "captures" if (given / "captures").is_dir() else given
+    into, copied, size, present, left = captures_folder(), 0, 0, 0, []
+    for other in map(Path, folders):
+        root = other / "captures" if (other / "captures").is_dir() else other
         specs = sorted(root.glob(f"*/*/{SPEC}"))
         if not specs:
-            raise UserError(f"{given} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
+            raise UserError(f"{other} holds no captures; give the folder that LLMGEOM_CACHE named where they were made")
         for spec in specs:
             of = f"{spec.parent.parent.name}/{spec.parent.name}"
             target = into / of
             target.mkdir(parents=True, exist_ok=True)
-            for told in (spec.parent.parent / RUN, spec):
-                place = into / told.relative_to(root)
-                if told.exists() and not place.exists():
-                    write_whole(place, told.read_bytes(), FREE)
+            for source in (spec.parent.parent / RUN, spec):
+                place = into / source.relative_to(root)
+                if source.exists() and not place.exists():
+                    write_whole(place, source.read_bytes(), FREE)
             ours = {path.name.split("-")[0]: path.name for path in target.glob("*.safetensors")}
             for path in sorted(spec.parent.glob("*.safetensors")):
                 mine = ours.get(path.name.split("-")[0])
                 if mine == path.name:
-                    there += 1
+                    present += 1
                 elif why := flaw(path.name, data := path.read_bytes(), of):
                     left.append(f"{path}: {why}; left behind")
                 elif mine:
@@ -155,30 +167,30 @@ def merge(folders: Iterable[str | os.PathLike]) -> Merged:
                 else:
                     write_whole(target / path.name, data, FREE)
                     copied, size = copied + 1, size + len(data)
-    return Merged(copied, size, there, tuple(left))
+    return Merged(copied, size, present, tuple(left))
 
 
 def _run(folder: Path) -> Run:
-    body = _told(folder / RUN)
+    body = _json(folder / RUN)
     about, spec = body.get("about", {}), body.get("spec", {})
     revision = f" at {about['revision'][:12]}" if about.get("revision") else ""
     device = "+".join(spec.get("device", ()))
-    captures = tuple(_kept(path.parent) for path in sorted(folder.glob(f"*/{SPEC}")))
-    there = list(files(folder))
+    captures = tuple(_capture(path.parent) for path in sorted(folder.glob(f"*/{SPEC}")))
+    stats = list(files(folder))
     return Run(
         folder,
         f"{about['name']}{revision}" if about else OLDER,
         f"{spec['dtype']} on {device}" if spec else "no matter how",
         captures,
-        sum(one.st_size for one in there),
-        max((one.st_mtime for one in there), default=folder.stat().st_mtime),
+        sum(one.st_size for one in stats),
+        max((one.st_mtime for one in stats), default=folder.stat().st_mtime),
     )
 
 
-def _kept(folder: Path) -> Kept:
-    body = _told(folder / SPEC)
+def _capture(folder: Path) -> StoredCapture:
+    body = _json(folder / SPEC)
     about, spec = body.get("about", {}), body.get("spec", {})
-    return Kept(
+    return StoredCapture(
         folder,
         about.get("of", "?"),
         about.get("prompts", 0),
@@ -191,7 +203,7 @@ def _kept(folder: Path) -> Kept:
     )
 
 
-def _told(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -199,7 +211,7 @@ def _told(path: Path) -> dict[str, Any]:
 
 
 def _age(seconds: float) -> str:
-    """ "3 minutes": what has passed, in the largest unit of which there is one."""
+    """A duration in its largest whole unit: "3 minutes"."""
     for name, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
         if seconds >= length:
             n = int(seconds // length)
@@ -208,7 +220,7 @@ def _age(seconds: float) -> str:
 
 
 def table(of: Iterable[Run], captures: bool = False) -> Iterator[str]:
-    """A line a run, or a line a capture of theirs; and what they take together."""
+    """A line for each run, with `captures` a line for each of its captures too; last, the total size."""
     now, of = time.time(), list(of)
     for run in of:
         yield run.line(now)

@@ -1,4 +1,4 @@
-"""A run's activations on disk, in shards that carry their hash: what is stale, cut or not its own is never read."""
+"""Stores activations on disk as content-hashed shards. Stale, truncated or misplaced shards are never read."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def said(size: float) -> str:
 
 
 def files(folder: Path) -> Iterator[os.stat_result]:
-    """Of every file below a folder; one that another process renames or removes meanwhile is left out."""
+    """The `stat` of every file below a folder, without files that another process renames or removes meanwhile."""
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISREG((found := path.stat()).st_mode):
@@ -81,8 +81,11 @@ def room(folder: str | os.PathLike, needed: float) -> None:
 
 
 def header(data: bytes) -> dict[str, Any]:
-    """What a shard says of itself: schema, of (RUN/CAPTURE), shard, and what it was written with. ValueError where it
-    says nothing."""
+    """A shard's own description: schema, of (RUN/CAPTURE), shard, and the `about` of `Store.write`.
+
+    Raises:
+        ValueError: It has none.
+    """
     try:
         length = int.from_bytes(data[:8], "little")
         return dict(json.loads(json.loads(data[8 : 8 + length])["__metadata__"]["llmgeom"]))
@@ -91,7 +94,7 @@ def header(data: bytes) -> dict[str, Any]:
 
 
 def flaw(name: str, data: bytes, of: str) -> str:
-    """Why a file is not a shard of the capture `of` (RUN/CAPTURE) that can be read; empty where it is."""
+    """Why a file is not a readable shard of the capture `of` (RUN/CAPTURE); empty where it is."""
     known = NAME.fullmatch(name)
     if known is None:
         return f"its name is not that of a shard of schema {SCHEMA}"
@@ -122,14 +125,17 @@ def is_being_made(folder: Path) -> bool:
 
 
 class Store:
-    """The shards of one capture, in a folder named by the hash of everything that decides its bytes.
+    """The shards of one capture, in a folder named by the hash of everything that determines its bytes.
 
-    Another weight, prompt, site or version is another folder, so nothing stale is ever read, and the same command after
-    a kill goes on where it stopped. A file whose bytes do not have the hash in its name, or that is not of this
-    capture, is moved to `set-aside` with a warning, and made again.
-    run     what all captures of one model read in one way share; their folders lie in one: weights, dtype ...
-    spec    what tells this capture from the others of its run: prompts, positions, plan, sites, edits.
-    about   what `llmgeom cache ls` says of run and capture; it decides nothing.
+    Another weight, prompt, site or version is another folder, so nothing stale is read, and the same command goes on
+    after a kill. A file whose bytes do not have the hash in its name, or that belongs to another capture, is moved to
+    `set-aside` with a warning and made again.
+
+    Args:
+        root: The folder of all captures.
+        run: What all captures of one model share: weights, dtype ... Their folders lie in one folder.
+        spec: What tells this capture from others of its run: prompts, positions, plan, sites, edits.
+        about: Descriptions of run and capture for `llmgeom cache ls`; they are not in the hash.
     """
 
     def __init__(
@@ -156,7 +162,7 @@ class Store:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again which shards there are."""
+        """List the shards again."""
         self._there: dict[int, Path] = {}
         for path in sorted(self.folder.glob("*.safetensors")):
             known = NAME.fullmatch(path.name)
@@ -166,12 +172,11 @@ class Store:
                 self._there.setdefault(int(known[1]), path)
 
     def __contains__(self, index: int) -> bool:
-        """Is shard `index` listed? Whether it is sound, `read` says."""
+        """Whether shard `index` is listed; `read` checks that it is sound."""
         return index in self._there
 
     def read(self, index: int) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """The tensors of shard `index` and what it was written with; None where it is absent, or was damaged and is
-        now set aside."""
+        """The tensors of shard `index` and its header; None where it is absent or damaged (it is then set aside)."""
         from safetensors.torch import load
 
         data = self._sound(index)
@@ -214,7 +219,7 @@ class Store:
             raise UserError(f"{path} was there and cannot be read any more ({error}); run the command again") from error
 
     def write(self, index: int, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
-        """Write shard `index` whole, or not at all. `about` is kept in it as one sorted JSON string."""
+        """Write shard `index` whole or not at all, with `about` in its header."""
         from safetensors.torch import save
 
         told = {"schema": SCHEMA, "of": self.of, "shard": index, **about}
