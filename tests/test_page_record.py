@@ -12,16 +12,16 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.model.capture import RANKS, Site, nbytes
 from llmgeom.model.hub import pockets
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import aligned_signs
-from llmgeom.prompt_table import prompt_table
+from llmgeom.prompt_table import _likely, _piece, prompt_table
 from llmgeom.prompts.domains import Domain
-from llmgeom.run import _likely, _piece, _pieces, run_probes
+from llmgeom.run import run_probes
 from tests.families import FAMILIES
 
 
@@ -79,7 +79,8 @@ def test_a_piece_keeps_its_space_and_part_of_a_character_has_a_name():
     assert told == ["<s>", " the", " cat", "s", "<0xC3>", "é", "token 7"]
     # So does each after the token before it, also the likeliest of those that come next.
     tokens = Tokens(torch.tensor([[0, 1, 2, 3], [1, 2, 0, 0]]), torch.tensor([4, 2]))
-    assert _pieces(Who, tokens) == (("<s>", " the", " cat", "s"), ("the", " cat"))
+    table = prompt_table(Who, Batch(Text(("a", "b")), ("a", "b"), {}), tokens, np.zeros(2))
+    assert table["pieces"] == (("<s>", " the", " cat", "s"), ("the", " cat"))
     likely = torch.tensor([[[2.0, 3.0], [-1.0, -2.0]], [[5.0, 1.0], [-0.5, -3.0]]])
     seen = SimpleNamespace(prompt=torch.tensor([0, 1]), position=torch.tensor([1, 1]), likely=likely)
     broken = Tokens(torch.tensor([[1, 2], [1, 4]]), torch.tensor([2, 2]))
