@@ -91,7 +91,7 @@ def test_verify_reads_every_shard_and_moves_none(kept):
     assert result.exit_code == 1
     assert result.stdout.splitlines() == [
         f"{bad}: it was cut or changed: its bytes do not have the hash in its name",
-        "1 of 16 shards are damaged: a run that needs them makes them again",
+        "1 of 16 shards are damaged; the next run that needs them makes them again",
     ]
     assert contents(kept) == before
     other = next(run.key for run in cache.runs() if run.folder not in bad.parents)
