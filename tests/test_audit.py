@@ -1,4 +1,4 @@
-"""The published definitions, each against code that follows the paper's own words; and the tables made of them."""
+"""The published definitions, each against code that follows the paper's own words."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from llmgeom.commands.scan import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.papers import audit, paper3, predictions
-from llmgeom.papers import runs as trilogy
-from llmgeom.papers.published_numbers import table
-from llmgeom.papers.runs import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import known, names
 from llmgeom.probes.evidence import published
@@ -27,7 +23,7 @@ from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, 
 from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
-from llmgeom.run import run_probes
+from llmgeom.run import observe, run_probes
 from llmgeom.stats.pca import shares
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
@@ -132,8 +128,8 @@ def test_focusing_is_that_of_eager_attention():
         np.zeros(len(batch)),
         untrained=(subject.untrained(1).capture(batch, focus.NEEDS.sites),),
         shuffled=(subject.untrained(2).capture(batch, focus.NEEDS.sites),),
-        observations=focus.everywhere(subject, batch),
-        control_observations=(focus.everywhere(subject.untrained(1), batch),),
+        observations=observe(subject, batch, focus.NEEDS),
+        control_observations=(observe(subject.untrained(1), batch, focus.NEEDS),),
     )
     result = focus.measure(view)
     subject.model.set_attn_implementation("eager")
@@ -242,111 +238,7 @@ def test_the_axis_is_pc1_and_the_cut_leaves_rounding():
     assert np.abs(score) == pytest.approx(np.abs(pca.transform(z)[:, 0]))
 
 
-# ---- the tables -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Every run of an audit, as small as can be."""
-    asked = audit.RunConfig(n=20, limit=90, nulls=2, controls=2, offline=True, device="cpu",
-                          out=str(tmp_path_factory.mktemp("audit") / "run"))  # fmt: skip
-    return asked, *trilogy.perform(asked, published=True)
-
-
-def test_an_audit_has_both_numbers_of_every_row(runs):
-    _, out, records = runs
-    assert set(records) == {MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE}
-    assert all((out / name / "record.json").exists() for name in records)
-    found = audit.audit(records)
-    for one in found.rows:
-        assert one.published and one.sound, (one.row.place, one.missing)
-        held = records[one.row.sound[0]].results[one.row.sound[1]]
-        assert one.sound in held.estimates
-    assert "misread" in found.rows[0].published.name
-    text = "\n".join(found.lines())
-    assert all(row.place in text and row.why in text for row in audit.ROWS)
-    assert len(found.measured().estimates) == 2 * len(audit.ROWS)
-
-
-def test_where_the_layout_cannot_be_misread_the_next_definition_is_taken(runs):
-    *_, records = runs
-    held = records[MIXED].results["published_values"]
-    plain = replace(held, estimates=tuple(h for h in held.estimates if "misread" not in h.name))
-    others = records | {MIXED: replace(records[MIXED], results=records[MIXED].results | {"published_values": plain})}
-    row = audit.audit(others).rows[0]
-    assert row.published.name == "PC1 share, not standardised" and not row.missing
-    gone = replace(records[MIXED], results={}, unmeasured={"published_values": "there are no values"})
-    lacking = audit.audit(others | {MIXED: gone}).rows[0]
-    assert (
-        lacking.published is None
-        and "there are no values" in lacking.missing
-        and "value_manifold" not in lacking.missing
-    )
-    assert "not measured" in "\n".join(audit.audit(others | {MIXED: gone}).lines())
-
-
-def test_predictions_are_corrected_for_their_own_number(runs):
-    *_, records = runs
-    found = predictions.predictions(records)
-    claimed = [h for _, h, _ in found.rows if h is not None and h.claim]
-    assert len(claimed) == 12 and all("Holm over 12 claims" in h.why for h in claimed)
-    absent = [p for p, h, _ in found.rows if h is None]
-    assert absent == [p for p in predictions.PREDICTIONS if p.needs]
-    assert all(f"not measured: needs {p.needs}" in "\n".join(found.lines()) for p in absent)
-
-
-@pytest.mark.parametrize("command", [["reproduce", "paper3", "--only", "audit"], ["reproduce", "predictions"]])
-def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, command, monkeypatch, tmp_path):
-    *_, records = runs
-
-    def performed(given, published, progress=None):
-        assert published == ("audit" in command) and given.nulls == 2
-        return tmp_path, records
-
-    monkeypatch.setattr(trilogy, "perform", performed)
-    done = CliRunner().invoke(main, [*command, "--nulls", "2", "--quiet", "--offline"], prog_name="llmgeom")
-    assert done.exit_code == 0, done.output
-    assert "pocket:pythia" in done.stdout and str(tmp_path / "report.html") in done.stdout
-    page = (tmp_path / "report.html").read_text()
-    assert f"llmgeom {' '.join(command)} --offline --nulls 2" in page
-    told = json.loads(CliRunner().invoke(main, [*command, "--nulls", "2", "--json"]).stdout)
-    assert (
-        told["model"] == "pocket:pythia" and len(told["rows"]) > 15 and told["report"] == str(tmp_path / "report.html")
-    )
-
-
-def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(trilogy.RunConfig, "load", lambda *_: pytest.fail("loaded"))
-    for given, says in (({"controls": 0}, "--controls 0"), ({"nulls": 0}, "--nulls 0"), ({"n": 3}, "--n 3")):
-        with refused(Exception, says):
-            trilogy.perform(audit.RunConfig(**given, out=str(tmp_path / "run")), published=True)
-
-
-def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tmp_path, monkeypatch):
-    asked, _, records = runs
-
-    def loaded(self):
-        raise RuntimeError("loaded")
-
-    monkeypatch.setattr(trilogy.RunConfig, "load", loaded)
-    held = tmp_path / "held"
-    records[SULA].save(held)
-    before = (held / "record.json").read_bytes()
-    with refused(UserError, "held", "--out"):
-        trilogy.perform(replace(asked, out=str(held)), published=True)
-    assert (held / "record.json").read_bytes() == before and not (held / MIXED).exists()
-    begun = tmp_path / "begun"  # the scans and their page are there, the table is not
-    records[MIXED].save(begun / MIXED)
-    (begun / "report.html").write_text("the scans")
-    with pytest.raises(RuntimeError, match="loaded"):
-        trilogy.perform(replace(asked, out=str(begun)), published=True)
-    # The same command again, after its end, and not another one.
-    again = replace(asked, out=str(tmp_path / "again"))
-    trilogy.save(tmp_path / "again", again, records, "audit", audit.audit(records).measured())
-    with pytest.raises(RuntimeError, match="loaded"):
-        trilogy.perform(again, published=True)
-    with refused(UserError, "--out"):
-        trilogy.perform(replace(again, controls=3), published=True)
+# ---- the protocol ---------------------------------------------------------------------------------------------------
 
 
 def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
@@ -363,58 +255,3 @@ def test_the_published_protocol_has_its_own_probes_and_no_claims(tmp_path):
     for name, module in known(names("published")).items():
         for text in (module.Result.TITLE, *module.Result.prose().values()):
             assert len(text) > 5, (name, text)
-
-
-def test_paper_three_finds_its_headlines_in_the_runs(runs):
-    *_, records = runs
-    bench = paper3.Model("pocket:pythia", records)
-    measured = 0
-    for one in table("paper3"):
-        if one.small is None:
-            continue
-        try:
-            h = bench.measured(one.small)
-        except UserError as refusal:
-            assert "its page says why" in str(refusal) or len(str(refusal)) > 20
-            continue
-        place = next(p for p in one.small.of["at"] if p[1] in records[p[0]].results)
-        assert h in records[place[0]].results[place[1]].estimates and h.name == place[2]
-        measured += 1
-    assert measured >= 20
-
-
-def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch):
-    """Four of five were finished when it was killed: the fifth alone is run, and then none."""
-    asked, _, records = runs
-    asked = replace(asked, out=str(tmp_path))
-    spec = asked.spec(asked.locate(), what=asked.WHAT)
-    for name, record in records.items():
-        record.save(tmp_path / name)
-        if name != trilogy.ABLATE:
-            (tmp_path / name / trilogy.FINISHED).write_text(spec)
-    asked_of = []
-
-    def ablated(given, progress, subject):
-        asked_of.append(subject)
-        return tmp_path, records[trilogy.ABLATE]
-
-    monkeypatch.setattr(trilogy.ablation, "perform", ablated)
-    for name in ("scanning", "sula"):
-        monkeypatch.setattr(getattr(trilogy, name), "perform", _never)
-    monkeypatch.setattr(trilogy.scanning, "prepare", lambda scans: None)
-    monkeypatch.setattr(trilogy.RunConfig, "load", lambda *_: "the model")
-    _, found = trilogy.perform(asked, published=True)
-    assert asked_of == ["the model"] and {*found} == {*records}
-    monkeypatch.setattr(trilogy.RunConfig, "load", _never)
-    _, again = trilogy.perform(asked, published=True)
-    assert len(asked_of) == 1
-    assert [h for r in again.values() for m in r.results.values() for h in m.estimates] == [
-        h for r in found.values() for m in r.results.values() for h in m.estimates
-    ]
-    (tmp_path / trilogy.SULA / trilogy.FINISHED).write_text("another")
-    with pytest.raises(AssertionError, match="done again"):
-        trilogy.perform(asked, published=True)
-
-
-def _never(*_, **__):
-    raise AssertionError("done again")

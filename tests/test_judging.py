@@ -11,7 +11,7 @@ from scipy import stats
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
-from llmgeom.papers.verdicts import NONE, Judged, combined, judged, over_seeds, pose
+from llmgeom.papers.verdicts import NO_NULL, Row, combined, judged, over_seeds, pose
 from llmgeom.stats.resampling import Interval
 from llmgeom.stats.tests import needed_n_mean
 from tests.refusals import refused
@@ -27,11 +27,15 @@ def entry(test: Check, name: str = "q") -> Entry:
     return Entry(id=name, rows=("3.1",), small=test, full=test, **said)
 
 
+def row(of: Entry, test: Check, estimate) -> Row:
+    return Row(of, estimate, "", test)
+
+
 def verdict(values, test: Check, *, others: int = 0, **given):
     """Of one entry, among others that are certain."""
     sure = asks("above", bound=0.0)
-    rows = [Judged(entry(test), test, over_seeds(values, "bits", test.scale, **given), "")]
-    rows += [Judged(entry(sure, f"o{i}"), sure, over_seeds([5, 5.001, 5.002], "bits"), "") for i in range(others)]
+    rows = [row(entry(test), test, over_seeds(values, "bits", test.scale, **given))]
+    rows += [row(entry(sure, f"o{i}"), sure, over_seeds([5, 5.001, 5.002], "bits")) for i in range(others)]
     return judged(rows)[0].estimate
 
 
@@ -112,7 +116,7 @@ def test_the_more_is_asked_the_harder_it_is_to_pass():
     assert 0.05 / 10 < p < 0.05
     assert verdict(VALUES, test).verdict == "PASS"
     assert verdict(VALUES, test, others=9).verdict == "PASS"  # Holm: the others are certain, and go first
-    unsure = [Judged(entry(test, f"u{i}"), test, over_seeds(VALUES, "bits"), "") for i in range(10)]
+    unsure = [row(entry(test, f"u{i}"), test, over_seeds(VALUES, "bits")) for i in range(10)]
     assert {one.verdict for one in judged(unsure)} == {"INCONCLUSIVE"}
 
 
@@ -138,7 +142,7 @@ def test_under_the_null_few_pass():
     hits = 0
     for _ in range(300):
         rows = [
-            Judged(entry(t, f"{i}"), t, over_seeds(rng.normal(1.0, 0.2, 4), "bits"), "")
+            row(entry(t, f"{i}"), t, over_seeds(rng.normal(1.0, 0.2, 4), "bits"))
             for i, t in enumerate([test] * 4 + [at_the_edge])
         ]
         hits += any(one.verdict == "PASS" for one in judged(rows))
@@ -168,13 +172,13 @@ def test_trainings_are_held_against_the_hardest_of_their_nulls():
     assert h.value == pytest.approx(0.91) and h.clusters == 3 and h.null_high == pytest.approx(high.max(), abs=0.01)
     assert h.p == 1.0 and "hardest of 3 trainings" in h.null
     test = asks("above", bound=0.5)
-    (one,) = judged([Judged(entry(test), test, h, "")])
+    (one,) = judged([row(entry(test), test, h)])
     assert one.verdict == "FAIL"
-    (one,) = judged([Judged(entry(test), test, combined([drawn(v, low) for v in (0.9, 0.92, 0.91)]), "")])
+    (one,) = judged([row(entry(test), test, combined([drawn(v, low) for v in (0.9, 0.92, 0.91)]))])
     assert one.verdict == "PASS"
     below = asks("below", bound=0.5)
     mirrored = [drawn(-0.9, -low, side="lower"), drawn(-0.92, -high, side="lower"), drawn(-0.91, -low, side="lower")]
-    (one,) = judged([Judged(entry(below), below, combined(mirrored), "")])
+    (one,) = judged([row(entry(below), below, combined(mirrored))])
     assert one.verdict == "FAIL"
     with refused(ValueError, "upper"):
         pose(entry(below), below, h, 1)
@@ -184,17 +188,17 @@ def test_a_rank_p_of_too_few_draws_does_not_pass():
     few = np.random.default_rng(4).normal(0, 0.01, 5)
     h = combined([drawn(v, few) for v in (0.9, 0.92, 0.91)])
     test = asks("above", bound=0.5)
-    (one,) = judged([Judged(entry(test), test, h, "")])
+    (one,) = judged([row(entry(test), test, h)])
     assert h.p == pytest.approx(1 / 6) and h.p_claim < 1e-3 and one.verdict == "INCONCLUSIVE"
 
 
 def test_a_claim_keeps_its_own_terms():
     test, rng = asks("claim"), np.random.default_rng(3)
     h = drawn(0.9, rng.normal(0, 0.01, 40), claim="It is so.")
-    rows = [Judged(entry(test), test, h, "")]
+    rows = [row(entry(test), test, h)]
     assert judged(rows)[0].verdict == "PASS"
-    unsure = Judged(entry(test), test, drawn(0.9, np.zeros(40), claim="It is so."), "")
-    lacking = [Judged(unsure.entry, test, _inconclusive(unsure.estimate), "")]
+    unsure = row(entry(test), test, drawn(0.9, np.zeros(40), claim="It is so."))
+    lacking = [row(unsure.entry, test, _inconclusive(unsure.estimate))]
     (one,) = judged(lacking)
     assert one.verdict == "INCONCLUSIVE" and one.why == "needs 5 training seeds, has 2"
 
@@ -207,7 +211,7 @@ def _inconclusive(h):
 
 def test_what_was_not_measured_stays_not_tested():
     test = asks("above", bound=0.5)
-    rows = [Judged(entry(test), None, None, "no code"), Judged(entry(test), test, over_seeds(VALUES, "bits"), "")]
+    rows = [Row(entry(test), None, "no code"), row(entry(test), test, over_seeds(VALUES, "bits"))]
     found = judged(rows)
-    assert found[0].verdict == "NOT TESTED" and found[0].why == "no code" and found[1].estimate.null == NONE
+    assert found[0].verdict == "NOT TESTED" and found[0].why == "no code" and found[1].estimate.null == NO_NULL
     assert "Holm over 1 claim" in found[1].why

@@ -15,8 +15,10 @@ from click.testing import CliRunner
 
 from llmgeom.cli import main
 from llmgeom.commands import reproduce
-from llmgeom.papers import paper2
-from llmgeom.papers.paper2 import (
+from llmgeom.papers import paper2, sticky_chain
+from llmgeom.papers.paper2 import speed
+from llmgeom.papers.published_numbers import table
+from llmgeom.papers.sticky_chain import (
     ALTERNATING,
     EQUAL,
     FAST,
@@ -34,11 +36,9 @@ from llmgeom.papers.paper2 import (
     gradients,
     least,
     schedules,
-    speed,
     trained,
 )
-from llmgeom.papers.published_numbers import table
-from llmgeom.papers.verdicts import Judged, judged
+from llmgeom.papers.verdicts import Row, judged
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -160,7 +160,7 @@ def test_ten_times_every_rate_is_a_tenth_of_the_steps():
 
 def test_only_the_named_rates_move_their_matrices_and_a_run_stops_on_arrival(monkeypatch):
     moved = []
-    monkeypatch.setattr(paper2, "fresh_weights", lambda seed: moved.append(fresh_weights(seed)) or moved[-1])
+    monkeypatch.setattr(sticky_chain, "fresh_weights", lambda seed: moved.append(fresh_weights(seed)) or moved[-1])
     trained(Cell((0.0, 0.0, 0.1, 0.0), 1, 60, 3))
     for i, (now, before) in enumerate(zip(moved[0], fresh_weights(1), strict=True)):
         assert torch.equal(now, before) == (i != 2)
@@ -177,13 +177,13 @@ def test_only_the_named_rates_move_their_matrices_and_a_run_stops_on_arrival(mon
 
 
 def test_closed_form_and_descent_take_turns_and_each_leaves_the_other_s_matrices(monkeypatch):
-    seen, own = [], paper2.gradients
+    seen, own = [], sticky_chain.gradients
 
     def watched(x, y, weights, *args, **options):
         seen.append([each.clone() for each in weights])
         return own(x, y, weights, *args, **options)
 
-    monkeypatch.setattr(paper2, "gradients", watched)
+    monkeypatch.setattr(sticky_chain, "gradients", watched)
     trained(Cell((0.01,) * 4, 1, 60, 5, ridge=1e-2))
     for turn, (before, after) in enumerate(pairwise(seen[:6])):
         moved = [not torch.equal(a, b) for a, b in zip(before, after, strict=True)]
@@ -193,8 +193,8 @@ def test_closed_form_and_descent_take_turns_and_each_leaves_the_other_s_matrices
 def test_a_training_that_diverges_is_said_and_arrives_never():
     found = trained(Cell((1e30,) * 4, 1, 60, 5))
     assert not found["finite"] and found["losses"] == []
-    assert paper2._reached(found, 2.0, 5) == 6 and paper2._fresh(found) == math.inf
-    assert paper2._reached({"losses": [2.1, 2.0, 1.9]}, 2.0, 5) == 1
+    assert sticky_chain.arrival(found, 2.0, 5) == 6 and sticky_chain.fresh_loss(found) == math.inf
+    assert sticky_chain.arrival({"losses": [2.1, 2.0, 1.9]}, 2.0, 5) == 1
 
 
 def test_what_diverged_is_kept_as_it_is_and_no_ridge_is_chosen_by_it(monkeypatch, tmp_path):
@@ -203,14 +203,14 @@ def test_what_diverged_is_kept_as_it_is_and_no_ridge_is_chosen_by_it(monkeypatch
 
     def told(cell):
         ran.append(cell)
-        bad = cell.ridge == paper2.RIDGES[0] and cell.seed in paper2.TUNING
+        bad = cell.ridge == sticky_chain.RIDGES[0] and cell.seed in sticky_chain.TUNING
         return {"losses": [] if bad else [2.0, 1.9], "fresh": 0.0 if bad else 2.0 - cell.ridge, "finite": not bad}
 
-    monkeypatch.setattr(paper2, "trained", told)
-    *_, chosen = paper2.chained({"length": 60, "steps": 4}, tmp_path)
-    assert chosen["ridge"] == paper2.RIDGES[-1]
+    monkeypatch.setattr(sticky_chain, "trained", told)
+    *_, chosen = sticky_chain.compare_methods({"length": 60, "steps": 4}, tmp_path)
+    assert chosen["ridge"] == sticky_chain.RIDGES[-1]
     ran.clear()
-    paper2.chained({"length": 60, "steps": 4}, tmp_path)
+    sticky_chain.compare_methods({"length": 60, "steps": 4}, tmp_path)
     assert not ran
 
 
@@ -218,13 +218,13 @@ def test_what_diverged_is_kept_as_it_is_and_no_ridge_is_chosen_by_it(monkeypatch
 
 
 def bench(**steps):
-    rows = tuple(paper2.Row(name, (), tuple(each)) for name, each in steps.items())
+    rows = tuple(sticky_chain.Method(name, (), tuple(each)) for name, each in steps.items())
     return paper2.Chain(rows, None, True, Path())
 
 
 def verdict(value, controls):
     h = speed(bench(V=value, **controls), CLAIM.small, "V", list(controls))
-    return judged([Judged(CLAIM, CLAIM.small, h, "")])[0].estimate
+    return judged([Row(CLAIM, h, "", CLAIM.small)])[0].estimate
 
 
 def test_the_verdict_can_go_either_way_and_the_hardest_control_decides():
@@ -257,7 +257,7 @@ def test_steps_are_counted_whole():
 
 def test_the_way_to_the_least_loss_is_the_share_of_what_there_is():
     floor = least() / math.log(2)
-    rows = (paper2.Row("plain", (), (), (), (3.0, (3 + floor) / 2, floor)),)
+    rows = (sticky_chain.Method("plain", (), (), (), (3.0, (3 + floor) / 2, floor)),)
     check = next(entry for entry in table("paper2") if entry.id == "near-the-minimum").small
     h = paper2.fall(paper2.Chain(rows, None, True, Path()), check, "plain")
     assert h.value == pytest.approx(0.5) and h.clusters == 3
@@ -309,7 +309,7 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     def never(*_, **__):
         raise AssertionError("done again")
 
-    for place, name in ((paper2, "trained"), (paper2, "scan")):
+    for place, name in ((sticky_chain, "trained"), (paper2, "run_probes")):
         monkeypatch.setattr(place, name, never)
     again = CliRunner().invoke(main, [*asked[:3], "-q", *asked[4:]])
     assert again.exit_code == 0, again.output
@@ -321,18 +321,20 @@ def ends(steps):
 
 
 @pytest.mark.parametrize(
-    ("asked", "says"),
+    ("asked", "flag"),
     [
-        (["paper2", "--model", "pocket:phi"], "reproduce paper2 has no --model"),
-        (["paper2", "--seed", "1"], "reproduce paper2 has no --seed"),
-        (["paper2", "--scale", "paper"], "reproduce paper2 has no --scale"),
-        (["paper1", "--nulls", "3"], "reproduce paper1 has no --nulls"),
-        (["paper3", "--revision", "step0"], "reproduce paper3 has no --revision"),
-        (["predictions", "--quick"], "reproduce predictions has no --quick"),
-        (["predictions", "--model", "a", "--model", "b"], "it takes one model; paper3 takes several"),
-        (["paper1", "--quick", "--scale", "paper"], "one is small, the other is not"),
+        (["paper2", "--seed", "1"], "--seed"),
+        (["paper2", "--model", "pocket:phi", "--limit", "30"], "--limit"),
+        (["paper2", "--scale", "paper"], "--scale"),
+        (["paper1", "--nulls", "3"], "--nulls"),
+        (["paper1", "--seeds", "4"], "--seeds"),
+        (["paper1", "--only", "audit"], "--only audit"),
+        (["paper1", "--only", "primitives", "--scale", "paper"], "--scale"),
+        (["paper3", "--seeds", "4"], "--seeds"),
+        (["predictions", "--scale", "paper"], "--scale"),
+        (["paper1", "--quick", "--scale", "paper"], "--quick"),
     ],
 )
-def test_what_an_experiment_does_not_take_is_refused(asked, says):
+def test_what_a_table_does_not_take_is_refused(asked, flag):
     result = CliRunner().invoke(main, ["reproduce", *asked])
-    assert result.exit_code == 1 and says in result.output
+    assert result.exit_code == 1 and flag in result.output and len(result.output.splitlines()) == 1

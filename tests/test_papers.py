@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import tomllib
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmgeom.claims import declared
+from llmgeom.papers import paper1, paper2
 from llmgeom.papers.published_numbers import PAPERS, Check, table
 from tests.refusals import refused
 
@@ -98,7 +98,7 @@ ROWS = {
 }
 ENTRIES = [(paper, entry) for paper in PAPERS for entry in table(paper)]
 TESTS = [
-    pytest.param(paper, test, id=f"{entry.id}-{size}")
+    pytest.param(paper, entry, test, id=f"{entry.id}-{size}")
     for paper, entry in ENTRIES
     for size in ("small", "full")
     if (test := entry.test(size))
@@ -116,22 +116,34 @@ def test_every_row_is_measured_or_says_why_not():
     assert len({entry.id for _, entry in ENTRIES}) == len(ENTRIES)
 
 
-@pytest.mark.parametrize(("paper", "test"), TESTS)
-def test_what_an_entry_asks_for_is_there(paper, test):
-    """The measure takes what it is given; a metric is declared, for the side that is asked, as a claim where its
-    verdict is taken over."""
-    module = importlib.import_module(f"llmgeom.papers.{paper}")
-    bench = {"paper1": "Tunnels", "paper2": "Chain", "paper3": "Model"}[paper]
-    inspect.signature(getattr(module, bench).MEASURES[test.measure]).bind(None, test, **test.of)
-    places = test.of.get("at", [])
-    if "metric" in test.of:
-        places = [("", test.of.get("probe") or test.of.get("section") or "routing_law", test.of["metric"])]
+@pytest.mark.parametrize(("paper", "entry", "test"), TESTS)
+def test_what_an_entry_asks_for_is_there(paper, entry, test):
+    """The measure takes its arguments; its metric is declared for the side asked, and as a claim if that decides."""
+    if paper == "paper3":
+        assert test.measure in ("as_published", "sound") and not test.of
+        places = entry.as_published if test.measure == "as_published" else (entry.sound,)
+    else:
+        source = {"paper1": paper1.Tunnels, "paper2": paper2.Chain}[paper]
+        inspect.signature(source.MEASURES[test.measure]).bind(None, test, **test.of)
+        probe = test.of.get("probe") or test.of.get("section") or "routing_law"
+        places = [("", probe, test.of["metric"])] if "metric" in test.of else []
     for _, probe, name in places:
         claim = declared(probe)[name]
         if test.compare == "claim":
             assert claim.claim, f"{name} is no claim"
         elif test.compare != "within":
             assert claim.side == {"above": "upper", "below": "lower"}[test.compare]
+
+
+def test_every_metric_that_the_audit_and_the_predictions_name_is_declared():
+    audited = [entry for _, entry in ENTRIES if entry.as_published and any(entry.sound)]
+    predicted = [entry for _, entry in ENTRIES if entry.prediction]
+    assert len(audited) == 17 and len(predicted) == 22 and all(entry.why for entry in audited)
+    assert all(bool(entry.needs) != any(entry.sound) for entry in predicted)
+    runs = {"mixed", "math", "sula", "sula-published", "ablate"}
+    for entry in (*audited, *predicted):
+        for run, probe, name in (*entry.as_published, *[entry.sound] * any(entry.sound)):
+            assert run in runs and name in declared(probe), entry.id
 
 
 def test_numbers_of_some_models_are_asked_of_those_alone():
@@ -182,6 +194,8 @@ def test_a_good_table_is_read(tmp_path):
         ('source = "s"', 'sauce = "s"', ("sauce", "id", "rows")),
         ('rows = ["3.1"]', "rows = []", ("rows", "[]")),
         ('rows = ["3.1"]', 'rows = ["three"]', ("rows", "three")),
+        ('rows = ["3.1"]', 'rows = ["3.1"]\nsound = ["mixed", "probe"]', ("sound", "as_published")),
+        ('rows = ["3.1"]', 'rows = ["3.1"]\nas_published = ["mixed", "probe", "metric"]', ("sound", "as_published")),
         ('definition = "d"\n', "", ("definition",)),
         (LAST, "", ("not_tested",)),
         ('source = "s"', 'source = "s"\nnot_tested = "because"', ("not_tested",)),

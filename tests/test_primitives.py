@@ -16,10 +16,10 @@ from scipy import stats
 
 from llmgeom import wind_tunnels
 from llmgeom.bench import sweep
+from llmgeom.commands.reproduce import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import primitives
-from llmgeom.papers.primitives import RunConfig, perform
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.wind_tunnels.training_config import Training
@@ -41,8 +41,17 @@ def here(tmp_path_factory):
     )
     patch.setattr(primitives, "DOSED", replace(primitives.DOSED, steps=3, batch=4))
     out = tmp_path_factory.mktemp("primitives")
-    yield perform(RunConfig(seeds=2, dose_seeds=2, out=str(out / "run")))
+    yield perform(two_seeds(out / "run"))
     patch.undo()
+
+
+def two_seeds(out: Path) -> RunConfig:
+    return RunConfig(paper="paper1", only="primitives", seeds=2, dose_seeds=2, out=str(out))
+
+
+def rows(found, key: str) -> list[dict]:
+    """Rows of the table of primitives ("primitive"), or of the dose curve ("dose")."""
+    return [row for row in found.to_dict()["rows"] if key in row]
 
 
 class InProcess:
@@ -117,26 +126,26 @@ def until(met, seconds: float) -> bool:
 
 def test_the_table_is_what_was_graded(here):
     out, found = here
-    assert len(found.rows) == 3 * 2 and not found.refused
-    for row in found.rows:
-        cells = [
-            json.loads((out / row.primitive / row.arch / f"seed{s}" / "grade.json").read_text())["numbers"]
+    cells = rows(found, "primitive")
+    assert len(cells) == 3 * 2 and not [line for line in found.lines() if "not measured" in line]
+    for row in cells:
+        grades = [
+            json.loads((out / row["primitive"] / row["arch"] / f"seed{s}" / "grade.json").read_text())["data"]
             for s in (0, 1)
         ]
-        kl = [cell["kl"] for cell in cells]
-        assert row.kl == pytest.approx(sum(kl) / 2)  # the median of two
+        kl = [grade["kl"] for grade in grades]
+        assert row["kl"] == pytest.approx(sum(kl) / 2)  # the median of two
         low, high = stats.t.interval(0.95, 1, loc=np.mean(kl), scale=stats.sem(kl))
-        assert (row.low, row.high) == pytest.approx((max(0, low), high))
-        assert cells[0]["lr"] == cells[1]["lr"] == row.lr
+        assert (row["low"], row["high"]) == pytest.approx((low, high))
+        assert grades[0]["lr"] == grades[1]["lr"] == row["lr"]
         asked = [
-            json.loads((out / row.primitive / row.arch / f"seed{s}" / "training.json").read_text())["training"]["lr"]
+            json.loads((out / row["primitive"] / row["arch"] / f"seed{s}/training.json").read_text())["training"]["lr"]
             for s in (0, 1)
         ]
-        assert asked == ["auto", f"{row.lr:g}"]  # chosen with the first seed
-        assert abs(cells[0]["parameters"] / 6000 - 1) < 0.02
-        assert not row.reached and row.verdict == "not reached at this budget"
+        assert asked == ["auto", f"{row['lr']:g}"]  # chosen with the first seed
+        assert abs(grades[0]["parameters"] / 6000 - 1) < 0.02
+        assert row["verdict"] == "not reached at this budget"
     assert any("not reached at this budget" in line for line in found.lines())
-    assert found.to_dict()["rows"][0]["verdict"] == "not reached at this budget"
 
 
 @pytest.mark.parametrize(
@@ -145,65 +154,67 @@ def test_the_table_is_what_was_graded(here):
 )
 def test_a_verdict_is_students_t_against_the_best_trivial_predictor(kl, verdict):
     cell = {"mae_abs": 0.0, "skill": 0.5, "cpu_seconds": 1.0, "best_trivial": "uniform", "kl_trivial": 1.0}
-    row = primitives._row("binding", "lstm", [cell | {"kl": k, "lr": 1e-3, "parameters": 10} for k in kl])
-    found = primitives._estimate(row)
-    assert found.verdict == verdict
-    assert found.p == pytest.approx(stats.ttest_1samp(kl, 1.0, alternative="less").pvalue)
+    grades = tuple(cell | {"kl": k, "lr": 1e-3, "parameters": 10} for k in kl)
+    h = primitives.Cell("binding", "lstm", grades).estimate()
+    assert h.verdict == verdict
+    assert h.p == pytest.approx(stats.ttest_1samp(kl, 1.0, alternative="less").pvalue)
 
 
 def test_reached_asks_it_of_every_seed():
     cell = {"kl": 0.001, "mae_abs": 0.0, "skill": 0.99, "cpu_seconds": 1.0, "best_trivial": "uniform"}
     cell |= {"kl_trivial": 1.0, "lr": 1e-3, "parameters": 10}
-    assert primitives._row("binding", "lstm", [cell, cell]).reached
-    assert not primitives._row("binding", "lstm", [cell, cell | {"kl": 0.011}]).reached
-    assert not primitives._row("binding", "lstm", [cell, cell | {"skill": 0.94}]).reached
+    for other, reached in ((cell, True), (cell | {"kl": 0.011}, False), (cell | {"skill": 0.94}, False)):
+        assert (primitives.Cell("binding", "lstm", (cell, other)).verdict == "reached") == reached
 
 
 def test_the_dose_curve_has_its_closed_form_beside_it(here):
     """The bijection's posterior is even over what is left, so its distance from the mixture is arithmetic: with m of V
     left, the mixture gives each of them (1 - p) / m + p / V."""
     _, found = here
-    v, doses = 8, found.dose["dose"]
-    for p, expected in zip(doses, found.dose["kl_expected"], strict=True):
+    v, doses = 8, rows(found, "dose")
+    for row in doses:
+        p = row["dose"]
         each = [-math.log2((1 - p) + p * m / v) for m in range(v, v - 7, -1)]
-        assert expected == pytest.approx(sum(each) / 7, abs=1e-6)
-    assert doses == [0.0, 0.25, 0.5, 1.0]
-    assert found.dose["kl_mixture"][0] == found.dose["kl_clean"][0]
-    assert found.dose["kl_mixture"][3] < found.dose["kl_clean"][3]
+        assert row["kl_expected"] == pytest.approx(sum(each) / 7, abs=1e-6)
+    assert [row["dose"] for row in doses] == [0.0, 0.25, 0.5, 1.0]
+    assert doses[0]["kl_mixture"] == doses[0]["kl_clean"] and doses[3]["kl_mixture"] < doses[3]["kl_clean"]
 
 
 def test_the_record_is_the_table(here):
     out, found = here
     record = Record.load(out)
     kl = record.results["primitives"].arrays["kl"]
-    assert kl.shape == (3, 2) and kl.reshape(-1).tolist() == pytest.approx([row.kl for row in found.rows])
+    assert kl.shape == (3, 2) and kl.reshape(-1).tolist() == pytest.approx(
+        [row["kl"] for row in rows(found, "primitive")]
+    )
     assert (out / "report.html").stat().st_size > 1000
     estimates = record.results["primitives"].estimates
-    assert [h.value for h in estimates] == pytest.approx([row.mean for row in found.rows])
-    for h in estimates:
-        seeds = [row for row in found.rows if h.name == f"{row.primitive}, {row.arch}: KL to the posterior"]
-        assert (h.low, h.high, h.null_low, h.clusters) == (*((r.low_end, r.high, r.kl_trivial, 2) for r in seeds),)[0]
+    assert [h.value for h in estimates] == pytest.approx([row["mean"] for row in rows(found, "primitive")])
+    for h, row in zip(estimates, rows(found, "primitive"), strict=True):
+        assert h.name == f"{row['primitive']}, {row['arch']}: KL to the posterior"
+        assert (h.low, h.high, h.null_low, h.clusters) == (row["low"], row["high"], row["kl_trivial"], 2)
     assert record.facts["command"] == "llmgeom reproduce paper1 --only primitives --seeds 2 --dose-seeds 2"
 
 
 def test_an_architecture_that_lacks_a_cell_has_no_column(here):
-    _, found = here
-    lacking = tuple(row for row in found.rows if (row.primitive, row.arch) != ("binding", "mlp"))
-    profile = primitives._profile(lacking)
+    out, _ = here
+    (source,) = primitives.sources(two_seeds(out), [], out)
+    lacking = tuple(cell for cell in source.cells if (cell.primitive, cell.arch) != ("binding", "mlp"))
+    profile = replace(source, cells=lacking).profile
     assert profile.ticks["architecture"] == ("lstm",) and profile.kl.shape == (3, 1)
-    with refused(UserError, "primitive"):
-        primitives._profile(tuple(row for row in lacking if row.primitive == "binding"))
+    with pytest.raises(UserError):
+        _ = replace(source, cells=tuple(cell for cell in lacking if cell.primitive == "binding")).profile
 
 
 def test_quick_is_a_fifth_of_the_steps():
     for primitive in primitives.PRIMITIVES:
-        whole, quick = (RunConfig(quick=q).training(primitive, "lstm") for q in (False, True))
+        whole, quick = (primitives.training(primitive, "lstm", quick=q) for q in (False, True))
         assert quick.steps == whole.steps // 5 and whole.lr == "auto"
 
 
 def test_one_seed_gives_no_interval():
-    with refused(UserError, "--seeds 1", 2):
-        RunConfig(seeds=1)
+    with pytest.raises(UserError):
+        RunConfig(paper="paper1", only="primitives", seeds=1)
 
 
 def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
@@ -213,14 +224,15 @@ def test_what_ended_well_once_has_no_interval_and_no_place(here, monkeypatch):
     kept = (out / "record.json").read_text()
     (out / "record.json").write_text('{"facts": {"spec": "of another run"}}')
     with refused(UserError, "--out"):
-        perform(RunConfig(seeds=2, dose_seeds=2, out=str(out)))
+        perform(two_seeds(out))
     assert "of another run" in (out / "record.json").read_text()
     (out / "record.json").write_text(kept)
-    _, found = perform(RunConfig(seeds=2, dose_seeds=2, out=str(out)))
-    assert [(r.primitive, r.arch) for r in found.rows if r.arch == "lstm"] == [
-        ("accumulation", "lstm"), ("transport", "lstm"),
-    ]  # fmt: skip
-    assert found.dose["dose"] == [0.0, 0.25, 1.0] and len(found.dose["kl_clean"]) == 3
+    _, found = perform(two_seeds(out))
+    assert [row["primitive"] for row in rows(found, "primitive") if row["arch"] == "lstm"] == [
+        "accumulation",
+        "transport",
+    ]
+    assert [row["dose"] for row in rows(found, "dose")] == [0.0, 0.25, 1.0]
     monkeypatch.setattr(primitives, "finished", lambda found, names: [found[n] for n in names][:1])
     with refused(UserError, "dose"):
-        perform(RunConfig(seeds=2, dose_seeds=2, out=str(out)))
+        perform(two_seeds(out))

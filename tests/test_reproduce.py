@@ -16,15 +16,15 @@ from sklearn.decomposition import PCA
 from llmgeom import wind_tunnels
 from llmgeom.bench import sweep
 from llmgeom.cli import main
-from llmgeom.commands import reproduce
+from llmgeom.commands import paper_runs, reproduce
 from llmgeom.commands.reproduce import RunConfig
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.papers import paper1, paper3
-from llmgeom.papers import runs as trilogy
+from llmgeom.papers import paper1, paper3, primitives
 from llmgeom.papers.published_numbers import Check, Entry, table
-from llmgeom.papers.verdicts import Bench, over_seeds
+from llmgeom.papers.tables import Audit, Source
+from llmgeom.papers.verdicts import over_seeds
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.result import Measured
@@ -65,7 +65,7 @@ ENTRIES = (
 def tiny(monkeypatch):
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
     monkeypatch.setattr(paper1, "RECIPES", {"quick": TINY, "small": TINY, "full": TINY})
-    for name, value in (("SEEDS", 2), ("GRADED", 40), ("SCANNED", 40), ("NULLS", 2)):
+    for name, value in (("SEEDS", 2), ("GRADED", 40), ("SCANNED", 40), ("CONTROLS", 2)):
         monkeypatch.setattr(paper1, name, value)
     monkeypatch.setattr(reproduce, "table", lambda paper: ENTRIES)
 
@@ -92,7 +92,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
         reproduce.perform(asked)
     assert len(done) == 2 and not (tmp_path / "record.json").exists()
     monkeypatch.setattr(sweep, "train", never)
-    monkeypatch.setattr(paper1, "scan", never)
+    monkeypatch.setattr(paper1, "run_probes", never)
     out, found = reproduce.perform(asked)
     assert len(done) == 3  # the first seed's was there, the second's begins anew
     for place, name in ((paper1, "examine_components"), (paper1, "grade"), (Subject, "load")):
@@ -105,7 +105,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
 
 def test_the_table_the_record_and_the_page_say_the_same(tiny, tmp_path):
     _, found = reproduce.perform(RunConfig(paper="paper1", quick=True, out=str(tmp_path)))
-    rows = {one.entry.id: one for one in found.rows["paper1"]}
+    rows = {one.entry.id: one for one in found.tables[0].contents}
     assert [*rows] == [one.id for one in ENTRIES]
     assert rows["gone"].verdict == "NOT TESTED" and rows["gone"].why == "there is no code for it"
     assert rows["keys"].verdict == "NOT TESTED" and "not be measured" in rows["keys"].why  # an LSTM has none
@@ -135,7 +135,7 @@ def cells(tmp_path_factory):
 def bench(tiny, cells):
     checks = [one.small for one in ENTRIES if one.small]
     more = [entry(task, "graded", task=task, arch="gpt2", what="kl").small for task in ("recall", "horizon")]
-    (made,) = paper1.benches(RunConfig(paper="paper1", quick=True), [*checks, *more], cells)
+    (made,) = paper1.sources(RunConfig(paper="paper1", quick=True), [*checks, *more], cells)
     return made
 
 
@@ -189,7 +189,7 @@ def test_past_the_horizon_means_the_queries_that_no_loss_was_on(bench):
 
 def test_no_error_past_the_horizon_is_a_ratio_of_0_and_not_another_number(bench, monkeypatch):
     told = {"kl": [0.1] * 4 + [0.0] * 2, "mae": [0.3] * 6}
-    monkeypatch.setattr(paper1.Tunnels, "kept", lambda *_: told)
+    monkeypatch.setattr(paper1.Tunnels, "once", lambda *_, **__: told)
     h = paper1.horizon(bench, check(), task="hmm", arch="gpt2", what="first", times=1.5)
     assert h.value == 0.0
     assert paper1.horizon(bench, check(), task="hmm", arch="gpt2", what="mae", times=1.5).value == pytest.approx(0.3)
@@ -206,7 +206,7 @@ def test_final_states_are_those_of_the_held_out_sequences(bench):
     seen = loaded(bench, "hmm/lstm/seed0").capture(batch, {Site.FINAL})
     belief = batch.posterior.belief.exp()
     h_exact = -(belief * belief.log2()).sum(-1).flatten()
-    np.testing.assert_allclose(paper1._exact(seen), h_exact, atol=1e-9)
+    np.testing.assert_allclose(paper1._exact_entropy(seen), h_exact, atol=1e-9)
 
 
 def test_entropy_that_the_state_holds_is_read_and_noise_is_not(bench, monkeypatch):
@@ -217,10 +217,10 @@ def test_entropy_that_the_state_holds_is_read_and_noise_is_not(bench, monkeypatc
         def capture(batch, sites):
             n = len(batch)
             seen = SimpleNamespace(exact=batch.posterior.flat, prompt=torch.arange(n).repeat_interleave(4))
-            seen.final = torch.from_numpy(x(paper1._exact(seen)))
+            seen.final = torch.from_numpy(x(paper1._exact_entropy(seen)))
             return seen
 
-        return SimpleNamespace(capture=capture, control=lambda seed: told(lambda h: rng.normal(size=(len(h), 3))))
+        return SimpleNamespace(capture=capture, untrained=lambda seed: told(lambda h: rng.normal(size=(len(h), 3))))
 
     told_apart = np.eye(10).repeat(4, 0)  # of which sequence a row is: it tells nothing about the others
     for x, low, high in (
@@ -228,7 +228,7 @@ def test_entropy_that_the_state_holds_is_read_and_noise_is_not(bench, monkeypatc
         (lambda h: rng.normal(size=(len(h), 3)), -3, 0.2),
         (lambda h: told_apart, -3, 0.0),
     ):
-        monkeypatch.setattr(paper1.Tunnels, "kept", lambda self, name, what, spec, make, x=x: make(told(x)))
+        monkeypatch.setattr(paper1.Tunnels, "once", lambda self, name, what, make, x=x, **_: make(told(x)))
         h = paper1.final(bench, check(), "hmm", "lstm", "r2")
         assert low <= h.value <= high and h.null_high < 0.2
 
@@ -256,7 +256,7 @@ def test_counts_that_are_all_alike_are_as_certain_as_their_number_allows(bench):
         numbers = {
             f"{task}/gpt2/seed{seed}": near if place < count else far[seed]
             for seed, count in enumerate(counts)
-            for place, task in enumerate(paper1.TOLD)
+            for place, task in enumerate(paper1.PRIMITIVE)
         }
         h = paper1.reached(replace(bench, numbers=numbers), check(), "all", "gpt2")
         assert h.value == np.mean(counts)
@@ -288,7 +288,7 @@ def test_at_the_papers_scale_models_are_trained_one_by_one_on_the_device(tiny, t
     monkeypatch.setattr(reproduce, "table", lambda paper: ENTRIES[:1])
     asked = RunConfig(paper="paper1", scale="paper", device="cpu:0", out=str(tmp_path))
     _, found = reproduce.perform(asked)
-    assert found.rows["paper1"][0].estimate.clusters == 2 and found.to_dict()["scale"] == "paper"
+    assert found.tables[0].contents[0].estimate.clusters == 2 and found.to_dict()["scale"] == "paper"
     if not torch.cuda.is_available():
         with refused(UserError, "GPU", "--device cpu"):
             reproduce.perform(replace(asked, device=None, out=str(tmp_path / "other")))
@@ -313,22 +313,20 @@ def test_a_plan_says_what_would_be_trained_and_trains_nothing(monkeypatch):
 
 
 def test_small_cells_are_those_of_primitives():
-    from llmgeom.papers import primitives
-
-    for task, primitive in paper1.TOLD.items():
-        ours, theirs = paper1.training("small", task, "lstm"), primitives.RunConfig().training(primitive, "lstm")
+    for task, primitive in paper1.PRIMITIVE.items():
+        ours, theirs = paper1.training("small", task, "lstm"), primitives.training(primitive, "lstm")
         assert ours == theirs and task in ours.task
 
 
 # ---- several models --------------------------------------------------------------------------------------------------
 
 
-class Two(Bench):
+class Two(Source):
     def __init__(self, name, value):
         self.label = name
         self.value = value
 
-    def measured(self, check):
+    def measured(self, entry, check):
         return over_seeds([self.value, self.value + 0.001, self.value - 0.001], check.unit)
 
     def lines(self):
@@ -342,12 +340,13 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
     of_one = entry("own", "m", "within")
     of_one = replace(of_one, small=replace(of_one.small, values={"phi-2": [0.3]}, tolerance=0.05))
     monkeypatch.setattr(reproduce, "table", lambda paper: (entry("all", "m"), of_one))
-    benches = [Two("microsoft/phi-2", 0.31), Two("pocket:phi", 0.1)]
-    monkeypatch.setattr(paper3, "benches", lambda *given: iter(benches))
+    sources = [Two("microsoft/phi-2", 0.31), Two("pocket:phi", 0.1)]
+    monkeypatch.setattr(paper_runs, "language_models", lambda *given: iter(sources))
     out, found = reproduce.perform(
         RunConfig(paper="paper3", models=("microsoft/phi-2", "pocket:phi"), out=str(tmp_path))
     )
-    verdicts = {label: [one.verdict for one in rows] for label, rows in found.rows.items()}
+    numbers = [table for table in found.tables if not isinstance(table, Audit)]
+    verdicts = {table.label: [row.verdict for row in table.contents] for table in numbers}
     assert verdicts == {"microsoft/phi-2": ["PASS", "PASS"], "pocket:phi": ["FAIL", "NOT TESTED"]}
     text = "\n".join(found.lines())
     assert "printed for phi-2 alone: give one of them with --model" in text and "pocket:phi was read" in text
@@ -360,20 +359,27 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
 
 
 def test_the_models_asked_for_by_default_are_the_pockets_and_at_the_papers_scale_the_published(tmp_path):
-    small = paper3.runs(RunConfig(paper="paper3"), tmp_path)
+    def asked(**given):
+        return {run.model: run for run in paper_runs.configs(RunConfig(**given), tmp_path)}
+
+    small = asked(paper="paper3")
     assert tuple(small) == paper3.POCKETS and {one.nulls for one in small.values()} == {20}
-    (quick,) = paper3.runs(RunConfig(paper="paper3", quick=True), tmp_path).values()
-    assert quick.model == "pocket:pythia" and quick.n == 30 and quick.nulls == 20
-    assert tuple(paper3.runs(RunConfig(paper="paper3", scale="paper"), tmp_path)) == paper3.PUBLISHED
-    given = RunConfig(paper="paper3", models=("a/b", "a-b"), options={"n": 12, "offline": True}, device="cpu")
-    made = paper3.runs(given, tmp_path)
-    assert [one.n for one in made.values()] == [12, 12] and len({one.out for one in made.values()}) == 2
-    assert all(one.device == "cpu" and one.offline for one in made.values())
-    assert given.command() == "llmgeom reproduce paper3 --model a/b --model a-b --n 12 --offline"
+    (quick,) = asked(paper="paper3", quick=True).values()
+    assert quick.model == "pocket:pythia" and quick.n == 30 and quick.nulls == 20 and quick.controls == 39
+    (own,) = asked(paper="paper3", quick=True, n=40, models=("pocket:phi",)).values()
+    assert own.model == "pocket:phi" and own.n == 40 and own.controls == 39
+    assert tuple(asked(paper="paper3", scale="paper")) == paper3.PUBLISHED
+    assert tuple(asked(paper="predictions")) == ("pocket:pythia",)
+    given = {"paper": "paper3", "models": ("a/b", "a-b"), "n": 12, "offline": True, "device": "cpu"}
+    runs = asked(**given)
+    assert [one.n for one in runs.values()] == [12, 12] and len({one.out for one in runs.values()}) == 2
+    assert all(one.device == "cpu" and one.offline for one in runs.values())
+    words = RunConfig(**given).command().split()
+    assert words[:3] == ["llmgeom", "reproduce", "paper3"] and words.count("--model") == 2 and "--offline" in words
 
 
 def test_a_model_that_is_not_there_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
-    monkeypatch.setattr(trilogy, "perform", never)
+    monkeypatch.setattr(paper_runs, "records", never)
     asked = RunConfig(paper="paper3", models=("pocket:pythia", "pocket:nobody"), out=str(tmp_path))
     with refused(UserError, "nobody"):
         reproduce.perform(asked)
@@ -399,8 +405,8 @@ def test_quick_runs_offline_for_every_paper(paper, tmp_path, monkeypatch):
     result = CliRunner().invoke(main, asked)
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
-    assert [row["id"] for row in rows] == [one.id for one in table(paper)]
-    words = {row["verdict"] for row in rows}
+    assert [row["id"] for row in rows if row["table"] == "numbers"] == [one.id for one in table(paper)]
+    words = {row["verdict"] for row in rows if row["table"] == "numbers"}
     assert words <= {"PASS", "FAIL", "INCONCLUSIVE", "NOT TESTED"} and {"PASS", "FAIL"} <= words
     assert all(row["why"] for row in rows) and (tmp_path / "report.html").stat().st_size > 10_000
     assert all(dataclasses.fields(Entry)[0].name in row for row in rows)

@@ -1,8 +1,7 @@
-"""The bench: small models of which it is known what they learnt, and what every probe and experiment reads of them."""
+"""Models of known truth: small models whose training says what they can infer, and every metric measured on them."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmgeom import claims, probes, wind_tunnels
+from llmgeom.bench.resume import computed
 from llmgeom.bench.sweep import spread
 from llmgeom.commands import grade as grading
 from llmgeom.commands import patch
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
@@ -37,9 +36,9 @@ KINDS: dict[Kind, str] = {
     "position only": "trained on the exact answers to one fixed sequence: right where position alone decides",
     "bag of values": "trained with another sequence's keys at the queries: what was shown counts, not the keys",
 }
-READING = 1  # raised when what is read changes
-SIZE, SMALLER = 100, 40  # sequences read; of two models of a cell trained to the posterior once more with fewer
-STOPPED = (0.08, 0.2, 0.45)  # of the steps, of the first, second and third training of a cell
+READING = 1  # raised when what is measured changes
+SIZE, SMALLER = 100, 40  # sequences read; two trained models of each cell are read once more with fewer
+STOPPED = (0.08, 0.2, 0.45)  # fractions of the steps at which the first, second and third training of a cell is read
 
 # Small enough to be trained in seconds, and wide enough to be right. Shapes differ on purpose.
 CELLS = {
@@ -75,15 +74,15 @@ QUICK = ("bijection gpt2", "recall gpt2", "coin neox", "hmm neox")
 
 
 @dataclass(frozen=True)
-class Run:
-    """One training of the bench, and its readings: (kind, step, sequences) each."""
+class Recipe:
+    """One training, and its readings: (kind, step, sequences) of each."""
 
     cell: str
     training: Training
     readings: tuple[tuple[Kind, int, int], ...]
 
 
-def bench(quick: bool = False) -> dict[str, Run]:
+def recipes(quick: bool = False) -> dict[str, Recipe]:
     """The trainings by name. Seeds of a kind are consecutive, so that half of them are even."""
     seeds: dict[str, range] = {
         "kept": range(2 if quick else 4),
@@ -91,25 +90,25 @@ def bench(quick: bool = False) -> dict[str, Run]:
         "unbound": range(20, 20 if quick else 22),
         "sheet": range(30, 30 if quick else 32),
     }
-    runs = {}
+    found = {}
     for cell in QUICK if quick else CELLS:
         for evidence, some in seeds.items():
             if cell not in {"unbound": KEYED, "sheet": SHEETS}.get(evidence, CELLS):
                 continue
             for place, seed in enumerate(some):
-                asked = replace(CELLS[cell], evidence=evidence, seed=seed)
+                training = replace(CELLS[cell], evidence=evidence, seed=seed)
                 name = f"{cell} {evidence} {seed}".replace(" ", "-")
-                runs[name] = Run(cell, asked, tuple(_read(asked, place, quick)))
-    return runs
+                found[name] = Recipe(cell, training, tuple(_readings_of(training, place, quick)))
+    return found
 
 
-def _read(asked: Training, place: int, quick: bool) -> Iterator[tuple[Kind, int, int]]:
-    last = asked.steps
-    if asked.evidence == "unbound":
+def _readings_of(training: Training, place: int, quick: bool) -> Iterator[tuple[Kind, int, int]]:
+    last = training.steps
+    if training.evidence == "unbound":
         yield "bag of values", last, SIZE
-    elif asked.evidence == "sheet":
+    elif training.evidence == "sheet":
         yield "position only", last, SIZE
-    elif asked.evidence == "exchanged":
+    elif training.evidence == "exchanged":
         yield "no inference", last, SIZE
         yield "untrained", 0, SIZE
     else:
@@ -118,87 +117,87 @@ def _read(asked: Training, place: int, quick: bool) -> Iterator[tuple[Kind, int,
             yield "trained", last, SMALLER
         if place < len(STOPPED):
             wanted = STOPPED[place] * last
-            steps = [step for step in snapshot_steps(last, asked.snapshots) if 0 < step < last]
+            steps = [step for step in snapshot_steps(last, training.snapshots) if 0 < step < last]
             yield "stopped", min(steps, key=lambda step: abs(step - wanted)), SIZE
 
 
 def readings(out: Path, quick: bool = False, progress: Progress | None = None) -> list[dict[str, Any]]:
-    """Train and read every subject that is not yet in `out`; see `reading`. One process a core.
+    """Train and read every model that is not yet in `out`, one process on each core; see `reading`.
 
-    A training that stays short of the posterior counts as stopped, whatever it was meant to be.
+    A training that stays short of the posterior counts as stopped, whatever its recipe intended.
     """
-    runs = bench(quick)
-    jobs = {name: (str(out / name), run) for name, run in runs.items()}
-    # Evenly over cells and kinds, so that a bench which was stopped half-way holds some of each.
+    every = recipes(quick)
+    jobs = {name: (str(out / name), recipe) for name, recipe in every.items()}
+    # Evenly over cells and kinds, so that a run which was stopped half-way holds some of each.
     order = dict(sorted(jobs.items(), key=lambda job: job[1][1].training.seed % 10))
-    tell = (lambda done, name: progress("subjects", done, len(jobs), name)) if progress else None
-    found = spread(_perform, order, tell)
-    return [one for name in runs for one in found[name]]
+    report = (lambda done, name: progress("models", done, len(jobs), name)) if progress else None
+    results = spread(_read, order, report)
+    return [reading for name in every for reading in results[name]]
 
 
-def _perform(folder: str, run: Run) -> list[dict[str, Any]]:
-    return [_held(Path(folder), run, *one) for one in run.readings]
+def _read(folder: str, recipe: Recipe) -> list[dict[str, Any]]:
+    return [_once(Path(folder), recipe, *what) for what in recipe.readings]
 
 
-def _held(folder: Path, run: Run, kind: Kind, step: int, n: int) -> dict[str, Any]:
-    """A reading from its file, or made and kept there."""
-    path = folder / f"reading-step{step}-n{n}.json"
-    spec = digest({**asdict(run.training), "n": n, "step": step, "reading": READING, "claims": claims.digest()})
-    if path.exists() and (body := json.loads(path.read_text()))["spec"] == spec:
-        return body["reading"]
-    began = time.process_time()
-    train(run.training, folder, device="cpu")
-    trained_in, began = time.process_time() - began, time.process_time()
-    seed = (
-        1000 + 100 * run.training.seed
-    )  # far from the seeds of the weights, so that no untrained control is a subject
-    found = reading(folder / "snapshots" / f"step{step}", n, seed)
-    found |= {
-        "kind": kind if kind != "trained" or at_posterior(found) else "stopped",
-        "cell": run.cell,
-        "task": run.training.task,
-        "seed": run.training.seed,
-        "step": step,
-        "cpu_seconds": {"training": round(trained_in, 1), "reading": round(time.process_time() - began, 1)},
-    }
-    write_whole(path, (json.dumps({"spec": spec, "reading": found}, indent=1, sort_keys=True) + "\n").encode())
-    return found
+def _once(folder: Path, recipe: Recipe, kind: Kind, step: int, n: int) -> dict[str, Any]:
+    """A reading from its file, or made and stored there."""
+    spec = {**asdict(recipe.training), "n": n, "step": step, "reading": READING, "claims": claims.digest()}
+
+    def make() -> dict[str, Any]:
+        began = time.process_time()
+        train(recipe.training, folder, device="cpu")
+        trained = time.process_time()
+        # Far from the seeds of the weights, so that no untrained control is one of the models.
+        found = reading(folder / "snapshots" / f"step{step}", n, 1000 + 100 * recipe.training.seed)
+        return found | {
+            "kind": kind if kind != "trained" or at_posterior(found) else "stopped",
+            "cell": recipe.cell,
+            "task": recipe.training.task,
+            "seed": recipe.training.seed,
+            "step": step,
+            "cpu_seconds": {"training": round(trained - began, 1), "reading": round(time.process_time() - trained, 1)},
+        }
+
+    return computed(folder / f"reading-step{step}-n{n}.json", spec, make)
 
 
 def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
-    """What a model in a tunnel's folder is, and every metric of what can be measured of it on n sequences:
-    `llmgeom scan` with all probes, `patch`, `ablate --heads` and `--blocks`, and `grade`."""
+    """Every metric that can be measured of a tunnel's model on n sequences.
+
+    That is `llmgeom scan` with all probes, the next step of descent, `patch`, `ablate --heads` and `--blocks`, `grade`.
+    """
     subject = Subject.load(str(folder))
-    told = grading.Told.of(str(folder))
-    task = told.asked(None, str(folder))
-    split = task.test_split
-    whole = task.sample(n, seed, split)
-    common: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
-    every_probe = {**probes.known(probes.names()), routing_law.NAME: routing_law}
-    every: dict[str, Callable[[], Record]] = {
-        "scan": lambda: run_probes(
-            subject, task.truncated(n, seed, split), every_probe, samples={WHOLE: whole}, **common
-        ),
-        "patch": lambda: patch.examine(subject, task, n=n, **common),
-        "heads": lambda: examine_components(subject, whole, "heads", task=task, positions="all", **common),
-        "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **common),
-        "grade": lambda: grading.examine(subject, task, told, n=n, **common),
+    origin = grading.Told.of(str(folder))
+    task = origin.asked(None, str(folder))
+    whole = task.sample(n, seed, task.test_split)
+    draws: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
+
+    def scan() -> Record:
+        every = {**probes.known(probes.names()), routing_law.NAME: routing_law}
+        batch = task.truncated(n, seed, task.test_split)
+        return run_probes(subject, batch, every, samples={WHOLE: whole}, seed=seed, controls=CONTROLS)
+
+    runs: dict[str, Callable[[], Record]] = {
+        "scan": scan,
+        "patch": lambda: patch.examine(subject, task, n=n, **draws),
+        "heads": lambda: examine_components(subject, whole, "heads", task=task, positions="all", **draws),
+        "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **draws),
+        "grade": lambda: grading.examine(subject, task, origin, n=n, **draws),
     }
     estimates, unmeasured = {}, {}
-    for name, make in every.items():
+    for name, run in runs.items():
         try:
-            made = make()
+            record = run()
         except UserError as refusal:
             unmeasured[name] = str(refusal)
             continue
-        unmeasured |= made.unmeasured
-        for probe, measured in made.results.items():
+        unmeasured |= record.unmeasured
+        for probe, measured in record.results.items():
             estimates[probe] = {h.name: _plain(h) for h in measured.estimates}
     posterior = estimates[grading.POSTERIOR]
-    facts = {key: subject.facts[key] for key in ("model_type", "layers", "d_model", "parameters")}
     return {
         "n": n,
-        "facts": facts,
+        "facts": {key: subject.facts[key] for key in ("model_type", "layers", "d_model", "parameters")},
         "kl": posterior["KL to the posterior"]["value"],
         "skill": posterior["skill over the best trivial predictor"]["value"],
         "estimates": estimates,
@@ -206,7 +205,7 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     }
 
 
-KEPT = (
+STORED = (
     "value",
     "low",
     "high",
@@ -223,9 +222,9 @@ KEPT = (
 
 
 def _plain(h: Estimate) -> dict[str, Any]:
-    return {key: getattr(h, key) for key in KEPT} | {"claim": bool(h.claim)}
+    return {key: getattr(h, key) for key in STORED} | {"claim": bool(h.claim)}
 
 
 def tasks(found: list[Mapping[str, Any]]) -> tuple[str, ...]:
-    """The tasks of readings, each once."""
-    return tuple(dict.fromkeys(wind_tunnels.load_task(one["task"]).title for one in found))
+    """The tasks of readings, without repetition."""
+    return tuple(dict.fromkeys(wind_tunnels.load_task(reading["task"]).title for reading in found))

@@ -1,15 +1,14 @@
-"""Many trainings on all cores: each in a folder of its own, graded there, and never done twice."""
+"""Many trainings on all cores: each in its own folder, graded there, and never made twice."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import multiprocessing.connection
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -19,8 +18,8 @@ from typing import Any
 import torch
 
 from llmgeom import interrupt, wind_tunnels
+from llmgeom.bench.resume import keep, stored
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.probes.posterior.scores import CategoricalScores, PosteriorScores, Scores, mae_abs, mae_mean
@@ -39,59 +38,70 @@ def sweep(
     stage: str = "trainings",
     device: str = "cpu",
 ) -> dict[str, dict[str, Any]]:
-    """Train every cell in `out/NAME` and grade it on n sequences; by name, `graded`'s numbers, or {"refused": why}.
+    """Train every cell in `out/NAME` and grade it.
 
-    One process a core, each with one thread, or one after the other on a GPU; a cell that is finished is read, one that
-    was interrupted goes on.
+    One process runs on each core, each with one thread; on a GPU cells run one after the other. A finished cell is read
+    and an interrupted one continues.
+
+    Args:
+        cells: The trainings by name.
+        out: The folder of all cells.
+        n: Sequences graded.
+        progress: Where progress is reported, as `stage`.
+        stage: What progress calls the trainings.
+        device: Where cells are trained and graded.
+
+    Returns:
+        By name the numbers of `graded` with learning rate, parameters and CPU seconds; or {"refused": why}.
     """
-    found: dict[str, dict[str, Any]] = {}
-    left = {}
-    for name, training in cells.items():
-        held = _held(out / name, training, n)
-        if held is None:
-            left[name] = training
-        else:
-            found[name] = held
+    grades = {name: data for name, cell in cells.items() if (data := stored(out / name / GRADE, _spec(cell, n)))}
+    left = {name: cell for name, cell in cells.items() if name not in grades}
     if progress:
-        progress(stage, len(found), len(cells))
+        progress(stage, len(grades), len(cells))
     if device != "cpu":
-        for name in left:
-            found[name] = _cell(str(out / name), left[name], n, device)
+        for name, cell in left.items():
+            grades[name] = _cell(str(out / name), cell, n, device)
             if progress:
-                progress(stage, len(found), len(cells), name)
-        return found
+                progress(stage, len(grades), len(cells), name)
+        return grades
     # The longest first, so that the last one does not run alone.
     order = sorted(left, key=lambda name: -left[name].steps)
     jobs = {name: (str(out / name), left[name], n) for name in order}
-    tell = (lambda done, name: progress(stage, len(cells) - len(left) + done, len(cells), name)) if progress else None
-    return found | spread(_cell, jobs, tell)
+    report = (lambda done, name: progress(stage, len(cells) - len(left) + done, len(cells), name)) if progress else None
+    return grades | spread(_cell, jobs, report)
 
 
 def spread(
-    work: Callable[..., Any], jobs: Mapping[str, tuple], tell: Callable[[int, str], None] | None = None
+    work: Callable[..., Any], jobs: Mapping[str, tuple], report: Callable[[int, str], None] | None = None
 ) -> dict[str, Any]:
-    """By name what `work` makes of each job's arguments: one process a core, each with one thread, in this order.
+    """The results of `work` on each job's arguments: one process on each core, each with one thread, in this order.
 
-    tell   called with how many are done, and the name of the last.
+    Args:
+        work: A function of a module.
+        jobs: Its arguments by name.
+        report: Called with the number of jobs that are done, and the name of the last.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C was pressed; every job ended after its step.
     """
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     workers = min(len(jobs), os.cpu_count() or 1)
     if not workers:
-        return found
+        return results
     context = multiprocessing.get_context("spawn")
     stop = context.Event()
-    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_alone, initargs=(stop,))
+    pool = ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(stop,))
     try:
         with _deaf():
-            futures = {pool.submit(work, *given): name for name, given in jobs.items()}
+            futures = {pool.submit(work, *arguments): name for name, arguments in jobs.items()}
         with interrupt.deferred():
             waiting = set(futures)
             while waiting and not interrupt.requested():
                 done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
                 for future in done:
-                    found[futures[future]] = future.result()
-                    if tell:
-                        tell(len(found), futures[future])
+                    results[futures[future]] = future.result()
+                    if report:
+                        report(len(results), futures[future])
             if waiting:  # interrupted: every training ends with its step, and its state is saved
                 stop.set()
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -101,7 +111,7 @@ def spread(
         raise
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
-    return found
+    return results
 
 
 def seeded(
@@ -112,21 +122,28 @@ def seeded(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> dict[str, dict[str, Any]]:
-    """`sweep` of every training with its first seed, then of the others at the learning rate that the first one's
-    halving chose; the cells are called NAME/seed0, NAME/seed1 and so on."""
-    found = sweep({f"{k}/seed0": t for k, t in first.items()}, out, n, progress, "first seed, learning rates", device)
+    """`sweep` of every training with its first seed, then of the other seeds at the first one's learning rate.
+
+    The cells are called NAME/seed0, NAME/seed1 and so on.
+    """
+    grades = sweep({f"{k}/seed0": t for k, t in first.items()}, out, n, progress, "first seed, learning rates", device)
     rest = {
-        f"{name}/seed{seed}": replace(training, lr=f"{found[f'{name}/seed0']['lr']:g}", seed=seed)
+        f"{name}/seed{seed}": replace(training, lr=f"{grades[f'{name}/seed0']['lr']:g}", seed=seed)
         for name, training in first.items()
-        if "refused" not in found[f"{name}/seed0"]
+        if "refused" not in grades[f"{name}/seed0"]
         for seed in range(1, seeds)
     }
-    return found | sweep(rest, out, n, progress, "other seeds", device)
+    return grades | sweep(rest, out, n, progress, "other seeds", device)
+
+
+def finished(grades: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """The grades of those cells that were not refused."""
+    return [grades[name] for name in names if "refused" not in grades[name]]
 
 
 @contextmanager
-def _deaf():
-    """Processes started here do not hear Ctrl-C, which a terminal sends to all: this one tells them to stop."""
+def _deaf() -> Iterator[None]:
+    """Processes started here ignore Ctrl-C, which a terminal sends to all: this process tells them to stop."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -134,33 +151,22 @@ def _deaf():
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
-def _alone(stop: Any) -> None:
-    """One thread; and no worker outlives a run that was killed, to write into the folder of the next."""
+def _begin(stop: Any) -> None:
+    """One thread; and no worker outlives a killed run, to write into the folder of the next."""
     interrupt.follow(stop.is_set)
     torch.set_num_threads(1)
-    threading.Thread(target=_follow, daemon=True).start()
+    threading.Thread(target=_die_with_parent, daemon=True).start()
 
 
-def _follow() -> None:
+def _die_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is not None:
         multiprocessing.connection.wait([parent.sentinel])
         os._exit(1)
 
 
-def _spec(training: Training, n: int) -> str:
-    return digest({**asdict(training), "graded on": n})
-
-
-def _held(folder: Path, training: Training, n: int) -> dict[str, Any] | None:
-    path = folder / GRADE
-    if not path.exists():
-        return None
-    try:
-        body = json.loads(path.read_text())
-        return dict(body["numbers"]) if body["spec"] == _spec(training, n) else None
-    except (ValueError, TypeError, KeyError):
-        return None  # damaged: graded again
+def _spec(training: Training, n: int) -> dict[str, Any]:
+    return {**asdict(training), "graded on": n}
 
 
 def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[str, Any]:
@@ -169,34 +175,28 @@ def _cell(folder: str, training: Training, n: int, device: str = "cpu") -> dict[
         done = train(training, folder, device=device)
         task = wind_tunnels.load_task(training.task)
         subject = Subject.load(folder, device=device)
-        made = grade(subject, task, n, training.seed)
-        numbers = graded(made) | {"lr": done.lr, "parameters": done.parameters}
+        numbers = graded(grade(subject, task, n, training.seed)) | {"lr": done.lr, "parameters": done.parameters}
         if training.corrupt:
             numbers["kl_mixture"] = grade(subject, task, n, training.seed, corrupt=training.corrupt).kl
     except UserError as refusal:
-        return {"refused": str(refusal)}  # not kept: the next run tries again
+        return {"refused": str(refusal)}  # not stored: the next run tries again
     numbers["cpu_seconds"] = round(time.process_time() - began, 1)
-    body = {"spec": _spec(training, n), "numbers": numbers}
-    write_whole(Path(folder) / GRADE, (json.dumps(body, indent=1, sort_keys=True) + "\n").encode())
-    return numbers
+    return keep(Path(folder) / GRADE, _spec(training, n), numbers)
 
 
-def graded(made: PosteriorScores) -> dict[str, Any]:
-    """What a sweep keeps of a grade: divergences and errors in bits within the horizon, the best trivial predictor's as
-    NAME_trivial, and where outcomes are tokens a uniform answer's as NAME_uniform and how often the likeliest is right.
+def graded(scores: PosteriorScores) -> dict[str, Any]:
+    """The numbers of a grade that a sweep stores: divergences and errors in bits within the horizon, and skill.
+
+    Those of the best trivial predictor are called NAME_trivial. If outcomes are tokens, those of a uniform answer are
+    NAME_uniform, and accuracy is the share of queries whose likeliest answer is right.
     """
-    found: dict[str, Any] = {"skill": made.skill, "skill_trivial": 0.0, "best_trivial": made.best}
-    who = {"": made.own, "_trivial": made.trivial[made.best]}
-    who |= {"_uniform": made.trivial["uniform"]} if "uniform" in made.trivial else {}
-    return found | {f"{name}{end}": x for end, one in who.items() for name, x in _means(one, made.within).items()}
+    predictors = {"": scores.own, "_trivial": scores.trivial[scores.best]}
+    predictors |= {"_uniform": scores.trivial["uniform"]} if "uniform" in scores.trivial else {}
+    means = {f"{name}{end}": x for end, one in predictors.items() for name, x in _means(one, scores.within).items()}
+    return {"skill": scores.skill, "skill_trivial": 0.0, "best_trivial": scores.best} | means
 
 
 def _means(scores: Scores, within: slice) -> dict[str, float]:
-    one = scores.at(within)
-    found = {"kl": float(one.kl.mean()), "mae_abs": mae_abs(one.gap), "mae_mean": mae_mean(one.gap)}
-    return found | ({"accuracy": float(one.right.mean())} if isinstance(one, CategoricalScores) else {})
-
-
-def finished(found: Mapping[str, Mapping[str, Any]], names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The numbers of the cells that ended well."""
-    return [found[name] for name in names if "refused" not in found[name]]
+    part = scores.at(within)
+    means = {"kl": float(part.kl.mean()), "mae_abs": mae_abs(part.gap), "mae_mean": mae_mean(part.gap)}
+    return means | ({"accuracy": float(part.right.mean())} if isinstance(part, CategoricalScores) else {})

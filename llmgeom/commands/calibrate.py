@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llmgeom import __version__, claims, probes
-from llmgeom.bench.known_truth import CELLS, KINDS, SIZE, Kind, bench, readings, tasks
+from llmgeom.bench.known_truth import CELLS, KINDS, SIZE, Kind, readings, recipes, tasks
 from llmgeom.commands.config import Config, check_folder, command, keep
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
@@ -361,7 +361,7 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, F
     `calibration.json` in the folder is the table that ships as llmgeom/calibrated.json.
     """
     started = time.time()
-    spec = digest({name: asdict(run) for name, run in bench(asked.quick).items()})
+    spec = digest({name: asdict(run) for name, run in recipes(asked.quick).items()})
     out = Path(asked.out) if asked.out else Path("runs") / f"calibrate-{spec[:8]}"
     check_folder(out, spec)
     found = Found(calibration(readings(out, asked.quick, progress)))

@@ -1,51 +1,40 @@
-"""The whole of `llmgeom reproduce paper1|paper2|paper3`: every published number beside ours, with a verdict."""
+"""`llmgeom reproduce`: a paper's published numbers measured again, its audit, its primitives, or the predictions."""
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import textwrap
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import click
 
+from llmgeom.commands import paper_runs
 from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, command, keep
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import argument, flag, flags
-from llmgeom.papers import verdicts as judging
-from llmgeom.papers.published_numbers import Check, Entry, Size, table
-from llmgeom.papers.verdicts import Bench, Judged
+from llmgeom.papers import paper1, paper2, primitives, tables
+from llmgeom.papers.published_numbers import Entry, Size, table
+from llmgeom.papers.tables import TABLES, Source, Table
 from llmgeom.progress import Progress
 from llmgeom.provenance import took, versions
 from llmgeom.record import Record
-from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Measured
 
 SIZES: dict[str, Size] = {"small": "small", "paper": "full"}  # by --scale
-WIDTH = 116
-_READS = {"models", "dtype", "device", "device_map", "backend", "offline", "trust_remote_code"}
-_READS |= {"n", "limit", "nulls", "controls", "seed"}
-_ONE_MODEL = _READS | {"revision", "quantize"}
-# (paper, --only) -> the flags that it takes.
-TABLES: dict[tuple[str, str | None], set[str]] = {
+READS = {"models", "dtype", "device", "device_map", "backend", "offline", "trust_remote_code", "revision", "quantize"}
+DRAWS = {"n", "limit", "nulls", "controls", "seed"}
+# (paper, --only) -> the flags that it takes, besides --out.
+TAKES: dict[tuple[str, str | None], set[str]] = {
     ("paper1", None): {"quick", "dry_run", "scale", "device"},
-    ("paper1", "primitives"): {"quick", "seeds", "dose_seeds"},
-    ("paper2", None): {"quick", "dry_run"},
-    ("paper3", None): {"quick", "dry_run", "scale"} | _READS,
-    ("paper3", "audit"): _ONE_MODEL,
-    ("predictions", None): _ONE_MODEL,
-}
-# (paper, --only) -> a module with a RunConfig and a `perform` of its own.
-ONE_TABLE: dict[tuple[str, str | None], str] = {
-    ("paper1", "primitives"): "llmgeom.papers.primitives",
-    ("paper3", "audit"): "llmgeom.papers.audit",
-    ("predictions", None): "llmgeom.papers.predictions",
+    ("paper1", "primitives"): {"quick", "dry_run", "seeds", "dose_seeds"},
+    ("paper2", None): {"quick", "dry_run", "n", "nulls", "seed"} | READS,
+    ("paper3", None): {"quick", "dry_run", "scale"} | READS | DRAWS,
+    ("paper3", "audit"): {"quick", "dry_run", "scale"} | READS | DRAWS,
+    ("predictions", None): {"quick", "dry_run"} | READS | DRAWS,
 }
 
 
@@ -57,53 +46,73 @@ class RunConfig(DrawsConfig, LoadConfig):
 
     paper: Literal["paper1", "paper2", "paper3", "predictions"] = argument(metavar="WHAT", kw_only=True)
     only: Literal["primitives", "audit"] | None = flag(
-        None, "One table: primitives of paper1, audit of paper3. [default: every published number]"
+        None, "One table: primitives of paper1, audit of paper3. [default: the numbers, and the audit]"
     )
-    scale: Literal["small", "paper"] = flag("small", "Papers: paper runs the published sizes, on one GPU.")
-    quick: bool = flag(False, "Papers: a few minutes instead of up to an hour on two cores.")
-    dry_run: bool = flag(False, "Papers: print what would be run and what not; run nothing.")
+    scale: Literal["small", "paper"] = flag("small", "paper: the published sizes, on one GPU.")
+    quick: bool = flag(False, "A few minutes instead of up to an hour on two cores.")
+    dry_run: bool = flag(False, "Print what would be run and what not; run nothing.")
     models: tuple[str, ...] = flag(
-        (), "pocket:NAME, a folder or a hub id. Repeat for several, with paper3.", name="--model", group="Model"
+        (), "pocket:NAME, a folder or a hub id. Repeat for several.", name="--model", group="Model"
     )
-    revision: str | None = flag(None, "One model: branch, tag or commit of a hub model.", group="Model")
-    quantize: Literal["8bit", "4bit"] | None = flag(None, "One model: quantise with bitsandbytes.", group="Model")
+    revision: str | None = flag(None, "Branch, tag or commit of a hub model.", group="Model")
+    quantize: Literal["8bit", "4bit"] | None = flag(None, "Quantise with bitsandbytes.", group="Model")
     seeds: int = flag(3, "Primitives: trainings of each cell.", least=2, most=1000)
     dose_seeds: int = flag(5, "Primitives: trainings of each dose of corrupted labels.", least=2, most=1000)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        what = (self.paper, self.only)
-        if what not in TABLES:
+        what, words = (self.paper, self.only), self.paper + (f" --only {self.only}" if self.only else "")
+        if what not in TAKES:
             raise UserError(f"reproduce {self.paper} has no table --only {self.only}; leave --only out")
-        for one in flags(RunConfig):
-            takes = one.field in ("paper", "only", "out") or one.field in TABLES[what]
-            if not takes and getattr(self, one.field) != one.default:
-                words = f"{self.paper} --only {self.only}" if self.only else self.paper
-                raise UserError(f"reproduce {words} has no {one.name}; leave it out")
+        takes = {"paper", "only", "out"} | TAKES[what]
+        if unused := [name for field, name in self._given().items() if field not in takes]:
+            raise UserError(f"reproduce {words} has no {unused[0]}; leave it out")
         if self.quick and self.scale == "paper":
             raise UserError("--quick and --scale paper exclude each other; leave one out")
-        if len(self.models) > 1 and "revision" in TABLES[what]:
-            raise UserError(f"--model {self.models[1]}: this table is of one model; paper3 takes several")
+        of_models = [name for field, name in self._given().items() if field in READS | DRAWS]
+        if self.paper == "paper2" and of_models and not self.models:
+            raise UserError(f"reproduce paper2 takes {of_models[0]} with --model alone; leave it out, or name a model")
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """How each model is read, where it is not by default."""
-        taken = _READS - {"models", "device"}
-        return {one.field: value for one in flags(RunConfig)
-                if one.field in taken and (value := getattr(self, one.field)) != one.default}  # fmt: skip
+    def _given(self) -> dict[str, str]:
+        """The flags that are not at their defaults: field to name."""
+        return {one.field: one.name for one in flags(RunConfig) if getattr(self, one.field) != one.default}
 
     @property
     def size(self) -> Size:
+        """Which test of each entry is measured."""
         return SIZES[self.scale]
 
     @property
+    def recipe(self) -> str:
+        """Which models paper1 trains."""
+        return "quick" if self.quick else self.size
+
+    @property
+    def tables(self) -> tuple[type[Table], ...]:
+        """The tables of rows that are made."""
+        names = {"predictions": ("predictions",), "paper3": ("numbers", "audit")}.get(self.paper, ("numbers",))
+        names = {"audit": ("audit",), "primitives": ()}.get(self.only or "", names)
+        return tuple(TABLES[name] for name in names)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The rows of the TOML files that the tables are made of."""
+        papers = ("paper3", "paper2", "paper1") if self.paper == "predictions" else (self.paper,)
+        entries = tuple(entry for paper in papers for entry in table(paper))
+        if self.paper == "paper2" and self.models:
+            return tuple(entry for entry in entries if (test := entry.small) and test.measure == "law")
+        return entries
+
+    @property
     def spec(self) -> str:
-        """Hash of what decides the numbers."""
-        return digest({k: v for k, v in dataclasses.asdict(self).items() if k not in ("out", "device")})
+        """Hash of what determines the numbers; more seeds of primitives continue in the same folder."""
+        left_out = ("out", "device", "offline", "dry_run", "seeds", "dose_seeds")
+        return digest({name: value for name, value in asdict(self).items() if name not in left_out})
 
     @property
     def folder(self) -> Path:
-        return Path(self.out or f"runs/{self.paper}-{self.spec[:8]}")
+        """The run folder."""
+        return Path(self.out or f"runs/{self.only or self.paper}-{self.spec[:8]}")
 
 
 @command(
@@ -124,181 +133,107 @@ def main(asked: RunConfig, output: Output) -> int:
     if asked.dry_run:
         click.echo("\n".join(planned(asked)))
         return 0
-    if (asked.paper, asked.only) not in ONE_TABLE:
-        return show_rows(perform, asked, output)
-    module = importlib.import_module(ONE_TABLE[asked.paper, asked.only])
-    names = {one.field for one in flags(module.RunConfig)} & {one.field for one in flags(RunConfig)}
-    values = {name: getattr(asked, name) for name in names}
-    if asked.models:
-        values["model"] = asked.models[0]
-    return show_rows(module.perform, module.RunConfig(**values), output)
+    return show_rows(perform, asked, output)
 
 
 @dataclass(frozen=True)
 class Found:
-    """The table: entries by subject, lines to stand above it, and its entries as JSON."""
+    """The tables of all subjects, with lines to stand above them and rows of other kinds."""
 
     asked: RunConfig
-    rows: Mapping[str, tuple[Judged, ...]]
-    above: tuple[str, ...] = ()
+    tables: tuple[Table, ...]
+    above: tuple[str, ...]
+    more: tuple[dict[str, Any], ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        told = [f.name for f in dataclasses.fields(Entry) if f.name not in ("small", "full")]
-        return {
-            **{name: getattr(self.asked, name) for name in ("paper", "scale", "quick")},
-            "rows": [
-                {
-                    **{name: getattr(one.entry, name) for name in told},
-                    "subject": label,
-                    "asked": judging.asked(one.test, label),
-                    "verdict": one.verdict,
-                    "why": one.why,
-                    "metric": dataclasses.asdict(one.estimate) if one.estimate else None,
-                }
-                for label, rows in self.rows.items()
-                for one in rows
-            ],
+        """Plain data for JSON."""
+        rows = [row for table in self.tables for row in table.to_dict()]
+        return {name: getattr(self.asked, name) for name in ("paper", "only", "scale", "quick")} | {
+            "rows": [*rows, *self.more]
         }
 
     def lines(self) -> list[str]:
-        """What a terminal shows: the table, then entry by entry what was printed, and why the verdict."""
-        found = [*self.above]
-        for label, rows in self.rows.items():
-            head = ("ours", "95 %", "asked", "null or trivial", "n", "verdict")
-            found += [*grid(label, head, [_cells(one, label) for one in rows]), ""]
-        for place, one in enumerate(next(iter(self.rows.values()), ()), 1):
-            said = [f"{place} {one.entry.id}: printed {one.entry.published}"]
-            alike: dict[str, list[str]] = {}
-            for label, rows in self.rows.items():
-                alike.setdefault(f"{rows[place - 1].verdict}: {rows[place - 1].why}", []).append(label)
-            said += [f"{', '.join(of)}: {why}" if len(alike) > 1 else why for why, of in alike.items()]
-            said += [f"It contradicts itself: {one.entry.contradiction}"] * bool(one.entry.contradiction)
-            found += textwrap.wrap(visible(". ".join(s.rstrip(".") for s in said)) + ".", WIDTH, subsequent_indent="  ")
-        return found
-
-    def measured(self, label: str) -> Measured:
-        """As a section of a page."""
-        rows = self.rows[label]
-        return Measured(
-            title=f"Published numbers of {self.asked.paper}",
-            meaning="Each number that was printed, measured here, and what a predictor that does not infer or a model "
-            "that was not trained would have. PASS, FAIL and INCONCLUSIVE are of the range that the entry asks for.",
-            computed="See the definition of each entry below. Verdicts: two one-sided tests on the interval, Holm over "
-            "all entries measured; FAIL where the interval excludes what is asked, by the declared tolerance.",
-            null="Beside each value; what is asked to lie above or below a bound must clear its null, too.",
-            failure_modes="An entry that fails here fails at this size and budget: where one is scale-free its "
-            "definition says why it compares, where none is it is not tested.",
-            estimates=tuple(one.estimate for one in rows if one.estimate),
-            quantities={},
-            arrays={},
-            notes=tuple(_note(one) for one in rows),
-        )
+        """What a terminal shows."""
+        of = [[table for table in self.tables if type(table) is kind] for kind in self.asked.tables]
+        return [*self.above, *(line for group in of for line in tables.lines(group))]
 
 
 def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
-    """Run the cells that are not yet there, judge every entry, write the record and the page; (folder, table)."""
-    started, entries, out = time.time(), table(asked.paper), asked.folder
+    """Run what is not yet in the run folder, judge every row, write the record and the page.
+
+    Returns:
+        The run folder, and the tables.
+    """
+    started, out = time.time(), asked.folder
     check_folder(out, asked.spec)
-    rows: dict[str, tuple[Judged, ...]] = {}
+    found: list[Table] = []
     results: dict[str, Measured] = {}
-    unmeasured: dict[str, str] = {}
-    above: list[str] = []
-    warnings: list[str] = []
-    for bench in _module(asked.paper).benches(asked, _tests(asked), out, progress):
-        rows[bench.label] = tuple(judging.judged(list(_posed(asked, entries, bench, progress)), bench.label))
-        above += bench.lines()
-        warnings += bench.warnings()
-        name = f"{asked.paper} {bench.label}" if bench.label != asked.paper else bench.label
-        results |= {name: Found(asked, rows).measured(bench.label), **bench.sections()}
-        unmeasured |= {f"{name}: {one.entry.id}": one.why for one in rows[bench.label] if one.estimate is None}
-    found = Found(asked, rows, tuple(above))
+    labels, above, warnings, more = [], [], [], []
+    for source in _sources(asked)(asked, _tests(asked), out, progress):
+        made = [kind(source.label, tuple(_rows(kind, asked, source))) for kind in asked.tables]
+        results |= {_section(asked, table): table.section() for table in made} | dict(source.sections())
+        found += made
+        labels.append(source.label)
+        above += source.lines()
+        warnings += source.warnings()
+        more += source.rows()
     record = Record(
         results=results,
-        unmeasured=unmeasured,
+        unmeasured={
+            f"{_section(asked, table)}: {row.entry.id}": row.why
+            for table in found
+            for row in table.contents
+            if row.estimate is None
+        },
         prompts={},
-        subject={"name": ", ".join(rows)},
+        subject={"name": ", ".join(labels)},
         source={"name": f"the claims of {asked.paper}", "kind": "claims", "scale": asked.scale},
         facts={"spec": asked.spec, "command": asked.command(), "versions": versions()},
         warnings=(*["quick: a fraction of the budget, and fewer entries"] * asked.quick, *dict.fromkeys(warnings)),
         run=took(started),
     )
     keep(record, out)
-    return out, found
+    return out, Found(asked, tuple(found), tuple(above), tuple(more))
 
 
 def planned(asked: RunConfig) -> list[str]:
-    """What a run would do, from the tables alone: its cells, and the entries that it would not test."""
-    entries, tests = table(asked.paper), _tests(asked)
-    skipped = {one.id: why for one in entries if (why := _skipped(asked, one))}
-    return [
-        f"{asked.command()}: {len(tests)} of {len(entries)} entries, in {asked.folder}",
-        *_module(asked.paper).planned(asked, tests),
-        *(f"NOT TESTED {name}: {why}" for name, why in skipped.items()),
-    ]
+    """What a run would do, from the tables alone: its runs, and the entries that it would not test."""
+    lines = [f"{replace(asked, dry_run=False).command()}: in {asked.folder}", *_plan(asked)(asked, _tests(asked))]
+    if Table not in asked.tables:
+        return lines
+    skipped = {entry.id: why for entry in asked.entries if (why := tables.not_tested(entry, asked.size, asked.quick))}
+    lines[0] += f", {len(asked.entries) - len(skipped)} of {len(asked.entries)} entries"
+    return [*lines, *(f"NOT TESTED {name}: {why}" for name, why in skipped.items())]
 
 
-def _module(paper: str) -> Any:
-    return importlib.import_module(f"llmgeom.papers.{paper}")
+def _module(asked: RunConfig) -> Any:
+    if asked.only == "primitives":
+        return primitives
+    return {"paper1": paper1, "paper2": paper2}.get("" if asked.models else asked.paper)
 
 
-def _tests(asked: RunConfig) -> list[Check]:
-    """What is measured unless it cannot be."""
-    return [t for one in table(asked.paper) if (t := one.test(asked.size)) and not _skipped(asked, one)]
+def _sources(asked: RunConfig) -> Callable[..., Iterator[Source]]:
+    if module := _module(asked):
+        return module.sources
+    return paper_runs.next_steps if asked.paper == "paper2" else paper_runs.language_models
 
 
-def _skipped(asked: RunConfig, entry: Entry) -> str:
-    """Why an entry is not tested whatever is found; empty where it is."""
-    test = entry.test(asked.size)
-    if test is None:
-        return entry.not_tested
-    return "--quick is too small a budget for it; leave --quick out" if asked.quick and not test.quick else ""
+def _plan(asked: RunConfig) -> Callable[..., list[str]]:
+    return (_module(asked) or paper_runs).planned
 
 
-def _posed(
-    asked: RunConfig, entries: Sequence[Entry], bench: Bench, progress: Progress | None = None
-) -> Iterator[Judged]:
-    for place, entry in enumerate(entries):
-        if progress:
-            progress(f"entries, {bench.label}", place, len(entries), entry.id)
-        yield _put(asked, entry, bench)
+def _tests(asked: RunConfig) -> list:
+    """The tests that are measured unless they cannot be."""
+    tested = [entry for entry in asked.entries if not tables.not_tested(entry, asked.size, asked.quick)]
+    return [test for entry in tested if (test := entry.test(asked.size))]
 
 
-def _put(asked: RunConfig, entry: Entry, bench: Bench) -> Judged:
-    test, why = entry.test(asked.size), _skipped(asked, entry)
-    if test is None or why:
-        return Judged(entry, None, None, why)
-    if test.compare == "within" and not test.printed(bench.label):
-        return Judged(entry, None, None, f"printed for {', '.join(test.values)} alone: give one of them with --model")
-    try:
-        found = bench.measured(test)
-        if test.compare == "claim" and not found.claim:
-            raise UserError("one of the nulls that its claim is held against could not be had")
-    except UserError as refusal:
-        return Judged(entry, None, None, f"it could not be measured: {refusal}")
-    return Judged(entry, test, found, "")
+def _rows(kind: type[Table], asked: RunConfig, source: Source) -> Sequence[tables.Row]:
+    if kind is Table:
+        return tables.published(asked.entries, source, asked.size, asked.quick)
+    return (tables.audit if kind is tables.Audit else tables.predictions)(asked.entries, source)
 
 
-def _cells(one: Judged, label: str) -> tuple[str, ...]:
-    h = one.estimate
-    if h is None:
-        return (f"{one.entry.id}", "", "", "", "", "", one.verdict)
-    value, low, high = numbers(h.value, h.low, h.high)
-    null = ""
-    if h.null != judging.NONE:
-        ends = list(dict.fromkeys(numbers(h.null_low, h.null_high)))
-        null = f"{' to '.join(ends)} {h.null}"
-    null = null if len(null) < 50 else null[:48] + " …"
-    return (
-        one.entry.id, f"{value} {h.unit}", f"{low} to {high}", judging.asked(one.test, label), null,
-        f"{h.n} {h.counts}", h.verdict,
-    )  # fmt: skip
-
-
-def _note(one: Judged) -> str:
-    entry = one.entry
-    parts = [f"{entry.quantity}. Printed: {entry.published} ({entry.source})"]
-    parts += [f"trivial: {entry.trivial}"] * bool(entry.trivial)
-    parts += [f"measured: {entry.definition}"] * bool(entry.definition)
-    parts += [f"it contradicts itself: {entry.contradiction}"] * bool(entry.contradiction)
-    return "; ".join([*parts, f"{one.verdict}: {one.why}"])
+def _section(asked: RunConfig, table: Table) -> str:
+    name = asked.paper if type(table) is Table else table.NAME
+    return name if name == table.label else f"{name} {table.label}"

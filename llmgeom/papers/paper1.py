@@ -1,8 +1,7 @@
-"""Paper I's tunnels: several architectures on several tasks in three seeds, graded, scanned, cut and asked for more."""
+"""Paper I's measures: architectures trained on tasks of known posterior; graded, scanned, ablated and lengthened."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmgeom import probes, wind_tunnels
+from llmgeom.bench.resume import computed, recorded
 from llmgeom.bench.sweep import seeded
 from llmgeom.cache.shards import captures_folder
 from llmgeom.claims import Null
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
+from llmgeom.files import digest
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES, at_posterior
 from llmgeom.papers.published_numbers import Check
-from llmgeom.papers.verdicts import Bench, combined, over_seeds
+from llmgeom.papers.tables import Source
+from llmgeom.papers.verdicts import combined, over_seeds
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions.component_ablation import Kind
 from llmgeom.probes.interventions.component_run import examine_components
@@ -33,6 +34,7 @@ from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
 from llmgeom.stats.information import bits, entropy
 from llmgeom.stats.ridge_probe import decodability, folds
+from llmgeom.task import Task
 from llmgeom.wind_tunnels.tasks.hmm import HMM
 from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
 from llmgeom.wind_tunnels.training_config import Training
@@ -40,14 +42,14 @@ from llmgeom.wind_tunnels.training_config import Training
 if TYPE_CHECKING:
     from llmgeom.commands.reproduce import RunConfig
 
-SEEDS, GRADED, SCANNED = 3, 1000, 200  # trainings a cell; sequences graded, and scanned
-RELATIVE = ("uniform", "trivial")  # to which a grade's numbers can be set beside another architecture's
-TOLD = dict(zip(("bijection", "hmm", "recall"), PRIMITIVES, strict=True))
+SEEDS, GRADED, SCANNED = 3, 1000, 200  # trainings of each cell; sequences graded, and scanned
+TRIVIAL = ("uniform", "trivial")  # predictors over whose number a grade's number can be taken
+PRIMITIVE = dict(zip(("bijection", "hmm", "recall"), PRIMITIVES, strict=True))  # of each task
 
 
-def _matched(task: str, **given: Any) -> Training:
-    whole = replace(PRIMITIVES[TOLD[task]], parameters=PARAMETERS, lr="auto", snapshots=2)
-    return replace(whole, **given)
+def _small(task: str, **changes: Any) -> Training:
+    """The cell of `primitives`, or a variant."""
+    return replace(PRIMITIVES[PRIMITIVE[task]], parameters=PARAMETERS, lr="auto", snapshots=2, **changes)
 
 
 RECIPES = {
@@ -59,10 +61,7 @@ RECIPES = {
             "recall:pairs=2,queries=2,keys=4,values=4", width=32, layers=2, steps=300, lr="5e-3", snapshots=2
         ),
     },
-    "small": {
-        **{task: _matched(task) for task in TOLD},
-        "deep": _matched("bijection", layers=4),
-    },
+    "small": {**{task: _small(task) for task in PRIMITIVE}, "deep": _small("bijection", layers=4)},
     # As the published code trains them, where text and code disagree; data are fresh at every step.
     "full": {
         "bijection": Training(
@@ -78,51 +77,50 @@ RECIPES = {
         "horizon": Training("recurrence:horizon=5", width=192, layers=6, heads=6, steps=150_000, batch=64, lr="3e-4"),
     },
 }  # fmt: skip
-SAME_SIZE = {"bijection": 2_680_000, "hmm": 7_400_000}  # of the published MLPs, which have no width of their own
+SAME_SIZE = {"bijection": 2_680_000, "hmm": 7_400_000}  # parameters of the published MLPs, which have no printed width
 
 
 def training(recipe: str, task: str, arch: str) -> Training:
     """The first seed of a cell."""
-    made = replace(RECIPES[recipe][task], arch=arch)
-    return replace(made, parameters=SAME_SIZE[task]) if recipe == "full" and arch == "mlp" else made
+    cell = replace(RECIPES[recipe][task], arch=arch)
+    return replace(cell, parameters=SAME_SIZE[task]) if recipe == "full" and arch == "mlp" else cell
 
 
-def recipe(asked: RunConfig) -> str:
-    return "quick" if asked.quick else asked.size
-
-
-def cells(name: str, tests: Sequence[Check]) -> dict[str, Training]:
-    """The first trainings that tests need, by TASK/ARCHITECTURE."""
+def cells(recipe: str, tests: Sequence[Check]) -> dict[str, Training]:
+    """The first trainings that the tests need, by TASK/ARCHITECTURE."""
     found: dict[str, Training] = {}
     for of in (test.of for test in tests):
-        tasks = TOLD if of.get("task") == "all" else (of["task"],)
-        architectures = {of["arch"], of.get("over") or of["arch"]} - set(RELATIVE)
-        found |= {f"{task}/{arch}": training(name, task, arch) for task in tasks for arch in sorted(architectures)}
+        tasks = PRIMITIVE if of.get("task") == "all" else (of["task"],)
+        architectures = {of["arch"], of.get("over") or of["arch"]} - set(TRIVIAL)
+        found |= {f"{task}/{arch}": training(recipe, task, arch) for task in tasks for arch in sorted(architectures)}
     return found
 
 
-def planned(asked: RunConfig, tests: Sequence[Check]) -> list[str]:
+def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
     """The cells that a run would train."""
     return [
-        f"{name}: {SEEDS} trainings on {one.task}, {one.layers} layers, "
-        f"{f'{one.parameters:,} parameters' if one.parameters else f'width {one.width}'}, {one.steps:,} steps of "
-        f"{one.batch} sequences, learning rate {one.lr}"
-        for name, one in cells(recipe(asked), tests).items()
+        f"{name}: {SEEDS} trainings on {cell.task}, {cell.layers} layers, "
+        f"{f'{cell.parameters:,} parameters' if cell.parameters else f'width {cell.width}'}, {cell.steps:,} steps of "
+        f"{cell.batch} sequences, learning rate {cell.lr}"
+        for name, cell in cells(config.recipe, tests).items()
     ]
 
 
-def benches(asked: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
-    """Train and grade what the tests need; one bench. Raises UserError at the papers' scale where there is no GPU."""
-    device = usable(asked.device) if asked.size == "full" else "cpu"
-    if asked.size == "full" and device == "cpu" and asked.device is None:
+def sources(
+    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
+) -> Iterator[Tunnels]:
+    """Train and grade what the tests need. Raises UserError at the papers' scale without a GPU."""
+    full = config.recipe == "full"
+    device = usable(config.device) if full else "cpu"
+    if full and device == "cpu" and config.device is None:
         raise UserError("--scale paper trains models of millions of parameters: it needs a GPU; or give --device cpu")
-    numbers = seeded(cells(recipe(asked), tests), SEEDS, out / "cells", GRADED, progress, device)
-    yield Tunnels(recipe(asked), out / "cells", numbers, tests)
+    numbers = seeded(cells(config.recipe, tests), SEEDS, out / "cells", GRADED, progress, device)
+    yield Tunnels(config.recipe, out / "cells", numbers, tests)
 
 
 @dataclass(frozen=True)
-class Tunnels(Bench):
-    """The trained cells: folders, and their numbers by TASK/ARCHITECTURE/seedN."""
+class Tunnels(Source):
+    """The trained cells: their folders, and their grades by TASK/ARCHITECTURE/seedN."""
 
     recipe: str
     folder: Path
@@ -131,43 +129,42 @@ class Tunnels(Bench):
     label: str = "paper1"
 
     def lines(self) -> list[str]:
-        seconds = sum(one.get("cpu_seconds", 0) for one in self.numbers.values())
+        seconds = sum(grade.get("cpu_seconds", 0) for grade in self.numbers.values())
         return [f"{len(self.numbers)} trainings, {seconds / 60:.1f} CPU minutes; {SEEDS} seeds a cell"]
 
     def warnings(self) -> tuple[str, ...]:
-        return tuple(f"{name}: {one['refused']}" for name, one in self.numbers.items() if "refused" in one)
+        return tuple(f"{name}: {grade['refused']}" for name, grade in self.numbers.items() if "refused" in grade)
+
+    def task(self, task: str, arch: str) -> Task:
+        return wind_tunnels.load_task(training(self.recipe, task, arch).task)
 
     def seeds(self, task: str, *archs: str) -> list[str]:
-        """The names of a cell's trainings that ended well; of several architectures those of the first where the same
-        seed of the others did."""
+        """The names of a cell's trainings that ended well; of several architectures the names of the first, for the
+        seeds that all of them finished. Raises UserError if there is none."""
         lacking = {"refused": "its first seed was refused"}  # and then the others were not tried
-        every = [[f"{task}/{arch}/seed{seed}" for arch in archs] for seed in range(SEEDS)]
-        whys = [[self.numbers.get(name, lacking).get("refused", "") for name in names] for names in every]
-        good = [names[0] for names, why in zip(every, whys, strict=True) if not any(why)]
+        by_seed = [[f"{task}/{arch}/seed{seed}" for arch in archs] for seed in range(SEEDS)]
+        whys = [[self.numbers.get(name, lacking).get("refused", "") for name in names] for names in by_seed]
+        good = [names[0] for names, why in zip(by_seed, whys, strict=True) if not any(why)]
         if not good:
             raise UserError(next(filter(None, whys[0])))
         return good
 
-    def kept(self, name: str, what: str, spec: Mapping[str, Any], make: Callable[[Subject], Any]) -> Any:
+    def _spec(self, name: str, **spec: Any) -> dict[str, Any]:
+        return {**spec, "of": dict(self.numbers[name])}
+
+    def once(self, name: str, what: str, make: Callable[[Subject], Any], **spec: Any) -> Any:
         """Plain data made from a trained model once, and read after that."""
-        path = self._path(name, what, spec).with_suffix(".json")
-        if not path.exists():
-            write_whole(path, json.dumps(make(Subject.load(str(self.folder / name)))).encode())
-        return json.loads(path.read_text())
+        path, model = self.folder / name / f"{what}.json", str(self.folder / name)
+        return computed(path, self._spec(name, **spec), lambda: make(Subject.load(model)))
 
-    def record(self, name: str, what: str, spec: Mapping[str, Any], make: Callable[[Subject], Record]) -> Record:
-        """The same of a record."""
-        folder = self._path(name, what, spec)
-        if not (folder / "record.json").exists():
-            make(Subject.load(str(self.folder / name))).save(folder)
-        return Record.load(folder)
-
-    def _path(self, name: str, what: str, spec: Mapping[str, Any]) -> Path:
-        return self.folder / name / f"{what}-{digest({**spec, 'of': dict(self.numbers[name])})[:12]}"
+    def record(self, name: str, what: str, make: Callable[[Subject], Record], **spec: Any) -> Record:
+        """A record made from a trained model once, and read after that."""
+        whole, model = self._spec(name, **spec), str(self.folder / name)
+        return recorded(self.folder / name / f"{what}-{digest(whole)[:12]}", whole, lambda: make(Subject.load(model)))
 
     @cached_property
     def probed(self) -> dict[str, tuple[str, ...]]:
-        """By TASK/ARCHITECTURE the probes that the tests ask of it: they share the passes of one scan."""
+        """The probes that the tests need of each TASK/ARCHITECTURE: they share the passes of one scan."""
         found: dict[str, set[str]] = {}
         for of in (test.of for test in self.tests if test.measure == "probe"):
             found.setdefault(f"{of['task']}/{of['arch']}", set()).add(of["probe"])
@@ -177,148 +174,144 @@ class Tunnels(Bench):
 # ---- measures --------------------------------------------------------------------------------------------------------
 
 
-def graded(bench: Tunnels, test: Check, task: str, arch: str, what: str, over: str = "") -> Estimate:
+def graded(source: Tunnels, test: Check, task: str, arch: str, what: str, over: str = "") -> Estimate:
     """A number of a grade; over that of a uniform answer, of the best trivial predictor, or of another architecture's
     training of the same seed."""
-    rival = over not in ("", *RELATIVE)
-    names = bench.seeds(task, arch, *[over] * rival)
-    own = [bench.numbers[name] for name in names]
-    under = [one[f"{what}_{over}"] if over in RELATIVE else 1.0 for one in own]
+    rival = over not in ("", *TRIVIAL)
+    names = source.seeds(task, arch, *[over] * rival)
+    own = [source.numbers[name] for name in names]
+    under = [grade[f"{what}_{over}"] if over in TRIVIAL else 1.0 for grade in own]
     null: tuple[str, float] | None = (
         own[0]["best_trivial"],
-        float(np.mean([one[f"{what}_trivial"] / u for one, u in zip(own, under, strict=True)])),
+        float(np.mean([grade[f"{what}_trivial"] / u for grade, u in zip(own, under, strict=True)])),
     )
     if rival:
-        under, null = [bench.numbers[name.replace(f"/{arch}/", f"/{over}/")][what] for name in names], None
-    values = [one[what] / u for one, u in zip(own, under, strict=True)]
-    # Where all answer every query rightly, one in as many as were graded may yet be wrong.
+        under, null = [source.numbers[name.replace(f"/{arch}/", f"/{over}/")][what] for name in names], None
+    values = [grade[what] / u for grade, u in zip(own, under, strict=True)]
+    # If every answer was right, one in as many as were graded may still be wrong.
     return over_seeds(values, test.unit, test.scale, null, least=1 / GRADED if what == "accuracy" else 0.0)
 
 
-def reached(bench: Tunnels, test: Check, task: str, arch: str) -> Estimate:
-    """Of accumulation, transport and binding, how many a training reaches: KL and skill by Paper I's standard."""
-    each = [[bench.numbers[name] for name in bench.seeds(one, arch)] for one in TOLD]
-    many = [sum(map(at_posterior, cells)) for cells in zip(*each, strict=False)]
-    made = over_seeds(many, test.unit, test.scale, ("a model that infers nothing", 0.0))
-    if len(set(many)) > 1:
-        return made
+def reached(source: Tunnels, test: Check, task: str, arch: str) -> Estimate:
+    """How many of accumulation, transport and binding a training reaches: KL and skill by Paper I's standard."""
+    by_task = [[source.numbers[name] for name in source.seeds(task, arch)] for task in PRIMITIVE]
+    counts = [sum(map(at_posterior, grades)) for grades in zip(*by_task, strict=False)]
+    h = over_seeds(counts, test.unit, test.scale, ("a model that infers nothing", 0.0))
+    if len(set(counts)) > 1:
+        return h
     # All alike: with 97.5 % confidence another count comes with a probability of at most this (Clopper and Pearson).
-    other = 1 - 0.025 ** (1 / len(many))
-    return replace(made, low=made.value - other, high=made.value + other, method="Clopper and Pearson, 95 %")
+    other = 1 - 0.025 ** (1 / len(counts))
+    return replace(h, low=h.value - other, high=h.value + other, method="Clopper and Pearson, 95 %")
 
 
-def horizon(bench: Tunnels, test: Check, task: str, arch: str, what: str, times: float = 1.0) -> Estimate:
+def horizon(source: Tunnels, test: Check, task: str, arch: str, what: str, times: float = 1.0) -> Estimate:
     """On sequences `times` as long as those trained on.
 
-    first, later: mean KL of the first query past the horizon, or of all past it, over those within; mae: |H_model -
-    H_exact|, mean over all queries.
+    "first", "later": mean KL of the first query past the horizon, or of all past it, over that of those within. "mae":
+    |H_model - H_exact|, mean over all queries.
     """
-    trained = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
-    assert isinstance(trained, HMM | Recurrence), trained.title  # what the entries ask it of
+    trained = source.task(task, arch)
+    assert isinstance(trained, HMM | Recurrence), trained.title  # the entries name no other
     longer = replace(trained, steps=round(trained.steps * times))
 
-    def asked(subject: Subject) -> dict[str, list[float]]:
+    def by_query(subject: Subject) -> dict[str, list[float]]:
         # The published evaluation draws from what was trained on; so does this where programs are what is held out.
-        made = grade(subject, longer, GRADED, split="seen" if longer.title.startswith("recurrence") else None)
-        return {"kl": made.own.kl.mean(0).tolist(), "mae": np.abs(made.own.gap).mean(0).tolist()}
+        scores = grade(subject, longer, GRADED, split="seen" if longer.title.startswith("recurrence") else None).own
+        return {"kl": scores.kl.mean(0).tolist(), "mae": np.abs(scores.gap).mean(0).tolist()}
 
-    within = slice(trained.trained)
     past = {"first": slice(trained.trained, trained.trained + 1), "later": slice(trained.trained, None)}
     values = []
-    for name in bench.seeds(task, arch):
-        found = bench.kept(name, "longer", {"task": longer.title, "n": GRADED}, asked)
-        if what == "mae":
-            values.append(float(np.mean(found["mae"])))
-        else:
-            values.append(float(np.mean(found["kl"][past[what]]) / np.mean(found["kl"][within])))
+    for name in source.seeds(task, arch):
+        curves = source.once(name, f"longer-{times:g}", by_query, task=longer.title, n=GRADED)
+        within = np.mean(curves["kl"][: trained.trained])
+        values.append(float(np.mean(curves["mae"]) if what == "mae" else np.mean(curves["kl"][past[what]]) / within))
     return over_seeds(values, test.unit, test.scale)
 
 
-def probe(bench: Tunnels, test: Check, task: str, arch: str, probe: str, metric: str) -> Estimate:
+def probe(source: Tunnels, test: Check, task: str, arch: str, probe: str, metric: str) -> Estimate:
     """A metric of a scan, mean over trainings, against the hardest of their nulls."""
-    of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
-    names = bench.probed[f"{task}/{arch}"]
+    of, names = source.task(task, arch), source.probed[f"{task}/{arch}"]
 
     def scanned(subject: Subject) -> Record:
-        whole = {WHOLE: of.sample(SCANNED, 0, of.test_split)}
-        store = str(captures_folder())
-        return run_probes(
-            subject, of.truncated(SCANNED, 0, of.test_split), probes.known(names), samples=whole, store=store
-        )
+        batch, whole = of.truncated(SCANNED, 0, of.test_split), {WHOLE: of.sample(SCANNED, 0, of.test_split)}
+        return run_probes(subject, batch, probes.known(names), samples=whole, store=str(captures_folder()))
 
-    found = []
-    for name in bench.seeds(task, arch):
-        record = bench.record(name, "scan", {"probes": names, "task": of.title}, scanned)
-        if probe in record.unmeasured:
-            raise UserError(record.unmeasured[probe])
-        found += [h for h in record.results[probe].estimates if h.name == metric]
-    if not found:
-        raise UserError(f"{probe} has no '{metric}' here")
-    return combined(found)
+    records = [source.record(name, "scan", scanned, probes=names, task=of.title) for name in source.seeds(task, arch)]
+    return _over_records(records, probe, metric, f"{probe} has no '{metric}' here")
 
 
-def replaced(bench: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Estimate:
-    """Heads or blocks set to 0 one at a time. most, least: the error of entropy without the one that matters most, or
-    least, over that of the model as it is; else a metric."""
-    of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
+def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: Kind, what: str) -> Estimate:
+    """Heads or blocks set to 0, one at a time.
 
-    def cut(subject: Subject) -> Record:
+    "most", "least": the error of entropy without the component that matters most, or least, over the model's own error;
+    else a metric of the ablation.
+    """
+    of, names, section = source.task(task, arch), source.seeds(task, arch), f"{kind}_zero"
+
+    def ablated(subject: Subject) -> Record:
         batch = of.sample(SCANNED, 0, of.test_split)
         return examine_components(subject, batch, kind, task=of, positions="all", nulls=CONTROLS)
 
-    records = [bench.record(name, kind, {"task": of.title}, cut) for name in bench.seeds(task, arch)]
-    section = f"{kind}_zero"
+    records = [source.record(name, kind, ablated, task=of.title) for name in names]
+    if what not in ("most", "least"):
+        lacking = f"{training(source.recipe, task, arch).layers} layers have no '{what}'"
+        return _over_records(records, section, what, lacking)
     if why := next((r.unmeasured[section] for r in records if section in r.unmeasured), ""):
         raise UserError(why)
-    if what not in ("most", "least"):
-        found = [h for r in records for h in r.results[section].estimates if h.name == what]
-        if not found:
-            raise UserError(f"{training(bench.recipe, task, arch).layers} layers have no '{what}'")
-        return combined(found)
-    numbers = [bench.numbers[name] for name in bench.seeds(task, arch)]
-    most = min(one["mae_abs_uniform"] / one["mae_abs"] for one in numbers)
+    most = min(source.numbers[name]["mae_abs_uniform"] / source.numbers[name]["mae_abs"] for name in names)
     if most < test.bound:
         raise UserError(
             f"at this budget a uniform answer has {most:.1f} times the model's error: {test.bound:g} is no loss"
         )
     times = []
-    for record in records:
-        arrays = record.results[section].arrays
+    for arrays in (record.results[section].arrays for record in records):
         each = arrays["error"] if kind == "blocks" else 1 + arrays["error"] / arrays["clean_error"]
         times.append(float(each.max() if what == "most" else each.min()))
     return over_seeds(times, test.unit, test.scale)
 
 
-def final(bench: Tunnels, test: Check, task: str, arch: str, what: str) -> Estimate:
-    """Of the final states: the share of their first component (not standardised, as in the published code), or the
-    held-out R2 of the exact entropy, folds by sequence; against the same model re-initialised."""
-    of = wind_tunnels.load_task(training(bench.recipe, task, arch).task)
+def _over_records(records: Sequence[Record], probe: str, metric: str, lacking: str) -> Estimate:
+    """A metric of every training's record. Raises UserError if a probe refused or none has the metric."""
+    if why := next((record.unmeasured[probe] for record in records if probe in record.unmeasured), ""):
+        raise UserError(why)
+    found = [h for record in records for h in record.results[probe].estimates if h.name == metric]
+    if not found:
+        raise UserError(lacking)
+    return combined(found)
+
+
+def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Estimate:
+    """A number of the final states, against the same model re-initialised.
+
+    "pc1": the share of their first component (not standardised, as in the published code). "r2": the held-out R2 of the
+    exact entropy, folds by sequence.
+    """
+    of = source.task(task, arch)
     batch = of.sample(SCANNED // 4, 0, of.test_split)
 
-    def number(who: Subject) -> float:
-        seen = who.capture(batch, {Site.FINAL})
-        x = seen.final.double().numpy()
+    def number(subject: Subject) -> float:
+        capture = subject.capture(batch, {Site.FINAL})
+        x = capture.final.double().numpy()
         if what == "pc1":
             spectrum = np.linalg.svd(x - x.mean(0), compute_uv=False) ** 2
             return float(spectrum[0] / spectrum.sum())
-        return decodability(x, _exact(seen), folds(np.asarray(batch.cluster)[seen.prompt.numpy()], 0))
+        return decodability(x, _exact_entropy(capture), folds(np.asarray(batch.cluster)[capture.prompt.numpy()], 0))
 
     def numbers(subject: Subject) -> list[float]:
         return [number(subject), *(number(subject.untrained(1 + i)) for i in range(CONTROLS))]
 
-    each = [
-        bench.kept(name, f"final-{what}", {"task": of.title, "n": len(batch)}, numbers)
-        for name in bench.seeds(task, arch)
+    by_seed = [
+        source.once(name, f"final-{what}", numbers, task=of.title, n=len(batch)) for name in source.seeds(task, arch)
     ]
-    made = over_seeds([one[0] for one in each], test.unit, test.scale)
-    null = Null.of("re-initialised", made.value, np.array(each[0][1:]))
-    made = replace(made, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
-    return replace(made, margin=null.margin, p=null.p, verdict="undecided")
+    h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
+    null = Null.of("re-initialised", h.value, np.array(by_seed[0][1:]))
+    h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
+    return replace(h, margin=null.margin, p=null.p, verdict="undecided")
 
 
-def _exact(seen: Capture) -> np.ndarray:
+def _exact_entropy(capture: Capture) -> np.ndarray:
     """[row] bits: entropy of the exact answer, which in the HMM is the belief about the state."""
-    return bits(entropy(seen.exact.predictive)).double().numpy()
+    return bits(entropy(capture.exact.predictive)).double().numpy()
 
 
-Tunnels.MEASURES = {one.__name__: one for one in (graded, reached, horizon, probe, replaced, final)}
+Tunnels.MEASURES = {measure.__name__: measure for measure in (graded, reached, horizon, probe, replaced, final)}

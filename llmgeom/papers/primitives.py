@@ -1,32 +1,31 @@
-"""The whole of `llmgeom primitives`: which architectures accumulate, transport and bind, at equal size and data."""
+"""Which architectures accumulate, transport and bind, at equal size and data: `reproduce paper1 --only primitives`."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from llmgeom import wind_tunnels
 from llmgeom.answers import corrupt_predictive
 from llmgeom.bench.sweep import finished, seeded, sweep
-from llmgeom.commands.config import Config, check_folder, keep
 from llmgeom.errors import UserError
-from llmgeom.files import digest
-from llmgeom.flags import flag
+from llmgeom.papers.published_numbers import Check
+from llmgeom.papers.tables import Source
 from llmgeom.progress import Progress
-from llmgeom.provenance import took, versions
-from llmgeom.record import Record
 from llmgeom.reports.text import grid
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Estimate, Figure, Measured, Result, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import Interval, mean_intervals
 from llmgeom.stats.tests import equivalence_p
 from llmgeom.wind_tunnels.training_config import Training
+
+if TYPE_CHECKING:
+    from llmgeom.commands.reproduce import RunConfig
 
 PRIMITIVES = {
     "accumulation": Training("bijection", steps=1000),
@@ -41,30 +40,15 @@ REACHED_KL, REACHED_SKILL = 0.01, 0.95  # Paper I's standard as a divergence; se
 GRADED = 1000  # sequences
 
 
-def at_posterior(numbers: Mapping[str, Any]) -> bool:
-    """Is a grade's model at the posterior, by that standard?"""
-    return numbers["kl"] < REACHED_KL and numbers["skill"] > REACHED_SKILL
+def at_posterior(grade: Mapping[str, Any]) -> bool:
+    """Whether a graded model is at the posterior, by that standard."""
+    return grade["kl"] < REACHED_KL and grade["skill"] > REACHED_SKILL
 
 
-@dataclass(frozen=True)
-class RunConfig(Config):
-    """What `llmgeom reproduce paper1 --only primitives` is asked for."""
-
-    VERB: ClassVar[str] = "reproduce paper1 --only primitives"
-
-    quick: bool = flag(False, "A fifth of the steps: about 10 minutes on two cores instead of 60.")
-    seeds: int = flag(3, "Trainings of each cell.", least=2, most=1000)
-    dose_seeds: int = flag(5, "Trainings of each dose of corrupted labels.", least=2, most=1000)
-    out: str | None = flag(
-        None, "Run folder; a stopped run continues in it. [default: runs/primitives-HASH]", group="Output"
-    )
-
-    def training(self, primitive: str, arch: str) -> Training:
-        asked = replace(PRIMITIVES[primitive], arch=arch, parameters=PARAMETERS, lr="auto", snapshots=2)
-        return replace(asked, steps=asked.steps // 5) if self.quick else asked
-
-    def dosed(self, dose: float, seed: int) -> Training:
-        return replace(DOSED, corrupt=dose, seed=seed, steps=DOSED.steps // 5 if self.quick else DOSED.steps)
+def training(primitive: str, arch: str, quick: bool = False) -> Training:
+    """The first seed of a cell; quick: a fifth of the steps."""
+    cell = replace(PRIMITIVES[primitive], arch=arch, parameters=PARAMETERS, lr="auto", snapshots=2)
+    return replace(cell, steps=cell.steps // 5) if quick else cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,18 +85,17 @@ class Profile(Result):
 
     estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dose(Result):
-    """What a model says whose labels were drawn again, by the fraction that was."""
+    """The answers of a model trained on labels of which a fraction was drawn again."""
 
     TITLE: ClassVar[str] = "Dose of corrupted labels"
     MEANING: ClassVar[str] = (
-        "With a fraction p of the labels drawn again, evenly, Bayes' rule says (1 - p) of the posterior and p of an "
-        "even answer. A model that infers follows that mixture at every dose, and so leaves the posterior by exactly "
-        "as much."
+        "If a fraction p of the labels is drawn again, evenly, Bayes' rule gives the mixture of (1 - p) of the "
+        "posterior and p of a uniform answer. A model that infers follows that mixture at every dose."
     )
     COMPUTED: ClassVar[str] = (
         "KL in bits a query on held-out hypotheses, mean over seeds, with Student's 95 % interval: of the mixture from "
@@ -136,206 +119,201 @@ class Dose(Result):
 
     estimates: tuple[Estimate, ...] = ()
     warnings: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = dataclasses.field(default_factory=dict)
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class Row:
-    """One architecture at one primitive."""
+class Cell:
+    """The grades of one architecture on one primitive, a seed each."""
 
     primitive: str
     arch: str
-    seeds: int
-    kl: float
-    mean: float
-    low_end: float
-    high: float
-    mae_abs: float
-    skill: float
-    trivial: str
-    kl_trivial: float
-    lr: float
-    parameters: int
-    cpu_seconds: float
-    reached: bool
+    grades: tuple[Mapping[str, Any], ...]
+
+    def of(self, name: str) -> np.ndarray:
+        """A number of the grades by seed."""
+        return np.array([grade[name] for grade in self.grades])
+
+    def median(self, name: str) -> float:
+        return float(np.median(self.of(name)))
 
     @property
-    def low(self) -> float:
-        """The interval's lower end where it is one of a divergence: at least 0."""
-        return max(0.0, self.low_end)
+    def interval(self) -> tuple[float, float]:
+        """Student's 95 % interval of the mean KL over seeds."""
+        ((low, high),) = mean_intervals([self.of("kl")]).tolist()
+        return low, high
 
     @property
     def verdict(self) -> str:
-        return "reached" if self.reached else "not reached at this budget"
+        return "reached" if all(map(at_posterior, self.grades)) else "not reached at this budget"
+
+    def estimate(self) -> Estimate:
+        """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
+        kl, trivial, (low, high) = self.of("kl"), self.median("kl_trivial"), self.interval
+        p = equivalence_p(float(kl.mean()), Interval(low, high, 0.95, ""), -np.inf, trivial, len(kl))
+        below, above = high < trivial and p < 0.05, low > trivial
+        return Estimate(
+            name=f"{self.primitive}, {self.arch}: KL to the posterior",
+            value=float(kl.mean()),
+            unit="bits",
+            low=low,
+            high=high,
+            method="Student's t over seeds, 95 %",
+            null_low=trivial,
+            null_high=trivial,
+            null=f"the best trivial predictor, {self.grades[0]['best_trivial']}",
+            p=p,
+            n=len(kl),
+            clusters=len(kl),
+            verdict="below null" if below else "not below null" if above else "undecided",
+            why=f"{self.verdict}: median {self.median('kl'):.4f} bits, skill {self.median('skill'):.3f}",
+            side="lower",
+            margin=trivial,
+            counts="seeds",
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data: medians over seeds, and the interval of the mean KL."""
+        low, high = self.interval
+        first = self.grades[0]
+        return {
+            **{name: getattr(self, name) for name in ("primitive", "arch", "verdict")},
+            **{name: self.median(name) for name in ("kl", "skill", "mae_abs", "kl_trivial")},
+            **{"trivial": first["best_trivial"], "lr": first["lr"], "parameters": first["parameters"]},
+            **{"seeds": len(self.grades), "mean": float(self.of("kl").mean()), "low": low, "high": high},
+            "cpu_seconds": float(self.of("cpu_seconds").sum()),
+        }
+
+
+def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
+    """The trainings that a run would make."""
+    steps = {primitive: training(primitive, "gpt2", config.quick).steps for primitive in PRIMITIVES}
+    return [
+        f"{primitive}: {config.seeds} trainings of each of {', '.join(ARCHITECTURES)}, {PARAMETERS:,} parameters, "
+        f"{n:,} steps"
+        for primitive, n in steps.items()
+    ] + [f"{DOSED.task}: {config.dose_seeds} trainings with each of {DOSES} of the labels drawn again"]
+
+
+def sources(
+    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
+) -> Iterator[Primitives]:
+    """Train what is not yet trained, and grade it. Raises UserError if nothing is left to compare."""
+    first = {f"{p}/{arch}": training(p, arch, config.quick) for p in PRIMITIVES for arch in ARCHITECTURES}
+    grades = seeded(first, config.seeds, out, GRADED, progress)
+    dosed = replace(DOSED, steps=DOSED.steps // 5 if config.quick else DOSED.steps)
+    names = {dose: [f"dose/{dose:g}/seed{seed}" for seed in range(config.dose_seeds)] for dose in DOSES}
+    trainings = {
+        name: replace(dosed, corrupt=dose, seed=seed) for dose in DOSES for seed, name in enumerate(names[dose])
+    }
+    grades |= sweep(trainings, out, GRADED, progress, "doses")
+    ended = {name: finished(grades, [f"{name}/seed{seed}" for seed in range(config.seeds)]) for name in first}
+    cells = tuple(
+        Cell(*name.split("/"), tuple(good)) for name, good in ended.items() if len(good) > 1
+    )  # an interval over seeds needs two
+    refused = {name: grade["refused"] for name, grade in grades.items() if "refused" in grade}
+    yield Primitives(cells, dose_curve({dose: finished(grades, names[dose]) for dose in DOSES}), refused)
 
 
 @dataclass(frozen=True)
-class Found:
-    """The whole table."""
+class Primitives(Source):
+    """The table of primitives, and the dose curve."""
 
-    rows: tuple[Row, ...]
+    cells: tuple[Cell, ...]
+    dose: Dose
     refused: Mapping[str, str]
-    dose: Mapping[str, list[float]]
+    label: str = "primitives"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
-        return {
-            "rows": [{**dataclasses.asdict(row), "verdict": row.verdict} for row in self.rows],
-            "refused": dict(self.refused),
-            "dose": dict(self.dose),
-        }
+    def sections(self) -> Mapping[str, Measured]:
+        return {"primitives": self.profile.lowered(), "dose": self.dose.lowered()}
+
+    def warnings(self) -> tuple[str, ...]:
+        return tuple(f"{name}: not measured, {why}" for name, why in self.refused.items())
+
+    def rows(self) -> list[dict[str, Any]]:
+        doses = [
+            {"dose": p, "kl_mixture": float(m), "kl_clean": float(c), "kl_expected": float(e)}
+            for p, m, c, e in self._doses()
+        ]
+        return [{"table": "primitives", **row} for row in [cell.to_dict() for cell in self.cells] + doses]
 
     def lines(self) -> list[str]:
-        """What a terminal shows."""
         head = ("architecture", "KL bits", "95 %, seeds", "best trivial", "skill", "mae_abs", "lr", "CPU s", "")
-        cells = [
+        rows = [
             (
-                row.primitive,
-                row.arch,
-                f"{row.kl:.4f}",
-                f"{row.low:.4f} to {row.high:.4f}",
-                f"{row.kl_trivial:.3f} {row.trivial}",
-                f"{row.skill:.3f}",
-                f"{row.mae_abs:.4f}",
-                f"{row.lr:g}",
-                f"{row.cpu_seconds:.0f}",
-                row.verdict,
+                row["primitive"],
+                row["arch"],
+                f"{row['kl']:.4f}",
+                f"{max(0.0, row['low']):.4f} to {row['high']:.4f}",
+                f"{row['kl_trivial']:.3f} {row['trivial']}",
+                f"{row['skill']:.3f}",
+                f"{row['mae_abs']:.4f}",
+                f"{row['lr']:g}",
+                f"{row['cpu_seconds']:.0f}",
+                row["verdict"],
             )
-            for row in self.rows
+            for row in (cell.to_dict() for cell in self.cells)
         ]
-        doses = list(zip(*self.dose.values(), strict=True))
-        dose = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in doses]
+        doses = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in self._doses()]
         return [
             "KL(exact || model), bits a query on held-out hypotheses, median over seeds",
-            *grid("primitive", head, cells),
+            *grid("primitive", head, rows),
             "",
-            f"labels of {DOSED.task} drawn again, bits a query, mean over seeds",
-            *grid("dose", ("KL(mixture || model)", "KL(posterior || model)", "KL(posterior || mixture)"), dose),
-            *(f"{name}: not measured, {why}" for name, why in self.refused.items()),
+            f"a fraction of the labels of {DOSED.task} drawn again, bits a query, mean over seeds",
+            *grid("dose", ("KL(mixture || model)", "KL(posterior || model)", "KL(posterior || mixture)"), doses),
+            *self.warnings(),
         ]
 
+    def _doses(self) -> Iterator[tuple[Any, ...]]:
+        return zip(
+            self.dose.ticks["dose"], self.dose.kl_mixture, self.dose.kl_clean, self.dose.kl_expected, strict=True
+        )
 
-def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
-    """Train what is not yet trained, grade it, and write the record and the page."""
-    started = time.time()
-    out = Path(asked.out or f"runs/primitives-{digest(dataclasses.asdict(asked))[:8]}")
-    spec = digest({"primitives": asked.quick})  # more seeds go on with what is there
-    check_folder(out, spec)
-    first = {f"{p}/{arch}": asked.training(p, arch) for p in PRIMITIVES for arch in ARCHITECTURES}
-    found = seeded(first, asked.seeds, out, GRADED, progress)
-    doses = {f"dose/{dose:g}/seed{seed}": asked.dosed(dose, seed) for dose in DOSES for seed in range(asked.dose_seeds)}
-    found |= sweep(doses, out, GRADED, progress, "doses")
-    ended = {name: finished(found, [f"{name}/seed{s}" for s in range(asked.seeds)]) for name in first}
-    rows = tuple(
-        _row(primitive, arch, cells)
-        for primitive in PRIMITIVES
-        for arch in ARCHITECTURES
-        if len(cells := ended[f"{primitive}/{arch}"]) > 1  # an interval over seeds needs two
-    )
-    refused = {name: numbers["refused"] for name, numbers in found.items() if "refused" in numbers}
-    dose = _dose({p: finished(found, [f"dose/{p:g}/seed{s}" for s in range(asked.dose_seeds)]) for p in DOSES})
-    told = {name: getattr(dose, name).tolist() for name in ("kl_mixture", "kl_clean", "kl_expected")}
-    made = Found(rows, refused, {"dose": list(dose.ticks["dose"]), **told})
-    settings = {name: value for name, value in dataclasses.asdict(asked).items() if name != "out"}
-    record = Record(
-        results={"primitives": _profile(rows).lowered(), "dose": dose.lowered()},
-        unmeasured=refused,
-        prompts={},
-        subject={"name": f"{len(ARCHITECTURES)} architectures of {PARAMETERS:,} parameters"},
-        source={"name": f"{len(PRIMITIVES)} primitives", "kind": "tasks", "graded on": GRADED},
-        facts={"spec": spec, "command": asked.command(), "versions": versions(), **settings},
-        warnings=("quick: a fifth of the steps",) if asked.quick else (),
-        run=took(started),
-    )
-    keep(record, out)
-    return out, made
+    @cached_property
+    def profile(self) -> Profile:
+        """Architectures that have a cell on every primitive; other cells are among the verdicts alone.
+
+        Raises:
+            UserError: No architecture has one on every primitive.
+        """
+        at = {(cell.primitive, cell.arch): cell for cell in self.cells}
+        columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))
+        if not columns:
+            raise UserError("no architecture could be trained on every primitive; nothing is left to compare")
+
+        def medians(name: str) -> np.ndarray:
+            return np.array([[at[p, arch].median(name) for arch in columns] for p in PRIMITIVES])
+
+        return Profile(
+            kl=medians("kl"),
+            skill=medians("skill"),
+            mae_abs=medians("mae_abs"),
+            lr=np.array([[at[p, arch].grades[0]["lr"] for arch in columns] for p in PRIMITIVES]),
+            kl_trivial=medians("kl_trivial")[:, 0],
+            estimates=tuple(cell.estimate() for cell in self.cells),
+            ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
+        )
 
 
-def _row(primitive: str, arch: str, cells: list[Mapping[str, Any]]) -> Row:
-    column = {key: np.array([cell[key] for cell in cells]) for key in ("kl", "mae_abs", "skill", "cpu_seconds")}
-    ((low, high),) = mean_intervals([column["kl"]]).tolist()
-    return Row(
-        primitive=primitive,
-        arch=arch,
-        seeds=len(cells),
-        kl=float(np.median(column["kl"])),
-        mean=float(column["kl"].mean()),
-        low_end=low,
-        high=high,
-        mae_abs=float(np.median(column["mae_abs"])),
-        skill=float(np.median(column["skill"])),
-        trivial=cells[0]["best_trivial"],
-        kl_trivial=float(np.median([cell["kl_trivial"] for cell in cells])),
-        lr=cells[0]["lr"],
-        parameters=cells[0]["parameters"],
-        cpu_seconds=float(column["cpu_seconds"].sum()),
-        reached=all(map(at_posterior, cells)),
-    )
+def dose_curve(grades: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
+    """From the grades of each dose's trainings; a dose with fewer than two has no interval and no place.
 
-
-def _estimate(row: Row) -> Estimate:
-    """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
-    span = Interval(row.low_end, row.high, 0.95, "")
-    p = equivalence_p(row.mean, span, -np.inf, row.kl_trivial, row.seeds)
-    below, above = row.high < row.kl_trivial and p < 0.05, row.low_end > row.kl_trivial
-    return Estimate(
-        name=f"{row.primitive}, {row.arch}: KL to the posterior",
-        value=row.mean,
-        unit="bits",
-        low=row.low_end,
-        high=row.high,
-        method="Student's t over seeds, 95 %",
-        null_low=row.kl_trivial,
-        null_high=row.kl_trivial,
-        null=f"the best trivial predictor, {row.trivial}",
-        p=p,
-        n=row.seeds,
-        clusters=row.seeds,
-        verdict="below null" if below else "not below null" if above else "undecided",
-        why=f"{row.verdict}: median {row.kl:.4f} bits, skill {row.skill:.3f}",
-        side="lower",
-        margin=row.kl_trivial,
-        counts="seeds",
-    )
-
-
-def _profile(rows: tuple[Row, ...]) -> Profile:
-    at = {(row.primitive, row.arch): row for row in rows}
-    # An architecture that could not be had for one of the tasks has no column; its other cells are among the verdicts.
-    columns = tuple(arch for arch in ARCHITECTURES if all((p, arch) in at for p in PRIMITIVES))
-    if not columns:
-        raise UserError("no architecture could be trained on every primitive; nothing is left to compare")
-
-    def table(name: str) -> np.ndarray:
-        return np.array([[getattr(at[p, arch], name) for arch in columns] for p in PRIMITIVES])
-
-    trivial = np.array([next(row.kl_trivial for row in rows if row.primitive == p) for p in PRIMITIVES])
-    return Profile(
-        kl=table("kl"),
-        skill=table("skill"),
-        mae_abs=table("mae_abs"),
-        lr=table("lr"),
-        kl_trivial=trivial,
-        estimates=tuple(map(_estimate, rows)),
-        ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
-    )
-
-
-def _dose(cells: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
-    """From the grades of each dose's trainings; a dose of fewer than two has no interval, and no place."""
+    Raises:
+        UserError: No dose has two.
+    """
     task = wind_tunnels.load_task(DOSED.task)
     predictive = task.sample(GRADED, 0, "held-out").exact.predictive
-    kept = {dose: some for dose, some in cells.items() if len(some) > 1}
-    if not kept:
+    enough = {dose: some for dose, some in grades.items() if len(some) > 1}
+    if not enough:
         raise UserError(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
-    mixture = [np.array([cell.get("kl_mixture", cell["kl"]) for cell in some]) for some in kept.values()]
-    clean = [np.array([cell["kl"] for cell in some]) for some in kept.values()]
-    exact, *mixed = (task.answers.exact(corrupt_predictive(predictive, dose)) for dose in (0.0, *kept))
+    mixture = [np.array([grade.get("kl_mixture", grade["kl"]) for grade in some]) for some in enough.values()]
+    clean = [np.array([grade["kl"] for grade in some]) for some in enough.values()]
+    exact, *mixed = (task.answers.exact(corrupt_predictive(predictive, dose)) for dose in (0.0, *enough))
     return Dose(
         kl_mixture=np.array([v.mean() for v in mixture]),
         kl_mixture_interval=mean_intervals(mixture),
         kl_clean=np.array([v.mean() for v in clean]),
         kl_clean_interval=mean_intervals(clean),
         kl_expected=np.array([bits(float(task.answers.kl(exact, one).mean())) for one in mixed]),
-        ticks={"dose": tuple(kept)},
+        ticks={"dose": tuple(enough)},
     )

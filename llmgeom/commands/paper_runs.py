@@ -1,0 +1,134 @@
+"""The runs of language models on which the tables of `llmgeom reproduce` rest: scans, evidence, ablation, one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from llmgeom import probes
+from llmgeom.batch import Batch
+from llmgeom.bench.resume import recorded
+from llmgeom.commands import ablate, evidence, scan
+from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
+from llmgeom.files import digest
+from llmgeom.flags import flags
+from llmgeom.model import hub
+from llmgeom.papers import paper2, paper3
+from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
+from llmgeom.papers.published_numbers import Check
+from llmgeom.progress import Progress, prefixed
+from llmgeom.record import Record
+
+if TYPE_CHECKING:
+    from llmgeom.commands.reproduce import RunConfig
+
+
+@dataclass(frozen=True)
+class ModelRuns(DrawsConfig, ModelConfig):
+    """What the runs of one model are asked for."""
+
+
+def configs(config: RunConfig, out: Path) -> list[ModelRuns]:
+    """What is asked of each model: those named; else the pocket models, or the papers' own at the papers' scale."""
+    models = config.models or paper3.PUBLISHED
+    if not config.models and config.size == "small":
+        models = paper3.POCKETS[:1] if config.quick or config.paper != "paper3" else paper3.POCKETS
+    shared = {flag.field for flag in flags(type(config))} & {flag.field for flag in flags(ModelRuns)} - {"out"}
+    given = {name: getattr(config, name) for name in shared}
+    if config.quick:
+        usual = {flag.field: flag.default for flag in flags(ModelRuns)}
+        given |= {name: value for name, value in paper3.QUICK.items() if given[name] == usual[name]}
+    return [ModelRuns(**given, model=m, out=str(out / f"{safe(m)}-{digest({'model': m})[:4]}")) for m in models]
+
+
+def _found(config: RunConfig, out: Path) -> list[tuple[ModelRuns, hub.Located]]:
+    """The same with the place of each model. Raises UserError if one is not there."""
+    return [(run, run.locate()) for run in configs(config, out)]
+
+
+def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
+    """The runs that a table needs, a line for each model."""
+    what = "" if config.paper == "paper2" else "scans of mixed and math prompts, evidence, ablation; "
+    return [f"{run.model}: {what}{run.nulls} draws of each null" for run in configs(config, config.folder)]
+
+
+def language_models(
+    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
+) -> Iterator[LanguageModel]:
+    """The runs of each model. Raises UserError before anything is loaded if a model is not to be found."""
+    runs = _found(config, out)
+    for place, (run, located) in enumerate(runs, 1):
+        stage = prefixed(progress, f"{run.model}, {place} of {len(runs)}")
+        yield LanguageModel(run.model, records(run, config.paper == "paper3", stage, located))
+
+
+def records(
+    run: ModelRuns, published: bool, progress: Progress | None = None, located: hub.Located | None = None
+) -> dict[str, Record]:
+    """Scan mixed and math prompts, ask for in-context evidence, edit the entropy axis: the records by run.
+
+    Args:
+        run: The model, and how much is drawn. Each run has a folder of its own in `run.out`, as its command would make
+            it; what an earlier start finished there is read.
+        published: Whether the published definitions are measured too.
+        progress: Where progress is reported.
+        located: Where the model is, if that is known.
+
+    Raises:
+        UserError: Something that can be known before anything is loaded cannot be measured.
+    """
+    located = located or run.locate()
+    out, spec = Path(str(run.out)), digest({"runs": run.spec(located), "published": published})
+    common: dict[str, Any] = {flag.field: getattr(run, flag.field) for flag in flags(ModelConfig)} | {"seed": run.seed}
+    names = (*probes.names(), *(probes.names(probes.PUBLISHED) if published else ()))
+    plan = scan.prepare(
+        scan.RunConfig(
+            **common, domains=(MIXED, MATH), n=run.n, limit=run.limit, nulls=run.nulls, probes=names, out=str(out)
+        )
+    )
+    loaded = cache(lambda: run.load(located))
+
+    @cache
+    def scans() -> dict[str, Record]:
+        return {folder.name: record for folder, record in scan.perform(plan, progress, loaded())}
+
+    def answers(name: str, protocol: evidence.Protocol) -> Record:
+        config = evidence.RunConfig(**common, nulls=run.nulls, protocol=protocol, out=str(out / name))
+        return evidence.perform(config, prefixed(progress, name), loaded())[1]
+
+    def edits() -> Record:
+        # All positions: at the final token of the last layer alone little passes through its values.
+        config = ablate.RunConfig(**common, sula=True, positions="all", controls=run.controls, out=str(out / ABLATE))
+        return ablate.perform(config, prefixed(progress, ABLATE), loaded())[1]
+
+    makes = {MIXED: lambda: scans()[MIXED], MATH: lambda: scans()[MATH], SULA: lambda: answers(SULA, "sound")}
+    makes |= {SULA_PUBLISHED: lambda: answers(SULA_PUBLISHED, "published")} if published else {}
+    return {name: recorded(out / name, spec, make) for name, make in (makes | {ABLATE: edits}).items()}
+
+
+def next_steps(
+    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
+) -> Iterator[paper2.NextStep]:
+    """The next step of plain descent on each model: on mixed prompts, or on a tunnel's own task."""
+    for run, located in _found(config, out):
+
+        def read(run: ModelRuns = run, located: hub.Located = located) -> Record:
+            batch, subject = _batch(run, located), run.load(located)
+            return paper2.next_step(subject, batch, controls=run.nulls, seed=run.seed, progress=progress)
+
+        record = recorded(Path(str(run.out)) / "step", {"run": run.spec(located)}, read)
+        yield paper2.NextStep(run.model, record)
+
+
+def _batch(run: ModelRuns, located: hub.Located) -> Batch:
+    if hub.tunnel(located.path):
+        from llmgeom import wind_tunnels
+
+        task = wind_tunnels.load_task(hub.tunnel_task(located.path))
+        return task.truncated(run.n or scan.SEQUENCES, run.seed, task.test_split)
+    from llmgeom.prompts.domains import Domain
+
+    return Domain(MIXED).sample(run.n or 75, run.seed)

@@ -1,0 +1,290 @@
+"""The tables of `llmgeom reproduce`: published numbers, the audit, the predictions; all are rows of papers/*.toml."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
+
+from llmgeom import claims
+from llmgeom.errors import UserError
+from llmgeom.papers.published_numbers import Check, Entry, Place, Size
+from llmgeom.papers.verdicts import NO_NULL, Row, judged
+from llmgeom.reports.text import grid, numbers, visible
+from llmgeom.result import Estimate, Measured
+
+WIDTH = 116
+
+
+class Source:
+    """What a paper's module can measure of one subject, and what it shows besides the rows of the TOML file.
+
+    `label` names the subject in tables: a model if numbers were printed for some models only. MEASURES holds measures
+    by name; each takes the source, the check and the check's `of`.
+    """
+
+    label: str
+    MEASURES: ClassVar[Mapping[str, Callable[..., Estimate]]] = {}
+
+    def measured(self, entry: Entry, test: Check) -> Estimate:
+        """The metric that a test compares. Raises UserError if it cannot be measured."""
+        return self.MEASURES[test.measure](self, test, **test.of)
+
+    def find(self, place: Place) -> tuple[Estimate | None, str]:
+        """The metric at a place of the runs; None, and why it was not measured."""
+        return None, f"{self.label} is no language model: it has no run {place[0]}"
+
+    def sections(self) -> Mapping[str, Measured]:
+        """More sections of the page."""
+        return {}
+
+    def lines(self) -> list[str]:
+        """What a terminal shows above the tables."""
+        return []
+
+    def rows(self) -> list[dict[str, Any]]:
+        """More rows of the JSON."""
+        return []
+
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the page must know."""
+        return ()
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def not_tested(entry: Entry, size: Size, quick: bool) -> str:
+    """Why an entry is not tested whatever is measured; empty if it is tested."""
+    test = entry.test(size)
+    if test is None:
+        return entry.not_tested
+    return "--quick is too small a budget for it; leave --quick out" if quick and not test.quick else ""
+
+
+def published(entries: Sequence[Entry], source: Source, size: Size, quick: bool) -> list[Row]:
+    """Every entry, measured as it declares and judged by Holm over all that could be measured."""
+    return judged([_measured(entry, source, size, quick) for entry in entries], source.label)
+
+
+def _measured(entry: Entry, source: Source, size: Size, quick: bool) -> Row:
+    test, why = entry.test(size), not_tested(entry, size, quick)
+    if test is None or why:
+        return Row(entry, None, why)
+    if test.compare == "within" and not test.printed(source.label):
+        return Row(entry, None, f"printed for {', '.join(test.values)} alone: give one of them with --model")
+    try:
+        estimate = source.measured(entry, test)
+        if test.compare == "claim" and not estimate.claim:
+            raise UserError("one of the nulls of its claim could not be measured")
+    except UserError as refusal:
+        return Row(entry, None, f"it could not be measured: {refusal}")
+    return Row(entry, estimate, "", test)
+
+
+def audit(entries: Sequence[Entry], source: Source) -> list[Row]:
+    """Entries that have both forms: the metric by the published definition, and the sound one."""
+    rows = []
+    for entry in entries:
+        if entry.as_published and any(entry.sound):
+            found = [source.find(place) for place in entry.as_published]
+            first, lacking = next((pair for pair in found if pair[0]), found[-1])
+            sound, missing = source.find(entry.sound)
+            why = "; ".join(filter(None, (lacking, missing))) or (sound.why if sound else "")
+            rows.append(Row(entry, sound, why, as_published=first))
+    return rows
+
+
+def predictions(entries: Sequence[Entry], source: Source) -> list[Row]:
+    """Entries that predict something of any language model; claims are judged by Holm over those of this table."""
+    rows = []
+    for entry in sorted((entry for entry in entries if entry.prediction), key=lambda entry: bool(entry.needs)):
+        found, why = (None, f"needs {entry.needs}") if entry.needs else source.find(entry.sound)
+        rows.append(Row(entry, found, why))
+    posed = {row.entry.id: Measured("", "", "", "", "", (row.estimate,), {}, {}) for row in rows if row.estimate}
+    final = {name: measured.estimates[0] for name, measured in claims.judge(posed).items()}
+    return [replace(row, estimate=(h := final[row.entry.id]), why=h.why) if row.estimate else row for row in rows]
+
+
+# ---- what people see -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table of one subject. A subclass says what its columns and its section of the page are."""
+
+    NAME: ClassVar[str] = "numbers"
+    HEAD: ClassVar[tuple[str, ...]] = ("ours", "95 %", "asked", "null or trivial", "n", "verdict")
+    TEXT: ClassVar[Measured] = Measured(
+        title="Published numbers",
+        meaning="Each printed number, measured here, beside what a predictor that does not infer or a model that was "
+        "not trained has. PASS, FAIL and INCONCLUSIVE are about the range that the entry asks for.",
+        computed="See the definition of each entry below. Verdicts: two one-sided tests on the interval, Holm over all "
+        "entries measured; FAIL where the interval excludes the range, by the declared tolerance.",
+        null="Beside each value; a value that must lie above or below a bound must clear its null, too.",
+        failure_modes="An entry that fails here fails at this size and budget: where one is scale-free its definition "
+        "says why it compares, where none is it is not tested.",
+        estimates=(),
+        quantities={},
+        arrays={},
+    )
+
+    label: str
+    contents: tuple[Row, ...]
+
+    def name_of(self, row: Row) -> str:
+        """The first cell of a row."""
+        return row.entry.id
+
+    def cells(self, row: Row) -> tuple[str, ...]:
+        """The other cells of a row."""
+        h = row.estimate
+        if h is None:
+            return ("", "", "", "", "", row.verdict)
+        value, interval, _, n = _plain_cells(h)
+        ends = " to ".join(dict.fromkeys(numbers(h.null_low, h.null_high)))
+        null = "" if h.null == NO_NULL else textwrap.shorten(f"{ends} {h.null}", 50, placeholder=" …")
+        return value, interval, row.test.text(self.label) if row.test else "", null, n, h.verdict
+
+    def about(self, entry: Entry) -> list[str]:
+        """Sentences on an entry that hold for every subject."""
+        more = [f"It contradicts itself: {entry.contradiction}"] if entry.contradiction else []
+        return [f"printed {entry.published}", *more]
+
+    def estimates(self) -> tuple[Estimate, ...]:
+        """The metrics of the section."""
+        return tuple(row.estimate for row in self.contents if row.estimate)
+
+    def note(self, row: Row) -> str:
+        """What the section says of a row."""
+        entry = row.entry
+        parts = [f"{entry.quantity}. Printed: {entry.published} ({entry.source})"]
+        parts += [f"trivial: {entry.trivial}"] * bool(entry.trivial)
+        parts += [f"measured: {entry.definition}"] * bool(entry.definition)
+        parts += [f"it contradicts itself: {entry.contradiction}"] * bool(entry.contradiction)
+        return "; ".join([*parts, f"{row.verdict}: {row.why}"])
+
+    def section(self) -> Measured:
+        """The table as a section of a page."""
+        return replace(self.TEXT, estimates=self.estimates(), notes=tuple(map(self.note, self.contents)))
+
+    def to_dict(self) -> list[dict[str, Any]]:
+        """Its rows as plain data."""
+        names = [f.name for f in fields(Entry) if f.name not in ("small", "full")]
+        return [
+            {
+                **{name: getattr(row.entry, name) for name in names},
+                "table": self.NAME,
+                "subject": self.label,
+                "asked": row.test.text(self.label) if row.test else "",
+                "verdict": row.verdict,
+                "why": row.why,
+                "metric": asdict(row.estimate) if row.estimate else None,
+                "metric_as_published": asdict(row.as_published) if row.as_published else None,
+            }
+            for row in self.contents
+        ]
+
+
+@dataclass(frozen=True)
+class Audit(Table):
+    """Paper III by its definitions and by sound ones, side by side."""
+
+    NAME = "audit"
+    _CELLS = ("95 % interval", "95 % of its null", "n")
+    HEAD = ("as published", *_CELLS, "|  sound", *_CELLS, "verdict")
+    TEXT = replace(
+        Table.TEXT,
+        title="Audit of Paper III",
+        meaning="Each number of Paper III's tables by the definition of the paper or its code, then by a sound one. A "
+        "published definition whose value its own null reaches does not see what the model has learnt.",
+        computed="Two protocols on the same prompts of the same model: see the runs in this page's folder.",
+        null="Each row has its own null: untrained models, scrambled text, permuted columns, equal edits.",
+        failure_modes="A sound number that fails here is about this model; the paper's numbers are about others.",
+    )
+
+    def cells(self, row: Row) -> tuple[str, ...]:
+        left, right = _plain_cells(row.as_published), _plain_cells(row.estimate)
+        name, verdict = (f" ({row.estimate.name})", row.estimate.verdict) if row.estimate else ("", "")
+        return *left, f"|  {right[0]}{name}", *right[1:], verdict
+
+    def about(self, entry: Entry) -> list[str]:
+        return [f"printed {entry.published}", entry.why]
+
+    def estimates(self) -> tuple[Estimate, ...]:
+        # Without their claims, so that a page leaves the rows in pairs; the verdict's word stays.
+        pairs = [
+            (row.as_published and replace(row.as_published, name=f"{row.entry.id}: as published", claim=""),
+             row.estimate and replace(row.estimate, name=f"{row.entry.id}: {row.estimate.name}", claim=""))
+            for row in self.contents
+        ]  # fmt: skip
+        return tuple(h for pair in pairs for h in pair if h)
+
+    def note(self, row: Row) -> str:
+        return f"{row.entry.quantity}, printed: {row.entry.published}. {row.entry.why}."
+
+
+@dataclass(frozen=True)
+class Predictions(Table):
+    """What the papers predict of a trained language model, tested on one."""
+
+    NAME = "predictions"
+    HEAD = ("metric", "value", "95 % interval", "95 % of the null", "n", "verdict")
+    TEXT = replace(
+        Table.TEXT,
+        title="The papers' predictions",
+        meaning="Each prediction that one model can decide, by a sound metric. PASS and FAIL are verdicts of claims, "
+        "by Holm over all of them; other words are those of measurements.",
+        computed="See the runs in this page's folder: scans of mixed and maths prompts, evidence, ablation.",
+        null="Each metric has its own null.",
+        failure_modes="A prediction that fails here is about this model, not about others.",
+    )
+
+    def name_of(self, row: Row) -> str:
+        return row.entry.prediction
+
+    def cells(self, row: Row) -> tuple[str, ...]:
+        if row.estimate is None:
+            return ("", "", "", "", "", "not measured")
+        return row.estimate.name, *_plain_cells(row.estimate), row.estimate.verdict
+
+    def about(self, entry: Entry) -> list[str]:
+        return []
+
+    def estimates(self) -> tuple[Estimate, ...]:
+        return tuple(replace(h, name=f"{r.entry.prediction}: {h.name}") for r in self.contents if (h := r.estimate))
+
+    def note(self, row: Row) -> str:
+        return f"{row.entry.prediction}: {row.why if row.estimate else f'not measured: {row.why}'}"
+
+
+TABLES: dict[str, type[Table]] = {table.NAME: table for table in (Table, Audit, Predictions)}
+
+
+def lines(tables: Sequence[Table]) -> list[str]:
+    """Tables of one name for a terminal: a grid for each subject, then a paragraph for each row."""
+    found: list[str] = []
+    for table in tables:
+        rows = [(table.name_of(row), *table.cells(row)) for row in table.contents]
+        found += [*map(visible, grid(table.label, table.HEAD, rows)), ""]
+    for place, row in enumerate(tables[0].contents if tables else ()):
+        alike: dict[str, list[str]] = {}
+        for table in tables:
+            other = table.contents[place]
+            alike.setdefault(f"{other.verdict}: {other.why}", []).append(table.label)
+        reasons = [f"{', '.join(labels)}: {why}" if len(alike) > 1 else why for why, labels in alike.items()]
+        printed, *more = tables[0].about(row.entry) or [""]
+        sentences = [f"{place + 1} {tables[0].name_of(row)}{': ' * bool(printed)}{printed}", *reasons, *more]
+        text = visible(". ".join(sentence.rstrip(".") for sentence in sentences)) + "."
+        found += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return found
+
+
+def _plain_cells(h: Estimate | None) -> tuple[str, str, str, str]:
+    """Value, interval, band of the null, n."""
+    if h is None:
+        return "not measured", "", "", ""
+    value, low, high = numbers(h.value, h.low, h.high)
+    null = "{} to {}".format(*numbers(h.null_low, h.null_high))
+    return f"{value} {h.unit}", f"{low} to {high}", null, f"{h.n} {h.counts}"

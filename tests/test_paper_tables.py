@@ -1,0 +1,179 @@
+"""The tables of Paper III and of the predictions: both forms of every row; finished runs are read, others are kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from llmgeom.bench.resume import FINISHED
+from llmgeom.cli import main
+from llmgeom.commands import paper_runs
+from llmgeom.commands.reproduce import RunConfig, perform
+from llmgeom.errors import UserError
+from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
+from llmgeom.papers.published_numbers import table
+from llmgeom.papers.tables import Audit, Predictions, audit, lines, predictions
+from llmgeom.record import Record
+from tests.refusals import refused
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Every run of paper3 on one model, as small as can be."""
+    out = tmp_path_factory.mktemp("audit") / "run"
+    run = paper_runs.ModelRuns(n=20, limit=90, nulls=2, controls=2, offline=True, device="cpu", out=str(out))
+    return run, paper_runs.records(run, published=True)
+
+
+def audited(records) -> Audit:
+    return Audit("pocket:pythia", tuple(audit(table("paper3"), LanguageModel("pocket:pythia", records))))
+
+
+def test_an_audit_has_both_numbers_of_every_row(runs):
+    run, records = runs
+    assert set(records) == {MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE}
+    assert all((Path(run.out) / name / "record.json").exists() for name in records)
+    found = audited(records)
+    assert len(found.contents) == 17
+    for row in found.contents:
+        assert row.as_published and row.estimate, (row.entry.id, row.why)
+        assert row.estimate in records[row.entry.sound[0]].results[row.entry.sound[1]].estimates
+    assert "misread" in found.contents[0].as_published.name
+    text = " ".join("\n".join(lines([found])).split())
+    assert all(row.entry.id in text and row.entry.why in text for row in found.contents)
+    assert len(found.section().estimates) == 2 * 17 and not any(h.claim for h in found.section().estimates)
+
+
+def test_where_the_layout_cannot_be_misread_the_next_definition_is_taken(runs):
+    _, records = runs
+    values = records[MIXED].results["published_values"]
+    plain = replace(values, estimates=tuple(h for h in values.estimates if "misread" not in h.name))
+    others = records | {MIXED: replace(records[MIXED], results=records[MIXED].results | {"published_values": plain})}
+    row = audited(others).contents[0]
+    assert row.as_published.name == "PC1 share, not standardised" and row.estimate and row.why == row.estimate.why
+    gone = replace(records[MIXED], results={}, unmeasured={"published_values": "there are no values"})
+    lacking = audited(others | {MIXED: gone})
+    first = lacking.contents[0]
+    assert first.as_published is None and first.estimate is None
+    assert "there are no values" in first.why and "'PC1 share'" in first.why
+    assert "not measured" in "\n".join(lines([lacking]))
+
+
+def test_predictions_are_corrected_for_their_own_number(runs):
+    _, records = runs
+    entries = [entry for paper in ("paper3", "paper2", "paper1") for entry in table(paper)]
+    rows = predictions(entries, LanguageModel("pocket:pythia", records))
+    claimed = [row.estimate for row in rows if row.estimate and row.estimate.claim]
+    assert len(rows) == 22 and len(claimed) == 12 and all("Holm over 12 claims" in h.why for h in claimed)
+    absent = [row for row in rows if row.estimate is None]
+    assert [row.entry.id for row in absent] == [row.entry.id for row in rows if row.entry.needs]
+    text = " ".join("\n".join(lines([Predictions("m", tuple(rows))])).split())
+    assert all(f"{row.entry.prediction}. NOT TESTED: needs {row.entry.needs}" in text for row in absent)
+
+
+@pytest.mark.parametrize("command", [["reproduce", "paper3", "--only", "audit"], ["reproduce", "predictions"]])
+def test_the_command_prints_the_table_saves_a_page_and_repeats_itself(runs, command, monkeypatch, tmp_path):
+    _, records = runs
+
+    def performed(run, published, progress=None, located=None):
+        assert published == ("audit" in command) and run.nulls == 2 and run.model == "pocket:pythia"
+        return records
+
+    monkeypatch.setattr(paper_runs, "records", performed)
+    words = [*command, "--model", "pocket:pythia", "--nulls", "2", "--quiet", "--offline", "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, words, prog_name="llmgeom")
+    assert done.exit_code == 0, done.output
+    assert "pocket:pythia" in done.stdout and str(tmp_path / "report.html") in done.stdout
+    command = Record.load(tmp_path).facts["command"].split()
+    assert command[:3] == ["llmgeom", *words[:2]] and {"--nulls", "2", "--offline"} <= set(command)
+    told = json.loads(CliRunner().invoke(main, [*words, "--json"]).stdout)
+    assert len(told["rows"]) > 15 and {row["subject"] for row in told["rows"]} == {"pocket:pythia"}
+    assert told["report"] == str(tmp_path / "report.html")
+
+
+def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(paper_runs.ModelRuns, "load", lambda *_: pytest.fail("loaded"))
+    for given in ({"controls": 0}, {"nulls": 0}, {"n": 3}):
+        with pytest.raises(UserError):
+            paper_runs.records(paper_runs.ModelRuns(**given, out=str(tmp_path / "run")), published=True)
+
+
+def test_another_run_is_not_written_over_and_an_interrupted_one_goes_on(runs, tmp_path, monkeypatch):
+    run, records = runs
+
+    def loaded(*_):
+        raise RuntimeError("loaded")
+
+    monkeypatch.setattr(paper_runs.ModelRuns, "load", loaded)
+    asked = RunConfig(paper="paper3", models=("pocket:pythia",), out=str(tmp_path / "other"))
+    records[SULA].save(tmp_path / "other")
+    before = (tmp_path / "other/record.json").read_bytes()
+    with refused(UserError, "--out"):
+        perform(asked)
+    assert (tmp_path / "other/record.json").read_bytes() == before
+    begun = tmp_path / "begun"  # the scans and their page are there, and were not marked as finished
+    records[MIXED].save(begun / MIXED)
+    (begun / "report.html").write_text("the scans")
+    with pytest.raises(RuntimeError, match="loaded"):
+        paper_runs.records(replace(run, out=str(begun)), published=True)
+
+
+def test_paper_three_finds_its_metrics_in_the_runs(runs):
+    _, records = runs
+    source = LanguageModel("pocket:pythia", records)
+    measured = 0
+    for entry in table("paper3"):
+        if entry.small is None:
+            continue
+        try:
+            h = source.measured(entry, entry.small)
+        except UserError as refusal:
+            assert len(str(refusal)) > 20
+            continue
+        places = entry.as_published if entry.small.measure == "as_published" else [entry.sound]
+        place = next(p for p in places if p[1] in records[p[0]].results)
+        assert h in records[place[0]].results[place[1]].estimates and h.name == place[2]
+        measured += 1
+    assert measured >= 20
+
+
+def test_runs_of_a_model_that_are_finished_are_read(runs, tmp_path, monkeypatch):
+    """Four of five were finished when it was killed: the fifth alone is run, and then none."""
+    run, records = runs
+    marks = {name: (Path(run.out) / name / FINISHED).read_text() for name in records}
+    assert len(set(marks.values())) == 1
+    run = replace(run, out=str(tmp_path))
+    for name, record in records.items():
+        record.save(tmp_path / name)
+        if name != ABLATE:
+            (tmp_path / name / FINISHED).write_text(marks[name])
+    subjects = []
+
+    def ablated(config, progress, subject):
+        subjects.append(subject)
+        return tmp_path, records[ABLATE]
+
+    monkeypatch.setattr(paper_runs.ablate, "perform", ablated)
+    for module in (paper_runs.scan, paper_runs.evidence):
+        monkeypatch.setattr(module, "perform", _never)
+    monkeypatch.setattr(paper_runs.scan, "prepare", lambda config: None)
+    monkeypatch.setattr(paper_runs.ModelRuns, "load", lambda *_: "the model")
+    found = paper_runs.records(run, published=True)
+    assert subjects == ["the model"] and {*found} == {*records}
+    monkeypatch.setattr(paper_runs.ModelRuns, "load", _never)
+    again = paper_runs.records(run, published=True)
+    assert len(subjects) == 1
+    assert [h for r in again.values() for m in r.results.values() for h in m.estimates] == [
+        h for r in found.values() for m in r.results.values() for h in m.estimates
+    ]
+    (tmp_path / SULA / FINISHED).write_text("another")
+    with pytest.raises(AssertionError, match="done again"):
+        paper_runs.records(run, published=True)
+
+
+def _never(*_, **__):
+    raise AssertionError("done again")
