@@ -198,7 +198,7 @@ def test_the_record_is_the_table(here):
 
 def test_an_architecture_that_lacks_a_cell_has_no_column(here):
     out, _ = here
-    (source,) = primitives.sources(two_seeds(out), [], out)
+    (source,) = primitives.sources(two_seeds(out).options, [], out)
     lacking = tuple(cell for cell in source.cells if (cell.primitive, cell.arch) != ("binding", "mlp"))
     profile = replace(source, cells=lacking).profile
     assert profile.ticks["architecture"] == ("lstm",) and profile.kl.shape == (3, 1)

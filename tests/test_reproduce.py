@@ -23,7 +23,7 @@ from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, paper3, primitives
 from llmgeom.papers.published_numbers import Check, Entry, table
-from llmgeom.papers.tables import Audit, Source
+from llmgeom.papers.tables import Audit, Options, Source
 from llmgeom.papers.verdicts import over_seeds
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
@@ -135,7 +135,7 @@ def cells(tmp_path_factory):
 def bench(tiny, cells):
     checks = [one.small for one in ENTRIES if one.small]
     more = [entry(task, "graded", task=task, arch="gpt2", what="kl").small for task in ("recall", "horizon")]
-    (made,) = paper1.sources(RunConfig(paper="paper1", quick=True), [*checks, *more], cells)
+    (made,) = paper1.sources(Options("quick"), [*checks, *more], cells)
     return made
 
 

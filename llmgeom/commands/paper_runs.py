@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +18,6 @@ from llmgeom.flags import flags
 from llmgeom.model import hub
 from llmgeom.papers import paper2, paper3
 from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
-from llmgeom.papers.published_numbers import Check
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 
@@ -49,15 +48,13 @@ def _found(config: RunConfig, out: Path) -> list[tuple[ModelRuns, hub.Located]]:
     return [(run, run.locate()) for run in configs(config, out)]
 
 
-def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
+def planned(config: RunConfig) -> list[str]:
     """The runs that a table needs, a line for each model."""
     what = "" if config.paper == "paper2" else "scans of mixed and math prompts, evidence, ablation; "
     return [f"{run.model}: {what}{run.nulls} draws of each null" for run in configs(config, config.folder)]
 
 
-def language_models(
-    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
-) -> Iterator[LanguageModel]:
+def language_models(config: RunConfig, out: Path, progress: Progress | None = None) -> Iterator[LanguageModel]:
     """The runs of each model. Raises UserError before anything is loaded if a model is not to be found."""
     runs = _found(config, out)
     for place, (run, located) in enumerate(runs, 1):
@@ -109,9 +106,7 @@ def records(
     return {name: recorded(out / name, spec, make) for name, make in (makes | {ABLATE: edits}).items()}
 
 
-def next_steps(
-    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
-) -> Iterator[paper2.NextStep]:
+def next_steps(config: RunConfig, out: Path, progress: Progress | None = None) -> Iterator[paper2.NextStep]:
     """The next step of plain descent on each model: on mixed prompts, or on a tunnel's own task."""
     for run, located in _found(config, out):
 

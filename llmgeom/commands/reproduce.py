@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ from llmgeom.files import digest
 from llmgeom.flags import argument, flag, flags
 from llmgeom.papers import paper1, paper2, primitives, tables
 from llmgeom.papers.published_numbers import Entry, Size, table
-from llmgeom.papers.tables import TABLES, Source, Table
+from llmgeom.papers.tables import TABLES, Options, Source, Table
 from llmgeom.progress import Progress
 from llmgeom.provenance import took, versions
 from llmgeom.record import Record
@@ -83,9 +83,9 @@ class RunConfig(DrawsConfig, LoadConfig):
         return SIZES[self.scale]
 
     @property
-    def recipe(self) -> str:
-        """Which models paper1 trains."""
-        return "quick" if self.quick else self.size
+    def options(self) -> Options:
+        """What the modules of the papers are asked for."""
+        return Options("quick" if self.quick else self.size, self.device, self.seeds, self.dose_seeds)
 
     @property
     def tables(self) -> tuple[type[Table], ...]:
@@ -169,7 +169,7 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, F
     found: list[Table] = []
     results: dict[str, Measured] = {}
     labels, above, warnings, more = [], [], [], []
-    for source in _sources(asked)(asked, _tests(asked), out, progress):
+    for source in _sources(asked, out, progress):
         made = [kind(source.label, tuple(_rows(kind, asked, source))) for kind in asked.tables]
         results |= {_section(asked, table): table.section() for table in made} | dict(source.sections())
         found += made
@@ -198,7 +198,7 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, F
 
 def planned(asked: RunConfig) -> list[str]:
     """What a run would do, from the tables alone: its runs, and the entries that it would not test."""
-    lines = [f"{replace(asked, dry_run=False).command()}: in {asked.folder}", *_plan(asked)(asked, _tests(asked))]
+    lines = [f"{replace(asked, dry_run=False).command()}: in {asked.folder}", *_plan(asked)]
     if Table not in asked.tables:
         return lines
     skipped = {entry.id: why for entry in asked.entries if (why := tables.not_tested(entry, asked.size, asked.quick))}
@@ -207,19 +207,23 @@ def planned(asked: RunConfig) -> list[str]:
 
 
 def _module(asked: RunConfig) -> Any:
+    """The module that trains the models of a table; None if the table is about models that are named."""
     if asked.only == "primitives":
         return primitives
     return {"paper1": paper1, "paper2": paper2}.get("" if asked.models else asked.paper)
 
 
-def _sources(asked: RunConfig) -> Callable[..., Iterator[Source]]:
+def _sources(asked: RunConfig, out: Path, progress: Progress | None) -> Iterator[Source]:
     if module := _module(asked):
-        return module.sources
-    return paper_runs.next_steps if asked.paper == "paper2" else paper_runs.language_models
+        return module.sources(asked.options, _tests(asked), out, progress)
+    runs = paper_runs.next_steps if asked.paper == "paper2" else paper_runs.language_models
+    return runs(asked, out, progress)
 
 
-def _plan(asked: RunConfig) -> Callable[..., list[str]]:
-    return (_module(asked) or paper_runs).planned
+def _plan(asked: RunConfig) -> list[str]:
+    if module := _module(asked):
+        return module.planned(asked.options, _tests(asked))
+    return paper_runs.planned(asked)
 
 
 def _tests(asked: RunConfig) -> list:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from llmgeom.model.loading import usable
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import PARAMETERS, PRIMITIVES, at_posterior
 from llmgeom.papers.published_numbers import Check
-from llmgeom.papers.tables import Source
+from llmgeom.papers.tables import Options, Source
 from llmgeom.papers.verdicts import combined, over_seeds
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions.component_ablation import Kind
@@ -38,9 +38,6 @@ from llmgeom.task import Task
 from llmgeom.wind_tunnels.tasks.hmm import HMM
 from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
 from llmgeom.wind_tunnels.training_config import Training
-
-if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import RunConfig
 
 SEEDS, GRADED, SCANNED = 3, 1000, 200  # trainings of each cell; sequences graded, and scanned
 TRIVIAL = ("uniform", "trivial")  # predictors over whose number a grade's number can be taken
@@ -96,26 +93,24 @@ def cells(recipe: str, tests: Sequence[Check]) -> dict[str, Training]:
     return found
 
 
-def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
+def planned(options: Options, tests: Sequence[Check]) -> list[str]:
     """The cells that a run would train."""
     return [
         f"{name}: {SEEDS} trainings on {cell.task}, {cell.layers} layers, "
         f"{f'{cell.parameters:,} parameters' if cell.parameters else f'width {cell.width}'}, {cell.steps:,} steps of "
         f"{cell.batch} sequences, learning rate {cell.lr}"
-        for name, cell in cells(config.recipe, tests).items()
+        for name, cell in cells(options.recipe, tests).items()
     ]
 
 
-def sources(
-    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
-) -> Iterator[Tunnels]:
+def sources(options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Tunnels]:
     """Train and grade what the tests need. Raises UserError at the papers' scale without a GPU."""
-    full = config.recipe == "full"
-    device = usable(config.device) if full else "cpu"
-    if full and device == "cpu" and config.device is None:
+    full = options.recipe == "full"
+    device = usable(options.device) if full else "cpu"
+    if full and device == "cpu" and options.device is None:
         raise UserError("--scale paper trains models of millions of parameters: it needs a GPU; or give --device cpu")
-    numbers = seeded(cells(config.recipe, tests), SEEDS, out / "cells", GRADED, progress, device)
-    yield Tunnels(config.recipe, out / "cells", numbers, tests)
+    numbers = seeded(cells(options.recipe, tests), SEEDS, out / "cells", GRADED, progress, device)
+    yield Tunnels(options.recipe, out / "cells", numbers, tests)
 
 
 @dataclass(frozen=True)

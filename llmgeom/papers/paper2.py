@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, routing_law, sticky_chain
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.sticky_chain import SEEDS, SHAPES, SIZES, TUNING, Method, least, schedules
-from llmgeom.papers.tables import Source
+from llmgeom.papers.tables import Options, Source
 from llmgeom.papers.verdicts import over_seeds
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -27,15 +27,12 @@ from llmgeom.result import Estimate, Measured
 from llmgeom.run import run_probes
 from llmgeom.stats.information import bits
 
-if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import RunConfig
-
 WHOLE_STEPS = 12**-0.5  # the standard deviation that counting whole steps adds
 
 
-def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
+def planned(options: Options, tests: Sequence[Check]) -> list[str]:
     """The cells that a run would train."""
-    shape = SHAPES[config.quick]
+    shape = SHAPES[options.quick]
     return [
         f"sticky chain: one head of {sum(SIZES)} numbers, {shape['length']} symbols, {shape['steps']} steps, "
         f"{len(SEEDS)} seeds of {len(schedules()) + 8} methods, and tuning on {len(TUNING)} others",
@@ -43,11 +40,11 @@ def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
     ]
 
 
-def sources(config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
+def sources(options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None) -> Iterator[Chain]:
     """Train what is not yet trained of the chain."""
-    methods, ran, chosen = sticky_chain.compare_methods(SHAPES[config.quick], out / "cells", progress)
+    methods, ran, chosen = sticky_chain.compare_methods(SHAPES[options.quick], out / "cells", progress)
     section = sticky_chain.schedules_section(methods, ran, chosen).lowered()
-    yield Chain(methods, section, config.quick, out, progress)
+    yield Chain(methods, section, options.quick, out, progress)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from llmgeom.answers import corrupt_predictive
 from llmgeom.bench.sweep import finished, seeded, sweep
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check
-from llmgeom.papers.tables import Source
+from llmgeom.papers.tables import Options, Source
 from llmgeom.progress import Progress
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
@@ -23,9 +23,6 @@ from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import Interval, mean_intervals
 from llmgeom.stats.tests import equivalence_p
 from llmgeom.wind_tunnels.training_config import Training
-
-if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import RunConfig
 
 PRIMITIVES = {
     "accumulation": Training("bijection", steps=1000),
@@ -185,29 +182,29 @@ class Cell:
         }
 
 
-def planned(config: RunConfig, tests: Sequence[Check]) -> list[str]:
+def planned(options: Options, tests: Sequence[Check]) -> list[str]:
     """The trainings that a run would make."""
-    steps = {primitive: training(primitive, "gpt2", config.quick).steps for primitive in PRIMITIVES}
+    steps = {primitive: training(primitive, "gpt2", options.quick).steps for primitive in PRIMITIVES}
     return [
-        f"{primitive}: {config.seeds} trainings of each of {', '.join(ARCHITECTURES)}, {PARAMETERS:,} parameters, "
+        f"{primitive}: {options.seeds} trainings of each of {', '.join(ARCHITECTURES)}, {PARAMETERS:,} parameters, "
         f"{n:,} steps"
         for primitive, n in steps.items()
-    ] + [f"{DOSED.task}: {config.dose_seeds} trainings with each of {DOSES} of the labels drawn again"]
+    ] + [f"{DOSED.task}: {options.dose_seeds} trainings with each of {DOSES} of the labels drawn again"]
 
 
 def sources(
-    config: RunConfig, tests: Sequence[Check], out: Path, progress: Progress | None = None
+    options: Options, tests: Sequence[Check], out: Path, progress: Progress | None = None
 ) -> Iterator[Primitives]:
     """Train what is not yet trained, and grade it. Raises UserError if nothing is left to compare."""
-    first = {f"{p}/{arch}": training(p, arch, config.quick) for p in PRIMITIVES for arch in ARCHITECTURES}
-    grades = seeded(first, config.seeds, out, GRADED, progress)
-    dosed = replace(DOSED, steps=DOSED.steps // 5 if config.quick else DOSED.steps)
-    names = {dose: [f"dose/{dose:g}/seed{seed}" for seed in range(config.dose_seeds)] for dose in DOSES}
+    first = {f"{p}/{arch}": training(p, arch, options.quick) for p in PRIMITIVES for arch in ARCHITECTURES}
+    grades = seeded(first, options.seeds, out, GRADED, progress)
+    dosed = replace(DOSED, steps=DOSED.steps // 5 if options.quick else DOSED.steps)
+    names = {dose: [f"dose/{dose:g}/seed{seed}" for seed in range(options.dose_seeds)] for dose in DOSES}
     trainings = {
         name: replace(dosed, corrupt=dose, seed=seed) for dose in DOSES for seed, name in enumerate(names[dose])
     }
     grades |= sweep(trainings, out, GRADED, progress, "doses")
-    ended = {name: finished(grades, [f"{name}/seed{seed}" for seed in range(config.seeds)]) for name in first}
+    ended = {name: finished(grades, [f"{name}/seed{seed}" for seed in range(options.seeds)]) for name in first}
     cells = tuple(
         Cell(*name.split("/"), tuple(good)) for name, good in ended.items() if len(good) > 1
     )  # an interval over seeds needs two

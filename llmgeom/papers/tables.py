@@ -17,6 +17,26 @@ from llmgeom.result import Estimate, Measured
 WIDTH = 116
 
 
+@dataclass(frozen=True)
+class Options:
+    """What a paper's module is asked for.
+
+    Attributes:
+        recipe: "quick", "small" or "full": which models are trained.
+        device: Where those of "full" are trained; None chooses.
+        seeds: Trainings of each cell of the primitives; dose_seeds: of each dose of corrupted labels.
+    """
+
+    recipe: str = "small"
+    device: str | None = None
+    seeds: int = 3
+    dose_seeds: int = 5
+
+    @property
+    def quick(self) -> bool:
+        return self.recipe == "quick"
+
+
 class Source:
     """What a paper's module can measure of one subject, and what it shows besides the rows of the TOML file.
 
