@@ -27,6 +27,7 @@ NAMED = [
     "a file not yet on the disk:7",
     "an untrained control:2",  # between two captures
     "a capture's folder:3",
+    "any:2",  # hashes.json under its temporary name
     "any:7",  # run.json under its temporary name
     "a probe:1",  # all is captured, nothing is measured
     "a record:1",

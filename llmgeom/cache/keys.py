@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmgeom.cache.shards import SCHEMA, cache_folder
 from llmgeom.errors import UserError
-from llmgeom.files import digest, sha256, write_whole
+from llmgeom.files import digest, remove_unfinished, sha256, write_whole
 
 if TYPE_CHECKING:
     from llmgeom.batch import Rows, Tokens
@@ -104,6 +104,7 @@ def of_files(folder: str | os.PathLike) -> str:
     if known != before:
         with contextlib.suppress(OSError, UserError):  # a cache that cannot be written costs time only
             note.parent.mkdir(parents=True, exist_ok=True)
+            remove_unfinished(note.parent, note.name)
             write_whole(note, json.dumps(known, sort_keys=True).encode())
     return digest(hashes)
 

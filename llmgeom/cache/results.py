@@ -16,7 +16,7 @@ import numpy as np
 
 from llmgeom.cache.shards import FREE, cache_folder
 from llmgeom.errors import UserError
-from llmgeom.files import write_whole
+from llmgeom.files import remove_unfinished, write_whole
 
 SCHEMA = 1
 
@@ -51,4 +51,5 @@ def save(run: str, key: str, plain: Mapping[str, Any], arrays: Mapping[str, np.n
     path = results_folder() / run / f"{key}.safetensors"
     with contextlib.suppress(OSError, UserError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        remove_unfinished(path.parent, path.name)
         write_whole(path, data, FREE)

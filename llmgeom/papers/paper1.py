@@ -214,11 +214,12 @@ def horizon(source: Tunnels, test: Check, task: str, arch: str, what: str, times
         scores = grade(subject, longer, GRADED, split="seen" if longer.title.startswith("recurrence") else None).own
         return {"kl": scores.kl.mean(0).tolist(), "mae": np.abs(scores.gap).mean(0).tolist()}
 
-    past = {"first": slice(trained.trained, trained.trained + 1), "later": slice(trained.trained, None)}
+    horizon = trained.trained_queries
+    past = {"first": slice(horizon, horizon + 1), "later": slice(horizon, None)}
     values = []
     for name in source.seeds(task, arch):
         curves = source.once(name, f"longer-{times:g}", by_query, task=longer.title, n=GRADED)
-        within = np.mean(curves["kl"][: trained.trained])
+        within = np.mean(curves["kl"][:horizon])
         values.append(float(np.mean(curves["mae"]) if what == "mae" else np.mean(curves["kl"][past[what]]) / within))
     return over_seeds(values, test.unit, test.scale)
 
