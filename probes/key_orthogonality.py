@@ -88,7 +88,9 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
 
     Raises UserError for fewer than 5 different tokens, and where a matrix cannot be cut out of the weights.
     """
-    if (tokens := len(captures[TOKENS].batch) if TOKENS in captures else 0) < LEAST_CLUSTERS:
+    if TOKENS not in captures:
+        raise Unavailable("the model reads rows of real numbers: there are no tokens whose keys could be compared")
+    if (tokens := len(captures[TOKENS].batch)) < LEAST_CLUSTERS:
         raise UserError(f"the prompts hold {tokens} different tokens; key orthogonality needs {LEAST_CLUSTERS}")
     layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
 

@@ -62,7 +62,7 @@ def measure(view: ProbeInput) -> Result:
         sequence, query = np.argwhere(~np.isfinite(own))[0] + 1
         raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
     p = exact.predictive.double().view(n, asked, -1)
-    trivial = bits(kl(p, p.logsumexp(0, keepdim=True) - np.log(n))).numpy()
+    trivial = bits(kl(p, (p.logsumexp(0, keepdim=True) - np.log(n)).expand_as(p))).numpy()
     unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not found.task)
     return measure_past(own, untrained, trivial, found.queries, unknown)
 
