@@ -135,7 +135,7 @@ for name, scores in found.trivial.items():
 CLAIM = Claim(
     probe="odds_line",
     name="log-odds missed by a line, last residual",
-    cluster="fraction",
+    unit="fraction",
     side="lower",
     effect=0.01,
     needed="mean",
