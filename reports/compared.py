@@ -40,7 +40,7 @@ def _row(d: Mapping[str, Any]) -> tuple[str, ...]:
     value, low, high = numbers(d["value"], d["low"], d["high"])
     both = numbers(d["ours"], d["theirs"])
     said = f"{d['verdict']}: {d['why']}" + f"; {d['note']}" * bool(d["note"])
-    name = f"{d['probe']}: {d['estimate']}"
+    name = f"{d['probe']}: {d['metric']}"
     method = f"{d['method']}, {d['clusters']} units"
     return (
         name, *both, f"{value} {d['unit']}", f"{low} to {high}", method, f"{d['p']:.2g}", f"{d['p_within']:.2g}", said
@@ -80,5 +80,5 @@ def _measured(pair: Mapping[str, Any]) -> Measured:
             "interval": np.stack([low, high], 1),
             "equivalent": np.tile([-1.0, 1.0], (len(rows), 1)),
         },
-        ticks={"metric": tuple(f"{d['probe']}: {d['estimate']}" for d in rows)},
+        ticks={"metric": tuple(f"{d['probe']}: {d['metric']}" for d in rows)},
     )  # fmt: skip

@@ -16,7 +16,7 @@ from llmgeom import validity as placing
 from llmgeom import wind_tunnels
 from llmgeom.bench import known_truth as subjects
 from llmgeom.bench import sweep
-from llmgeom.bench.known_truth import CELLS, KINDS, bench
+from llmgeom.bench.known_truth import CELLS, KINDS, recipes
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.cli import main
 from llmgeom.commands import calibrate
@@ -128,7 +128,7 @@ def test_what_is_learnt_is_what_the_bench_says(tmp_path):
 
 
 def test_the_bench_is_as_large_as_it_says():
-    runs = bench()
+    runs = recipes()
     kinds = Counter(kind for run in runs.values() for kind, _, n in run.readings if n == subjects.SIZE)
     least = {"trained": 40, "stopped": 30, "untrained": 60, "no inference": 60}
     assert all(kinds[kind] >= n for kind, n in least.items())
@@ -142,7 +142,7 @@ def test_the_bench_is_as_large_as_it_says():
 
 
 def test_no_twin_is_a_subject():
-    seeds = {run.training.seed for run in bench().values()}
+    seeds = {run.training.seed for run in recipes().values()}
     untrained = {1000 + 100 * seed + 1 + i for seed in seeds for i in range(20)}
     assert not seeds & untrained
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from llmgeom.bench import sweep
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.papers import paper2
+from llmgeom.papers import sticky_chain
 from llmgeom.wind_tunnels import training as trainer
 from tests.hostile import commands, ended
 
@@ -50,7 +50,7 @@ def nothing_runs(monkeypatch, tmp_path):
     monkeypatch.setattr(Subject, "load", classmethod(stop))
     for owner, name in (
         (trainer, "Trainer"),
-        (paper2, "trained"),
+        (sticky_chain, "trained"),
         (sweep, "ProcessPoolExecutor"),
         (torch.nn.Module, "__call__"),
     ):

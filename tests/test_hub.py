@@ -372,7 +372,7 @@ from llmgeom.errors import UserError
 try:
     hub.locate("EleutherAI/pythia-410m")
 except UserError as error:
-    print(refused)
+    print(error)
 print([name for name in ("torch", "transformers") if name in sys.modules])
 """
 HANG = "import socket; socket.getaddrinfo = lambda *a, **k: time.sleep(60)"

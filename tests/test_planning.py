@@ -65,8 +65,7 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     records, seen = scanned(plan, monkeypatch, tmp_path / "cache")
     (record,) = records.values()
     near = 0.08 if kind == "prompts" else 0.001  # other prompts are drawn, of the same pool; of a task the same
-    # The check at load makes one of its three passes outside of captures.
-    assert seen["tokens"] == pytest.approx(sum(one.tokens for one in every) - who.checked.sum(), rel=near)
+    assert seen["tokens"] == pytest.approx(sum(one.tokens for one in every), rel=near)
     assert seen["padded"] == pytest.approx(sum(sum(one.batches(4096)) for one in every), rel=0.1)
     pools = sum(one.tokens for one in every if one.stage == "entropy of pools")
     assert (pools > 0) == (kind == "prompts")
@@ -153,7 +152,6 @@ def test_a_pool_that_has_too_few_templates_is_said_to(tmp_path):
 
 def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path):
     rows = findings(tmp_path, model=str(tunnel), n=300)
-    assert rows["MLPs' share of the effects"]["clusters"] == rows["MLPs' share of the effects"]["most_units"] == 40
     assert rows["PC1+PC2 share"]["clusters"] == 300 and rows["PC1+PC2 share"]["most_units"] is None
     assert rows["MLPs' share of the fall"]["clusters"] == 300
 

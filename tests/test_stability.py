@@ -194,7 +194,7 @@ def test_a_change_counts_in_half_the_width_of_the_main_interval():
     own = record(estimate("a", 0.5), estimate("b", 0.5, half=0.0), estimate("c", 0.5, "PASS", "It holds."))
     there = record(estimate("a", 0.45), estimate("b", 0.7), estimate("c", 0.9, "FAIL", "It holds."), estimate("d", 1))
     less = record(estimate("a", 0.8, half=9.0))
-    rows = {row.estimate: row for row in compared("s", own, {"x": there, "y": less})}
+    rows = {row.metric: row for row in compared("s", own, {"x": there, "y": less})}
     assert rows["a"].changes == pytest.approx({"x": 0.5, "y": 3.0}) and rows["a"].flips == ()
     assert rows["b"].changes == {}  # an interval without width has no unit
     assert rows["c"].flips == ("x", "y") and rows["c"].others == {"x": "FAIL", "y": "not measured"}

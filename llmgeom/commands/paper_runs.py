@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmgeom import probes
 from llmgeom.batch import Batch
@@ -21,16 +21,13 @@ from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, Lan
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
 
-if TYPE_CHECKING:
-    from llmgeom.commands.reproduce import RunConfig
-
 
 @dataclass(frozen=True)
 class ModelRuns(DrawsConfig, ModelConfig):
     """What the runs of one model are asked for."""
 
 
-def configs(config: RunConfig, out: Path) -> list[ModelRuns]:
+def configs(config: Any, out: Path) -> list[ModelRuns]:
     """What is asked of each model: those named; else the pocket models, or the papers' own at the papers' scale."""
     models = config.models or paper3.PUBLISHED
     if not config.models and config.size == "small":
@@ -43,18 +40,18 @@ def configs(config: RunConfig, out: Path) -> list[ModelRuns]:
     return [ModelRuns(**given, model=m, out=str(out / f"{safe(m)}-{digest({'model': m})[:4]}")) for m in models]
 
 
-def _found(config: RunConfig, out: Path) -> list[tuple[ModelRuns, hub.Located]]:
+def _found(config: Any, out: Path) -> list[tuple[ModelRuns, hub.Located]]:
     """The same with the place of each model. Raises UserError if one is not there."""
     return [(run, run.locate()) for run in configs(config, out)]
 
 
-def planned(config: RunConfig) -> list[str]:
+def planned(config: Any) -> list[str]:
     """The runs that a table needs, a line for each model."""
     what = "" if config.paper == "paper2" else "scans of mixed and math prompts, evidence, ablation; "
     return [f"{run.model}: {what}{run.nulls} draws of each null" for run in configs(config, config.folder)]
 
 
-def language_models(config: RunConfig, out: Path, progress: Progress | None = None) -> Iterator[LanguageModel]:
+def language_models(config: Any, out: Path, progress: Progress | None = None) -> Iterator[LanguageModel]:
     """The runs of each model. Raises UserError before anything is loaded if a model is not to be found."""
     runs = _found(config, out)
     for place, (run, located) in enumerate(runs, 1):
@@ -106,7 +103,7 @@ def records(
     return {name: recorded(out / name, spec, make) for name, make in (makes | {ABLATE: edits}).items()}
 
 
-def next_steps(config: RunConfig, out: Path, progress: Progress | None = None) -> Iterator[paper2.NextStep]:
+def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iterator[paper2.NextStep]:
     """The next step of plain descent on each model: on mixed prompts, or on a tunnel's own task."""
     for run, located in _found(config, out):
 

@@ -93,7 +93,7 @@ class Row:
 
     record: str
     probe: str
-    estimate: str
+    metric: str
     claim: bool
     verdict: str
     others: Mapping[str, str]
@@ -131,7 +131,7 @@ class Stability:
     def warnings(self, record: str) -> tuple[str, ...]:
         """A sentence a verdict that flips, for the page of that record; claims first."""
         return tuple(
-            f"unstable: {row.estimate} is {row.verdict} here, and "
+            f"unstable: {row.metric} is {row.verdict} here, and "
             + ", ".join(f"{row.others[name]} {_spelt(name)}" for name in row.flips)
             for row in sorted(self.flipped, key=lambda row: not row.claim)
             if row.record == record
@@ -150,7 +150,7 @@ class Stability:
         for record in dict.fromkeys(row.record for row in self.rows):
             rows = [
                 (
-                    row.estimate,
+                    row.metric,
                     row.verdict,
                     *(row.cell(name) for name in ran),
                     f"{max(row.changes.values()):.2g}" if row.changes else "-",
