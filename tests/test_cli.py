@@ -73,16 +73,23 @@ def test_the_same_command_again_gives_the_same_bytes(run_folder, tmp_path):
     assert content(tmp_path / "elsewhere") == before
 
 
-def test_json_is_one_object_with_the_verdicts(run_folder):
-    result = call("scan", "--prompts-from", str(run_folder), "--nulls", "2", "--json", "--out", str(run_folder) + "-2")
+@pytest.fixture(scope="module")
+def again(run_folder):
+    """The same prompts once more, as the command prints them with --json: its result, and the run folder."""
+    out = Path(f"{run_folder}-2")
+    return call("scan", "--prompts-from", str(run_folder), "--nulls", "2", "--json", "--out", str(out)), out
+
+
+def test_json_is_one_object_with_the_verdicts(again):
+    result, _ = again
     body = json.loads(result.stdout)
     assert body["schema_version"] == 1 and body["status"] == "ok"
     assert {"name", "value", "interval", "null", "p", "n", "verdict"} <= set(body["verdicts"][0])
     assert any("only 2 draws" in warning for warning in body["warnings"])
 
 
-def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder):
-    again = Record.load(str(run_folder) + "-2")
+def test_prompts_from_reuses_the_prompts_to_the_letter(run_folder, again):
+    again = Record.load(again[1])
     first = Record.load(run_folder)
     assert again.prompts["text"] == first.prompts["text"]
     assert again.prompts["template"] == first.prompts["template"]
@@ -99,7 +106,7 @@ def test_fail_on_exits_3(run_folder, tmp_path):
     assert "--fail-on" in result.stderr
 
 
-def test_report_draws_runs_without_loading_a_model(run_folder, tmp_path):
+def test_report_draws_runs_without_loading_a_model(run_folder, again, tmp_path):
     page = tmp_path / "both.html"
     code = (
         "import sys; from llmgeom.cli import main\n"
@@ -253,8 +260,9 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     body = json.loads(result.stdout)
     assert set(body["sources"]) == {"mixed", "math"}
     math = body["sources"]["math"]
-    # 6 samples through the model and 20 untrained controls, 20 shuffles, 3 pools: more in tests/test_planning.py.
-    assert math["prompts"] == 75 and math["passes"] > 6 * 21 + 20 + 3 and math["tokens"] > math["pool"]
+    # The check at load (3), 3 pools, 2 captures of the model (the main sample, all others) and of each of 20 untrained
+    # controls, and the single tokens of each; 20 shuffles: more in tests/test_planning.py.
+    assert math["prompts"] == 75 and math["passes"] == 3 + 3 + 21 * 2 + 20 and math["tokens"] > math["pool"]
     assert not (tmp_path / "x").exists()
     human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human

@@ -116,8 +116,8 @@ def test_a_middle_block_that_writes_nothing_is_the_weakest():
     record = examine(Subject.of(model, name="llama"), random_prompts(clusters=14), "blocks", nulls=3)
     for way in METHODS["blocks"]:
         measured, found = record.results[f"blocks_{way}"], outcome(record, f"blocks_{way}")
-        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST} | ({MLP_SHARE} if way == "mean" else set()), (
-            "a branch that writes nothing has no ratio of norms"
+        assert set(found) == {BRANCH, WEAKEST, OVER_MEDIAN, OVER_LAST} | (
+            {MLP_SHARE, MLP_NORM} if way == "mean" else set()
         )
         assert all(measured.arrays[name][2] == 0 for name in ("attention", "mlp", "block", "relative"))
         assert (measured.arrays["block"][[0, 1, 3]] > 0.05).all()

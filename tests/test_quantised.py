@@ -71,7 +71,7 @@ def test_a_scan_says_so_first(tmp_path, capsys):
     assert any(BANNER in one for one in record["warnings"])
     assert "attention_focus" in record["results"]
     told = {name for name, why in record["unmeasured"].items() if "are quantised" in why}
-    assert told == {"key_orthogonality", "hypothesis_frame"}
+    assert told == {"key_orthogonality"}
     assert BANNER in (tmp_path / "run" / "report.html").read_text()
 
 

@@ -108,9 +108,10 @@ def test_each_condition_changes_one_thing_and_nothing_else(runs):
     assert {record.facts["condition"] for record in (rounded, quarter, bos)} == set(NAMES)
     assert rounded.facts["batch_tokens"] == bos.facts["batch_tokens"] == 4096
     assert bos.subject["dtype"] == quarter.subject["dtype"] == "float32"
-    # Other batches compute the same; rounded weights nearly: untrained controls too, as their seeds are the same.
+    # Other batches compute the same, captures to 1e-5 of their size and correlations near 0 to 1e-4; rounded weights
+    # nearly: untrained controls too, as their seeds are the same.
     for name, found in values(own).items():
-        assert values(quarter)[name] == pytest.approx(found, rel=1e-4, abs=1e-6)
+        assert values(quarter)[name] == pytest.approx(found, rel=1e-4, abs=1e-4)
         assert values(rounded)[name][:4] == pytest.approx(found[:4], abs=0.1) and values(rounded)[name] != found
 
 

@@ -131,8 +131,7 @@ def examine(
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     drawn_from = [f"{n} sequences of {asked}", *[f"trained on {told.task}"] * (told.task not in ("", task.title))]
     measures: dict[str, Callable[[], Result]] = {
-        name: partial(measure_distance, name, one, untrained[name], (*drawn_from, sizes))
-        for name, one in found.items()
+        name: partial(measure_distance, name, one, untrained[name], (*drawn_from, sizes)) for name, one in found.items()
     }
     measures[CALIBRATION] = lambda: measure_calibration(own, same)
     unmeasured = {}

@@ -240,6 +240,7 @@ def _pools(asked: RunConfig) -> dict[str, Batch]:
         return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
     if asked.tasks:
         from llmgeom import wind_tunnels
+
         tasks = [wind_tunnels.load_task(spec) for spec in asked.tasks]
         n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
         return {task.title: task.truncated(n, asked.seed, task.test_split) for task in tasks}
