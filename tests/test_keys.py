@@ -132,7 +132,7 @@ CAPTURING = {
     "model/forward": "c302d008ff2be4c4",
     "model/layers": "222527f475c65328",
     "model/loading": "35116791e03a675e",
-    "model/passes": "49d500fd6c57d5a3",
+    "model/passes": "71fc7ae11f54495f",
     "model/running": "c61422b1cd7ecb42",
     "model/subject": "5dc860ef454d7146",
     "model/tokenizing": "4c1353528e8dd416",

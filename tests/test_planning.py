@@ -69,7 +69,7 @@ def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     assert seen["padded"] == pytest.approx(sum(sum(one.batches(4096)) for one in every), rel=0.1)
     pools = sum(one.tokens for one in every if one.stage == "entropy of pools")
     assert (pools > 0) == (kind == "prompts")
-    stored = sum(path.stat().st_size for path in (tmp_path / "cache").rglob("*.safetensors"))
+    stored = sum(path.stat().st_size for path in (tmp_path / "cache" / "captures").rglob("*.safetensors"))
     assert stored == pytest.approx(row["capture_bytes"], rel=0.15 if kind == "prompts" else 0.1)
     assert cost["disk_bytes"] == row["capture_bytes"] + planning.PAGE
     assert cost["memory_bytes"] > row["capture_bytes"] + 2 * cost["weight_bytes"]
