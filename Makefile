@@ -1,4 +1,4 @@
-# `make demo` shows a page, `make test` runs the tests, `make check` runs what CI runs.
+# `make demo` shows a page, `make test` runs the tests, `make check` adds the slow ones and those of the browser.
 # All use .venv, with the pinned versions of constraints.txt.
 PYTHON ?= python3
 BIN := .venv/bin
