@@ -53,7 +53,9 @@ def recipes(only: list[str], seeds: int) -> None:
             continue
         rows = []
         for seed in range(seeds):
-            run = Trainer(replace(training, seed=seed), wind_tunnels.load_task(training.task), float(training.lr), "cpu")
+            run = Trainer(
+                replace(training, seed=seed), wind_tunnels.load_task(training.task), float(training.lr), "cpu"
+            )
             began = time.process_time()
             for step in range(training.steps):
                 run.step(step)

@@ -1,4 +1,4 @@
-"""Ctrl-C: the first ends a run after the current batch or step, so that it can be resumed; the second ends it at once."""
+"""Ctrl-C: the first ends a run after the current batch or step, ready to resume; the second ends it at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks: a hypothesis is drawn from a prior, a sequence from the hypothesis, and Bayes' rule gives the exact answers."""
+"""Tasks: a prior gives a hypothesis, the hypothesis a sequence, and Bayes' rule the exact answers."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Sequences:
 class Task(ABC):
     """A wind tunnel: a frozen dataclass whose fields are its spec.
 
-    A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that a hash of the hypothesis
-    can hold some of them out of training. The model is queried at the same positions in every sequence.
+    A sequence is drawn in two steps, hypothesis ~ prior and inputs ~ p(. | hypothesis), so that a hash of the
+    hypothesis can hold some of them out of training. The model is queried at the same positions in every sequence.
 
     A subclass defines `vocabulary`, `length`, `answers`, `draw` and `log_predictive`, and where it can `hypothesis`,
     `counterfactual` and `bearing`. The first line of its docstring is its title in lists.
@@ -75,7 +75,7 @@ class Task(ABC):
 
     @property
     def query(self) -> tuple[int, ...]:
-        """The queried positions, ascending; by default every position after the header. Answers stand later or never."""
+        """The queried positions, ascending; by default all after the header. Answers stand later or never."""
         return tuple(range(self.header, self.length))
 
     @property

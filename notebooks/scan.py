@@ -43,7 +43,8 @@ pool = fitting(subject, Domain("math").sample(300, seed=0))
 entropy = subject.entropy(pool)
 batch = stratify(pool, entropy, n=75, seed=0)
 print(
-    f"{len(batch)} prompts of {len(set(batch.cluster))} templates; pool: {entropy.min():.1f} to {entropy.max():.1f} bits"
+    f"{len(batch)} prompts of {len(set(batch.cluster))} templates; "
+    f"pool: {entropy.min():.1f} to {entropy.max():.1f} bits"
 )
 batch.text[:3]
 
@@ -53,7 +54,7 @@ batch.text[:3]
 # 20 draws of each null are the default and the fewest with which anything can be decided at p < .05; more make the
 # bands finer. **Left out:** `llmgeom scan` also takes second samples (prompts without regard to entropy, of equal
 # lengths, with one final token, of mixed domains). `value_manifold` compares a domain with mixed prompts; here a note
-# says that there are none. `chosen` leaves out what `llmgeom scan` leaves out of prompts, the two probes that cost most.
+# says that there are none. Like `llmgeom scan`, `chosen` leaves out the two probes that cost most.
 
 # %%
 probes = known(chosen(None))

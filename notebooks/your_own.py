@@ -204,8 +204,8 @@ drawn["odds_line"]["missed"]
 # %% [markdown]
 # ## It must be able to fail
 #
-# The same probe on the model before training, whose controls are its like; and on the trained model with the exact answers
-# of other sequences, which nothing in a residual can follow.
+# The same probe on the model before training, whose controls are its like; and on the trained model with the exact
+# answers of other sequences, which nothing in a residual can follow.
 
 # %%
 with bar() as progress:

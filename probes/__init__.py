@@ -35,7 +35,7 @@ def _files(*folders: str) -> tuple[str, ...]:
 
 
 def check(only: Iterable[str]) -> tuple[str, ...]:
-    """The names, each known in one protocol or the other, or a path to a file. Raises UserError with the nearest name."""
+    """Names known in one protocol or the other, or paths to files. Raises UserError with the nearest name."""
     only, every = tuple(only), (*names(), *names(PUBLISHED))
     for name in only:
         if name.endswith(".py"):

@@ -37,8 +37,8 @@ def stratify(pool: Batch, entropy: np.ndarray, n: int = 75, bins: int = 5, seed:
                 taken += 1
         if taken < share:
             raise UserError(
-                f"--n {n}: entropy bin {b + 1} of {bins} gives {taken} of {share} prompts with at most {PER_CLUSTER} of "
-                f"a template ({len(set(pool.cluster))} templates in the pool); ask for fewer"
+                f"--n {n}: entropy bin {b + 1} of {bins} gives {taken} of {share} prompts with at most {PER_CLUSTER} "
+                f"of a template ({len(set(pool.cluster))} templates in the pool); ask for fewer"
             )
     batch = pool.take(sorted(chosen))
     source = {**pool.source, "stratified": {"n": n, "bins": bins, "per_template": PER_CLUSTER, "seed": seed}}

@@ -72,7 +72,7 @@ class Pocket:
                fraction of input tokens replaced at random (never targets), and split, of words cut in two
                (`lessons.pieces`). Without them the templates are learnt by heart and the loss on held-out ones rises
                from step 200 on; with more of each, little else is learnt either.
-    seed       of the initial weights, drawn exactly as `Subject.untrained` draws them: `@step0` is where this model began.
+    seed       of the initial weights, drawn as `Subject.untrained` draws them: `@step0` is where this model began.
     fillings   of each template in the examination, the held-out half has only templates never trained on; and label
                sequences for each pair of labels and number of observations.
     """

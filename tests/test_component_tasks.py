@@ -271,8 +271,10 @@ def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
         return {"kl": one, "evidence": one, "mae": one, "clean_mae": 0 * one}
 
     untrained = [head_fractions(kl(rng.uniform(0.8, 1), i + 1), half, 2) for i in range(20)]
-    found = {second: {h.name: h for h in estimates("heads_task", head_fractions(kl(second), half, 2), untrained, np.arange(40))}
-             for second in (0.3, 0.6)}  # fmt: skip
+    found = {}
+    for second in (0.3, 0.6):
+        fractions = head_fractions(kl(second), half, 2)
+        found[second] = {h.name: h for h in estimates("heads_task", fractions, untrained, np.arange(40))}
     assert found[0.3][SECOND].p < 0.05 and found[0.3][SECOND].high < 0.5 == found[0.3][SECOND].margin
     assert found[0.6][SECOND].p > 0.5 and found[0.6][SECOND].low > 0.5
     assert found[0.3][FIRST].value == pytest.approx(1.3 / 1.5, rel=0.02)

@@ -364,9 +364,7 @@ def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):
     records = {step: Record.load(out / f"step{step}") for step in STEPS}
     measured = records[1].results["value_manifold"]
     less = replace(measured, estimates=measured.estimates[1:])
-    found = over_training(STEPS, records | {1: replace(records[1], results={"value_manifold": less})})[
-        "value_manifold"
-    ]
+    found = over_training(STEPS, records | {1: replace(records[1], results={"value_manifold": less})})["value_manifold"]
     assert found.quantities["headline_00"].axes == ("step (not measured at 1)",)
     assert found.ticks["step (not measured at 1)"] == ("0", "2", "5", "12")
     gone = replace(records[1], results={}, unmeasured={"value_manifold": "too few"})

@@ -1,4 +1,4 @@
-"""What a training aims at: the exact answers to its targets, the least possible loss, and a model's distance to them."""
+"""What a training aims at: exact answers to its targets, the least possible loss, a model's distance to them."""
 
 from __future__ import annotations
 

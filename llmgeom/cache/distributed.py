@@ -64,12 +64,12 @@ class Share:
     def fill(
         self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str, progress: Progress | None
     ) -> None:
-        """Make our shards of what a run captures. An untrained control is built only where one of its shards is ours."""
+        """Make our shards of a run's captures. An untrained control is built only where one of its shards is ours."""
         built: tuple[int | None, Subject] = (None, subject)
         works = list(plan.works(subject, batch_tokens=batch_tokens, store=store))
         controls = len(plan.untrained)
         for done, (kind, seed, work) in enumerate(works, 1):
-            # To build a control costs more than a few prompts: where there are enough of them each stays with one process.
+            # Building a control costs more than a few prompts: where there are enough, each stays with one process.
             whole = kind == "untrained" and controls >= self.count
             if missing := self._missing(work, whole):
                 if kind == "untrained" and built[0] != seed:

@@ -72,7 +72,7 @@ def examine(
         controls: draws of each kind of control edit.
 
     Raises:
-        UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch with query positions of its own.
+        UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
     """
     started, last = time.time(), len(subject.blocks) - 1
     chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)

@@ -48,8 +48,8 @@ class HMM(Task):
         symbols: O symbols.
         steps: K observations, each a query.
         encoding: rows: S header rows [2 T_s, 2 E_s, one-hot(s), 0] for the rows of T and E, then a row
-            [0, 0, 0, one-hot(o_t)] for each observation. tokens (the papers' format): [TRANS] T row by row, [EMIT] E row
-            by row, [SEP], then [OBS] o_t for each observation; the states are tokens after the symbols.
+            [0, 0, 0, one-hot(o_t)] for each observation. tokens (the papers' format): [TRANS] T row by row, [EMIT] E
+            row by row, [SEP], then [OBS] o_t for each observation; the states are tokens after the symbols.
         predict: state: s_t at o_t, the state the sequence was in. observation: o_t+1 at o_t.
         fixed: One pair of matrices for all sequences, and no header.
         horizon: The training loss covers the first `horizon` observations; 0: all.

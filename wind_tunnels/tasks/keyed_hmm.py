@@ -35,8 +35,8 @@ class KeyedHMM(Task):
     that emitted, which is never shown, so one row may hold key and observation.
 
     With a_c the belief about chain c's next emitting state, at first uniform, the answer is p(j) ~ a_k(j) E_j,o with
-    k = k_t and o = o_t. Then a_k(j) becomes sum_i p(i) T_ij, and every other a_c stays (derived here: given the keys the
-    chains are independent, each a hidden Markov chain in its own time).
+    k = k_t and o = o_t. Then a_k(j) becomes sum_i p(i) T_ij, and every other a_c stays (derived here: given the keys
+    the chains are independent, each a hidden Markov chain in its own time).
 
     Attributes:
         states: S hidden states of each chain, the first one drawn evenly.

@@ -121,7 +121,7 @@ def _same_symbol(inputs: Tensor) -> Tensor:
 
 
 def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
-    """log P(next symbol | counts) in nats, float64: (a + n_j) / (a S + n) after n_j of symbol j, n in all, of S symbols.
+    """log P(next symbol | counts) in nats, float64: (a + n_j) / (a S + n), n_j of symbol j, n in all, S symbols.
 
     Symbols are drawn independently, with probabilities from a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
     symbols this is `stats.conjugate.beta_bernoulli`.
