@@ -108,7 +108,10 @@ class ProbeInput:
 
 
 class Probe(Protocol):
-    """A module of probes/, or an object made with `probe`."""
+    """A module of probes/, an object made with `probe`, or a frozen dataclass whose fields are the probe's parameters.
+
+    Fields of plain data are part of the cache key: probes of equal code and other parameters share no result.
+    """
 
     NEEDS: Needs
 

@@ -7,6 +7,7 @@ each prompt once, and gives every probe its part. What was captured, observed, e
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -67,8 +68,17 @@ class Run:
         return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.digest()})
 
     def key(self, name: str, what: str, *more: Any) -> str:
-        """The key of a probe's result or examination."""
-        code = [measuring_code(), keys.of_code(self.probes[name].measure)]
+        """The key of a probe's result or examination: its code and, of a dataclass, its fields decide.
+
+        Raises:
+            UserError: a field, or a variable that a function closes over, that no key can hold.
+        """
+        probe = self.probes[name]
+        try:
+            fields = keys.named(probe) if dataclasses.is_dataclass(probe) else None
+            code = [measuring_code(), keys.of_code(probe.measure) if fields is None else fields]
+        except UserError as refusal:
+            raise UserError(f"probe {name}: {refusal}") from refusal
         return digest({"what": what, "probe": name, "of": self._captures_key, "code": code, "more": list(more)})[:32]
 
     # -- captures

@@ -7,8 +7,11 @@ import os
 import shutil
 import sys
 import types
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -269,3 +272,64 @@ def test_weights_that_are_not_in_memory_and_of_no_file_cannot_be_stored():
         model = transformers.AutoModelForCausalLM.from_config(FAMILIES["llama"].config())
     with refused(UserError, "offloaded"):
         identity(Subject.of(model, name="tiny"))
+
+
+@dataclass(frozen=True)
+class Setting:
+    size: float
+    names: tuple[str, ...] = ()
+
+
+def named_in_pairs():
+    """Values that are told apart, each beside one that differs from it in one thing."""
+    yield 1, True
+    yield 1, 1.0
+    yield "1", 1
+    yield 0.1, np.nextafter(0.1, 1).item()
+    yield ("a", "b"), ("b", "a")
+    yield {"a": 1}, {"a": 2}
+    yield {1: "a"}, {"1": "a"}
+    yield np.zeros(2), np.zeros(2, np.float32)
+    yield np.zeros((1, 2)), np.zeros((2, 1))
+    yield torch.zeros(2), torch.tensor([0.0, 1e-6])
+    yield Setting(1.0), Setting(2.0)
+    yield Setting(1.0, ("a",)), Setting(1.0, ("b",))
+    yield (lambda x: x + 1), (lambda x: x + 2)
+    yield partial(ragged, 1), partial(ragged, 2)
+    yield (lambda k: lambda x: x + k)(1), (lambda k: lambda x: x + k)(2)
+    yield Setting(1.0).__eq__, Setting(2.0).__eq__
+
+
+@pytest.mark.parametrize("pair", list(named_in_pairs()))
+def test_values_that_differ_have_other_names_and_equal_ones_the_same(pair):
+    first, second = map(keys.named, pair)
+    assert first != second or json.dumps(first) != json.dumps(second)
+    assert keys.named(pair[0]) == first
+    json.dumps(first, allow_nan=False)
+
+
+def test_the_order_of_a_set_is_no_part_of_its_name():
+    assert keys.named(frozenset("abc")) == keys.named(set("cba")) != keys.named(frozenset("abd"))
+
+
+def typed(code: str):
+    """A function typed where there is no source, as in a notebook."""
+    namespace = {"__name__": "no_such_module"}
+    exec(code, namespace)
+    return namespace["f"]
+
+
+CELL = "margin = 1\ndef helper(x):\n    return x\ndef f(x):\n    return helper(x) > margin"
+
+
+@pytest.mark.parametrize(
+    "line", [("margin = 1", "margin = 2"), ("return x", "return -x"), ("helper(x) >", "helper(x) <")]
+)
+def test_code_typed_into_a_notebook_is_named_by_what_it_does_and_reads(line):
+    assert keys.of_code(typed(CELL)) == keys.of_code(typed(CELL))
+    assert keys.of_code(typed(CELL)) != keys.of_code(typed(CELL.replace(*line)))
+
+
+def test_what_has_no_name_is_refused_with_its_type():
+    with refused(UserError, "object"):
+        keys.named(object())

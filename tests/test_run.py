@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from click.testing import CliRunner
 from llmgeom import probes
 from llmgeom.batch import Batch, Text
 from llmgeom.cli import main
+from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
@@ -111,6 +114,50 @@ def test_a_repeated_run_builds_no_control_and_measures_nothing(pythia, tmp_path,
     assert all(np.array_equal(again.arrays[name], first.arrays[name]) for name in first.arrays)
     with pytest.raises(TypeError):  # another seed is another run: it must pass prompts again
         run_probes(pythia, texts(*range(8)), probes_of, **options, seed=3)
+
+
+@dataclass(frozen=True)
+class Above:
+    """How many values are above a margin: a probe with a parameter."""
+
+    margin: float
+    NEEDS = Needs(frozenset({Site.VALUE}), untrained=False, shuffled=False)
+
+    def measure(self, data) -> Seen:
+        return Seen(mean=np.array([(x > self.margin).double().mean().item() for x in data.capture.layers(Site.VALUE)]))
+
+
+def nested(margin: float):
+    """The same probe as a function that closes over its parameter."""
+    return probe(Above.NEEDS)(lambda data: Above(margin).measure(data))
+
+
+def bound(margin: float):
+    """The same probe as a partial."""
+    return probe(Above.NEEDS)(partial(Above.measure, Above(margin)))
+
+
+@pytest.mark.parametrize("made", [Above, nested, bound])
+def test_probes_of_equal_code_and_other_parameters_do_not_share_a_result(made, pythia, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    batch, store = texts(*range(6)), str(tmp_path / "captures")
+    expected = {
+        margin: run_probes(pythia, batch, {"above": made(margin)}).arrays["above.mean"] for margin in (0.0, 1.0)
+    }
+    assert expected[0.0].min() > expected[1.0].max()
+    for _ in range(2):  # the second time from the cache
+        for margin, mean in expected.items():
+            record = run_probes(pythia, batch, {"above": made(margin)}, store=store)
+            assert np.array_equal(record.arrays["above.mean"], mean)
+    monkeypatch.setattr(Above, "measure", None)
+    again = run_probes(pythia, batch, {"above": Above(0.0)}, store=store) if made is Above else None
+    assert again is None or np.array_equal(again.arrays["above.mean"], expected[0.0])
+
+
+def test_a_parameter_that_no_key_can_hold_is_refused_with_the_name_of_its_probe(pythia, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    with pytest.raises(UserError, match="probe above: a object cannot be part of a cache key"):
+        run_probes(pythia, texts(*range(6)), {"above": Above(object())}, store=str(tmp_path / "captures"))
 
 
 def test_another_cluster_or_posterior_of_the_same_prompts_is_measured_again(pythia, tmp_path, monkeypatch):

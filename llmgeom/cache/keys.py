@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import dataclasses
+import functools
 import hashlib
 import inspect
 import json
 import os
 import re
+import sys
 import time
+import types
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from llmgeom.cache.shards import SCHEMA, cache_folder
 from llmgeom.errors import UserError
@@ -53,14 +59,98 @@ def run_spec(facts: Mapping[str, Any], weights: str, model: Any, tokenizer: Any)
     }
 
 
-@lru_cache
 def of_code(function: Callable[..., Any]) -> str:
-    """sha256 of the code of the module that defines a function; the function's name where there is no source."""
-    module = inspect.getmodule(function)
+    """sha256 of the code that a function depends on, and of the values that are bound to it.
+
+    A function of a module has the hash of the module's code. A nested function or a lambda adds its own code, its
+    defaults and the variables that it closes over; a partial its arguments; a method its object. A function typed into
+    a notebook has no module to hash: it adds the plain globals and the functions that it reads.
+
+    Raises:
+        UserError: a bound value that `named` refuses.
+    """
+    if isinstance(function, functools.partial):
+        return digest({"partial": [of_code(function.func), named(function.args), named(function.keywords)]})
+    if inspect.ismethod(function):
+        return digest({"method": [of_code(function.__func__), named(function.__self__)]})
+    if not inspect.isfunction(function):
+        return digest({"object": named(function)})
+    source = _module_code(function.__module__)
+    if source and "<" not in function.__qualname__:  # no lambda, nothing in "<locals>"
+        return source
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    nonlocals = {k: v for k, v in inspect.getclosurevars(function).nonlocals.items() if v is not function}
+    bound = named({**nonlocals, "defaults": defaults})
+    return digest({"source": source, "code": _code(function.__code__), "bound": bound, "read": _read(function, source)})
+
+
+@lru_cache
+def _module_code(name: str) -> str:
+    """The hash of a module's code; empty where it has no source, as in a notebook."""
     try:
-        return code_hash(inspect.getsource(module if module is not None else function))
-    except (OSError, TypeError, SyntaxError):  # typed into a notebook
-        return f"{function.__module__}.{function.__qualname__}"
+        return code_hash(inspect.getsource(sys.modules[name]))
+    except (KeyError, OSError, TypeError, SyntaxError):
+        return ""
+
+
+def _code(code: types.CodeType) -> list[Any]:
+    """The instructions, names and constants of compiled code."""
+    constants = [_code(item) if isinstance(item, types.CodeType) else repr(item) for item in code.co_consts]
+    return [code.co_code.hex(), list(code.co_names), constants]
+
+
+def _read(function: types.FunctionType, source: str) -> Any:
+    """Plain globals and functions that a function without a source reads, and those that these read in turn."""
+    values: dict[str, Any] = {}
+    pending = [] if source else [function]
+    while pending:
+        for name, value in inspect.getclosurevars(pending.pop()).globals.items():
+            if inspect.isfunction(value) and not _module_code(value.__module__) and name not in values:
+                values[name] = _code(value.__code__)
+                pending.append(value)
+            elif isinstance(value, (bool, int, float, str, tuple, list, dict, np.ndarray)):
+                values[name] = value
+    return named(values)
+
+
+def named(value: Any) -> Any:
+    """A value as plain data for a cache key: equal only where the values are; functions and classes by their code.
+
+    Raises:
+        UserError: an object that is no number, text, collection, array, function, class or dataclass of these.
+    """
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return ["float", repr(value)]
+        case list() | tuple():
+            return [named(item) for item in value]
+        case set() | frozenset():
+            return ["set", *sorted(map(named, value), key=repr)]
+        case Mapping():
+            return ["mapping", *([named(key), named(item)] for key, item in value.items())]
+        case bytes():
+            return ["bytes", sha256(value)]
+        case os.PathLike():
+            return ["path", os.fspath(value)]
+        case types.ModuleType():
+            return ["module", value.__name__, _module_code(value.__name__)]
+        case type():
+            code = _module_code(value.__module__) or [of_code(x) for x in vars(value).values() if inspect.isfunction(x)]
+            return ["class", value.__module__, value.__qualname__, code]
+        case functools.partial() | types.FunctionType() | types.MethodType():
+            return ["code", getattr(value, "__qualname__", ""), of_code(value)]
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().float().numpy() if value.is_floating_point() else value.cpu().numpy()
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        return ["array", str(value.dtype), list(value.shape), sha256(np.ascontiguousarray(value).tobytes())]
+    if dataclasses.is_dataclass(value):
+        return [named(type(value)), *([one.name, named(getattr(value, one.name))] for one in dataclasses.fields(value))]
+    raise UserError(
+        f"a {type(value).__qualname__} cannot be part of a cache key: use numbers, text, collections, arrays or frozen "
+        "dataclasses of these, or run without a store"
+    )
 
 
 def code_hash(source: str) -> str:
