@@ -17,8 +17,10 @@ from torch import Tensor
 
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
 from llmgeom.cache.shards import room, run_key, taken
-from llmgeom.errors import UserError
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.edits import Edit
+from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
@@ -26,15 +28,17 @@ from llmgeom.probe import Needs, Probe
 
 MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
 MAIN = ""
+NO_CONTEXT = "no context"
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One capture: a tokenized batch and what is kept of it."""
+    """One capture: a tokenized batch, what is kept of it, and the edits that are made."""
 
     batch: Batch
     sites: frozenset[Site]
     observers: tuple[Observer, ...] = ()
+    edits: tuple[Edit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,9 +128,10 @@ class PassPlan:
     """Everything that a run passes through the model and its controls, before anything runs; `--dry-run` prices it.
 
     subset      which prompts of the main sample the controls read; None for all.
-    own         what the model reads. control: what each untrained control reads.
+    own         what the model reads. control: what each untrained control reads, and the model without context.
     untrained, shuffles   the seed of each draw of either control; shuffled_sites: captured of shuffled prompts.
     special     how many tokens at the beginning a shuffle leaves in place.
+    no_context  the control without context; None where no probe asks for it, or the model has none: why says which.
     """
 
     subset: Tensor | None
@@ -136,6 +141,8 @@ class PassPlan:
     shuffles: range
     shuffled_sites: frozenset[Site]
     special: int
+    no_context: NoContext | None = None
+    no_context_why: str = ""
 
     @classmethod
     def of(
@@ -170,15 +177,25 @@ class PassPlan:
                     observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
         few = {name: one if (kept := _subset(one, seed)) is None else one.take(kept) for name, one in inputs.items()}
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
+        own_observers = dict(observers)
+        no_context, why = None, ""
+        if any(need.no_context for need in needs.values()):
+            try:
+                no_context = NoContext.of(subject, inputs[MAIN], seed)
+                own_observers[MAIN] = (*observers[MAIN], no_context.observer)
+            except Unavailable as reason:
+                why = str(reason)
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset,
-            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, observers),
+            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers),
             Layout.of(few, sites, observers),
             draws if any(need.untrained for need in needs.values()) else range(0),
             draws if any(need.shuffled for need in needs.values()) else range(0),
             shuffled_sites,
             special_prefix(subject.tokenizer),
+            no_context,
+            why,
         )
 
     @property
@@ -198,8 +215,22 @@ class PassPlan:
             replace(batch, inputs=shuffle(batch.tokens, self.special, self.shuffles[i])), self.shuffled_sites
         )
 
+    def without_context(self, captures: Mapping[str, Capture] | None = None) -> tuple[Reading, ...]:
+        """What the model reads without context: the controls' readings with the edit.
+
+        Args:
+            captures: those of the model, which hold the means; without them the readings can be planned and not made.
+        """
+        if self.no_context is None:
+            return ()
+        means = None if captures is None else self.no_context.means(captures[MAIN])
+        return tuple(
+            replace(reading, edits=(self.no_context.edit(reading.batch, means),)) for reading in self.control.readings
+        )
+
     def works(self, subject: Subject, **options: Any) -> Iterator[tuple[str, int | None, CapturePlan]]:
-        """Every capture of the run: ("model", None), ("untrained", seed) or ("shuffled", seed), and its work."""
+        """Every capture of the run and its work: ("model", None), ("untrained", seed), ("shuffled", seed), or
+        (NO_CONTEXT, None), which needs the model's own captures."""
         for reading in self.own.readings:
             yield "model", None, planned(subject, None, reading, **options)
         for seed in self.untrained:
@@ -207,6 +238,8 @@ class PassPlan:
                 yield "untrained", seed, planned(subject, seed, reading, **options)
         for i, seed in enumerate(self.shuffles):
             yield "shuffled", seed, planned(subject, None, self.shuffled(i), **options)
+        for reading in self.without_context():
+            yield NO_CONTEXT, None, planned(subject, None, reading, **options)
 
     def check_room(self, subject: Subject, store: str, batch_tokens: int) -> None:
         """Raises UserError where the disk has no room for all captures that are not there yet."""
@@ -217,7 +250,8 @@ class PassPlan:
 
 def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> CapturePlan:
     """The work of a reading by the model (seed None) or by an untrained control, which is not built for it."""
-    return plan_control(subject, seed, reading.batch, reading.sites, observers=reading.observers, **options)
+    extra = {"observers": reading.observers, "edits": reading.edits, **options}
+    return plan_control(subject, seed, reading.batch, reading.sites, **extra)
 
 
 def _subset(batch: Batch, seed: int) -> Tensor | None:

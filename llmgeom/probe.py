@@ -27,7 +27,9 @@ class Needs:
     Attributes:
         sites: at the queried positions of the main sample and of `samples`, in the model and in every control.
         optional: sites that are captured where the model has them.
-        untrained, shuffled: which controls it compares with.
+        untrained, shuffled, no_context: which controls it compares with. The third is the trained model with what
+            attention writes replaced by its mean over other prompts (`llmgeom.model.no_context`): whoever makes a claim
+            about uncertainty or context needs it.
         samples: names of further samples that it reads too, where the source can give them.
         exact: whether it needs exact answers; without them nothing is captured for it.
         all_prompts: whether it measures any number of prompts and compares with controls of a subset
@@ -46,6 +48,7 @@ class Needs:
     optional: frozenset[Site] = frozenset()
     untrained: bool = True
     shuffled: bool = True
+    no_context: bool = True
     samples: frozenset[str] = frozenset()
     exact: bool = False
     all_prompts: bool = False
@@ -59,11 +62,13 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sample:
-    """A further sample: its capture, its entropy (bits, [row]), and its capture in each untrained control."""
+    """A further sample: its capture, its entropy (bits, [row]), and its capture in each untrained control and without
+    context (None where the model has no such control)."""
 
     capture: Capture
     entropy: np.ndarray
     untrained: tuple[Capture, ...]
+    no_context: Capture | None = None
 
     @property
     def clusters(self) -> np.ndarray:
@@ -84,6 +89,8 @@ class ProbeInput:
         observations: what NEEDS.collect made for the model; control_observations: for each untrained control.
         seed: for every draw that the probe makes itself.
         subset: of more than 1,000 prompts, for a probe of `all_prompts`: the input of those that controls read.
+        no_context: the same sample in the trained model without context; None where the model has no such control.
+        no_context_observations: what NEEDS.collect made of it, for a probe that examines nothing.
     """
 
     capture: Capture
@@ -95,6 +102,8 @@ class ProbeInput:
     control_observations: tuple[Any, ...] = ()
     seed: int = 0
     subset: ProbeInput | None = None
+    no_context: Capture | None = None
+    no_context_observations: Any = None
 
     @property
     def null_subset(self) -> ProbeInput:

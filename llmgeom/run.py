@@ -128,6 +128,16 @@ class Run:
             self._tell("shuffled prompts", i + 1, len(self.plan.shuffles))
         return tuple(captures)
 
+    def without_context(self, captures: Mapping[str, Capture]) -> dict[str, Capture] | None:
+        """Captures of the model without context, from the model's own; None where there is no such control."""
+        if self.plan.no_context is None:
+            return None
+        made = []
+        for reading in self.plan.without_context(captures):
+            made.append(gather(self.subject, planned(self.subject, None, reading, **self._options)))
+        self._tell("control without context", 1, 1)
+        return self.plan.control.assemble(made)
+
     def examine(
         self, name: str, who: Callable[[], Subject], captures: Mapping[str, Capture], seed: int | None = None
     ) -> Any:
@@ -267,7 +277,7 @@ def run_probes(
             answers[name] = str(refusal)
             run.keep(name, str(refusal), ())
             pending.pop(name, None)
-    view, control_observations, control_events = _inputs(run, plan, pending, captures)
+    view, control_observations, cut, control_events = _inputs(run, plan, pending, captures)
     for done, (name, probe) in enumerate(pending.items()):
         run._tell(f"measuring {name}", done, len(pending))
         try:
@@ -275,6 +285,7 @@ def run_probes(
                 view if plan.subset is None or not probe.NEEDS.all_prompts else _whole(view, captures[MAIN]),
                 observations=observations.get(name),
                 control_observations=control_observations.get(name, ()),
+                no_context_observations=_observed(probe.NEEDS, cut),
             )
             answers[name] = probe.measure(data).lowered()
         except UserError as refusal:
@@ -302,6 +313,7 @@ def run_probes(
         warnings=(
             *notes,
             *_subset_note(batch, plan, measured),
+            *([f"no control without context: {plan.no_context_why}"] if plan.no_context_why else []),
             *_warnings(subject, shown, plan.null_sample.tokens, view, controls),
             *dict.fromkeys(events),
         ),
@@ -319,8 +331,8 @@ def _of_subset(captures: Mapping[str, Capture], plan: PassPlan) -> dict[str, Cap
 
 def _inputs(
     run: Run, plan: PassPlan, pending: Mapping[str, Probe], captures: Mapping[str, Capture]
-) -> tuple[ProbeInput, dict[str, tuple], list[str]]:
-    """What `measure` of every pending probe is given, and events of the controls' captures."""
+) -> tuple[ProbeInput, dict[str, tuple], dict[str, Capture], list[str]]:
+    """What `measure` of every pending probe is given, the captures without context, and events of the controls."""
     untrained: list[dict[str, Capture]] = []
     collected: dict[str, list] = {}
     if any(probe.NEEDS.untrained for probe in pending.values()):
@@ -333,9 +345,11 @@ def _inputs(
                 collected.setdefault(name, []).append(_collected(pending[name].NEEDS, control, found[name]))
             run._tell("untrained controls", i + 1, len(plan.untrained))
     shuffled = run.shuffles() if any(probe.NEEDS.shuffled for probe in pending.values()) else ()
+    wanted = any(probe.NEEDS.no_context for probe in pending.values())
+    cut = (run.without_context(captures) if wanted else None) or {}
     own = _of_subset(captures, plan) if plan.subset is not None else captures
     samples = {
-        name: Sample(capture, entropy_bits(capture), tuple(control[name] for control in untrained))
+        name: Sample(capture, entropy_bits(capture), tuple(control[name] for control in untrained), cut.get(name))
         for name, capture in own.items()
         if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
     }
@@ -346,14 +360,24 @@ def _inputs(
         shuffled,
         samples,
         seed=run.seed,
+        no_context=cut.get(MAIN),
     )
-    each = [*(one for control in untrained for one in control.values()), *shuffled]
-    return view, {name: tuple(some) for name, some in collected.items()}, [e for one in each for e in one.events]
+    each = [*(one for control in untrained for one in control.values()), *shuffled, *cut.values()]
+    events = [event for capture in each for event in capture.events]
+    return view, {name: tuple(some) for name, some in collected.items()}, cut, events
+
+
+def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
+    """What a probe collects of the model without context; None where it examines models, or there is no control."""
+    if not cut or not needs.no_context or needs.examine is not None or needs.collect is None:
+        return None
+    return needs.collect(cut, None)
 
 
 def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
     """The input of a probe of `all_prompts`: all prompts, with those that the controls read as its subset."""
-    return replace(view, capture=capture, entropy=entropy_bits(capture), untrained=(), shuffled=(), subset=view)
+    controls: dict[str, Any] = {"untrained": (), "shuffled": (), "no_context": None}
+    return replace(view, capture=capture, entropy=entropy_bits(capture), **controls, subset=view)
 
 
 def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:

@@ -173,6 +173,7 @@ def _numpy(x: torch.Tensor) -> np.ndarray:
 NEEDS = Needs(
     frozenset({Site.KEY}),
     shuffled=False,
+    no_context=False,
     observers=(Observer("single_tokens", first_layer, frozenset({Site.KEY, Site.QUERY}), samples=(TOKENS,)),),
     inputs={TOKENS: single_tokens},
     examine=weights,

@@ -36,6 +36,7 @@ def reach(subject: Subject, batch: Batch) -> Reach:
 NEEDS = Needs(
     sites=frozenset({Site.LOG_PROBS}),
     shuffled=False,
+    no_context=False,
     samples=frozenset({WHOLE}),
     exact=True,
     examine=lambda subject, captures: reach(subject, captures[""].batch),

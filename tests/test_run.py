@@ -20,7 +20,7 @@ from llmgeom.model import running
 from llmgeom.model.capture import Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MAIN, Layout, PassPlan
+from llmgeom.plan import MAIN, NO_CONTEXT, Layout, PassPlan
 from llmgeom.probe import Needs, Sample, probe
 from llmgeom.probes.qk_alignment import NEEDS as COSINES
 from llmgeom.run import observe, run_probes
@@ -45,14 +45,15 @@ def pythia() -> Subject:
 
 @pytest.fixture
 def passed(monkeypatch) -> Counter:
-    """Prompts that went through each model, by its untrained seed (None: the trained one) and their tokens."""
+    """Prompts that went through each model, by its untrained seed (None: the trained one; NO_CONTEXT: that one,
+    edited) and their tokens."""
     seen: Counter = Counter()
     inner = running.one_pass
 
     def count(self, work, members):
         for i in members:
             ids = work.tokens.data[i, : work.tokens.lengths[i]].tolist()
-            seen[self.facts.get("untrained"), tuple(ids)] += 1
+            seen[NO_CONTEXT if work.edits else self.facts.get("untrained"), tuple(ids)] += 1
         return inner(self, work, members)
 
     monkeypatch.setattr(running, "one_pass", count)
@@ -69,10 +70,10 @@ def test_every_model_reads_every_prompt_of_all_samples_once(pythia, passed):
     keys = probe(Needs(frozenset({Site.KEY}), shuffled=False))(values_of_keys := lambda data: values(data))
     run_probes(pythia, texts(*range(12)), {"both": both, "keys": keys}, samples=samples, controls=2)
     union = {text for batch in (texts(*range(12)), *samples.values()) for text in batch.text}
-    for seed in (None, 1, 2):
+    for seed in (None, 1, 2, NO_CONTEXT):
         of_model = {ids: n for (model, ids), n in passed.items() if model == seed}
         assert set(of_model.values()) == {1} and len(of_model) == len(union), seed
-    assert {model for model, _ in passed} == {None, 1, 2} and values_of_keys
+    assert {model for model, _ in passed} == {None, 1, 2, NO_CONTEXT} and values_of_keys
 
 
 def test_samples_that_overlap_hold_what_each_prompt_gives_alone(pythia):

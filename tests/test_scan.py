@@ -119,7 +119,7 @@ def test_a_probe_that_cannot_run_is_a_row_with_the_reason_and_a_bug_ends_the_sca
 
 def test_nulls_nobody_needs_are_not_run(subject, batch):
     stages = []
-    needs = probe(lambda v: Seen(mean=np.zeros(2)), untrained=False, shuffled=False)
+    needs = probe(lambda v: Seen(mean=np.zeros(2)), untrained=False, shuffled=False, no_context=False)
     run_probes(subject, batch, {"seen": needs}, controls=20, progress=lambda *told: stages.append(told))
     assert stages == [("prompts", 1, 1), ("measuring seen", 0, 1), ("measuring seen", 1, 1)]
 

@@ -269,7 +269,9 @@ def test_what_does_not_fit_on_the_disk_is_refused_before_it_begins(model, tmp_pa
 
 def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model, tmp_path, monkeypatch):
     """The model's own capture would fit, those of its controls and of shuffled prompts beside it would not."""
-    probes = {"one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()))}
+    probes = {
+        "one": probe(lambda view: Seen(mean=view.capture.value.double().mean((1, 2, 3)).numpy()), no_context=False)
+    }
     options = {"controls": 3, "batch_tokens": 24, "store": str(tmp_path)}
     sites = [{Site.VALUE, Site.ENTROPY, Site.LIKELY}, *3 * [{Site.VALUE, Site.ENTROPY}], *3 * [{Site.VALUE}]]
     needed = sum(7 * nbytes(model.facts, frozenset(kept), 1, 23) for kept in sites)

@@ -15,7 +15,7 @@ from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.passes import CapturePlan
 from llmgeom.model.subject import Subject
-from llmgeom.plan import PassPlan
+from llmgeom.plan import NO_CONTEXT, PassPlan
 from llmgeom.progress import Progress
 
 PATIENCE = 1800.0  # seconds without a new shard after which a process counts as lost
@@ -64,9 +64,12 @@ class Share:
     def fill(
         self, subject: Subject, plan: PassPlan, *, batch_tokens: int, store: str, progress: Progress | None
     ) -> None:
-        """Make our shards of a run's captures. An untrained control is built only where one of its shards is ours."""
+        """Make our shards of a run's captures. An untrained control is built only where one of its shards is ours.
+
+        The control without context is left to the process that measures: it takes means over all shards of the model.
+        """
         built: tuple[int | None, Subject] = (None, subject)
-        works = list(plan.works(subject, batch_tokens=batch_tokens, store=store))
+        works = [work for work in plan.works(subject, batch_tokens=batch_tokens, store=store) if work[0] != NO_CONTEXT]
         controls = len(plan.untrained)
         for done, (kind, seed, work) in enumerate(works, 1):
             # Building a control costs more than a few prompts: where there are enough, each stays with one process.

@@ -46,6 +46,7 @@ START, MEASURING, LONGER, LAUNCHES = 8.0, 6e-5, 1.6, 60
 PAGE, HELD = 3 * 2**20, 150 * 2**20
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
 UNTRAINED, SHUFFLED, EXAMINED = "untrained controls", "shuffled prompts", "examined by"
+WITHOUT_CONTEXT = "control without context"
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,6 +151,7 @@ class Source:
         stages += stages_of(UNTRAINED, len(asked.untrained), asked.control.readings)
         if asked.shuffles:
             stages += stages_of(SHUFFLED, len(asked.shuffles), [asked.shuffled(0)])
+        stages += stages_of(WITHOUT_CONTEXT, 1, asked.without_context())
         for probe, module in measured.items():
             models = 1 + len(asked.untrained) * module.NEEDS.untrained
             runs = module.NEEDS.cost(who, asked.null_sample) if module.NEEDS.cost else []

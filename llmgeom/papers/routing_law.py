@@ -153,7 +153,7 @@ def _rival(mixing: Mixing) -> float:
     return float((wrong - truth).abs().max() / truth.abs().max().clamp_min(torch.finfo(truth.dtype).tiny))
 
 
-NEEDS = Needs(shuffled=False, examine=lambda subject, captures: read(subject, captures[""].batch))
+NEEDS = Needs(shuffled=False, no_context=False, examine=lambda subject, captures: read(subject, captures[""].batch))
 
 
 @dataclass(frozen=True, kw_only=True)

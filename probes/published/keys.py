@@ -64,7 +64,10 @@ def _numpy(x) -> np.ndarray:
 
 
 NEEDS = Needs(
-    frozenset({Site.KEY}), shuffled=False, examine=lambda subject, captures: read(subject, captures[""].batch)
+    frozenset({Site.KEY}),
+    shuffled=False,
+    no_context=False,
+    examine=lambda subject, captures: read(subject, captures[""].batch),
 )
 
 

@@ -71,7 +71,9 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
     return Misread(whole[:, -whole.shape[1] // 3 :], subject.facts["heads"])
 
 
-NEEDS = Needs(frozenset({Site.VALUE}), examine=lambda subject, captures: misread(subject, captures[""].batch))
+NEEDS = Needs(
+    frozenset({Site.VALUE}), no_context=False, examine=lambda subject, captures: misread(subject, captures[""].batch)
+)
 
 
 @dataclass(frozen=True, kw_only=True)
