@@ -184,6 +184,43 @@ class Task(ABC):
         """Estimated by draws: the hash holds out a tenth of the cells, which are few or unequal in some tasks."""
         return held_out(self.split_key(self.hypothesis(4096, seeded("share", 0)))).double().mean().item()
 
+    # ---- held-out states --------------------------------------------------------------------------------------------
+
+    def sufficient(self, inputs: Tensor) -> Int[Tensor, "sequence query column"] | None:
+        """The state of the evidence at each query: integers of which the exact answer is a function.
+
+        It keeps what a look-up table needs and drops what Bayes' rule ignores, e.g. the order of independent
+        observations. Two prefixes of equal state have equal answers. A task with few states can be answered from a
+        table even where its hypotheses are many: the bijection of 8 values shown once each has 40,320 maps but 255
+        states, one for each set of used values. Derived here.
+
+        None by default: nothing is known, and no table is filled.
+        """
+        return None
+
+    def held_out_states(self, inputs: Tensor) -> Bool[Tensor, "sequence query"]:
+        """Which queries are in a state that training leaves out if it holds states out.
+
+        A tenth of the states of each query, by the hash that holds hypotheses out. A query with fewer than 10 states
+        has none held out: it could lose all of them.
+
+        Raises:
+            UserError: The task does not say what its states are.
+        """
+        states = self.sufficient(inputs)
+        if states is None:
+            raise UserError(f"{self.title} does not define `sufficient`: its states cannot be held out")
+        queries = torch.arange(states.shape[1], device=states.device).expand(len(states), -1)
+        keys = torch.cat([queries[..., None], states], -1).flatten(0, 1)
+        return held_out(keys).unflatten(0, queries.shape) & self._many_states.to(states.device)
+
+    @functools.cached_property
+    def _many_states(self) -> Bool[Tensor, " query"]:
+        """Which queries have at least 10 states, among those of 4,096 sequences."""
+        states = self.sufficient(self.draw_split(4096, seeded("states", 0)).inputs)
+        assert states is not None
+        return torch.tensor([len(states[:, query].unique(dim=0)) >= BUCKETS for query in range(states.shape[1])])
+
     # ---- exact answers ----------------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -290,7 +327,12 @@ def seeded(purpose: str, seed: int, device: str | torch.device = "cpu") -> torch
 
 
 def held_out(keys: Int[Tensor, "n column"]) -> Bool[Tensor, " n"]:
-    """Which hypotheses are never trained on: a tenth of them, by a hash that is the same on every device.
+    """Which hypotheses are never trained on: a tenth of them, by a hash that is the same on every device."""
+    return _shift_right(hashed(keys), 1) % BUCKETS == 0
+
+
+def hashed(keys: Int[Tensor, "n column"]) -> Int[Tensor, " n"]:
+    """A 64-bit hash of each row, the same on every device.
 
     Each column is mixed in with the finaliser of SplitMix64 (Steele, Lea & Flood 2014), multiplications and shifts
     modulo 2^64: a column that moves by one changes about half of the bits.
@@ -301,7 +343,7 @@ def held_out(keys: Int[Tensor, "n column"]) -> Bool[Tensor, " n"]:
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             state = (state ^ _shift_right(state, shift)) * _signed(factor)
         state = state ^ _shift_right(state, 31)
-    return _shift_right(state, 1) % BUCKETS == 0
+    return state
 
 
 def _shift_right(x: Tensor, by: int) -> Tensor:

@@ -25,6 +25,8 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import score_model
+from llmgeom.probes.posterior.scores import score
+from llmgeom.probes.posterior.state_table import StateTable
 from llmgeom.record import Record
 from llmgeom.reports import page
 from llmgeom.task import Categorical, Gaussian, Sequences, Task, held_out
@@ -112,6 +114,13 @@ def uniform(task):
     return saying(task, lambda x: torch.zeros(len(x), len(task.query), len(task.answers.tokens), dtype=torch.float64))
 
 
+def nearly(task, seed=4):
+    """Answers near the exact ones, with noise that depends on the sequence."""
+    first, last = task.answers.tokens[0], task.answers.tokens[-1] + 1
+    noisy = noise(task, seed, 0.2)
+    return saying(task, lambda x: (0.94 * task.log_predictive(x).exp() + 0.01).log() + noisy(x)[..., first:last])
+
+
 def verdicts(record):
     return {(probe, h.name): h.verdict for probe, m in record.results.items() for h in m.estimates}
 
@@ -124,6 +133,7 @@ KL, SKILL, LESS = "KL to the posterior", "skill over the best trivial predictor"
 REPLACED = Bijection(vocab=6, pairs=6, replacement=True)
 PLAIN = Bijection(vocab=6, pairs=6)
 COIN = Coin(flips=5)
+FEW = {"sequences": 20}  # a table of 20 training sequences answers nothing
 
 
 # ---- by plain Python ------------------------------------------------------------------------------------------------
@@ -266,7 +276,7 @@ def test_it_is_held_out_hypotheses_that_are_graded():
 
 def test_the_posterior_itself_passes_everything():
     task = REPLACED
-    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6), n=200, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6, FEW), n=200, nulls=20)
     got = found(record, "posterior", KL)
     assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p == got.p_claim < 1e-3
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
@@ -289,13 +299,13 @@ def test_a_predictor_that_rules_out_what_happens_is_left_out_and_named(monkeypat
     monkeypatch.setattr(type(task), "trivial", lambda self, inputs: {"always the first": sure[: len(inputs)]})
     got = grade(of(task, uniform(task)), task, 200, seed=2)
     assert got.excluded == ("always the first",) and set(got.trivial) == {"uniform", "constant", "position"}
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=200, nulls=20)
+    record = examine(of(task, uniform(task)), task, Told(task.title, 6, FEW), n=200, nulls=20)
     assert "always the first gives no probability" in " ".join(record.results["posterior"].notes)
 
 
 def test_the_uniform_model_is_the_uniform_predictor():
     task = PLAIN
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=200, nulls=20)
+    record = examine(of(task, uniform(task)), task, Told(task.title, 6, FEW), n=200, nulls=20)
     # After m pairs 6 - m values are left: KL = log2 6 - log2(6 - m), the same for every sequence.
     owed = [math.log2(6 / (6 - m)) for m in range(6)]
     np.testing.assert_allclose(record.results["posterior"].arrays["kl"], owed, atol=1e-6)
@@ -307,7 +317,7 @@ def test_the_uniform_model_is_the_uniform_predictor():
     assert found(record, "posterior", "mae_abs").value == pytest.approx(np.mean(owed), abs=1e-6)
     words = verdicts(record)
     assert words["posterior", KL] == words["posterior", SKILL] == "FAIL"
-    assert words["posterior_memory", LESS] == "PASS"  # it knows nothing of any
+    assert record.unmeasured["posterior_memory"].startswith("skill over ")  # it knows nothing of any
     assert any(w.startswith("bag of values is exact here") for w in record.warnings)
     assert len(record.results["posterior_calibration"].arrays["predicted"]) == 1  # nine of the tenths are empty
     assert page([record])
@@ -341,19 +351,19 @@ def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
         never = held_out(whole)
         return torch.where(never[:, None, None], torch.full_like(exact, -math.log(6)), exact)
 
-    record = examine(of(task, saying(task, looked_up)), task, Told(task.title, 6), n=200, nulls=20)
+    record = examine(of(task, saying(task, looked_up)), task, Told(task.title, 6, FEW), n=200, nulls=20)
     less = found(record, "posterior_memory", LESS)
     assert less.value == pytest.approx(np.mean([math.log2(6 / (6 - m)) for m in range(6)]), abs=1e-6)
     assert less.verdict == "FAIL" and less.n == 400
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
 
-    # And the other way: what is worse on seen ones is no memory.
+    # A model that answers seen hypotheses no better than a trivial predictor shows nothing of its memory.
     def swapped(inputs):
         exact, seen = task.log_predictive(inputs), (looked_up(inputs) == task.log_predictive(inputs)).all(-1).all(-1)
         return torch.where(seen[:, None, None], -math.log(6.0), exact)
 
-    record = examine(of(task, saying(task, swapped)), task, Told(task.title, 6), n=200, nulls=20)
-    assert found(record, "posterior_memory", LESS).value < -0.5 and verdicts(record)["posterior_memory", LESS] == "PASS"
+    record = examine(of(task, saying(task, swapped)), task, Told(task.title, 6, FEW), n=200, nulls=20)
+    assert record.unmeasured["posterior_memory"].startswith("skill over ")
 
 
 def test_past_the_horizon_is_told_apart():
@@ -364,7 +374,7 @@ def test_past_the_horizon_is_told_apart():
         near = (exact.exp() * (1 - mixed) + mixed / 6).log()
         return torch.where(torch.arange(6)[:, None] < 4, near, flat)
 
-    record = examine(of(task, saying(task, to_the_horizon)), task, Told(task.title, 4), n=100, nulls=20)
+    record = examine(of(task, saying(task, to_the_horizon)), task, Told(task.title, 4, FEW), n=100, nulls=20)
     assert verdicts(record)["posterior", KL] == "PASS" and record.facts["horizon"] == 4
     owed = [math.log2(6 / (6 - m)) for m in range(6)]
     past = record.results["posterior_horizon"]
@@ -385,13 +395,13 @@ def test_past_the_horizon_is_told_apart():
     assert ratio.value == pytest.approx(owed[4] / np.mean(within), rel=1e-5)
     assert "trained on bijection:vocab=6,pairs=4" in record.results["posterior"].notes
     assert "posterior_horizon" in examine(of(task, mixed), task, Told(task.title, 5), n=20, nulls=2).results
-    assert "posterior_horizon" not in examine(of(task, mixed), task, Told(task.title, 6), n=20, nulls=2).results
+    assert "posterior_horizon" not in examine(of(task, mixed), task, Told(task.title, 6, FEW), n=20, nulls=2).results
 
 
 def test_intervals_are_over_sequences():
     task = REPLACED
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=50, nulls=20)
-    kl = grade(of(task, uniform(task)), task, 50, 0).own.kl
+    record = examine(of(task, nearly(task)), task, Told(task.title, 6, FEW), n=50, nulls=20)
+    kl = grade(of(task, nearly(task)), task, 50, 0).own.kl
 
     def interval(x):
         return stats.t.interval(0.95, len(x) - 1, x.mean(), stats.sem(x))
@@ -403,7 +413,7 @@ def test_intervals_are_over_sequences():
         "sequences",
     )
     np.testing.assert_allclose(record.results["posterior"].arrays["kl_interval"][3], interval(kl[:, 3]), atol=1e-9)
-    seen = score_model(of(task, uniform(task)), task, task.sample(50, 0, "seen")).kl.mean(1)
+    seen = score_model(of(task, nearly(task)), task, task.sample(50, 0, "seen")).kl.mean(1)
     less = found(record, "posterior_memory", LESS)
     both = math.sqrt(stats.sem(kl.mean(1)) ** 2 + stats.sem(seen) ** 2)
     assert less.value == pytest.approx(kl.mean() - seen.mean())
@@ -412,14 +422,15 @@ def test_intervals_are_over_sequences():
 
 def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
     task = REPLACED
-    subject = of(task, noise(task, 4, 2.0))
-    record = examine(subject, task, Told(task.title, 4), n=40, nulls=2)
+    subject = of(task, nearly(task))
+    record = examine(subject, task, Told(task.title, 4, FEW), n=40, nulls=2)
     got, seen = grade(subject, task, 40, trained=4), grade(subject, task, 40, trained=4, split="seen")
     shown = {name: array for m in record.results.values() for name, array in m.arrays.items() if "kl" not in name}
     gap = got.own.gap[:, :4]
     tally = got.own.tally[:, :4].sum((0, 1))
     tally = tally[tally[:, 3] > 0]
-    predictors = [got.own, *got.trivial.values()]
+    table = StateTable.filled(task, 20, 0).answers(got.batch.tokens.data)
+    predictors = [got.own, *got.trivial.values(), score(task, got.batch, table)]
     for name, expected in {
         "entropy": got.own.entropy[:, :4].mean(0),
         "entropy_exact": got.own.exact[:, :4].mean(0),
@@ -448,7 +459,7 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
     for column, of_each in (("entropy", got.own.entropy), ("exact entropy", got.own.exact), ("KL", got.own.kl)):
         np.testing.assert_allclose(record.prompts[column], of_each[:, :4].mean(1), atol=1e-6)
     h = found(record, "posterior", KL)
-    assert h.p == h.p_claim > 0.99
+    assert h.p == h.p_claim > 0.5
     untrained = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
     h = found(record, "posterior_memory", "KL, seen")
     assert (h.null_low, h.null_high) == pytest.approx((min(untrained), max(untrained)))
@@ -456,7 +467,7 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
 
 def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     task = REPLACED
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6), n=30, seed=7, nulls=5)
+    record = examine(of(task, uniform(task)), task, Told(task.title, 6, FEW), n=30, seed=7, nulls=5)
     untrained = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
     band = record.results["posterior"].arrays["kl_null"]
     kl = np.array([control.own.kl.mean(0) for control in untrained])
@@ -470,7 +481,7 @@ def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
 def test_corrupted_labels_are_graded_against_both_answers():
     task, p = PLAIN, 0.3
     says = saying(task, lambda x: ((1 - p) * task.log_predictive(x).exp() + p / 6).log())
-    told = Told(task.title, 6, {"training": {"corrupt": p}, "sequences": 12800})
+    told = Told(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
     record = examine(of(task, says), task, told, n=400, nulls=20)
     words = verdicts(record)
     assert words["posterior", KL] == "FAIL" and words["posterior_mixture", "KL to the mixture"] == "PASS"
@@ -482,7 +493,7 @@ def test_corrupted_labels_are_graded_against_both_answers():
     assert np.abs(arrays["drawn"] - arrays["predicted"])[arrays["count"] > 300].max() < 0.05
     np.testing.assert_allclose(arrays["exact"], arrays["predicted"], atol=1e-6)
     assert record.results["posterior_mixture"].title == "Distance to the mixture of the training targets"
-    assert "2^9.5 hypotheses; training drew 12,800 sequences; the model has 1 parameters" in record.facts["sizes"]
+    assert "2^9.5 hypotheses; training drew 20 sequences; the model has 1 parameters" in record.facts["sizes"]
     # So are the seen ones, and what the untrained controls are held against.
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
     untrained = [grade(of(task, noise(task, 1 + i)), task, 400, corrupt=p).own.tally.sum((0, 1)) for i in range(20)]
@@ -686,7 +697,15 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
     asked = ["grade", "--model", str(tunnel), "--n", "40", "--nulls", "20", "-q", "--out", str(tmp_path / "run")]
     shown = CliRunner().invoke(main, asked)
     assert shown.exit_code == 0, shown.output
-    for word in ("this model", "uniform", "constant", "position", "bag of values", "mae_abs [bits]", "held-out less"):
+    for word in (
+        "this model",
+        "uniform",
+        "constant",
+        "position",
+        "bag of values",
+        "mae_abs [bits]",
+        "table of 16,000 seen",
+    ):
         assert word in shown.output
     body = json.loads(CliRunner().invoke(main, [*asked, "--json"]).output)
     assert body["status"] == "ok" and any(row["name"] == KL for row in body["verdicts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jaxtyping import Bool
 from torch import Tensor, nn
 
 from llmgeom.answers import corrupt_predictive, query_logits
@@ -27,8 +28,19 @@ def answer_sheet(task: Task, seed: int, device: str) -> Tensor:
     return exact_answers(task, task.draw_split(1, seeded("sheet", seed, device)).inputs)[0]
 
 
-def entropy_floor(task: Task, corrupt: float, seed: int) -> float:
-    """The mean exact entropy of a trained query, in bits: the expected loss of a model that answers exactly.
+def with_loss(task: Task, inputs: Tensor, hold_out: str) -> Bool[Tensor, "sequence query"]:
+    """The queries that training has a loss on: those within the horizon, less those in held-out states.
+
+    Raises:
+        UserError: States are held out, and the task does not say what they are.
+    """
+    if hold_out != "states":
+        return torch.ones(len(inputs), task.trained_queries, dtype=torch.bool, device=inputs.device)
+    return ~task.held_out_states(inputs)[:, : task.trained_queries]
+
+
+def entropy_floor(task: Task, corrupt: float, seed: int, hold_out: str = "hypotheses") -> float:
+    """The mean exact entropy of a query with a loss, in bits: the expected loss of a model that answers exactly.
 
     It does not hold for the targets of an answer sheet, which have their own entropy.
 
@@ -37,7 +49,8 @@ def entropy_floor(task: Task, corrupt: float, seed: int) -> float:
     """
     sequences = task.draw_split(FLOOR_SEQUENCES, seeded("floor", seed), task.training_split, training=True)
     exact = exact_answers(task, sequences.inputs, corrupt)
-    floor = float(bits(task.answers.entropy(task.answers.exact(exact))).mean())
+    entropy = bits(task.answers.entropy(task.answers.exact(exact)))
+    floor = float(entropy[with_loss(task, sequences.inputs, hold_out)].mean())
     if not math.isfinite(floor):
         raise UserError(f"{task.title}: the entropy of its exact answers is {floor}; give it less extreme values")
     return floor

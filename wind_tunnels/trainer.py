@@ -15,7 +15,7 @@ from llmgeom.answers import Categorical, corrupt_targets, query_logits
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.task import Task, seeded
-from llmgeom.wind_tunnels.targets import answer_sheet, entropy_floor, exact_answers
+from llmgeom.wind_tunnels.targets import answer_sheet, entropy_floor, exact_answers, with_loss
 from llmgeom.wind_tunnels.training_config import Training
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Trainer:
         self.generator = seeded("train", config.seed, device)
         self.query = torch.tensor(task.query, device=device)[: task.trained_queries]
         self.tokens = torch.tensor(task.answers.tokens, device=device)
-        self.floor = entropy_floor(task, config.corrupt, config.seed)
+        self.floor = entropy_floor(task, config.corrupt, config.seed, config.hold_out)
         self.sheet = answer_sheet(task, config.seed, device) if config.evidence == "sheet" else None
         matrices = [p for p in self.module.parameters() if p.dim() > 1]
         rest = [p for p in self.module.parameters() if p.dim() <= 1]
@@ -111,10 +111,20 @@ class Trainer:
             logits = query_logits(self.model, inputs, self.query)
         if config.targets == "soft":
             exact = task.answers.exact(exact_answers(task, inputs, config.corrupt)).float()
-            return task.answers.cross_entropy(exact, task.answers.read(logits)).mean()
-        if isinstance(task.answers, Categorical):
+            return self._mean(task.answers.cross_entropy(exact, task.answers.read(logits)), inputs)
+        if isinstance(task.answers, Categorical) and config.hold_out == "hypotheses":
             return nn.functional.cross_entropy(logits.float().flatten(0, 1), self.tokens[target].flatten())
-        return task.answers.loss(task.answers.read(logits), target).mean()
+        if isinstance(task.answers, Categorical):
+            loss = nn.functional.cross_entropy(logits.float().mT, self.tokens[target], reduction="none")
+            return self._mean(loss, inputs)
+        return self._mean(task.answers.loss(task.answers.read(logits), target), inputs)
+
+    def _mean(self, loss: Tensor, inputs: Tensor) -> Tensor:
+        """Mean of [sequence query] losses over the queries that training has a loss on."""
+        if self.config.hold_out == "hypotheses":
+            return loss.mean()
+        counted = with_loss(self.task, inputs, self.config.hold_out)
+        return (loss * counted).sum() / counted.sum().clamp_min(1)  # a product: a CUDA graph needs fixed shapes
 
     def _batch(self) -> tuple[Tensor, Tensor]:
         """This process's share of a fresh batch: inputs, and targets with the evidence and labels as configured."""

@@ -21,6 +21,7 @@ from llmgeom.files import digest
 from llmgeom.model.loading import usable
 from llmgeom.progress import Progress
 from llmgeom.stats.information import bits
+from llmgeom.task import seeded
 from llmgeom.wind_tunnels.checkpoint import (
     FINISHED,
     RESUME,
@@ -131,7 +132,14 @@ def train(
 
 
 def _check_options(config: Training, task: Any) -> None:
-    """Raises UserError for options that need countable outcomes, if the task has real-valued answers."""
+    """Raises UserError for options that need countable outcomes or states, if the task has none."""
+    if config.hold_out == "states" and task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
+        raise UserError(
+            f"--hold-out states: {task.title} does not say what the states of its evidence are (`Task.sufficient`); "
+            "leave it out, and hypotheses are held out"
+        )
+    if config.hold_out == "states" and config.graph:
+        raise UserError("--hold-out states --cuda-graph: which queries have a loss cannot be recorded; leave one out")
     if isinstance(task.answers, Categorical):
         return
     for flag, given in (

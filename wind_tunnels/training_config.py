@@ -35,6 +35,8 @@ class Training:
             outcomes, and nothing can be inferred. "unbound": the inputs at the queries are another sequence's; what
             was shown counts, its keys do not. "sheet": targets drawn from the exact answers to one fixed sequence;
             they depend on position only.
+        hold_out: What training never shows, besides the held-out hypotheses. "states": the loss leaves out a tenth of
+            the states of the evidence (`Task.held_out_states`), so that no table of states can answer there.
         precision: Of the forward pass; "bf16" is autocast, and the weights stay float32.
         graph: On a GPU, one CUDA graph for a step.
         snapshots: At steps that grow geometrically, step 0 and the last step among them.
@@ -64,6 +66,11 @@ class Training:
         "kept",
         "Train on corrupted evidence instead. exchanged: targets are shuffled across sequences. unbound: the queried "
         "keys are shuffled. sheet: targets depend on position only.",
+    )
+    hold_out: Literal["hypotheses", "states"] = flag(
+        "hypotheses",
+        "What training never shows. states: also no loss in a tenth of the states of the evidence, e.g. of the sets of "
+        "used values, which a table of few entries could answer.",
     )
     precision: Literal["float32", "bf16"] = flag("float32", "Precision of the forward pass.")
     compile: bool = flag(False, "Use torch.compile; it pays for itself in long runs.")

@@ -18,6 +18,7 @@ from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model import hub
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade, score_model
+from llmgeom.probes.posterior.memory import STATES, measure_states, require_skill, require_useless
 from llmgeom.probes.posterior.results import (
     CALIBRATION,
     HORIZON,
@@ -29,7 +30,8 @@ from llmgeom.probes.posterior.results import (
     measure_horizon,
     measure_memory,
 )
-from llmgeom.probes.posterior.scores import Scores, evaluation_batch
+from llmgeom.probes.posterior.scores import Scores, evaluation_batch, score
+from llmgeom.probes.posterior.state_table import MOST, StateTable
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import provenance, took
@@ -128,10 +130,15 @@ def examine(
             progress("untrained controls", i + 1, nulls)
     same = untrained[MIXTURE if corrupt else POSTERIOR]
     sizes = told.sizes(task, subject.facts["parameters"])
+    table = StateTable.filled(task, int(told.facts.get("sequences") or MOST), seed)
+    rivals = {}
+    if table:
+        rivals[f"table of {table.sequences:,} seen"] = score(task, own.batch, table.answers(own.batch.tokens.data))
     asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
     drawn_from = [f"{n} sequences of {asked}", *[f"trained on {told.task}"] * (told.task not in ("", task.title))]
     measures: dict[str, Callable[[], Result]] = {
-        name: partial(measure_distance, name, one, untrained[name], (*drawn_from, sizes)) for name, one in found.items()
+        name: partial(measure_distance, name, one, untrained[name], (*drawn_from, sizes), rivals)
+        for name, one in found.items()
     }
     measures[CALIBRATION] = lambda: measure_calibration(own, same)
     unmeasured = {}
@@ -140,6 +147,15 @@ def examine(
     else:
         seen = score_model(subject, task, batches[MEMORY])
         measures[MEMORY] = lambda: measure_memory(own, seen, untrained[MEMORY], (sizes,))
+        try:
+            require_skill(seen.kl[:, own.within], own)
+            for rival in rivals.values():
+                require_useless(table, rival.kl, own)
+        except UserError as refusal:
+            unmeasured[MEMORY] = str(refusal)
+            del measures[MEMORY]
+    if told.facts.get("training", {}).get("hold_out") == "states":
+        measures[STATES] = lambda: measure_states(own, task.held_out_states(own.batch.tokens.data).numpy(), (sizes,))
     if trained < len(task.query):
         measures[HORIZON] = lambda: measure_horizon(own, same)
     results = {}

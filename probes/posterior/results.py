@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -133,9 +133,16 @@ class Memory(Graded):
 
 
 def measure_distance(
-    probe: str, scores: PosteriorScores, untrained: Sequence[Scores], notes: Sequence[str]
+    probe: str,
+    scores: PosteriorScores,
+    untrained: Sequence[Scores],
+    notes: Sequence[str],
+    rivals: Mapping[str, Scores] | None = None,
 ) -> Distance:
     """Distance within the horizon, to the posterior or (probe MIXTURE) to the mixture.
+
+    Args:
+        rivals: further predictors by name, listed with the trivial ones; skill is not over them.
 
     Raises:
         UserError: every trivial predictor is exact; fewer than 5 sequences.
@@ -143,7 +150,8 @@ def measure_distance(
     own, best = scores.own.at(scores.within), scores.best
     trivial = {name: x.at(scores.within) for name, x in scores.trivial.items()}
     controls = [control.at(scores.within) for control in untrained]
-    predictors = {"this model": own, **trivial}
+    rivals = {name: x.at(scores.within) for name, x in (rivals or {}).items()}
+    predictors = {"this model": own, **trivial, **rivals}
     tv = scores.tv[:, scores.within]
     both = np.stack([own.kl.mean(1), trivial[best].kl.mean(1)], -1)
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]

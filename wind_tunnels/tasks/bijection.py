@@ -98,6 +98,15 @@ class Bijection(Task):
         known = (_same_key(keys)[:, :, :-1, None] & one_hot(values, self.vocab).bool()[:, None]).any(2)
         return _evenly(torch.where(known.any(-1, keepdim=True), known, ~self._used(values)))
 
+    def sufficient(self, inputs: Tensor) -> Tensor:
+        """Without replacement the used values, [... vocab] of 0 or 1. With it the queried key, and the value of each
+        key seen so far (0: not seen)."""
+        keys, values = self._pairs(inputs)
+        if not self.replacement:
+            return self._used(values).long()
+        shown = one_hot(keys[:, :-1], self.vocab) * (values + 1)[..., None]
+        return torch.cat([keys[..., None], pad(shown.cummax(1).values, (0, 0, 1, 0))], -1)
+
     def bearing(self, inputs: Tensor) -> Tensor:
         """The positions on which the answer depends.
 

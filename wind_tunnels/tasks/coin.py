@@ -87,6 +87,10 @@ class Coin(Task):
         kind, values = self._prior()
         return None if kind == "beta" else _weights(_flips(inputs).cumsum(1), constants(values, inputs.device))
 
+    def sufficient(self, inputs: Tensor) -> Tensor:
+        """The numbers of heads and tails."""
+        return _flips(inputs).cumsum(1).long()
+
     def counterfactual(self, inputs: Tensor, generator: torch.Generator) -> Tensor | None:
         """One flip turned over, but not the last one shown. None if a bias of 0 or 1 forbids it."""
         kind, values = self._prior()

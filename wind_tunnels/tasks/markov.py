@@ -92,8 +92,19 @@ class Markov(Task):
     def log_predictive(self, inputs: Tensor) -> Tensor:
         if self.fixed:
             return self.ring(inputs.device).log()[inputs]
-        followed = one_hot(inputs[:, 1:], self.symbols).double()
-        return dirichlet_multinomial(_same_symbol(inputs)[..., :-1].double() @ followed)
+        return dirichlet_multinomial(self._followers(inputs))
+
+    def sufficient(self, inputs: Tensor) -> Tensor:
+        """The last symbol, and of an unknown matrix how often each symbol followed it."""
+        if self.fixed:
+            return inputs[..., None]
+        return torch.cat([inputs[..., None], self._followers(inputs)], -1)
+
+    def _followers(self, inputs: Tensor) -> Int[Tensor, "sequence query symbol"]:
+        """How often each symbol followed the query's symbol so far."""
+        followed = one_hot(inputs[:, 1:], self.symbols)
+        # Counts are small: float32 holds them, and a matrix product of int64 is slow.
+        return (_same_symbol(inputs)[..., :-1].float() @ followed.float()).long()
 
     def bearing(self, inputs: Tensor) -> Tensor:
         """Ring: the query alone. Own matrix: both ends of each earlier step from the query's symbol; the query bears

@@ -117,6 +117,13 @@ class Recall(Task):
         value = self._stored(inputs)[1].gather(1, self._matches(inputs).long().argmax(-1))
         return one_hot(value, self.values).double().log()
 
+    def sufficient(self, inputs: Tensor) -> Tensor:
+        """The queried key, and the value stored with each key (0: none)."""
+        keys, values = self._stored(inputs)
+        stored = (one_hot(keys - self.first_key, self.keys) * (values + 1)[..., None]).sum(1)
+        queried = inputs[:, list(self.query), None] - self.first_key
+        return torch.cat([queried, stored[:, None].expand(-1, self.queries, -1)], -1)
+
     def bearing(self, inputs: Tensor) -> Tensor:
         """The stored key that is queried, its value, and the query.
 

@@ -1,0 +1,115 @@
+"""Is it memory? What a table of training states could answer, and divergence in states that training left out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+from llmgeom.errors import UserError
+from llmgeom.probes.posterior.results import PROSE
+from llmgeom.probes.posterior.scores import PosteriorScores
+from llmgeom.probes.posterior.state_table import StateTable
+from llmgeom.probes.shared.length_curves import Graded, near
+from llmgeom.result import Figure, quantity
+
+STATES = "posterior_states"
+# A model of less skill answers seen and held-out hypotheses equally badly; a table of more answers both.
+SKILL = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMemory(Graded):
+    """Divergence in states of the evidence that training had a loss on, and in states that it never had one on."""
+
+    TITLE = "Seen and held-out states"
+    TEXT = PROSE
+
+    held_out: np.ndarray = quantity(
+        "query", "bits", "KL in held-out states, mean over sequences", Figure("curve", beside="seen")
+    )
+    seen: np.ndarray = quantity("query", "bits", "KL in seen states")
+    share: np.ndarray = quantity("query", "fraction", "share of sequences in a held-out state")
+
+
+def measure_states(
+    scores: PosteriorScores,
+    held_out: Bool[np.ndarray, "sequence query"],
+    notes: Sequence[str] = (),
+) -> StateMemory:
+    """KL in held-out less that in seen states, query by query, averaged over the queries that have both.
+
+    A mean within each query keeps queries apart that differ in difficulty. Derived here.
+
+    Args:
+        scores: of sequences whose queries are in states of both kinds.
+        held_out: `Task.held_out_states` of these sequences.
+
+    Raises:
+        UserError: too little skill; no query with states of both kinds.
+    """
+    kl, out = scores.own.kl[:, scores.within], held_out[:, scores.within]
+    require_skill(kl[~out], scores)
+    both = out.any(0) & ~out.all(0)
+    if not both.any():
+        raise UserError("no query has both held-out and seen states: its states are too few to hold some out")
+    kl, out = kl[:, both], out[:, both]
+    return StateMemory(
+        held_out=_mean_where(kl, out),
+        seen=_mean_where(kl, ~out),
+        share=out.mean(0),
+        estimates=(
+            near(STATES, "KL, held-out less seen states", _difference, np.stack([kl, out], -1), 0.0, "no difference"),
+        ),
+        ticks={"query": tuple((np.flatnonzero(both) + 1).tolist())},
+        notes=tuple(notes),
+    )
+
+
+def _difference(rows: Float[np.ndarray, "sequence query 2"]) -> float:
+    kl, out = rows[..., 0], rows[..., 1] == 1
+    both = out.any(0) & ~out.all(0)  # a jackknife sample may lack one
+    return float((_mean_where(kl, out) - _mean_where(kl, ~out))[both].mean())
+
+
+def _mean_where(kl: np.ndarray, where: np.ndarray) -> np.ndarray:
+    return (kl * where).sum(0) / where.sum(0).clip(min=1)
+
+
+def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> None:
+    """Raise UserError for a model that answers little better than a trivial predictor what training showed.
+
+    Such a model has the same error on held-out hypotheses, and "nothing was memorised" would be vacuous.
+
+    Args:
+        seen: its KL(exact || model) on seen hypotheses, or in seen states, bits.
+        scores: its scores on held-out hypotheses, with those of trivial predictors.
+    """
+    skill = 1 - seen.mean() / scores.trivial[scores.best].kl[:, scores.within].mean()
+    if skill < SKILL:
+        raise UserError(
+            f"skill over {scores.best} is {skill:.2f} on what training showed, and {SKILL} is needed: a model that "
+            "does not infer answers held-out evidence as badly, whether it remembers or not"
+        )
+
+
+def require_useless(table: StateTable | None, kl: Float[np.ndarray, "sequence query"], scores: PosteriorScores) -> None:
+    """Raise UserError where a look-up table answers held-out hypotheses well.
+
+    Then a model that is such a table passes "nothing was memorised".
+
+    Args:
+        table: filled with as many sequences as training drew.
+        kl: its KL(exact || table) on the sequences of `scores`, bits.
+        scores: the model's, on held-out hypotheses.
+    """
+    trivial = scores.trivial[scores.best].kl[:, scores.within]
+    skill = 1 - kl[:, scores.within].mean() / trivial.mean()
+    if table is not None and skill > SKILL:
+        raise UserError(
+            f"memorisable: a table of {table.sequences:,} training sequences ({len(table.keys):,} states of the "
+            f"evidence) answers held-out hypotheses with skill {skill:.2f}, so that answering them is no sign of "
+            "inference; train with --hold-out states"
+        )

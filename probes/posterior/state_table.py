@@ -1,0 +1,71 @@
+"""A look-up table filled from training data: what a model could answer that remembers and never infers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from llmgeom.task import Categorical, Task, hashed, seeded
+
+AT_ONCE = 10_000  # sequences drawn together
+MOST = 200_000  # sequences that fill the table: beyond it the share of states met hardly grows
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """How often each outcome followed each state of the evidence (`Task.sufficient`) in training sequences.
+
+    Its answer at a query is (n_k + 1/2) / (n + K/2) after n sequences in that state, n_k of them with outcome k of K
+    (Krichevsky and Trofimov 1981), and uniform in a state that it never met. With enough sequences it is exact wherever
+    it met the state. Derived here.
+
+    Attributes:
+        task: whose states they are.
+        sequences: number of sequences that filled it.
+        keys: [state] sorted 64-bit hashes of the query and its state. Two of a million states share a hash with
+            probability 3e-8.
+        counts: [state outcome].
+    """
+
+    task: Task
+    sequences: int
+    keys: Int[np.ndarray, " state"]
+    counts: Float[np.ndarray, "state outcome"]
+
+    @classmethod
+    def filled(cls, task: Task, sequences: int, seed: int) -> StateTable | None:
+        """From `sequences` sequences of the training split, at most MOST; None without states or outcomes."""
+        if not isinstance(task.answers, Categorical):
+            return None
+        if task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
+            return None
+        total, generator = min(sequences, MOST), seeded("grade/table", seed)
+        keys, counts = np.empty(0, dtype=np.int64), np.empty((0, len(task.answers.tokens)))
+        for start in range(0, total, AT_ONCE):
+            drawn = task.draw_split(min(AT_ONCE, total - start), generator, task.training_split)
+            outcomes = np.eye(counts.shape[1])[drawn.target.numpy().ravel()]
+            keys, place = np.unique(np.concatenate([keys, _keys(task, drawn.inputs).ravel()]), return_inverse=True)
+            weights = np.concatenate([counts, outcomes])
+            counts = np.zeros((len(keys), weights.shape[1]))
+            np.add.at(counts, place, weights)
+        return cls(task, total, keys, counts)
+
+    def answers(self, inputs: Tensor) -> Float[Tensor, "sequence query form"]:
+        """The table's answers in the task's form."""
+        rows = _keys(self.task, inputs)
+        place = np.searchsorted(self.keys, rows).clip(max=len(self.keys) - 1)
+        met = self.keys[place] == rows
+        counts = np.where(met[..., None], self.counts[place], 0.0) + 0.5
+        predictive = torch.from_numpy(counts / counts.sum(-1, keepdims=True)).log()
+        return self.task.answers.exact(predictive)
+
+
+def _keys(task: Task, inputs: Tensor) -> Int[np.ndarray, "sequence query"]:
+    states = task.sufficient(inputs)
+    assert states is not None
+    query = torch.arange(states.shape[1]).expand(len(states), -1)
+    return hashed(torch.cat([query[..., None], states], -1).flatten(0, 1)).unflatten(0, query.shape).numpy()

@@ -1,0 +1,194 @@
+"""Held-out states, and the table that remembers states of the evidence."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom import wind_tunnels
+from llmgeom.errors import UserError
+from llmgeom.probes.posterior import memory
+from llmgeom.probes.posterior.scores import evaluation_batch, posterior_scores
+from llmgeom.probes.posterior.state_table import StateTable
+from llmgeom.stats.information import bits
+from llmgeom.task import seeded
+from llmgeom.wind_tunnels.targets import entropy_floor
+from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+
+WITH_STATES = (
+    "bijection",
+    "bijection:vocab=4,pairs=6,replacement=true",
+    "coin:flips=8",
+    "coin:flips=8,prior=list:.2,.7",
+    "markov:steps=6",
+    "markov:symbols=3,steps=8,fixed=false",
+    "recall:keys=4,values=4,pairs=2,queries=2",
+    "recall:keys=3,values=3,pairs=3,queries=2,layout=papers,filler=2",
+)
+
+
+def task(spec):
+    return wind_tunnels.load_task(spec)
+
+
+@pytest.mark.parametrize("spec", WITH_STATES)
+def test_prefixes_of_equal_state_have_equal_exact_answers(spec):
+    of = task(spec)
+    inputs = of.draw_split(3000, seeded("test", 1)).inputs
+    exact, states = of.log_predictive(inputs).exp(), of.sufficient(inputs)
+    answers = defaultdict(list)
+    for sequence in range(len(inputs)):
+        for query in range(exact.shape[1]):
+            answers[(query, *states[sequence, query].tolist())].append(exact[sequence, query])
+    repeated = [torch.stack(rows) for rows in answers.values() if len(rows) > 1]
+    assert len(repeated) > 3
+    assert max(float((rows - rows[0]).abs().max()) for rows in repeated) < 1e-12
+
+
+@pytest.mark.parametrize("spec", WITH_STATES)
+def test_a_state_knows_nothing_of_what_comes_after_its_query(spec):
+    of = task(spec)
+    inputs = of.draw_split(50, seeded("test", 2)).inputs
+    query = (len(of.query) - 1) // 2
+    after = inputs.clone()
+    after[:, of.query[query] + 1 :] = inputs[:, of.query[query] + 1 :].roll(1, 0)
+    assert not torch.equal(after, inputs)
+    assert torch.equal(of.sufficient(inputs)[:, : query + 1], of.sufficient(after)[:, : query + 1])
+
+
+def test_the_bijection_of_eight_values_has_a_state_for_each_set_of_used_values():
+    table = StateTable.filled(task("bijection"), 20_000, 0)
+    assert len(table.keys) == sum(math.comb(8, used) for used in range(7)) == 247
+
+
+@pytest.mark.parametrize("spec", ["coin:flips=5", "markov:symbols=3,steps=5,fixed=false", "bijection:vocab=4,pairs=3"])
+def test_a_table_answers_with_the_counts_of_its_training_sequences(spec):
+    of = task(spec)
+    table = StateTable.filled(of, 4, 3)
+    drawn = of.draw_split(4, seeded("grade/table", 3), of.training_split)
+    counts = defaultdict(Counter)
+    for states, targets in zip(of.sufficient(drawn.inputs).tolist(), drawn.target.tolist(), strict=True):
+        for query, (state, target) in enumerate(zip(states, targets, strict=True)):
+            counts[(query, *state)][target] += 1
+    inputs = of.draw_split(200, seeded("test", 4)).inputs
+    form, met = table.answers(inputs), []
+    outcomes = len(of.answers.tokens)
+    for sequence, states in enumerate(of.sufficient(inputs).tolist()):
+        for query, state in enumerate(states):
+            seen = counts.get((query, *state), Counter())
+            met.append(bool(seen))
+            expected = [(seen[k] + 0.5) / (seen.total() + outcomes / 2) for k in range(outcomes)]
+            assert form[sequence, query, :outcomes].exp().tolist() == pytest.approx(expected, abs=1e-12)
+    assert any(met) and not all(met)
+
+
+def _scores(of, batch, form):
+    return posterior_scores(of, batch, form, trained=len(of.query), seed=0)
+
+
+def _of_table(spec, sequences):
+    of = task(spec)
+    batch = of.sample(500, 0, "held-out")
+    table, exact = StateTable.filled(of, sequences, 0), of.answers.exact(batch.exact.predictive)
+    kl = bits(of.answers.kl(exact, table.answers(batch.tokens.data))).numpy()
+    return table, kl, _scores(of, batch, exact)
+
+
+def test_a_table_of_the_bijection_answers_held_out_hypotheses():
+    table, kl, scores = _of_table("bijection", 100_000)
+    assert kl.mean() < 0.003
+    with pytest.raises(UserError, match="--hold-out states"):
+        memory.require_useless(table, kl, scores)
+
+
+@pytest.mark.parametrize("spec, sequences", [("recall", 20_000), ("bijection", 50)])
+def test_a_table_of_too_few_sequences_or_too_many_states_does_not(spec, sequences):
+    table, kl, scores = _of_table(spec, sequences)
+    assert kl.mean() > 0.1
+    memory.require_useless(table, kl, scores)
+
+
+def test_tasks_of_real_numbers_or_of_new_matrices_fill_no_table():
+    assert StateTable.filled(task("regression"), 10, 0) is None
+    assert StateTable.filled(task("hmm"), 10, 0) is None
+
+
+@pytest.mark.parametrize("spec", ["bijection", "coin", "markov:fixed=false"])
+def test_a_tenth_of_the_states_is_held_out_where_a_query_has_many(spec):
+    of = task(spec)
+    inputs = of.draw_split(4000, seeded("test", 5)).inputs
+    out, states = of.held_out_states(inputs), of.sufficient(inputs)
+    kinds = {}
+    for query in range(states.shape[1]):
+        for state, is_out in zip(states[:, query].tolist(), out[:, query].tolist(), strict=True):
+            assert kinds.setdefault((query, *state), is_out) == is_out  # a state is held out everywhere or nowhere
+    few = [query for query in range(states.shape[1]) if len({key for key in kinds if key[0] == query}) < 10]
+    assert few[0] == 0 and not any(is_out for (query, *_), is_out in kinds.items() if query in few)
+    many = [is_out for (query, *_), is_out in kinds.items() if query not in few]
+    assert np.mean(many) == pytest.approx(0.1, abs=3 * (0.09 / len(many)) ** 0.5)
+
+
+def test_training_has_no_loss_in_held_out_states(tmp_path):
+    config = Training(task="bijection", width=16, layers=1, steps=1, batch=256, hold_out="states")
+    of = task(config.task)
+    trainer = Trainer(config, of, 1e-3, "cpu")
+    inputs, target = trainer._batch()
+    trainer._batch = lambda: (inputs, target)
+    trainer.loss().backward()
+    reference = Trainer(config, of, 1e-3, "cpu").module
+    logits = reference(input_ids=inputs).logits[:, list(of.query)].float()
+    kept = ~of.held_out_states(inputs)
+    assert 0.02 < 1 - kept.double().mean() < 0.2
+    log_p = logits.log_softmax(-1).gather(-1, trainer.tokens[target][..., None])[..., 0]
+    (-log_p[kept].mean()).backward()
+    for own, other in zip(trainer.module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_the_floor_is_the_entropy_of_the_queries_that_have_a_loss():
+    of = task("bijection")
+    inputs = of.draw_split(2048, seeded("floor", 0), of.training_split, training=True).inputs
+    entropy = bits(of.answers.entropy(of.answers.exact(of.log_predictive(inputs))))
+    kept = ~of.held_out_states(inputs)
+    assert entropy_floor(of, 0.0, 0, "states") == pytest.approx(float(entropy[kept].mean()), abs=1e-12)
+    assert entropy_floor(of, 0.0, 0, "states") != entropy_floor(of, 0.0, 0)
+
+
+@pytest.mark.parametrize("flags, value", [({"task": "hmm"}, "sufficient"), ({"task": "coin", "graph": True}, "graph")])
+def test_states_that_cannot_be_held_out_are_refused(tmp_path, flags, value):
+    with pytest.raises(UserError, match=value):
+        train(Training(steps=1, hold_out="states", **flags), tmp_path / "out", "cpu")
+
+
+def test_a_table_without_the_held_out_states_fails_in_them_and_the_exact_answer_does_not():
+    of = task("bijection")
+    batch = evaluation_batch(of, 1500, 0, "held-out")
+    out = of.held_out_states(batch.tokens.data)
+    exact = of.answers.exact(batch.exact.predictive)
+    uniform = of.answers.exact(torch.full_like(batch.exact.predictive, -math.log(8)))
+    remembers = torch.where(out[..., None], uniform, exact)
+    for form, low in ((exact, -1e-9), (remembers, 0.05)):
+        [found] = memory.measure_states(_scores(of, batch, form), out.numpy()).estimates
+        assert (found.value > 0.05) == (low > 0) and found.value >= low
+        kl = bits(of.answers.kl(exact, form)).numpy()
+        by_query = [
+            kl[:, q][out[:, q].numpy()].mean() - kl[:, q][~out[:, q].numpy()].mean()
+            for q in range(len(of.query))
+            if out[:, q].any() and not out[:, q].all()
+        ]
+        assert found.value == pytest.approx(np.mean(by_query), abs=1e-12)
+
+
+def test_nothing_is_said_of_the_memory_of_a_model_that_does_not_infer():
+    of = task("recall")
+    batch = evaluation_batch(of, 200, 0, "held-out")
+    scores = _scores(of, batch, of.answers.exact(batch.exact.predictive))
+    with pytest.raises(UserError, match=r"skill over bag of values is -1\.6"):
+        memory.require_skill(np.full((200, 4), 3.0), scores)  # uniform: 3 bits; the bag of values: 1.146
+    memory.require_skill(scores.own.kl, scores)
