@@ -92,6 +92,6 @@ def sha256(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def digest(spec: Mapping[str, Any]) -> str:
+def digest(spec: Mapping[str, Any] | list[Any]) -> str:
     """The SHA-256 of plain data, from its JSON with sorted keys; 64 hex digits."""
     return sha256(json.dumps(spec, sort_keys=True, allow_nan=False).encode())

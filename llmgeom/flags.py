@@ -72,9 +72,14 @@ class Flag:
     most: float = LARGEST_COUNT
 
 
-@cache
 def flags(config: type) -> tuple[Flag, ...]:
     """The flags of a configuration, in the order of its fields."""
+    key: Any = config  # a dataclass type is hashable; mypy asks its instances
+    return _flags(key)
+
+
+@cache
+def _flags(config: Any) -> tuple[Flag, ...]:
     hints = get_type_hints(config)
     return tuple(_read(f, hints[f.name]) for f in fields(config) if "help" in f.metadata)
 

@@ -70,7 +70,8 @@ class Layout:
                 if identity not in main:
                     union.setdefault(identity, (name, i))
         shared = any(identity in main for name in others for identity in of[name])
-        readings, places = [], {}
+        readings: list[Reading] = []
+        places: dict[str, tuple[Batch, tuple[int, ...], Tensor]] = {}
         if MAIN in samples:
             more = others if shared else []
             wanted = sites[MAIN].union(*(sites[name] for name in more))
@@ -107,12 +108,17 @@ class Layout:
 def _identities(batch: Batch) -> list[tuple]:
     """What tells the inputs of a batch apart: tokens and columns (an observer may read them)."""
     columns = list(zip(*batch.columns.values(), strict=True)) if batch.columns else [()] * len(batch)
-    return [(tuple(ids), *map(str, row)) for ids, row in zip(batch.tokens.real, columns, strict=True)]
+    return [(tuple(ids), *map(str, row)) for ids, row in zip(_ids(batch).real, columns, strict=True)]
+
+
+def _ids(batch: Batch) -> Tokens:
+    assert isinstance(batch.tokens, Tokens), "rows of real numbers are a reading of their own"
+    return batch.tokens
 
 
 def _concatenated(rows: Sequence[tuple[Batch, int]]) -> Batch:
     """Single inputs of several batches as one; columns that all have are kept."""
-    tokens = [(batch.tokens.ids[i, : (n := int(batch.tokens.lengths[i]))], n) for batch, i in rows]
+    tokens = [(_ids(batch).ids[i, : (n := int(batch.tokens.lengths[i]))], n) for batch, i in rows]
     ids = torch.nn.utils.rnn.pad_sequence([one for one, _ in tokens], batch_first=True)
     names = set.intersection(*(set(batch.columns) for batch, _ in rows))
     return Batch(

@@ -53,7 +53,7 @@ class Needs:
     exact: bool = False
     all_prompts: bool = False
     observers: tuple[Observer, ...] = ()
-    inputs: Mapping[str, Callable[[Subject, Batch], Batch]] = field(default_factory=dict)
+    inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     check: Callable[[Subject], None] | None = None
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None

@@ -63,7 +63,8 @@ class Quantity:
         if not prefix:
             return self
         names = {name: getattr(self.figure, name, "") for name in ("band", "interval", "beside", "layers")}
-        figure = self.figure and replace(self.figure, **{k: prefix + name for k, name in names.items() if name})
+        changes: dict[str, Any] = {k: prefix + name for k, name in names.items() if name}
+        figure = self.figure and replace(self.figure, **changes)
         return replace(self, meaning=f"{prefix.replace('_', ' ').strip()}: {self.meaning}", figure=figure)
 
 

@@ -173,9 +173,9 @@ class Run:
         """Store the result of a probe."""
         if self.store is None:
             return
-        if isinstance(result, str):
-            plain, arrays = {"unmeasured": result}, {}
-        else:
+        plain: dict[str, Any] = {"unmeasured": result}
+        arrays: dict[str, np.ndarray] = {}
+        if not isinstance(result, str):
             plain, arrays = {"measured": plain_of(result)}, dict(result.arrays)
         results.save(self.folder, self.key(name, "result"), {**plain, "events": list(events)}, arrays)
 

@@ -295,7 +295,7 @@ def measure(view: ProbeInput) -> Result:
     return WithClasses(**fields, **more, estimates=(*estimates, row))
 
 
-def _depth(own: Reading, untrained: list[Reading]) -> list[Estimate]:
+def _depth(own: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
     """How much larger |cos| of columns is in the last layers; none where these, or the others, are a single head."""
     layers, heads = own.columns.shape[:2]
     last = np.repeat(np.arange(layers) >= layers - late(layers), heads)
@@ -313,7 +313,7 @@ def _depth(own: Reading, untrained: list[Reading]) -> list[Estimate]:
     ]
 
 
-def _curves(name: str, own: Reading, untrained: list[Reading], centred_null: bool) -> dict[str, np.ndarray]:
+def _curves(name: str, own: Reading, untrained: Sequence[Reading], centred_null: bool) -> dict[str, np.ndarray]:
     """Mean over heads at every layer, raw and centred, with the untrained controls' bands."""
 
     def over_heads(reading: Reading, form: int) -> np.ndarray:

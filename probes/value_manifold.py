@@ -84,7 +84,8 @@ def measure(view: ProbeInput) -> Result:
     geometry = cache(lambda: measure_geometry(view, Site.VALUE, CLAIMS))
     parts: dict[str, GeometryResult | DomainGain] = {}
     reasons: dict[str, UserError] = {}
-    notes, warnings = [], []
+    notes: list[str] = []
+    warnings: list[str] = []
     for prefix, name, part in (
         (WRITE, "attention write", lambda: _write(view)),
         ("", "values", lambda: _values(view, geometry())),

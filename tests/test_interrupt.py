@@ -175,12 +175,12 @@ def test_a_sweep_tells_its_processes_to_end_with_their_step(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(f"""
 from dataclasses import replace
-from llmgeom.papers import primitives
+from llmgeom.papers import paper1, primitives
 from llmgeom.cli import main
 if __name__ == "__main__":
     cell = replace(primitives.DOSED, steps=10**7, batch=4, width=8, layers=1, snapshots=2)
     primitives.PRIMITIVES, primitives.ARCHITECTURES = dict.fromkeys("ab", cell), ("lstm",)
-    primitives.RunConfig.training = lambda self, primitive, arch: primitives.PRIMITIVES[primitive]
+    primitives.training = lambda primitive, arch, quick: primitives.PRIMITIVES[primitive]
     main(["reproduce", "paper1", "--only", "primitives", "--out", {str(tmp_path / "out")!r}, "-q"])
 """)
     running = subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -62,7 +62,7 @@ POINTS: dict[str, Callable[[], None]] = {
     "a snapshot half-written": _torn_snapshot,
     "a resume state half-written": lambda: before(os, "replace", _to(trainer.RESUME), _halve),
     "a resume state whole, not in its place": lambda: before(os, "replace", _to(trainer.RESUME)),
-    "after the last step": lambda: before(trainer, "gap", lambda *_: True),
+    "after the last step": lambda: before(trainer, "kl_to_exact", lambda *_: True),
     "the model without its weights": lambda: before(os, "replace", _to("model.safetensors", "cut")),
     "the model without training.json": lambda: before(os, "replace", _to(trainer.TRAINING, "cut")),
     "the resume state not yet removed": lambda: before(Path, "unlink", lambda path: path.name == trainer.RESUME),

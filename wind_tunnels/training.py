@@ -195,7 +195,7 @@ def _finish(trainer: Trainer, spec: str, out: Path, facts: Mapping[str, Any], be
     if not math.isfinite(kl):
         raise UserError(f"KL(exact || model) is {kl} after {config.steps} steps: lower --lr or raise --warmup")
     run = {"cpu_seconds_of_the_last_part": round(time.process_time() - began, 1)}
-    save_model(trainer.module, out, trainer.facts(spec, config.steps) | facts | {"kl_bits": kl, "run": run})
+    save_model(trainer.module, out, {**trainer.facts(spec, config.steps), **facts, "kl_bits": kl, "run": run})
     (out / RESUME).unlink(missing_ok=True)
 
 

@@ -15,6 +15,9 @@ from llmgeom.flags import LARGEST_SEED, argument, check, flag
 LONGEST = 10**9  # steps, or parameters, of a training
 
 
+Evidence = Literal["kept", "exchanged", "unbound", "sheet"]
+
+
 @dataclass(frozen=True)
 class Training:
     """What is trained, on what and how: everything that determines the weights. Its fields are the flags of `train`.
@@ -62,7 +65,7 @@ class Training:
         "hard", "hard: the outcome drawn, so that Bayes' rule has to be found. soft: the exact answer itself."
     )
     corrupt: float = flag(0.0, "Fraction of the hard targets that are drawn again, evenly.")
-    evidence: Literal["kept", "exchanged", "unbound", "sheet"] = flag(
+    evidence: Evidence = flag(
         "kept",
         "Train on corrupted evidence instead. exchanged: targets are shuffled across sequences. unbound: the queried "
         "keys are shuffled. sheet: targets depend on position only.",

@@ -25,7 +25,7 @@ from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
+from llmgeom.wind_tunnels.training_config import Evidence, Training
 
 Kind = Literal["trained", "stopped", "untrained", "no inference", "position only", "bag of values"]
 KINDS: dict[Kind, str] = {
@@ -84,7 +84,7 @@ class Recipe:
 
 def recipes(quick: bool = False) -> dict[str, Recipe]:
     """The trainings by name. Seeds of a kind are consecutive, so that half of them are even."""
-    seeds: dict[str, range] = {
+    seeds: dict[Evidence, range] = {
         "kept": range(2 if quick else 4),
         "exchanged": range(10, 12 if quick else 16),
         "unbound": range(20, 20 if quick else 22),

@@ -75,7 +75,7 @@ class Share:
             # Building a control costs more than a few prompts: where there are enough, each stays with one process.
             whole = kind == "untrained" and controls >= self.count
             if missing := self._missing(work, whole):
-                if kind == "untrained" and built[0] != seed:
+                if seed is not None and kind == "untrained" and built[0] != seed:
                     built = (seed, subject.untrained(seed))
                 running.fill(built[1] if kind == "untrained" else subject, work, missing)
             last = done == len(works) or works[done][:2] != (kind, seed)

@@ -84,6 +84,9 @@ def examine(
         probe, axes = f"ablation_{direction}", axes_of(split, direction, chosen)
         return measure_axis(probe, edit_axes(split, axes, mode, positions, controls, prefixed(progress, probe)))
 
+    def each_layer(direction: str) -> Result:
+        return measure_layers(edit_each_layer(split, direction, mode, positions, controls, progress))
+
     def positive_control() -> Result:
         dose = edit_readout_direction(split, controls, prefixed(progress, CONTROL))
         return measure_positive_control(dose, split.clusters)
@@ -92,9 +95,7 @@ def examine(
     for direction in directions:
         measures[f"ablation_{direction}"] = partial(axis, direction)
         if layers == "each":
-            measures[f"ablation_{direction}_layers"] = lambda direction=direction: measure_layers(
-                edit_each_layer(split, direction, mode, positions, controls, progress)
-            )
+            measures[f"ablation_{direction}_layers"] = partial(each_layer, direction)
     results, unmeasured = {}, {}
     for name, measure in measures.items():
         try:

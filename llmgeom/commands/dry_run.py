@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,7 @@ from llmgeom.model.passes import plan_capture
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan, Reading, measurable
-from llmgeom.probe import MATCHED, MIXED, WHOLE
+from llmgeom.probe import MATCHED, MIXED, WHOLE, Probe
 from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
 from llmgeom.reports.text import grid
 from llmgeom.stats import power
@@ -88,7 +87,7 @@ class Weightless(Subject):
         return np.random.default_rng(len(batch)).random(len(batch))
 
     @property
-    def unembed(self) -> None:  # type: ignore[override]
+    def unembed(self) -> Any:
         """Not found without weights; whether it can be is decided when the model is loaded."""
 
     @property
@@ -128,7 +127,7 @@ class Source:
     pool: Batch
     batch: Batch
     samples: Mapping[str, Batch]
-    modules: Mapping[str, ModuleType]
+    modules: Mapping[str, Probe]
     stages: tuple[Stage, ...]
 
     @classmethod
@@ -138,11 +137,11 @@ class Source:
         batch, samples, _ = sampled(plan, who, name)
         measured, _ = measurable(who, batch, modules)
         asked = PassPlan.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
-        options = {"batch_tokens": plan.request.batch_tokens}
+        size = plan.request.batch_tokens
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
             for reading in readings:
-                work = plan_capture(who, reading.batch, reading.sites, observers=reading.observers, **options)
+                work = plan_capture(who, reading.batch, reading.sites, observers=reading.observers, batch_tokens=size)
                 yield Stage(called, times, work.tokens.lengths.numpy(), sum(work.sizes))
 
         stages = [Stage("check at load", 3, who.checked)]

@@ -168,7 +168,9 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, F
     check_folder(out, asked.spec)
     found: list[Table] = []
     results: dict[str, Measured] = {}
-    labels, above, warnings, more = [], [], [], []
+    labels: list[str] = []
+    warnings: list[str] = []
+    above, more = [], []
     for source in _sources(asked, out, progress):
         made = [kind(source.label, tuple(_rows(kind, asked, source))) for kind in asked.tables]
         results |= {_section(asked, table): table.section() for table in made} | dict(source.sections())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmgeom.cache.distributed import Share
 from llmgeom.commands import scan as scanning
@@ -64,7 +64,7 @@ def conditions(
     asked: scanning.RunConfig, subject: Subject, located: Located | None = None
 ) -> tuple[Condition, Condition, Condition]:
     """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
-    other = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
+    other: Literal["bfloat16", "float32"] = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
     special = special_prefix(subject.tokenizer)
     bos, why, toggled = "without BOS" if special else "with BOS", "", None
     if subject.tokenizer is None:

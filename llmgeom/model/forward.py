@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block, blocks, without_attention
 
+Backend = Literal["transformers", "tl"]
+
 
 class Forward(Protocol):
     """How a model is run. There are two: through transformers (here) and through TransformerLens.
@@ -23,7 +25,7 @@ class Forward(Protocol):
     backend   the name of this way, as `--backend` takes it. remedy: what to try where the self-check fails.
     """
 
-    backend: ClassVar[str]
+    backend: ClassVar[Backend]
     remedy: ClassVar[str]
 
     def attached(self) -> AbstractContextManager[None]:
@@ -59,7 +61,7 @@ class Reader(Protocol):
     def unembed(self) -> Callable[[Tensor], Tensor]: ...
     def tokens(self, batch: Batch) -> Tokens | Rows: ...
     def unavailable(self, sites: Iterable[Site]) -> str: ...
-    def capture(self, batch: Batch, sites: Iterable[Site], edits: Sequence[Edit] = (), **options: Any) -> Capture: ...
+    def capture(self, batch: Batch, sites: Iterable[Site], *args: Any, **options: Any) -> Capture: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,7 +71,7 @@ class TransformersForward:
     model: Any
     name: str
     blocks: Sequence[Block]
-    backend: ClassVar[str] = "transformers"
+    backend: ClassVar[Backend] = "transformers"
     remedy: ClassVar[str] = "try --backend tl"
 
     def attached(self) -> AbstractContextManager[None]:

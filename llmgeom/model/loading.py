@@ -163,7 +163,7 @@ def describe(model: Any, name: str) -> dict[str, Any]:
                 f"{name}: the layers of model type {config.model_type!r} differ in {key} "
                 f"({', '.join(sorted(map(str, values)))}); models whose heads differ between layers are not read"
             )
-        return min(values - {None}, default=None)
+        return min((value for value in values if value is not None), default=None)
 
     heads = None if without_attention(model) else setting("num_attention_heads")
     return {

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -20,13 +20,11 @@ from llmgeom.model import hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit
-from llmgeom.model.forward import Forward, through_transformers
+from llmgeom.model.forward import Backend, Forward, through_transformers
 from llmgeom.model.layers import Block, without_attention
 from llmgeom.model.passes import Observer, Positions, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 from llmgeom.stats.information import bits
-
-Backend = Literal["transformers", "tl"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +52,7 @@ class Subject:
     @classmethod
     def of(
         cls, model: Any, tokenizer: Any = None, name: str = "model", backend: Backend = "transformers", **facts: Any
-    ) -> Subject:
+    ) -> Self:
         """A subject from a transformers causal LM in memory; it is put in eval mode.
 
         Args:
@@ -68,9 +66,11 @@ class Subject:
             UnsupportedModel: Its attention cannot be read this way.
         """
         model = getattr(model, "_orig_mod", model).eval()
-        through = through_transformers
+        through: Any = through_transformers
         if backend == "tl":
-            from llmgeom.model.transformer_lens import through_transformer_lens as through  # type: ignore[no-redef]
+            from llmgeom.model.transformer_lens import through_transformer_lens
+
+            through = through_transformer_lens
         forward, blocks, own = through(model, name)
         facts = {**loading.describe(model, name), **own, **facts}
         if len(blocks) != facts["layers"]:

@@ -22,6 +22,7 @@ from llmgeom.errors import Unavailable, UnsupportedModel
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import ROWS, Site
 from llmgeom.model.edits import Point
+from llmgeom.model.forward import Backend
 from llmgeom.model.layers import Block
 
 HOOKS = {
@@ -58,7 +59,7 @@ class BridgeForward:
     name: str
     blocks: Sequence[Block]
     bridge: Any = field(repr=False)
-    backend: ClassVar[str] = "tl"
+    backend: ClassVar[Backend] = "tl"
     remedy: ClassVar[str] = (
         "TransformerLens does not compute what transformers does (below float32 rounding may do: --dtype float32)"
     )

@@ -205,9 +205,8 @@ def sources(
     }
     grades |= sweep(trainings, out, GRADED, progress, "doses")
     ended = {name: finished(grades, [f"{name}/seed{seed}" for seed in range(options.seeds)]) for name in first}
-    cells = tuple(
-        Cell(*name.split("/"), tuple(good)) for name, good in ended.items() if len(good) > 1
-    )  # an interval over seeds needs two
+    several = {name: tuple(good) for name, good in ended.items() if len(good) > 1}  # an interval over seeds needs two
+    cells = tuple(Cell(*name.partition("/")[::2], good) for name, good in several.items())
     refused = {name: grade["refused"] for name, grade in grades.items() if "refused" in grade}
     yield Primitives(cells, dose_curve({dose: finished(grades, names[dose]) for dose in DOSES}), refused)
 

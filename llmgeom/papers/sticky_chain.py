@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -227,7 +228,7 @@ def compare_methods(
         found = {}
         for i, (name, cell) in enumerate(cells.items()):
             spec = asdict(cell)
-            found[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, lambda cell=cell: trained(cell))
+            found[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, partial(trained, cell))
             if progress:
                 progress(stage, i + 1, len(cells))
         return found
@@ -355,7 +356,7 @@ def schedules_section(methods: Sequence[Method], ran: Mapping, chosen: Mapping[s
     whole = [method for method in methods if method.train]
     never = max(methods[0].steps)
 
-    def curve(name: str, of: Sequence[Method], get: Callable[[Method], Sequence[float]]) -> dict[str, np.ndarray]:
+    def curve(name: str, of: Sequence[Method], get: Callable[[Method], Sequence[float]]) -> dict[str, Any]:
         values = np.array([get(method) for method in of], float)
         return {name: values.mean(1), f"{name}_interval": mean_intervals(values)}
 

@@ -14,7 +14,7 @@ Array = TypeVar("Array")
 
 def bits(nats: Array) -> Array:
     """Nats to bits, for a number or an array: divide by ln 2. The only place where this is done."""
-    return nats / math.log(2)  # type: ignore[operator]
+    return nats / math.log(2)  # type: ignore[operator,return-value]
 
 
 def entropy(log_p: Float[Any, "*batch outcome"]) -> Float[Any, "*batch"]:

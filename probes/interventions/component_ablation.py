@@ -193,6 +193,7 @@ class AblationEffects:
         if kind == "heads":
             return cls(every, layers, positions, clusters, effects)
         writes = split.activations(points, "query") if activations is None else activations
+        assert writes is not None, "at the queries every activation is known"
         return cls(every, layers, positions, clusters, effects, _squared_lengths(writes, points, len(clusters)))
 
 

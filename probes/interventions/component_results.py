@@ -211,7 +211,8 @@ def measure_blocks(
     controls = [control.effects[method] for control in untrained]
     probe = _probe(effects, "blocks")
     null = [block_fractions(control, half) for control in controls]
-    made, warnings = estimates(probe, block_fractions(effects, half), null, clusters, method), ()
+    warnings: tuple[str, ...] = ()
+    made = estimates(probe, block_fractions(effects, half), null, clusters, method)
     notes = [_positions(own, effects), _middle(own, effects["kl"], half)]
     if method == "mean":
         more, warnings = branch_estimates(probe, own, untrained, method)

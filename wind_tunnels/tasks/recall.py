@@ -141,7 +141,7 @@ class Recall(Task):
         if self.pairs < 2:
             return None
         values = self._stored(inputs)[1] + self.first_value
-        pair = permutations(*values.shape, generator)[:, :2]
+        pair = permutations(len(values), values.shape[1], generator)[:, :2]
         return exchanged(inputs, *values.gather(1, pair).split(1, 1))
 
     def trivial(self, inputs: Tensor) -> Mapping[str, Tensor]:
