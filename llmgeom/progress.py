@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from html import escape
 from typing import Any, Protocol
@@ -21,22 +23,86 @@ def prefixed(progress: Progress | None, name: str) -> Progress | None:
     return lambda stage, done, total, note="", /: progress(f"{name}: {stage}", done, total, note)
 
 
+def first_word(text: str, silent: bool = False) -> None:
+    """Say at once, on standard error, what a command is about to do; loading takes seconds."""
+    if not silent:
+        print(f"llmgeom: {text}", file=sys.stderr, flush=True)
+
+
+class Clock:
+    """Where a run stands: the number of its stage, the time since its start, and what is left of it.
+
+    Args:
+        shares: how each stage starts -> its share of the run, in order; empty where the stages are not known.
+        now: a clock in seconds.
+    """
+
+    def __init__(self, shares: Mapping[str, float], now: Callable[[], float] = time.monotonic) -> None:
+        self._shares, self._now = dict(shares), now
+        self._begun, self._stages = now(), []
+        self._done = 0.0
+
+    def number(self, stage: str) -> str:
+        """The place of a stage, "3/10", or "3" where it is not known how many there are."""
+        kind = self._kind(stage)
+        if kind is None:
+            if stage not in self._stages:
+                self._stages.append(stage)
+            return f"{self._stages.index(stage) + 1}" if not self._shares else ""
+        return f"{[*self._shares].index(kind) + 1}/{len(self._shares)}"
+
+    def fraction(self, stage: str, done: int, total: int) -> float:
+        """How much of the run is done, by the stages' shares; it never falls. 0 where the stages are not known."""
+        kind = self._kind(stage)
+        if kind is not None:
+            before = [*self._shares].index(kind)
+            shares = [*self._shares.values()]
+            now = sum(shares[:before]) + shares[before] * (done / total if total else 1.0)
+            self._done = max(self._done, now / sum(shares))
+        return self._done
+
+    @property
+    def seconds(self) -> float:
+        """Time since the start."""
+        return self._now() - self._begun
+
+    def text(self, stage: str, done: int, total: int) -> str:
+        """Time since the start and, once 3 % are done, about how much is left of the whole run."""
+        fraction = self.fraction(stage, done, total)
+        left = f", about {clock(self.seconds / fraction - self.seconds)} left" if fraction > 0.03 else ""
+        return f"{clock(self.seconds)}{left}"
+
+    def _kind(self, stage: str) -> str | None:
+        return next((start for start in self._shares if stage.startswith(start)), None)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as a person reads them: 0:34, 12:05, 1:02:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
 @contextmanager
-def bar(silent: bool = False) -> Iterator[Progress | None]:
-    """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None if silent."""
+def bar(silent: bool = False, shares: Mapping[str, float] | None = None) -> Iterator[Progress | None]:
+    """`with bar() as progress: scan(subject, batch, known(), progress=progress)`; None if silent.
+
+    With `shares` (how a stage starts -> its share of the run) the stages are numbered, and one estimate says how much
+    time is left of all of them. At the end stands how long it took.
+    """
     if silent:
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
     from rich.progress import Progress as Rich
 
-    console = Console(stderr=True)
+    console, watch = Console(stderr=True), Clock(shares or {})
     if console.is_jupyter:
         yield _cell()
         return
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    display = Rich(*columns, console=console, transient=True)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[clock]}")
+    display = Rich(*columns, console=console, transient=True, disable=not console.is_terminal)
     tasks: dict[str, Any] = {}
 
     def progress(stage: str, done: int, total: int, note: str = "") -> None:
@@ -44,15 +110,18 @@ def bar(silent: bool = False) -> Iterator[Progress | None]:
         if stage not in tasks:
             for task in tasks.values():
                 display.update(task, visible=False)
-            tasks[stage] = display.add_task(stage, total=total)
-        description = f"{stage}: {note}" if note else stage
-        display.update(tasks[stage], completed=done, total=total, description=description)
+            tasks[stage] = display.add_task(stage, total=total, clock="")
+        number = watch.number(stage)
+        description = f"[{number}] " * bool(number) + (f"{stage}: {note}" if note else stage)
+        text = watch.text(stage, done, total)
+        display.update(tasks[stage], completed=done, total=total, description=description, clock=text)
 
     try:
         yield progress
     finally:
         if tasks:
             display.stop()
+    first_word(f"done in {clock(watch.seconds)}")
 
 
 def _cell() -> Progress:

@@ -98,9 +98,44 @@ class Record:
         )
 
     @classmethod
-    def load(cls, folder: str | os.PathLike) -> Record:
-        """Read a run folder back. Raises UserError where it is missing, unfinished, damaged or of another schema."""
+    def load(cls, folder: str | os.PathLike) -> Record | Records:
+        """Read a run folder back: one record, or all of them where the command wrote one for each set of prompts.
+
+        Args:
+            folder: what the command printed.
+
+        Returns:
+            The record; of a folder with several a tuple of them, which also takes their names: `runs["math"]`.
+
+        Raises:
+            UserError: the folder is missing, unfinished, damaged, or of another schema.
+        """
+        every = cls.load_all(folder)
+        return next(iter(every.values())) if len(every) == 1 else Records(every)
+
+    @classmethod
+    def load_all(cls, folder: str | os.PathLike) -> dict[str, Record]:
+        """Name -> record of a run folder, in the order in which they were measured.
+
+        The name is empty where the folder itself is the record. Raises UserError as `load` does.
+        """
         folder = Path(folder)
+        inside = sorted(path.parent for path in folder.glob("*/record.json"))
+        if (folder / "record.json").exists() or not inside:
+            return {"": cls.load_one(folder)}
+        inside.sort(key=lambda path: (path / "record.json").stat().st_mtime_ns)
+        found = {path.name: cls.load_one(path) for path in inside}
+        return dict(sorted(found.items(), key=lambda pair: str(pair[1].run.get("finished", ""))))
+
+    @classmethod
+    def load_one(cls, folder: str | os.PathLike) -> Record:
+        """Read the one record of a folder. Raises UserError as `load` does, and for a folder with several."""
+        folder = Path(folder)
+        inside = sorted(path.parent.name for path in folder.glob("*/record.json"))
+        if inside and not (folder / "record.json").exists():
+            raise UserError(
+                f"{folder} holds {len(inside)} runs, {', '.join(inside)}: give one, e.g. {folder / inside[0]}"
+            )
         try:
             return cls._loaded(folder)
         except (KeyError, TypeError, AttributeError, IndexError, ValueError, RecursionError) as error:
@@ -148,6 +183,29 @@ class Record:
             warnings=tuple(body["warnings"]),
             run=body["run"],
         )
+
+
+class Records(tuple[Record, ...]):
+    """The records of one run folder, in the order in which they were measured; a name finds one of them, too."""
+
+    names: tuple[str, ...]
+
+    def __new__(cls, every: Mapping[str, Record]) -> Records:
+        """From name -> record."""
+        made = super().__new__(cls, every.values())
+        made.names = tuple(every)
+        return made
+
+    def __getitem__(self, place: Any) -> Any:
+        """A record by place or by name. Raises LookupError for a name that is not there."""
+        if not isinstance(place, str):
+            return super().__getitem__(place)
+        if place not in self.names:
+            raise LookupError(f"this run has no record {place!r}; it has {', '.join(self.names)}")
+        return super().__getitem__(self.names.index(place))
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} records: {', '.join(self.names)}>"
 
 
 _PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "files", "run"), dict) | {

@@ -28,8 +28,13 @@ def plotly_text(text: str, width: int = 60, longest: int = 300) -> str:
 
 def numbers(*values: float) -> list[str]:
     """Numbers that are read together, with the decimals that give their range two significant digits."""
-    largest = max(abs(v) for v in values)
-    spread = (max(values) - min(values)) or largest / 10 or 1.0
+    return aligned(values, values)
+
+
+def aligned(values: Sequence[float], like: Sequence[float]) -> list[str]:
+    """Numbers with the decimals that give the range of others, which stand in the same row, two significant digits."""
+    largest = max(abs(v) for v in (*values, *like))
+    spread = (max(like) - min(like)) or max(map(abs, like)) / 10 or 1.0
     decimals = 1 - math.floor(math.log10(spread))
     if largest >= 1e6 or decimals > 6:
         return [f"{v:.6g}" for v in values]

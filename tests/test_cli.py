@@ -328,3 +328,21 @@ def test_readme_s_python_runs_as_it_stands(tmp_path, monkeypatch):
         "length_generalisation",
         "belief_clusters",
     }
+
+
+def test_a_scan_of_two_domains_ends_in_20_lines_and_its_folder_is_a_run(tmp_path):
+    out = tmp_path / "both"
+    scan = ("scan", "--domain", "mixed", "--domain", "math", "--n", "15", "--limit", "60", "--nulls", "1")
+    shown = call(*scan, "--probes", "value_manifold,attention_focus", "--out", str(out))
+    assert shown.exit_code == 0, shown.output
+    lines = shown.stdout.splitlines()
+    assert len(lines) <= 20 and max(map(len, lines[:-1])) <= 100 and lines[-1] == f"page: {out / 'report.html'}"
+    assert lines[0].startswith("None of the 7 claims holds in every run.")
+    assert any(line.startswith("Values are ordered by uncertainty") for line in lines)
+    page = (out / "report.html").read_bytes()
+    (out / "report.html").unlink()
+    assert call("report", str(out)).exit_code == 0
+    assert (out / "report.html").read_bytes() == page
+    assert [one.source["name"] for one in Record.load(out)] == ["mixed", "math"]
+    table = call(*scan, "--probes", "value_manifold,attention_focus", "--out", str(out), "--table", "-q", "-v").stdout
+    assert "control (middle 95 %)" in table and "participation ratio" in table and "self-check:" in table

@@ -130,3 +130,20 @@ def test_a_file_appears_by_rename_so_that_no_reader_sees_half_of_it(tmp_path, mo
     write_whole(path, b"new")
     assert seen == [(b"old", b"new")]
     assert path.read_bytes() == b"new"
+
+
+def test_a_folder_with_several_records_is_read_as_the_command_printed_it(tmp_path):
+    second, first = record(source={"name": "math"}), record(source={"name": "mixed"})
+    first.save(tmp_path / "mixed")
+    second.save(tmp_path / "math")
+    every = Record.load(tmp_path)
+    assert [one.source["name"] for one in every] == ["mixed", "math"]  # as they were measured, not by name
+    assert every["math"].source["name"] == "math" and every[0].source["name"] == "mixed"
+    assert repr(every) == "<2 records: mixed, math>"
+    with pytest.raises(LookupError, match="'code'; it has mixed, math"):
+        every["code"]
+    assert Record.load(tmp_path / "math").source["name"] == "math"
+    with pytest.raises(UserError, match="holds 2 runs, math, mixed: give one, e.g."):
+        Record.load_one(tmp_path)
+    with pytest.raises(UserError, match="holds no record.json"):
+        Record.load(tmp_path / "math" / "nothing")

@@ -46,7 +46,7 @@ def recorded(folder: Path, spec: Mapping[str, Any] | str, make: Callable[[], Rec
     """A record that is made once for a spec, and read after that. `make` may save it in the folder itself."""
     mark, key = folder / FINISHED, spec if isinstance(spec, str) else digest(spec)
     if mark.exists() and mark.read_text() == key:
-        return Record.load(folder)
+        return Record.load_one(folder)
     record = make()
     if not (folder / "record.json").exists():
         record.save(folder)

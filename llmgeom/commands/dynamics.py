@@ -297,7 +297,7 @@ def _scans(
         folder, own = out / f"step{step}", digest({"of": spec, "step": step})
         check_folder(folder, own)
         if (folder / "record.json").exists():
-            records[step] = Record.load(folder)
+            records[step] = Record.load_one(folder)
         else:
 
             def tell(stage: str, done: int, total: int, note: str = "", place: int = place, step: int = step) -> None:

@@ -12,16 +12,28 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from llmgeom.flags import flag
-from llmgeom.progress import bar
+from llmgeom.progress import bar, first_word
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from llmgeom.record import Record
+
+DIGEST_WIDTH, FILE_WIDTH = 100, 150  # columns
+# A claim's word is a chip; the colour repeats the outcome, never the sign.
+STYLES = {
+    "holds": "bold white on blue",
+    "small": "blue",
+    "ruled out": "white on grey37",
+    "opposite": "bold white on dark_orange3",
+    "open": "black on khaki1",
+}
 
 COLUMNS = {
     "name": "metric",
     "value": "value",
     "interval": "95 % interval",
-    "null": "95 % band of the null",
+    "null": "control (middle 95 %)",
     "p": "p",
     "n": "n",
     "verdict": "verdict",
@@ -46,6 +58,7 @@ class VerdictOutput(Output):
     """How a command prints its verdicts, and which of them make it fail."""
 
     verbose: int = flag(0, "Print every reason and the self-check. Twice: tracebacks too.", short="-v", group="Output")
+    table: bool = flag(False, "Print every number with its interval and its control.", group="Output")
     fail_on: tuple[Literal["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"], ...] = flag(
         (), "Exit with 3 if a verdict is this. Repeat for several.", group="Output"
     )
@@ -56,6 +69,10 @@ def print_json(body: dict[str, Any]) -> None:
     click.echo(json.dumps(body, sort_keys=True, ensure_ascii=False))
 
 
+def _start(config: Any, output: Output) -> None:
+    first_word(f"{config.VERB}{f' of {config.model}' if hasattr(config, 'model') else ''}: loading", output.silent)
+
+
 def show_record(
     perform: Callable[..., tuple[Path, Record]],
     config: Any,
@@ -63,6 +80,7 @@ def show_record(
     table: Callable[[Record], Iterable[str]] | None = None,
 ) -> int:
     """Perform a run that makes one record, and print it, below a table of its own if it has one."""
+    _start(config, output)
     with bar(output.silent) as progress:
         out, record = perform(config, progress)
     if table and not output.json:
@@ -72,6 +90,7 @@ def show_record(
 
 def show_rows(perform: Callable[..., tuple[Path, Any]], config: Any, output: Output) -> int:
     """Perform a run whose result prints its own lines, and print them with the path of the page."""
+    _start(config, output)
     with bar(output.silent) as progress:
         out, result = perform(config, progress)
     if output.json:
@@ -101,41 +120,58 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
             }
         )
     else:
-        _print_tables(records, output.verbose > 0)
+        _print(records, output)
         click.echo(f"page: {out / 'report.html'}")
     if failed:
         click.echo(f"llmgeom: --fail-on: these verdicts were found: {', '.join(failed)}", err=True)
     return 3 if failed else 0
 
 
-def _print_tables(records: Sequence[Record], verbose: bool) -> None:
-    """One table for each record; cells wrap on a narrow terminal, and do not wrap in a file."""
+def _print(records: Sequence[Record], output: VerdictOutput) -> None:
+    """The digest of the run; with --table every number, with -v every reason."""
     from rich.console import Console
+    from rich.text import Text
+
+    from llmgeom.reports import table
+    from llmgeom.reports.digest import digest
+
+    terminal = sys.stdout.isatty()
+    console = Console(width=None if terminal else FILE_WIDTH, highlight=False)
+    for record in records if output.table else ():
+        _print_table(console, record)
+    width = min(DIGEST_WIDTH, console.width) if terminal else DIGEST_WIDTH
+    for line in digest(records, width):
+        pieces = [(text.rstrip() if word else text, STYLES.get(word, "")) for word, text in line]
+        pads = [" " * (len(text) - len(text.rstrip())) if word else "" for word, text in line]
+        spread = [piece for piece, pad in zip(pieces, pads, strict=True) for piece in (piece, pad)]
+        text = Text.assemble(*spread)
+        text.rstrip()
+        console.print(text, soft_wrap=True)
+    if output.verbose:
+        rows = [row for record in records for row in table([record])]
+        for text in dict.fromkeys(f"{row['name']}: {row['why']}" for row in rows if row["why"]):
+            console.print(Text(text))
+        for text in dict.fromkeys(text for record in records for text in record.warnings):
+            console.print(Text(f"warning: {text}"))
+        console.print(Text(f"self-check: {records[0].subject.get('self_check')}"))
+
+
+def _print_table(console: Console, record: Record) -> None:
+    """Every number of a run; cells wrap on a narrow terminal, and do not wrap in a file."""
     from rich.table import Table
     from rich.text import Text
 
     from llmgeom.reports import table
 
-    console = Console(width=None if sys.stdout.isatty() else 150)
-    for record in records:
-        grid = Table(
-            box=None, header_style="bold", padding=(0, 2, 0, 0), title_justify="left", title=Text(record.title)
-        )
-        for title in COLUMNS.values():
-            grid.add_column(title, overflow="fold")
-        rows, group = table([record]), None
-        for row in rows:
-            if row["verdict"] == "not measured":
-                continue
-            if group != (group := "claims of the papers" if row.get("claim") else row["probe"]):
-                grid.add_row(Text(group, style="bold"))
-            grid.add_row(*(Text(row[key]) for key in COLUMNS))
-        console.print(grid)
-        for row in rows:
-            if verbose or row["verdict"] in ("undecided", "INCONCLUSIVE", "not measured"):
-                console.print(Text(f"{row['name']}: {row['verdict']}, {row['why']}"))
-        for warning in record.warnings:
-            console.print(Text(f"warning: {warning}"))
-        console.print()
-    if verbose:
-        console.print(Text(f"self-check: {records[0].subject.get('self_check')}"))
+    grid = Table(box=None, header_style="bold", padding=(0, 2, 0, 0), title_justify="left", title=Text(record.title))
+    for title in COLUMNS.values():
+        grid.add_column(title, overflow="fold")
+    group = None
+    for row in table([record]):
+        if row["verdict"] == "not measured":
+            continue
+        if group != (group := "claims" if row.get("claim") else row["probe"]):
+            grid.add_row(Text(group, style="bold"))
+        grid.add_row(*(Text(row[key]) for key in COLUMNS))
+    console.print(grid)
+    console.print()

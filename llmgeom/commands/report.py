@@ -34,12 +34,12 @@ def main(config: RunConfig) -> None:
     from llmgeom.record import Record
     from llmgeom.reports import page
 
-    records = [Record.load(run) for run in config.runs]
-    if config.json and len(records) == 1:
+    records = [record for run in config.runs for record in Record.load_all(run).values()]
+    if config.json and len(config.runs) == 1:
         raise UserError("--json prints a comparison; give two runs or more, or leave it out")
-    path = Path(config.out or Path(config.runs[0]) / ("compared.html" if len(records) > 1 else "report.html"))
+    path = Path(config.out or Path(config.runs[0]) / ("compared.html" if len(config.runs) > 1 else "report.html"))
     comparison, why = None, ""
-    if len(records) > 1:
+    if len(config.runs) > 1:
         from llmgeom.commands.comparison import compare
 
         try:

@@ -37,7 +37,7 @@ def export(run: str, form: str, out: str | None = None, **options: Any) -> list[
     given = {option: value for option, value in options.items() if value is not None}
     if given and module != "shift":
         raise UserError(f"export {form} has no --{next(iter(given))}; leave it out (it is of gguf and steered)")
-    record, path = Record.load(run), Path(out) if out else Path(run) / name
+    record, path = Record.load_one(run), Path(out) if out else Path(run) / name
     make_folder(path.parent)
     write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write
     return [str(path), *write(record, form, path, **given)]

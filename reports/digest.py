@@ -1,0 +1,118 @@
+"""A run in at most 20 lines of a terminal: the counting sentence, one line for each claim, the path of its page."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from llmgeom.record import Record
+from llmgeom.reports.findings import Outcome, claims, control_of, counting, heads, outcomes, pretty, unit, value_of
+from llmgeom.reports.text import numbers, visible
+from llmgeom.reports.verdicts import labels
+from llmgeom.result import Estimate
+
+MOST = 19  # lines; the path of the page is the twentieth
+LONGEST_UNIT = 8
+WORD = 9  # characters of the longest word
+Line = list[tuple[str, str]]  # pieces of text, each with its verdict or ""
+
+
+def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
+    """Lines of at most `width` characters: the sentence that counts, a line for each claim, and what is missing.
+
+    A run without claims has a line for each number instead.
+
+    Raises:
+        ValueError: a claim's verdict is none of the five words.
+    """
+    named = labels(records)
+    every = outcomes(records, named)
+    sentence = counting(records, every)
+    rows = _claims(every, named, width) if every else _numbers(records, width)
+    lines: list[Line] = [[("", text)] for text in textwrap.wrap(sentence, width)]
+    missing: list[Line] = [[("", shortened(text, width))] for text in _missing(records)]
+    if rows:
+        room = MOST - len(lines) - len(missing) - 1
+        if len(rows) > room:
+            rows = [*rows[: room - 1], [("", f"and {len(rows) - room + 1} more (--table)")]]
+        lines += [[], *rows]
+    return lines + missing
+
+
+def shortened(text: str, width: int) -> str:
+    """The text in one line of at most `width` characters."""
+    text = visible(text)
+    return text if len(text) <= width else text[: width - 2].rstrip() + " …"
+
+
+def _claims(every: Sequence[Outcome], named: Sequence[str], width: int) -> list[Line]:
+    """A line for each claim under a line of heads; with several runs a word and a value for each."""
+    groups = claims(every)
+    names = heads(groups)
+    if len(named) == 1:
+        cells = [[_brief(one.estimate), one.control] for (one, *_) in groups]
+        titles = ["value [95 % interval]", "control"]
+    else:
+        cells = [[_cell(group, label, len(named)) for label in named] for group in groups]
+        titles = [shortened(label, 20) for label in named]
+    if len(named) > 3:
+        cells, titles = [[_tally(group)] for group in groups], ["runs"]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    first = WORD + 2 if len(named) == 1 else 0
+    room = max(width - first - sum(widths) - 2 * len(widths), 16)
+    head = [" " * first + "claim".ljust(room), *map(str.ljust, titles, widths)]
+    lines: list[Line] = [[("", "  ".join(head).rstrip())]]
+    for group, row in zip(groups, cells, strict=True):
+        line: Line = [(group[0].word, group[0].word.ljust(WORD)), ("", "  ")] if len(named) == 1 else []
+        line.append(("", shortened(names[group[0].key], room).ljust(room)))
+        of = {one.record: one for one in group}
+        for label, text, size in zip(named if 1 < len(named) <= 3 else [""] * len(row), row, widths, strict=True):
+            word = of[label].word if label and label in of else ""
+            line += [("", "  "), (word, text[: len(word)]), ("", text[len(word) :].ljust(size - len(word)))]
+        lines.append(line)
+    return lines
+
+
+def _brief(h: Estimate) -> str:
+    """The value with its interval, and its unit where that is short."""
+    said = unit(h)
+    return value_of(h) if len(said) <= LONGEST_UNIT else value_of(h).removesuffix(said)
+
+
+def _cell(group: Sequence[Outcome], label: str, several: int) -> str:
+    for one in group:
+        if one.record == label:
+            value, *_ = numbers(one.estimate.value, one.estimate.low, one.estimate.high)
+            return f"{one.word.ljust(WORD)} {value}" if several < 3 else one.word
+    return "–"
+
+
+def _tally(group: Sequence[Outcome]) -> str:
+    words = [one.word for one in group]
+    return ", ".join(f"{words.count(word)} {word}" for word in dict.fromkeys(words))
+
+
+def _numbers(records: Sequence[Record], width: int) -> list[Line]:
+    """A line for each number of runs that test no claim."""
+    several = len(records) > 1
+    cells = [
+        (f"{label}: {pretty(h.name)}" if several else pretty(h.name), value_of(h), control_of(h))
+        for label, record in zip(labels(records), records, strict=True)
+        for measured in record.results.values()
+        for h in measured.estimates
+    ]
+    if not cells:
+        return []
+    titles = ("number", "value [95 % interval]", "control")
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 4), 16)
+    rows = [(shortened(row[0], widths[0]), *row[1:]) for row in (titles, *cells)]
+    return [[("", "  ".join(map(str.ljust, row, widths)).rstrip())] for row in rows]
+
+
+def _missing(records: Sequence[Record]) -> list[str]:
+    lacking = dict.fromkeys(probe.replace("_", " ") for record in records for probe in record.unmeasured)
+    warnings = dict.fromkeys(text for record in records for text in record.warnings)
+    lines = [f"not measured (-v says why): {', '.join(lacking)}"] if lacking else []
+    lines += [f"warning: {text}" for text in list(warnings)[: 2 if len(warnings) == 2 else 1]]
+    return lines + [f"{len(warnings) - 1} more warnings (-v)"] * (len(warnings) > 2)

@@ -1,0 +1,305 @@
+"""What a run found, in sentences made by rules, so that page, terminal and notebook agree.
+
+A claim has one of five words: holds, small (it holds, and an effect of the claimed size is excluded), ruled out,
+opposite, open. On the common scale 0 is what the value has to exceed, and 1 lies the claimed effect beyond it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from llmgeom.record import Record
+from llmgeom.reports.text import aligned, numbers, visible
+from llmgeom.result import Estimate
+
+WORDS = ("holds", "small", "ruled out", "opposite", "open")
+EARLIER = {"PASS": "holds", "FAIL": "ruled out", "INCONCLUSIVE": "open"}
+ALONE = {
+    "holds": "holds",
+    "small": "holds, but the effect is small,",
+    "ruled out": "is ruled out",
+    "opposite": "is reversed",
+    "open": "is open",
+}
+SHOWN = 3  # findings on the first screen
+SILENT_UNITS = ("fraction", "ratio", "skill", "R2", "|rho|", "rho", "|r|", "r")  # the metric's name says them
+SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
+# The control's name in a record, with its number of draws -> the words of a sentence.
+CONTROLS = (
+    (r"re-initialised, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
+    (r"re-initialised \((\d+) draws\)", r"\1 untrained copies"),
+    (r"untrained controls \((\d+) draws\)", r"\1 untrained copies"),
+    (r"shuffled prompts \((\d+) draws\)", r"\1 shuffles of the words"),
+    (r"permuted templates \((\d+) draws\)", r"\1 permutations of the templates"),
+    (r"same variance \((\d+) draws\)", r"\1 edits of the same variance"),
+    (r"same size \((\d+) draws\)", r"\1 edits of the same size"),
+    (r"(.+) \((\d+) draws\)", r"\2 draws of “\1”"),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One claim tested in one run: the run's label (empty if there is one run), the probe, and the numbers."""
+
+    record: str
+    probe: str
+    estimate: Estimate
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What tests of one claim in several runs share."""
+        return self.probe, self.estimate.name
+
+    @property
+    def word(self) -> str:
+        """One of WORDS. Raises ValueError for a verdict that is none of them."""
+        if self.estimate.verdict in EARLIER:
+            return EARLIER[self.estimate.verdict]
+        if self.estimate.verdict not in WORDS:
+            raise ValueError(
+                f"the claim {self.estimate.name!r} has the verdict {self.estimate.verdict!r}; "
+                f"expected one of {', '.join(WORDS)}"
+            )
+        return self.estimate.verdict
+
+    @property
+    def head(self) -> str:
+        """The claim in a few words: its sentence up to the colon."""
+        return pretty(self.estimate.claim.partition(":")[0].rstrip("."))
+
+    def scaled(self, value: float) -> float:
+        """A value on the common scale of all claims: 0 is the hurdle and 1 the claimed effect beyond it.
+
+        For a claim of no effect 0 is the control, and the claim says that the value lies between -1 and 1. Raises
+        ValueError where the claim declares no effect.
+        """
+        h = self.estimate
+        if not h.effect > 0:
+            raise ValueError(f"the claim {h.name!r} declares an effect of {h.effect}; expected a number above 0")
+        if not h.equivalence:
+            return (value - h.margin) / (h.effect if h.side == "upper" else -h.effect)
+        # A range that is wider than twice the effect has no lower end: a claim that the value is not larger.
+        two_sided = h.margin - h.margin_low <= 2.001 * h.effect
+        return (value - ((h.margin_low + h.margin) / 2 if two_sided else h.margin - h.effect)) / h.effect
+
+    @property
+    def distance(self) -> float:
+        """Effect over margin: where the value lies on the common scale."""
+        return self.scaled(self.estimate.value)
+
+    @property
+    def value(self) -> str:
+        """The value with its 95 % interval and its unit."""
+        return value_of(self.estimate)
+
+    @property
+    def control(self) -> str:
+        """The control's range (its middle 95 %), or the one number that it is, with the value's decimals."""
+        return control_of(self.estimate)
+
+
+def value_of(h: Estimate) -> str:
+    """A value with its 95 % interval and its unit."""
+    return "{} [{}, {}]{}".format(*numbers(h.value, h.low, h.high), unit(h))
+
+
+def control_of(h: Estimate) -> str:
+    """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals."""
+    low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
+    return low if h.null_low == h.null_high else f"{low} to {high}"
+
+
+def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
+    """Every claim of every record; tests of one claim follow each other, claims as they come."""
+    several = len(records) > 1
+    every = [
+        Outcome(label if several else "", probe, h)
+        for label, record in zip(labels, records, strict=True)
+        for probe in sorted(record.results)
+        for h in record.results[probe].estimates
+        if h.claim
+    ]
+    first = {key: place for place, key in reversed(list(enumerate(one.key for one in every)))}
+    return sorted(every, key=lambda one: first[one.key])
+
+
+def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:
+    """The tests claim by claim."""
+    return [list(group) for _, group in groupby(every, key=lambda one: one.key)]
+
+
+def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
+    """What each claim is called; where two share their words, with the probe or the metric added."""
+    short = {group[0].key: group[0].head for group in groups}
+    names = list(short.values())
+    found = {}
+    for (probe, name), head in short.items():
+        alike = [key for key, other in short.items() if other == head]
+        more = probe.replace("_", " ") if len({key[0] for key in alike}) == len(alike) else pretty(name)
+        found[probe, name] = f"{head} ({more})" if names.count(head) > 1 else head
+    return found
+
+
+def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
+    """The sentence that counts: how many claims hold, and what became of the others."""
+    if not every:
+        numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
+        failed = len({probe for record in records for probe in record.unmeasured})
+        lead = "This run tests no claim" if len(records) == 1 else "These runs test no claim"
+        rest = f"; {_plural(failed, 'probe')} could not be measured" if failed else ""
+        measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
+        return f"{lead}{measured}{rest}."
+    groups = claims(every)
+    holding = [group for group in groups if all(one.word in ("holds", "small") for one in group)]
+    where = _where(records)
+    if len(every) == 1:
+        return f"The one claim {ALONE[every[0].word]} {where}."
+    if not holding:
+        lead = f"None of the {len(groups)} claims holds {where}."
+    elif len(holding) == len(groups):
+        lead = f"{'Both' if len(groups) == 2 else f'All {len(groups)}'} claims hold {where}."
+    else:
+        lead = f"{len(holding)} of the {len(groups)} claims {'holds' if len(holding) == 1 else 'hold'} {where}."
+    rest = _rest(every, len(records) > 1)
+    return f"{lead} {rest}" if rest else lead
+
+
+def _where(records: Sequence[Record]) -> str:
+    if len(records) > 1:
+        return "in every run"
+    (record,) = records
+    if not record.prompts.get("text"):
+        return "in this run"
+    return "on these sequences" if record.source.get("kind") == "task" else "on these prompts"
+
+
+def _rest(every: Sequence[Outcome], several: bool) -> str:
+    count = {word: sum(one.word == word for one in every) for word in WORDS}
+    no_effect = any(one.word == "ruled out" and one.estimate.equivalence for one in every)
+    excluding = ("rules the claim out", "rule the claim out") if no_effect else (
+        "rules out an effect of the claimed size", "rule out an effect of the claimed size",
+    )  # fmt: skip
+    said = {
+        "holds": ("shows the claimed effect", "show the claimed effect") if several else None,
+        "small": ("shows a small effect", "show a small effect"),
+        "ruled out": excluding,
+        "opposite": ("shows the opposite", "show the opposite"),
+        "open": ("is open", "are open"),
+    }
+    parts = [f"{count[word]} {forms[count[word] > 1]}" for word, forms in said.items() if forms and count[word]]
+    if not parts:
+        return ""
+    lead = f"Of {len(every)} tests, " if several else ""
+    return f"{lead}{'; '.join(parts)}."
+
+
+def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
+    """The first findings, largest |effect over margin| first; then what was not measured, while there is room."""
+    groups = claims(every)
+    names = heads(groups)
+    stricter = {group[0].key: _stricter(group[0], groups) for group in groups}
+    part_of_another = {one[0].key for one in stricter.values() if one}
+    ranked = sorted(
+        (group for group in groups if group[0].key not in part_of_another),
+        key=lambda group: -max(abs(one.distance) for one in group),
+    )
+    found = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
+    lacking = {probe: why for record in records for probe, why in record.unmeasured.items()}
+    found += [f"Not measured: {probe.replace('_', ' ')}, because {why}." for probe, why in lacking.items()]
+    return [visible(text) for text in found[:most]]
+
+
+def _stricter(raw: Outcome, groups: Sequence[Sequence[Outcome]]) -> list[Outcome]:
+    """The tests of the same claim with something held fixed: metric "A, given B" of the same probe."""
+    for group in groups:
+        if group[0].probe == raw.probe and group[0].estimate.name.startswith(f"{raw.estimate.name}, given "):
+            return list(group)
+    return []
+
+
+def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -> str:
+    """One claim in one or two sentences, by the run where the effect is largest."""
+    most = max(group, key=lambda one: abs(one.distance))
+    said = _sentence(most, head)
+    fixed = next((one for one in stricter if one.record == most.record), None)
+    if fixed:
+        said += _with_fixed(most, fixed)
+    others = [f"{one.word} on {one.record}" for one in group if one is not most and one.word != most.word]
+    return f"{said}." + f" Elsewhere: {', '.join(others)}." * bool(others)
+
+
+def _sentence(one: Outcome, head: str) -> str:
+    h, on = one.estimate, f" on {one.record}" if one.record else ""
+    metric = f"{'it' if one.head == pretty(h.claim.rstrip('.')) else pretty(h.name)} is {one.value}{on}"
+    control = f"{_names_of(h.null)} {'give' if h.null_low != h.null_high else 'is'} {one.control}"
+    if h.null_low == h.null_high:
+        control = f"the control is {one.control}" if h.null != "one half" else "the control is one half"
+    more = f"{short(h.effect)}{unit(h)}"
+    if one.word == "holds":
+        return f"{head}: this holds. {_capital(metric)}; {control}"
+    if one.word == "small":
+        small = "this holds, but the effect is small"
+        return f"{head}: {small}. {_capital(metric)}; {control}, and an effect of {more} is excluded"
+    if one.word == "opposite":
+        way = "higher" if h.value > h.margin else "lower"
+        return f"The opposite of “{head}”: {metric}, {way} than the control ({control})"
+    if one.word == "open":
+        return f"“{head}” is open: {metric}; {control}. {_undecided(h)}"
+    if h.equivalence:
+        return f"“{head}” is ruled out: {metric}; {control}, and the claim allows a difference of {more}"
+    if abs(h.value) >= h.effect and h.null_low <= h.value <= h.null_high:
+        return f"“{head}” looks true ({metric}), but the control is as large: {control}"
+    return f"“{head}” is ruled out at the claimed size: {metric}; {control}, and an effect of {more} is excluded"
+
+
+def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
+    """What is left of an effect once something is held fixed."""
+    what = fixed.estimate.name.removeprefix(f"{raw.estimate.name}, given ")
+    if fixed.word in ("holds", "small"):
+        return f". With {what} held fixed {fixed.value} is left, which still holds"
+    if fixed.word == "open":
+        return f". With {what} held fixed {fixed.value} is left, which decides nothing"
+    if raw.word in ("holds", "small"):
+        return f". But {what} explain it: with them held fixed {fixed.value} is left"
+    return f". With {what} held fixed {fixed.value} is left"
+
+
+def _undecided(h: Estimate) -> str:
+    if h.clusters < h.needed:
+        return f"{h.needed} independent {h.counts} would decide; this run has {h.clusters}"
+    return f"The interval includes both no effect and the claimed {short(h.effect)}{unit(h)}"
+
+
+def _names_of(null: str) -> str:
+    for pattern, words in CONTROLS:
+        if found := re.fullmatch(pattern + "(.*)", null):
+            return found.expand(words) + found.groups()[-1]
+    return null
+
+
+def unit(h: Estimate) -> str:
+    """The unit as it follows a number; empty where the metric's name says it."""
+    return "" if h.unit in SILENT_UNITS else f" {pretty(h.unit)}"
+
+
+def short(value: float) -> str:
+    """A number that stands alone, with three significant digits."""
+    return f"{value:.3g}"
+
+
+def pretty(text: str) -> str:
+    """Metric names as they are printed: ρ, R², bits²."""
+    for plain, sign in SIGNS:
+        text = text.replace(plain, sign)
+    return text
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:] if text[:1].isascii() else text
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)

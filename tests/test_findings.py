@@ -1,0 +1,211 @@
+"""The sentences of a run, judged on records that were built to have each kind of finding."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from llmgeom.claims import entries
+from llmgeom.record import Record
+from llmgeom.reports.digest import digest
+from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, outcomes
+from llmgeom.reports.verdicts import labels
+from llmgeom.result import Estimate, Measured
+
+ORDER = "Values are ordered by uncertainty: their first component ranks prompts by entropy."
+
+
+def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1, **other):
+    """A claim of an effect of 0.3 above a hurdle of 0.2; its control gives 0.05 to 0.2."""
+    given = dict(
+        unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
+        null="re-initialised (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, margin=0.2,
+        effect=0.3, needed=120,
+    )  # fmt: skip
+    return Estimate(name=name, value=value, **(given | other))
+
+
+def record(*estimates, probe="value_manifold", unmeasured=None, source="mixed", kind="domain", model="pocket:pythia"):
+    measured = Measured("Value manifold", "", "", "", "", tuple(estimates), {}, {})
+    return Record(
+        results={probe: measured} if estimates else {},
+        unmeasured=unmeasured or {},
+        prompts={"text": ("a", "b"), "template": ("0", "1")},
+        subject={"name": model, "self_check": "passed"},
+        source={"name": source, "kind": kind},
+        facts={},
+    )
+
+
+def said(*records, most=3):
+    every = outcomes(records, labels(records))
+    return counting(records, every), findings(every, records, most)
+
+
+@pytest.mark.parametrize(
+    ("made", "starts", "holds"),
+    [
+        (claim(verdict="holds", value=0.8), "Values are ordered by uncertainty: this holds.", ["0.80 [0.70, 0.90]"]),
+        (
+            claim(verdict="small", value=0.3, spread=0.05),
+            "Values are ordered by uncertainty: this holds, but",
+            ["0.3 "],
+        ),
+        (claim(verdict="opposite", value=-0.5), "The opposite of “Values are ordered", ["lower than the control"]),
+        (
+            claim(verdict="opposite", value=0.9, side="lower"),
+            "The opposite of “Values are ordered",
+            ["higher than the control"],
+        ),
+        (
+            claim(verdict="ruled out", value=0.19, effect=0.1, spread=0.05),
+            "“Values are ordered by uncertainty” looks true",
+            ["but the control is as large", "0.05 to 0.20"],
+        ),
+        (
+            claim(verdict="ruled out", value=0.0, spread=0.05),
+            "“Values are ordered by uncertainty” is ruled out at the claimed size",
+            ["an effect of 0.3 is excluded"],
+        ),
+        (
+            claim(verdict="ruled out", value=0.9, equivalence=True, margin=0.3, margin_low=-0.3),
+            "“Values are ordered by uncertainty” is ruled out: ",
+            ["the claim allows a difference of 0.3"],
+        ),
+        (claim(), "“Values are ordered by uncertainty” is open", ["120 independent prompts would decide", "has 70"]),
+        (claim(needed=60), "“Values are ordered by uncertainty” is open", ["no effect and the claimed 0.3"]),
+    ],
+)
+def test_a_finding_of_each_kind_says_what_was_found_with_value_interval_and_control(made, starts, holds):
+    (sentence,) = said(record(made))[1]
+    assert sentence.startswith(starts)
+    assert all(part in sentence for part in [*holds, "20 untrained copies give 0.05 to 0.20", "|ρ|"]), sentence
+    assert "is is" not in sentence and "  " not in sentence and sentence.endswith(".")
+
+
+def test_an_effect_that_the_final_token_explains_is_one_finding_with_what_is_left():
+    fixed = claim("|rho| of PC1 and entropy, given length and final token", "ruled out", 0.01, claim="It remains: so.")
+    sentence, found = said(record(claim(verdict="holds", value=0.8), fixed))
+    assert sentence == "1 of the 2 claims holds on these prompts. 1 rules out an effect of the claimed size."
+    assert len(found) == 1 and found[0].endswith(
+        "But length and final token explain it: with them held fixed 0.01 [-0.09, 0.11] is left."
+    )
+    # The rule reads names of metrics and no list: it does not join what shares no words.
+    assert len(said(record(claim(), replace(fixed, name="order along the curve")))[1]) == 2
+
+
+def test_what_was_not_measured_is_said_with_the_reason_when_there_is_room():
+    lacking = {"belief_clusters": "no two prompts share a token"}
+    expected = "Not measured: belief clusters, because no two prompts share a token."
+    sentence, found = said(record(unmeasured=lacking))
+    assert sentence == "This run tests no claim; 1 probe could not be measured." and found == [expected]
+    assert said(record(claim(), unmeasured=lacking))[1][1:] == [expected]
+
+
+def test_the_largest_effect_over_margin_stands_first_whatever_its_sign():
+    made = [claim(f"metric {i}", "opposite" if v < 0.2 else "holds", v, claim=f"C{i}: so.") for i, v in
+            enumerate((0.6, -3.0, 0.5, 1.4))]  # fmt: skip
+    found = said(record(*made), most=3)[1]
+    assert [text.split("C")[1][0] for text in found] == ["1", "3", "0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["ruled out"] * 5 + ["opposite"] + ["open"] * 2, "None of the 8 claims holds on these prompts. 5 rule out an "
+         "effect of the claimed size; 1 shows the opposite; 2 are open."),
+        (["holds", "small", "open"], "2 of the 3 claims hold on these prompts. 1 shows a small effect; 1 is open."),
+        (["holds", "holds"], "Both claims hold on these prompts."),
+        (["holds"] * 3, "All 3 claims hold on these prompts."),
+        (["open"], "The one claim is open on these prompts."),
+    ],
+)  # fmt: skip
+def test_the_sentence_counts_every_word(words, expected):
+    made = [claim(f"metric {i}", word) for i, word in enumerate(words)]
+    assert said(record(*made))[0] == expected
+
+
+def test_two_runs_are_counted_by_test_and_a_claim_holds_where_all_of_its_tests_do():
+    runs = [record(claim("a", "holds"), claim("b", "ruled out", 0.0)),
+            record(claim("a", "open"), claim("b", "ruled out", 0.1), source="math")]  # fmt: skip
+    sentence, found = said(*runs)
+    assert sentence == (
+        "None of the 2 claims holds in every run. Of 4 tests, 1 shows the claimed effect; 2 rule out an effect of the "
+        "claimed size; 1 is open."
+    )
+    assert "on mixed; " in found[0] and found[0].endswith("Elsewhere: open on math.")
+
+
+def test_an_unknown_word_is_refused():
+    made = record(claim(verdict="perhaps"))
+    with pytest.raises(ValueError, match="perhaps"):
+        said(made)
+
+
+def test_the_common_scale_has_the_hurdle_at_0_and_the_claimed_effect_at_1():
+    def at(value, **other):
+        (one,) = outcomes([record(claim(**other))], ["x"])
+        return one.scaled(value)
+
+    assert at(0.2) == 0 and at(0.5) == pytest.approx(1)
+    assert at(0.2, side="lower") == 0 and at(-0.1, side="lower") == pytest.approx(1)
+    two_sided = {"equivalence": True, "margin": 0.5, "margin_low": -0.1, "effect": 0.3}
+    assert at(0.2, **two_sided) == pytest.approx(0) and at(0.5, **two_sided) == pytest.approx(1)
+    assert at(-0.1, **two_sided) == pytest.approx(-1)
+    assert at(0.5, equivalence=True, margin=0.5, margin_low=-1e9, effect=0.3) == pytest.approx(1)
+    with pytest.raises(ValueError, match="effect"):
+        at(0.2, effect=0.0)
+
+
+def test_claims_that_share_their_words_are_told_apart():
+    every = outcomes([record(claim("a"), claim("b"))], ["x"])
+    assert set(heads(claims(every)).values()) == {
+        "Values are ordered by uncertainty (a)", "Values are ordered by uncertainty (b)"
+    }  # fmt: skip
+
+
+def test_every_declared_claim_has_a_head_of_one_line():
+    for entry in entries():
+        if entry.claim:
+            (one,) = outcomes([record(claim(entry.name, claim=entry.claim))], ["x"])
+            assert 5 < len(one.head) <= 120 and one.head[0].isupper(), one.head
+
+
+# ---- the terminal ---------------------------------------------------------------------------------------------------
+
+
+def text_of(lines):
+    return ["".join(text for _, text in line) for line in lines]
+
+
+@pytest.mark.parametrize("several", [1, 2, 3, 5])
+@pytest.mark.parametrize("claimed", [1, 8, 40])
+@pytest.mark.parametrize("width", [60, 100])
+def test_a_run_ends_in_at_most_20_lines_of_the_width(several, claimed, width):
+    made = [claim(f"metric {i}", WORDS[i % 5], claim=f"Claim {i} of many words that go on and on: so.") for i in
+            range(claimed)]  # fmt: skip
+    runs = [
+        replace(record(*made, source=f"set{i}", unmeasured={"p": "why " * 50}), warnings=("w" * 300, "x", "y"))
+        for i in range(several)
+    ]
+    shown = text_of(digest(runs, width))
+    assert len(shown) <= 19  # the last line is the page's path
+    if width == 100:
+        assert max(map(len, shown)) <= width
+    assert any("more (--table)" in line for line in shown) == (claimed == 40)
+    assert any(line.startswith("not measured") for line in shown) and any("more warnings" in line for line in shown)
+
+
+def test_a_line_of_the_digest_has_word_claim_value_and_control():
+    line = next(line for line in digest([record(claim(verdict="opposite", value=-0.5))]) if line and line[0][0])
+    assert line[0][0] == "opposite" and line[0][1].strip() == "opposite"
+    text = text_of([line])[0]
+    assert "Values are ordered by uncertainty" in text and "-0.50 [-0.60, -0.40]" in text and "0.05 to 0.20" in text
+
+
+def test_a_run_without_claims_lists_its_numbers():
+    plain = claim(verdict="", claim="")
+    shown = text_of(digest([record(plain, kind="task")]))
+    assert shown[0] == "This run tests no claim, and measures 1 number."
+    assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]

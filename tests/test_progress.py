@@ -1,0 +1,65 @@
+"""The line of progress: numbered stages, one estimate of what is left, judged by a clock that the test moves."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from llmgeom.progress import Clock, bar, clock, first_word
+
+SHARES = {"a: read": 1.0, "a: measure": 3.0, "b: read": 1.0, "b: measure": 3.0}
+
+
+class Hand:
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+def test_stages_are_numbered_and_the_rest_is_what_the_shares_say():
+    hand = Hand()
+    watch = Clock(SHARES, hand)
+    hand.now += 10
+    assert watch.text("a: read", 1, 2) == "0:10, about 2:30 left"  # 1 / 16 of the run took 10 s
+    assert watch.number("a: measure of one") == "2/4"
+    hand.now += 30
+    assert watch.fraction("a: measure of one", 3, 3) == 0.5
+    assert watch.text("a: measure of one", 3, 3) == "0:40, about 0:40 left"
+    assert watch.fraction("a: read", 0, 1) == 0.5  # it never falls
+
+
+def test_unknown_stages_are_counted_and_nothing_is_estimated():
+    hand = Hand()
+    watch = Clock({}, hand)
+    hand.now += 65
+    assert [watch.number(stage) for stage in ("x", "y", "x")] == ["1", "2", "1"]
+    assert watch.text("x", 1, 2) == "1:05"
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (59.6, "1:00"), (754, "12:34"), (3723, "1:02:03")])
+def test_a_time_reads_like_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_elapsed_time_stands_at_the_end_and_silence_is_silent(capsys):
+    with bar() as progress:
+        progress("stage", 1, 2)
+    shown = capsys.readouterr()
+    assert shown.out == "" and re.fullmatch(r"llmgeom: done in \d+:\d\d\n", shown.err)
+    with bar(silent=True):
+        first_word("hello", True)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_scan_says_its_first_word_within_a_second_of_the_interpreters_start(tmp_path):
+    command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(tmp_path / "nothing")]
+    began = time.monotonic()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        said = process.stderr.readline()
+        took = time.monotonic() - began
+    assert said.startswith("llmgeom: scan of ") and took < 5, (said, took)  # 0.2 s on an idle core
