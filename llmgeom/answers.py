@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from llmgeom.stats import information
@@ -151,6 +151,55 @@ def query_logits(model: Callable[..., Any], inputs: Tensor, query: Tensor) -> Te
     """A model's logits at the queried positions, [sequence query output]; inputs are tokens or rows."""
     named = {"rows": inputs} if inputs.is_floating_point() else {"input_ids": inputs}
     return model(**named, use_cache=False, logits_to_keep=query).logits
+
+
+# ---- exact answers that tasks and processes share -------------------------------------------------------------------
+
+
+def evenly(possible: Bool[Tensor, "*at outcome"]) -> Float[Tensor, "*at outcome"]:
+    """Log-probabilities, float64: the possible outcomes share the probability equally, the others have none."""
+    weight = possible.double()
+    return (weight / weight.sum(-1, keepdim=True)).log()
+
+
+def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
+    """log P(next symbol | counts) in nats, float64: (a + n_j) / (a S + n), n_j of symbol j, n in all, S symbols.
+
+    Symbols are drawn independently, with probabilities from a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
+    symbols this is `stats.conjugate.beta_bernoulli`.
+
+    Raises:
+        ValueError: `a` is not positive.
+    """
+    if a <= 0:
+        raise ValueError(f"Dirichlet({a}): a must be positive")
+    weight = counts.double() + a
+    return weight.log() - weight.sum(-1, keepdim=True).log()
+
+
+def forward_filter(
+    log_first: Float[Tensor, "#*at state"],
+    log_move: Float[Tensor, "#*at #move state state"],
+    log_likelihood: Float[Tensor, "*at step state"],
+) -> Float[Tensor, "*at step state"]:
+    """The forward algorithm: log P(s_t | o_1 .. o_t) in nats for every t, s_t the hidden state (Paper I's posterior).
+
+    With ~ for "in proportion to", a_1(i) ~ P(s_1 = i) P(o_1 | s_1 = i) and
+    a_t+1(j) ~ P(o_t+1 | s_t+1 = j) sum_i a_t(i) P(s_t+1 = j | s_t = i). Probabilities of 0 are allowed, if the
+    observations are possible.
+
+    Args:
+        log_first: log P(s_1).
+        log_move: log P(s_t+1 = j | s_t = i) at [i, j], one matrix for all t or one for each.
+        log_likelihood: log P(o_t | s_t = i).
+    """
+    log_move = log_move.expand(*log_move.shape[:-3], log_likelihood.shape[-2], *log_move.shape[-2:])
+    ahead, beliefs = log_first, []
+    for likelihood, move in zip(log_likelihood.unbind(-2), log_move.unbind(-3), strict=True):
+        belief = (ahead + likelihood).log_softmax(-1)
+        ahead = (belief[..., :, None] + move).logsumexp(-2)
+        beliefs.append(belief)
+    return torch.stack(beliefs, -2)
 
 
 # ---- corrupted labels -----------------------------------------------------------------------------------------------

@@ -68,7 +68,8 @@ class Posterior:
     is asked, and where the task has a latent state, `belief` [batch query state] about that. Where what is asked is a
     real number, predictive is [batch query 2], mean and log variance of a Gaussian.
 
-    outcomes   the token of each outcome; empty where what is asked is a real number.
+    outcomes   the token of each outcome; empty where what is asked is a real number, and where tokens differ by input.
+    answers    [batch query outcome] int64: the token of each outcome, where they differ by input (processes in text).
     bearing    [batch query seq] bool, where the task says so: the positions up to the query on which the answer
                depends there (Paper I's feasible positions).
     """
@@ -77,6 +78,12 @@ class Posterior:
     belief: Tensor | None = None
     outcomes: tuple[int, ...] = ()
     bearing: Tensor | None = None
+    answers: Tensor | None = None
+
+    @property
+    def categorical(self) -> bool:
+        """Whether what is asked is one of several outcomes, not a real number."""
+        return bool(self.outcomes) or self.answers is not None
 
     def take(self, index: Any) -> Posterior:
         """Of the inputs `index`, in that order."""
@@ -92,8 +99,9 @@ class Posterior:
         return self._of(lambda each: each.flatten(0, 1))
 
     def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
-        belief, bearing = (each if each is None else pick(each) for each in (self.belief, self.bearing))
-        return replace(self, predictive=pick(self.predictive), belief=belief, bearing=bearing)
+        optional = {"belief": self.belief, "bearing": self.bearing, "answers": self.answers}
+        picked = {name: None if each is None else pick(each) for name, each in optional.items()}
+        return replace(self, predictive=pick(self.predictive), **picked)
 
 
 @dataclass(frozen=True)

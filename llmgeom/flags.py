@@ -1,7 +1,8 @@
-"""Flags of a command, declared once: as the fields of a frozen dataclass, with `flag` and `argument`."""
+"""Flags of a command, declared once as the fields of a frozen dataclass; and specs, which are read into such fields."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from types import NoneType, UnionType
@@ -11,6 +12,7 @@ from llmgeom.errors import UserError
 
 LARGEST_COUNT = 10**6
 LARGEST_SEED = 2**31 - 1
+LARGEST = 2**31  # a number in a spec
 
 
 def flag(
@@ -108,3 +110,52 @@ def check(config: Any) -> None:
             if one.least is not None and not one.least <= item <= one.most:
                 bound = f"least {one.least:g}" if not item >= one.least else f"most {one.most:g}"
                 raise UserError(f"{one.name} {item}: expected at {bound}")
+
+
+# ---- specs of tasks and processes: NAME:field=value,field=value -----------------------------------------------------
+
+
+def read_fields(kind: type, spelt: str, text: str) -> dict[str, Any]:
+    """The field=value pairs of a spec, with commas between; a value may hold commas itself.
+
+    Args:
+        kind: The dataclass, whose fields are int, float, bool or str.
+        spelt: Its name, for errors.
+        text: What stands after the name.
+
+    Raises:
+        UserError: A field that does not exist or has no value, or a value that does not fit it.
+    """
+    hints, known = get_type_hints(kind), {f.name: f for f in fields(kind)}
+    values: dict[str, Any] = {}
+    for part in re.split(r",(?=\w+=)", text) if text else ():
+        key, equals, value = part.partition("=")
+        if not equals or key not in known:
+            flags = ", ".join(f"{f.name} ({hints[f.name].__name__}, {_default(f)})" for f in known.values())
+            raise UserError(f"{spelt}: no field {part!r}; it has {flags}")
+        try:
+            values[key] = _boolean(value) if hints[key] is bool else hints[key](value)
+            if hints[key] in (int, float) and not abs(values[key]) < LARGEST:
+                raise ValueError
+        except ValueError:
+            below = f" below {LARGEST:,}" if hints[key] in (int, float) else ""
+            raise UserError(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}{below}") from None
+    if missing := [f.name for f in known.values() if f.default is MISSING and f.name not in values]:
+        raise UserError(f"{spelt}: no value for {', '.join(missing)}; give {spelt}:{missing[0]}=...")
+    return values
+
+
+def changed_fields(value: Any, name: str) -> str:
+    """NAME:field=value,... with the fields of a dataclass that differ from their defaults."""
+    changed = [f"{f.name}={getattr(value, f.name)}" for f in fields(value) if getattr(value, f.name) != f.default]
+    return f"{name}:{','.join(changed)}" if changed else name
+
+
+def _default(field: Any) -> str:
+    return "no default" if field.default is MISSING else f"default {field.default}"
+
+
+def _boolean(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError
+    return text.lower() == "true"

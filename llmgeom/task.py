@@ -7,7 +7,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import Field, asdict, dataclass, fields, replace
+from dataclasses import Field, asdict, dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from llmgeom.answers import Answers, Categorical, Gaussian, uniform
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
 from llmgeom.errors import UserError
+from llmgeom.flags import changed_fields
 from llmgeom.stats.information import bits
 
 __all__ = ["Categorical", "Gaussian", "Sequences", "Split", "Task", "held_out", "seeded", "uniform"]
@@ -108,8 +109,7 @@ class Task(ABC):
     def title(self) -> str:
         """NAME:field=value,... with the fields that differ from their defaults; `load_task` reads it back."""
         name = self.FILE_SPEC or type(self).__module__.rsplit(".", 1)[-1]
-        changed = [f"{f.name}={getattr(self, f.name)}" for f in fields(self) if getattr(self, f.name) != f.default]
-        return f"{name}:{','.join(changed)}" if changed else name
+        return changed_fields(self, name)
 
     def require(self, holds: bool, expected: str) -> None:
         """Raises UserError with the task's title and what was expected, unless `holds`."""

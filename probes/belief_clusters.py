@@ -68,6 +68,8 @@ def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, 
         tokens = np.unique(found["labels"])
     elif posterior.outcomes:
         tokens = np.unique(posterior.outcomes)
+    elif posterior.answers is not None:
+        tokens = np.unique(posterior.answers.numpy())
     else:
         raise UserError("what is asked here is a real number: there is no likeliest outcome to group states by")
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]

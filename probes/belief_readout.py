@@ -121,7 +121,7 @@ def measure(view: ProbeInput) -> Result | Lens:
         return _lens(view)
     whole = view.samples.get(WHOLE, view)
     exact = whole.capture.exact
-    if exact.belief is None and not exact.outcomes:
+    if exact.belief is None and not exact.categorical:
         raise UserError(
             "what is asked is a real number: a softmax reads out what can be counted; try a task with outcomes"
         )

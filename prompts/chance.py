@@ -23,3 +23,13 @@ def shuffled(rng: Random, items: Sequence[T]) -> list[T]:
 def sha256(name: str) -> bytes:
     """What decides, without a seed, which names are held out: the least ones."""
     return hashlib.sha256(name.encode()).digest()
+
+
+def weighted(rng: Random, weights: Sequence[float]) -> int:
+    """The place of one of `weights`, each as likely as its share of their sum, which must be above 0."""
+    lot = rng.random() * sum(weights)
+    for place, weight in enumerate(weights):
+        lot -= weight
+        if lot < 0:
+            return place
+    return max(place for place, weight in enumerate(weights) if weight > 0)  # rounding

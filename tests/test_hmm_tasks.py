@@ -12,15 +12,16 @@ import pytest
 import torch
 from scipy.integrate import dblquad
 
+from llmgeom.answers import dirichlet_multinomial, forward_filter
 from llmgeom.errors import UserError
 from llmgeom.stats.conjugate import beta_bernoulli
 from llmgeom.stats.information import bits, entropy, kl
 from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.chains import forward_filter, hundredths
+from llmgeom.wind_tunnels.chains import hundredths
 from llmgeom.wind_tunnels.tasks.hmm import HMM, _fixed
 from llmgeom.wind_tunnels.tasks.keyed_hmm import KeyedHMM
-from llmgeom.wind_tunnels.tasks.markov import Markov, dirichlet_multinomial
+from llmgeom.wind_tunnels.tasks.markov import Markov
 from tests import brute_force
 from tests.refusals import refused
 

@@ -6,18 +6,16 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
-import re
 import sys
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from llmgeom.errors import UserError
+from llmgeom.flags import read_fields
 
 if TYPE_CHECKING:
     from llmgeom.task import Task
-
-LARGEST = 2**31  # a number in a task's spec
 
 
 def names() -> tuple[str, ...]:
@@ -40,7 +38,7 @@ def load_task(spec: str) -> Task:
         near = difflib.get_close_matches(name, names(), 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise UserError(f"unknown task {name!r}: {hint}known: {', '.join(names())}, or path/to/file.py:CLASS")
-    return kind(**_values(kind, spelt, rest))
+    return kind(**read_fields(kind, spelt, rest))
 
 
 def describe(name: str) -> list[str]:
@@ -48,37 +46,6 @@ def describe(name: str) -> list[str]:
     kind = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}"))
     given = ", ".join(f"{f.name}={f.default}" for f in fields(kind))
     return [f"{name:12} {str(kind.__doc__).strip().splitlines()[0]}", f"{'':12} {given}"]
-
-
-def _values(kind: type, spelt: str, text: str) -> dict[str, Any]:
-    """field=value pairs with commas between; a value may hold commas itself."""
-    hints, known = get_type_hints(kind), {f.name: f for f in fields(kind)}
-    found: dict[str, Any] = {}
-    for part in re.split(r",(?=\w+=)", text) if text else ():
-        key, equals, value = part.partition("=")
-        if not equals or key not in known:
-            flags = ", ".join(f"{f.name} ({hints[f.name].__name__}, {_default(f)})" for f in known.values())
-            raise UserError(f"{spelt}: no field {part!r}; it has {flags}")
-        try:
-            found[key] = _boolean(value) if hints[key] is bool else hints[key](value)
-            if hints[key] in (int, float) and not abs(found[key]) < LARGEST:
-                raise ValueError
-        except ValueError:
-            below = f" below {LARGEST:,}" if hints[key] in (int, float) else ""
-            raise UserError(f"{spelt}: {key}={value!r}; expected {hints[key].__name__}{below}") from None
-    if missing := [f.name for f in known.values() if f.default is MISSING and f.name not in found]:
-        raise UserError(f"{spelt}: no value for {', '.join(missing)}; give {spelt}:{missing[0]}=...")
-    return found
-
-
-def _default(field: Any) -> str:
-    return "no default" if field.default is MISSING else f"default {field.default}"
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise ValueError
-    return text.lower() == "true"
 
 
 def _only(module: Any) -> type[Task]:

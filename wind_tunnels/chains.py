@@ -100,28 +100,3 @@ def logs(hypothesis: Int[Tensor, "n state column"], symbols: Int[Tensor, "n step
 def log_even(states: int, like: Tensor) -> Float[Tensor, " state"]:
     """The uniform distribution over states, in nats."""
     return torch.full((states,), -math.log(states), dtype=like.dtype, device=like.device)
-
-
-def forward_filter(
-    log_first: Float[Tensor, "#*at state"],
-    log_move: Float[Tensor, "#*at #move state state"],
-    log_likelihood: Float[Tensor, "*at step state"],
-) -> Float[Tensor, "*at step state"]:
-    """The forward algorithm: log P(s_t | o_1 .. o_t) in nats for every t, s_t the hidden state (Paper I's posterior).
-
-    With ~ for "in proportion to", a_1(i) ~ P(s_1 = i) P(o_1 | s_1 = i) and
-    a_t+1(j) ~ P(o_t+1 | s_t+1 = j) sum_i a_t(i) P(s_t+1 = j | s_t = i). Probabilities of 0 are allowed, if the
-    observations are possible.
-
-    Args:
-        log_first: log P(s_1).
-        log_move: log P(s_t+1 = j | s_t = i) at [i, j], one matrix for all t or one for each.
-        log_likelihood: log P(o_t | s_t = i).
-    """
-    log_move = log_move.expand(*log_move.shape[:-3], log_likelihood.shape[-2], *log_move.shape[-2:])
-    ahead, beliefs = log_first, []
-    for likelihood, move in zip(log_likelihood.unbind(-2), log_move.unbind(-3), strict=True):
-        belief = (ahead + likelihood).log_softmax(-1)
-        ahead = (belief[..., :, None] + move).logsumexp(-2)
-        beliefs.append(belief)
-    return torch.stack(beliefs, -2)

@@ -341,10 +341,10 @@ def _judged(source: Source, claim: Claim) -> bool:
     if claim.probe == "attention_focus":
         return facts["layers"] > 1
     if claim.probe == "belief_clusters":
-        return exact is None or bool(exact.outcomes)
+        return exact is None or exact.categorical
     if claim.probe == "belief_readout":
         steps = facts["layers"] * (1 + (not source.subject.unavailable({Site.ATTENTION_WRITE}))) + 1
-        countable = exact is not None and (exact.belief is not None or bool(exact.outcomes))
+        countable = exact is not None and (exact.belief is not None or exact.categorical)
         return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
     whole = source.samples.get(WHOLE)
     if claim.probe == "length_generalisation":

@@ -11,7 +11,7 @@ import click
 from llmgeom.commands.config import Config, command
 from llmgeom.flags import argument
 
-Kind = Literal["models", "domains", "tasks", "architectures", "probes", "claims"]
+Kind = Literal["models", "domains", "processes", "tasks", "architectures", "probes", "claims"]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,14 @@ def domains() -> Iterator[str]:
 
     for name in domains.known():
         yield f"{name:12} {domains.Domain(name).size()} prompts"
+
+
+def processes() -> Iterator[str]:
+    """Processes of evidence in text, with an example of each and its exact answer."""
+    from llmgeom.prompts.processes import describe, names
+
+    for name in names():
+        yield from (*describe(name), "")
 
 
 def tasks() -> Iterator[str]:
@@ -77,6 +85,7 @@ def claims() -> Iterator[str]:
 LISTS: dict[str, Callable[[], Iterator[str]]] = {
     "models": models,
     "domains": domains,
+    "processes": processes,
     "tasks": tasks,
     "architectures": architectures,
     "probes": probes,
@@ -86,7 +95,7 @@ LISTS: dict[str, Callable[[], Iterator[str]]] = {
 
 @command(RunConfig, examples=["llmgeom list probes"])
 def main(config: RunConfig) -> None:
-    """List pocket models, prompt domains, tasks, architectures, probes or claims; without an argument everything."""
+    """List models, domains, processes, tasks, architectures, probes or claims; without an argument everything."""
     for name in (config.what,) if config.what else LISTS:
         if not config.what:
             click.echo(f"{LISTS[name].__doc__} (llmgeom list {name})\n")

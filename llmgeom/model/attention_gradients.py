@@ -266,6 +266,8 @@ def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"
         where = where & real
         if batch.posterior.outcomes:
             target = torch.tensor(batch.posterior.outcomes)[target]
+        elif batch.posterior.answers is not None:
+            target = batch.posterior.answers.flatten(0, 1)[real[where]].gather(1, target[:, None])[:, 0]
     if not len(target):
         raise Unavailable("no position is asked, or no prompt has a second token: there is no loss to differentiate")
     return where, target

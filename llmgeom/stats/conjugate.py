@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 Counts = np.ndarray | int
+Share = np.ndarray | float
 
 
-def two_point_belief(n1: Counts, n2: Counts, reliability: float = 0.9) -> np.ndarray:
+def two_point_belief(n1: Counts, n2: Counts, reliability: Share = 0.9, prior: Share = 0.5) -> np.ndarray:
     """log P(y | D) of the latent label y in nats, [... 2], y = first label and y = second.
 
-    y has prior 1/2; each label seen equals y with probability r, the reliability, whatever the others are. After n1
-    first and n2 second labels, P(y = first | D) = 1 / (1 + (r / (1 - r))^-d) with d = n1 - n2: the likelihood ratio
-    of one label is r / (1 - r), and only the difference of the counts is left of all of them. Derived here.
-    Raises ValueError for a reliability that is not between 0 and 1.
+    y is the first label with probability q, the prior; each label seen equals y with probability r, the reliability,
+    whatever the others are. After n1 first and n2 second labels, P(y = first | D) = 1 / (1 + (r / (1 - r))^-d (1 - q)
+    / q) with d = n1 - n2: the likelihood ratio of one label is r / (1 - r), and only the difference of the counts is
+    left of all of them. Derived here. Raises ValueError for a reliability or prior that is not between 0 and 1.
     """
-    if not 0 < reliability < 1:
-        raise ValueError(f"reliability {reliability}: give a probability between 0 and 1, neither end")
-    odds = (np.asarray(n1) - np.asarray(n2)) * (math.log(reliability) - math.log1p(-reliability))
+    for name, share in (("reliability", np.asarray(reliability)), ("prior", np.asarray(prior))):
+        if not ((share > 0) & (share < 1)).all():
+            raise ValueError(f"{name} {share}: give a probability between 0 and 1, neither end")
+    odds = (np.asarray(n1) - np.asarray(n2)) * _log_odds(reliability) + _log_odds(prior)
     return -np.logaddexp(0, np.stack([-odds, odds], axis=-1))
 
 
-def two_point(n1: Counts, n2: Counts, reliability: float = 0.9) -> np.ndarray:
+def two_point(n1: Counts, n2: Counts, reliability: Share = 0.9, prior: Share = 0.5) -> np.ndarray:
     """log P(next label | D) in nats, [... 2]: r P(y | D) + (1 - r)(1 - P(y | D)), as `two_point_belief` says.
 
     It stays between 1 - r and r however long the sequence: what is certain about y is not certain about a label.
     """
-    belief = two_point_belief(n1, n2, reliability)
-    return np.logaddexp(math.log(reliability) + belief, math.log1p(-reliability) + belief[..., ::-1])
+    belief, r = two_point_belief(n1, n2, reliability, prior), np.asarray(reliability, dtype=np.float64)[..., None]
+    return np.logaddexp(np.log(r) + belief, np.log1p(-r) + belief[..., ::-1])
 
 
 def beta_bernoulli(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.ndarray:
@@ -52,6 +52,11 @@ def beta_majority(n1: Counts, n2: Counts, a: float = 1.0, b: float = 1.0) -> np.
 
     posterior = beta(*_updated(n1, n2, a, b))
     return np.stack([posterior.logsf(0.5), posterior.logcdf(0.5)], axis=-1)
+
+
+def _log_odds(share: Share) -> np.ndarray:
+    share = np.asarray(share, dtype=np.float64)
+    return np.log(share) - np.log1p(-share)
 
 
 def _updated(n1: Counts, n2: Counts, a: float, b: float) -> tuple[np.ndarray, np.ndarray]:

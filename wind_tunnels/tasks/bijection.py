@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from llmgeom.answers import evenly
 from llmgeom.task import Categorical, Sequences, Task, uniform
 from llmgeom.wind_tunnels.sampling import exchanged, integers, permutations, uniforms
 
@@ -96,7 +97,7 @@ class Bijection(Task):
         keys, values = self._pairs(inputs)
         # [sequence query earlier value]: the values of earlier pairs with the queried key.
         known = (_same_key(keys)[:, :, :-1, None] & one_hot(values, self.vocab).bool()[:, None]).any(2)
-        return _evenly(torch.where(known.any(-1, keepdim=True), known, ~self._used(values)))
+        return evenly(torch.where(known.any(-1, keepdim=True), known, ~self._used(values)))
 
     def sufficient(self, inputs: Tensor) -> Tensor:
         """Without replacement the used values, [... vocab] of 0 or 1. With it the queried key, and the value of each
@@ -139,7 +140,7 @@ class Bijection(Task):
         the used ones if the key came before; it does not know which key had which. Without replacement it is exact."""
         keys, values = self._pairs(inputs)
         repeated = _same_key(keys).any(2)
-        bag = _evenly(self._used(values) == repeated[..., None])
+        bag = evenly(self._used(values) == repeated[..., None])
         return {"memoryless": uniform(inputs, self.pairs, self.vocab), "bag of values": bag}
 
     def _pairs(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,9 +155,3 @@ class Bijection(Task):
 def _same_key(keys: Tensor) -> Tensor:
     """[sequence query earlier] bool: which earlier pairs have the queried key."""
     return (keys[:, :, None] == keys[:, None, :]).tril(-1)
-
-
-def _evenly(possible: Tensor) -> Tensor:
-    """Log-probabilities of the possible outcomes, each as likely."""
-    weight = possible.double()
-    return (weight / weight.sum(-1, keepdim=True)).log()

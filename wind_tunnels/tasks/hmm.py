@@ -11,12 +11,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from llmgeom.answers import forward_filter
 from llmgeom.task import Categorical, Sequences, Task, seeded
 from llmgeom.wind_tunnels.chains import (
     LEAST,
     check_sizes,
     emit,
-    forward_filter,
     header_rows,
     log2_matrices,
     log_even,

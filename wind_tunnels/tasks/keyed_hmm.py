@@ -10,11 +10,11 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from llmgeom.answers import forward_filter
 from llmgeom.task import Categorical, Sequences, Task
 from llmgeom.wind_tunnels.chains import (
     check_sizes,
     emit,
-    forward_filter,
     header_rows,
     log2_matrices,
     log_even,

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import one_hot, pad
 
+from llmgeom.answers import dirichlet_multinomial
 from llmgeom.task import Categorical, Sequences, Task
 from llmgeom.wind_tunnels.chains import walk
 from llmgeom.wind_tunnels.sampling import dirichlet, uniforms, with_another_symbol
@@ -129,18 +130,3 @@ class Markov(Task):
 def _same_symbol(inputs: Tensor) -> Tensor:
     """[sequence query earlier] bool: which earlier symbols are the query's."""
     return (inputs[:, :, None] == inputs[:, None, :]).tril(-1)
-
-
-def dirichlet_multinomial(counts: Int[Tensor, "*at symbol"], a: float = 1.0) -> Float[Tensor, "*at symbol"]:
-    """log P(next symbol | counts) in nats, float64: (a + n_j) / (a S + n), n_j of symbol j, n in all, S symbols.
-
-    Symbols are drawn independently, with probabilities from a Dirichlet(a, ..., a) prior; a = 1 is uniform. For two
-    symbols this is `stats.conjugate.beta_bernoulli`.
-
-    Raises:
-        ValueError: `a` is not positive.
-    """
-    if a <= 0:
-        raise ValueError(f"Dirichlet({a}): a must be positive")
-    weight = counts.double() + a
-    return weight.log() - weight.sum(-1, keepdim=True).log()

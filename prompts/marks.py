@@ -1,0 +1,107 @@
+"""Marks: neutral words that are one token of a tokenizer after a space, in sets that share no word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from llmgeom.errors import UserError
+from llmgeom.prompts import nonce
+from llmgeom.prompts.chance import sha256
+from llmgeom.prompts.nonce import Part
+from llmgeom.prompts.surfaces import SURFACES
+
+CONSONANTS, VOWELS = "bdfgjklmnprstvwz", "aeiou"
+LETTERS = "BCDEFGHJKLMNOPQRSTUVWXYZ"  # not A and I, which are words
+LEAST_SETS, MOST_SETS = 5, 40  # five clusters are the fewest that give an interval
+# Syllables that are English words or abbreviations, and so are not neutral.
+_ENGLISH = """
+bad bag bam ban bar bat bed beg bet bid big bin bit bob bog bot bud bug bum bun bus but dad dam den did dig dim din
+dip doc dog don dot dug fab fan far fat fed fer fig fin fit fog for fox fun fur gag gap gas gat gel gem get gig god
+got gum gun gut jab jam jar jaw jet jig job jog jot jug kid kin kit lab lad lag lap lat law leg let lid lip lit lob
+log lot low lug mad man map mar mat max med men met mid mil min mis mix mob mod mom mop mud mug nap net new nil nip
+nor not now nun nut pad pal pan par pat paw peg pen per pet pig pin pit pod pop pos pot pro pub pup put rag ram ran
+rap rat raw red ref rep rib rid rig rim rip rob rod rot row rub rug rum run rut sad sag sap sat saw sec sen set sex
+sim sin sip sir sit six sod son sow sub sum sun tab tad tag tan tap tar tax tec tel ten tip tit tom ton top tot tow
+tub tug van vat vet vin vol vow wag war was wax web wed wet wig win wit won wow zap zen zip zit
+"""
+WORDS = frozenset(_ENGLISH.split())
+
+
+def single_tokens(tokenizer: Any, words: Iterable[str]) -> dict[str, int]:
+    """Word -> token id, for the words that are one and the same token after every surface's question.
+
+    A word w counts if the tokens of `question + " " + w` are those of `question` and one more. Encoded alone, " w" can
+    begin otherwise: some tokenizers put a space of their own before a text.
+    """
+    words = list(dict.fromkeys(words))
+    ids: dict[str, set[int]] = {word: set() for word in words}
+    for surface in SURFACES.values():
+        question = surface.prompt("", ("B", "C"), ("stone",), ())
+        before, *after = _encoded(tokenizer, [question, *(f"{question} {word}" for word in words)])
+        for word, whole in zip(words, after, strict=True):
+            ids[word].add(whole[-1] if len(whole) == len(before) + 1 and whole[:-1] == before else -1)
+    single = {word: ids[word].pop() for word in words if len(ids[word]) == 1}
+    return {word: token for word, token in single.items() if token >= 0}
+
+
+def answer_tokens(tokenizer: Any, prompts: Sequence[str], marks: Sequence[Sequence[str]]) -> list[list[int]]:
+    """[prompt mark] the token of each mark as the next word of its own prompt.
+
+    Raises:
+        UserError: In some prompt a mark is not exactly one token.
+    """
+    texts = [f"{prompt} {mark}" for prompt, row in zip(prompts, marks, strict=True) for mark in row]
+    encoded, before = iter(_encoded(tokenizer, texts)), _encoded(tokenizer, prompts)
+    tokens: list[list[int]] = []
+    for ids, row in zip(before, marks, strict=True):
+        tokens.append([])
+        for mark in row:
+            whole = next(encoded)
+            if len(whole) != len(ids) + 1 or whole[:-1] != ids:
+                raise UserError(f"{mark!r} is not one token after {tokenizer.decode(ids[-8:])!r}; choose other labels")
+            tokens[-1].append(whole[-1])
+    return tokens
+
+
+def mark_sets(tokenizer: Any, size: int, most: int = MOST_SETS) -> tuple[tuple[str, ...], ...]:
+    """Disjoint sets of `size` marks, at most `most`, the same for the same tokenizer.
+
+    No two sets share a word, so that what a model makes of a word reaches one cluster only. Two words that a pocket
+    model was trained to see together are never in one set. Without a tokenizer: of the pocket models' words.
+
+    Raises:
+        UserError: The tokenizer gives fewer than 5 sets.
+    """
+    words = list(nonce.LABELS) if tokenizer is None else list(single_tokens(tokenizer, _candidates()))
+    together = frozenset(nonce.pairs(Part.TRAINED))
+    left, sets = words, []
+    while len(left) >= size and len(sets) < most:
+        chosen: list[str] = []
+        for word in left:
+            if len(chosen) < size and not any(tuple(sorted((word, other))) in together for other in chosen):
+                chosen.append(word)
+        if len(chosen) < size:
+            left = left[1:]  # the first word has too few partners left
+        else:
+            sets.append(tuple(chosen))
+            left = [word for word in left if word not in chosen]
+    if len(sets) < LEAST_SETS:
+        raise UserError(
+            f"this tokenizer has {len(words)} neutral words of one token, enough for {len(sets)} sets of {size} "
+            f"labels; {LEAST_SETS} are needed: use a process with fewer labels, or a model with a larger vocabulary"
+        )
+    return tuple(sets)
+
+
+def _candidates() -> list[str]:
+    """The pocket models' words, other syllables that are no English words, then capital letters."""
+    syllables = ("".join(parts) for parts in product(CONSONANTS, VOWELS, CONSONANTS))
+    neutral = sorted((word for word in syllables if word not in WORDS), key=sha256)
+    return list(dict.fromkeys((*nonce.LABELS, *neutral, *LETTERS)))
+
+
+def _encoded(tokenizer: Callable[..., Mapping[str, Any]], texts: Sequence[str]) -> list[list[int]]:
+    """As a prompt is encoded (`model.tokenizing.encode`), with the special tokens that the tokenizer adds itself."""
+    return tokenizer(list(texts), add_special_tokens=True, verbose=False)["input_ids"]

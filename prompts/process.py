@@ -1,0 +1,270 @@
+"""A process in text: evidence about a hidden cause, written with neutral words, and the exact answer to the question.
+
+One prompt shows k observations, each an item with its mark, and asks for the mark of one item more:
+`First: dax, second: zok. owl: dax, fern: zok, bell:`. The next mark has one exact distribution under the process.
+
+Clusters. All prompts with the same set of marks are one cluster, in whatever surface they are written: a model's
+habits about a word are shared there. Sets share no word, and every prompt draws its own hidden cause, sequence, items
+and order of the marks, so prompts of different clusters have nothing but the surfaces in common. Surfaces are few and
+chosen by us: they are no sample, and results are given within each. (Surface times set as the cluster would count a
+word's habits once for each surface; pairs of overlapping words would not be independent.)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, asdict, dataclass, field
+from random import Random
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from llmgeom.batch import Batch, Posterior, Text
+from llmgeom.errors import UserError, unknown
+from llmgeom.flags import changed_fields
+from llmgeom.prompts import nonce
+from llmgeom.prompts.chance import shuffled
+from llmgeom.prompts.marks import answer_tokens, mark_sets
+from llmgeom.prompts.nonce import Part
+from llmgeom.prompts.surfaces import ORDINALS, SURFACES
+from llmgeom.stats.information import bits, entropy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MOST = 24  # observations of a prompt
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What one prompt shows, in numbers: outcome i is the mark named i-th in the lead-in.
+
+    Attributes:
+        seen: The outcome of each observation.
+        following: The outcome drawn for the question.
+        items: The item of each observation and of the question, by number; by default all differ.
+        stated: Numbers that the prompt says in words, by name.
+    """
+
+    seen: tuple[int, ...]
+    following: int
+    items: tuple[int, ...] = ()
+    stated: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.items:
+            object.__setattr__(self, "items", tuple(range(len(self.seen) + 1)))
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """The outcomes that were shown with the item that is asked for."""
+        return tuple(mark for item, mark in zip(self.items, self.seen, strict=False) if item == self.items[-1])
+
+
+class Process(ABC):
+    """A process: a frozen dataclass whose fields are its spec, with int, float or str values.
+
+    A subclass defines `answers`, `draw`, `predictive`, `statistic` and `trivial`, and where it has a hidden state
+    `belief`; where the prompt says more than evidence, `statement`. The first line of its docstring is its title.
+
+    Attributes:
+        KS: Numbers of observations by default.
+        PRIMITIVE: What the answer takes: "accumulate", "transport" or "bind".
+    """
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
+    KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 8)
+    PRIMITIVE: ClassVar[str] = "accumulate"
+
+    @property
+    @abstractmethod
+    def answers(self) -> int:
+        """The number of marks, which are the answers."""
+
+    @property
+    def most(self) -> int:
+        """The largest number of observations."""
+        return MOST
+
+    @abstractmethod
+    def draw(self, k: int, rng: Random) -> Draw:
+        """The hidden cause from its prior, then k observations and the next outcome."""
+
+    @abstractmethod
+    def predictive(self, draws: Sequence[Draw]) -> Tensor:
+        """log P(next outcome | what each prompt shows) in nats, [prompt outcome] float64."""
+
+    def belief(self, draws: Sequence[Draw]) -> Tensor | None:
+        """log P(hidden state | what each prompt shows) in nats, [prompt state] float64; None without finite states."""
+        return None
+
+    @abstractmethod
+    def statistic(self, draw: Draw) -> str:
+        """The sufficient statistic in short: prompts that share it have the same exact answer."""
+
+    @abstractmethod
+    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
+        """Answers of observers that do not infer, by name: [prompt outcome] log-probabilities in nats, none -inf.
+
+        The best constant for each k need not be listed (`stats.information.best_constant`).
+        """
+
+    def statement(self, draw: Draw, marks: Sequence[str]) -> str:
+        """The sentence before the lead-in; none by default."""
+        return ""
+
+    @property
+    def name(self) -> str:
+        """As `llmgeom list processes` shows it."""
+        return type(self).__module__.rsplit(".", 1)[-1].replace("_", "-")
+
+    @property
+    def title(self) -> str:
+        """NAME:field=value,... with the fields that differ from their defaults."""
+        return changed_fields(self, self.name)
+
+    def require(self, holds: bool, expected: str) -> None:
+        """Raises UserError with the process's title and what was expected, unless `holds`."""
+        if not holds:
+            raise UserError(f"{self.title}: expected {expected}")
+
+    def require_labels(self, labels: int, least: int = 2) -> None:
+        self.require(least <= labels <= len(ORDINALS), f"{least} to {len(ORDINALS)} labels")
+
+    def sample(
+        self,
+        n: int,
+        seed: int,
+        tokenizer: Any = None,
+        *,
+        ks: Sequence[int] = (),
+        surfaces: Sequence[str] = (),
+        positions: int | None = None,
+    ) -> Batch:
+        """`n` prompts for each number of observations, in every surface in turn.
+
+        Args:
+            n: Prompts for each k.
+            seed: Of every draw; the same seed gives the same sequences whatever the tokenizer.
+            tokenizer: Of the model; None leaves the answers' tokens out.
+            ks: Numbers of observations; by default KS.
+            surfaces: Names of `surfaces.SURFACES`; by default all.
+            positions: The longest input of the model, in tokens.
+
+        Returns:
+            A batch with one query a prompt, its last token, the drawn outcome as target, and the exact posterior with
+            the answers' tokens. Columns: k, surface, marks (in the order of outcomes), seen, items, statistic,
+            exact_entropy (bits), likeliest (outcome), stated numbers, and for two marks first, second and n1.
+
+        Raises:
+            UserError: An unknown surface; numbers that cannot be; a tokenizer without enough single-token words; a
+                prompt longer than the model's input.
+        """
+        import torch
+
+        ks, surfaces = tuple(ks) or self.KS, tuple(surfaces) or tuple(SURFACES)
+        self._check(n, ks, surfaces)
+        sets = mark_sets(tokenizer, self.answers)
+        draws, rows = [], []
+        for k in ks:
+            turn = shuffled(Random(f"llmgeom/process/{seed}/{k}"), range(len(sets)))
+            for i in range(n):
+                rng = Random(f"llmgeom/process/{self.title}/{seed}/{k}/{i}")
+                marks = shuffled(rng, sets[turn[(i // len(surfaces)) % len(sets)]])
+                draws.append(self.draw(k, rng))
+                rows.append(self._row(draws[-1], k, surfaces[i % len(surfaces)], marks, rng))
+        text, cluster = (tuple(row.pop(name) for row in rows) for name in ("text", "cluster"))
+        marks = [row["marks"].split() for row in rows]
+        answers = None
+        if tokenizer is not None:
+            check_fits(self.title, ks, [row["k"] for row in rows], text, tokenizer, positions)
+            answers = torch.tensor(answer_tokens(tokenizer, text, marks))[:, None]
+        predictive, belief = self.predictive(draws), self.belief(draws)
+        columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
+        columns["exact_entropy"] = tuple(np.abs(np.round(bits(entropy(predictive)).numpy(), 6)).tolist())
+        columns["likeliest"] = tuple((predictive if belief is None else belief).argmax(-1).tolist())
+        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "spec": asdict(self)}  # type: ignore[call-overload]
+        return Batch(
+            inputs=Text(text),
+            cluster=cluster,
+            source={"kind": "process", "name": self.title, **about},
+            target=torch.tensor([draw.following for draw in draws])[:, None],
+            columns=columns,
+            posterior=Posterior(predictive[:, None], None if belief is None else belief[:, None], answers=answers),
+        )
+
+    def _check(self, n: int, ks: Sequence[int], surfaces: Sequence[str]) -> None:
+        if n < 1:
+            raise UserError(f"--n {n}: ask for at least 1 prompt for each number of observations")
+        for surface in surfaces:
+            if surface not in SURFACES:
+                raise unknown("surface", surface, SURFACES)
+        if len(set(ks)) < len(ks) or not all(0 <= k <= self.most for k in ks):
+            raise UserError(
+                f"--k {','.join(map(str, ks))}: {self.title} takes different numbers of observations, 0 to {self.most}"
+            )
+
+    def _row(self, draw: Draw, k: int, surface: str, marks: Sequence[str], rng: Random) -> dict[str, Any]:
+        """Text, cluster and columns of one prompt."""
+        nouns = shuffled(rng, nonce.carriers(Part.HELD_OUT))
+        items = [nouns[item] for item in draw.items]
+        two = {"first": marks[0], "second": marks[1], "n1": draw.seen.count(0)} if len(marks) == 2 else {}
+        return {
+            "text": SURFACES[surface].prompt(
+                self.statement(draw, marks), marks, items, [marks[outcome] for outcome in draw.seen]
+            ),
+            "cluster": "-".join(sorted(marks)),
+            "k": k,
+            "surface": surface,
+            "marks": " ".join(marks),
+            "seen": "".join(map(str, draw.seen)),
+            "items": " ".join(map(str, draw.items)),
+            "statistic": self.statistic(draw),
+            **draw.stated,
+            **two,
+        }
+
+
+def draws_of(batch: Batch) -> list[Draw]:
+    """The draws of a process's batch, read from its columns."""
+    stated = set(batch.columns) & set(STATED)
+    return [
+        Draw(
+            tuple(map(int, batch.columns["seen"][i])),
+            int(batch.target[i, 0]),  # type: ignore[index]
+            tuple(map(int, batch.columns["items"][i].split())),
+            {name: batch.columns[name][i] for name in stated},
+        )
+        for i in range(len(batch))
+    ]
+
+
+STATED = ("reliability", "prior")  # numbers that a prompt may say in words, in tenths
+
+
+def check_fits(
+    title: str, ks: Sequence[int], k: Sequence[int], text: Sequence[str], tokenizer: Any, positions: int | None
+) -> None:
+    """Raises UserError if a prompt is longer than the model's input."""
+    if positions is None:
+        return
+    lengths = np.array([len(ids) for ids in tokenizer(list(text), verbose=False)["input_ids"]])
+    longest = {number: int(lengths[np.array(k) == number].max()) for number in ks}
+    too_long = [number for number in ks if longest[number] > positions]
+    if too_long:
+        fitting = [str(number) for number in ks if number not in too_long]
+        raise UserError(
+            f"--k {too_long[0]}: a prompt of {title} then has {longest[too_long[0]]} tokens, and the model reads at "
+            f"most {positions}; "
+            + (f"--k {','.join(fitting)} fits" if fitting else "give smaller numbers of observations")
+        )
+
+
+def numbers(process: Process, name: str, kind: type = float) -> tuple[Any, ...]:
+    """The numbers of a field with commas between. Raises UserError."""
+    text = getattr(process, name)
+    try:
+        return tuple(kind(number) for number in text.split(","))
+    except ValueError:
+        raise UserError(f"{process.title}: {name}={text!r}; expected numbers with commas between") from None

@@ -1,0 +1,57 @@
+"""Beta: each mark comes with a fixed, unknown share; the prior over the share is a symmetric Beta distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from scipy.stats import beta
+from torch import Tensor
+
+from llmgeom.prompts.process import Draw, Process
+from llmgeom.prompts.trivial import best_by_feature, counts, is_commonest, is_last
+from llmgeom.stats import conjugate
+
+
+@dataclass(frozen=True)
+class Beta(Process):
+    """Two marks; the share of either is drawn from Beta(a, a), and observations with it.
+
+    Attributes:
+        a: 1 is uniform: Laplace's rule is exact.
+    """
+
+    a: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.require(self.a > 0, f"a above 0, since Beta({self.a:g}, {self.a:g}) is a prior without mass")
+
+    @property
+    def answers(self) -> int:
+        return 2
+
+    def draw(self, k: int, rng: Random) -> Draw:
+        share = float(beta.ppf(rng.random(), self.a, self.a))
+        *seen, following = (int(rng.random() >= share) for _ in range(k + 1))
+        return Draw(tuple(seen), following)
+
+    def predictive(self, draws: Sequence[Draw]) -> Tensor:
+        return torch.from_numpy(conjugate.beta_bernoulli(*counts(draws, 2).T, self.a, self.a))
+
+    def belief(self, draws: Sequence[Draw]) -> Tensor:
+        """Which mark is the commoner in the long run."""
+        return torch.from_numpy(conjugate.beta_majority(*counts(draws, 2).T, self.a, self.a))
+
+    def statistic(self, draw: Draw) -> str:
+        return f"{draw.seen.count(0)},{draw.seen.count(1)}"
+
+    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
+        """majority and last mark, each with the best probability. (To count is exact here.)"""
+        exact = self.predictive(draws).numpy()
+        return {
+            "majority": best_by_feature(exact, draws, is_commonest(draws, 2)),
+            "last mark": best_by_feature(exact, draws, is_last(draws, 2)),
+        }

@@ -1,0 +1,65 @@
+"""Markov: the next mark depends on the last one, by rows of an unknown matrix; counting marks alone fails."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.answers import dirichlet_multinomial
+from llmgeom.prompts.chance import weighted
+from llmgeom.prompts.process import Draw, Process
+from llmgeom.prompts.processes.dirichlet import dirichlet_shares
+from llmgeom.prompts.trivial import best_by_feature, counts, is_last, steps
+
+
+@dataclass(frozen=True)
+class Markov(Process):
+    """A visible Markov chain of marks; each row of its matrix is drawn from Dirichlet(a, ..., a).
+
+    The first mark is drawn evenly. After mark i the next is j with probability (a + n_ij) / (a K + n_i), with n_ij
+    steps from i to j so far.
+
+    Attributes:
+        labels: K, the number of marks.
+        a: Small values make chains that are nearly deterministic.
+    """
+
+    KS = (1, 2, 4, 8, 16)
+
+    labels: int = 2
+    a: float = 0.5
+
+    def __post_init__(self) -> None:
+        self.require_labels(self.labels)
+        self.require(self.a >= 0.01, f"a of 0.01 or more, since a Dirichlet({self.a:g}, ...) prior has no mass to draw")
+
+    @property
+    def answers(self) -> int:
+        return self.labels
+
+    def draw(self, k: int, rng: Random) -> Draw:
+        rows = [dirichlet_shares(self.labels, self.a, rng) for _ in range(self.labels)]
+        chain = [int(rng.random() * self.labels)]
+        for _ in range(k):
+            chain.append(weighted(rng, rows[chain[-1]]))
+        return Draw(tuple(chain[:k]), chain[k])
+
+    def predictive(self, draws: Sequence[Draw]) -> Tensor:
+        return dirichlet_multinomial(torch.from_numpy(steps(draws, self.labels)), self.a)
+
+    def statistic(self, draw: Draw) -> str:
+        last = draw.seen[-1] if draw.seen else "none"
+        return f"after {last}: {','.join(map(str, steps([draw], self.labels)[0]))}"
+
+    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
+        """unigram: the best function of how often a mark came. last mark: repeat it, or not."""
+        exact = self.predictive(draws).numpy()
+        return {
+            "unigram": best_by_feature(exact, draws, counts(draws, self.labels)),
+            "last mark": best_by_feature(exact, draws, is_last(draws, self.labels)),
+        }

@@ -1,0 +1,61 @@
+"""Recall: items are shown with marks in random order, and the mark of one item is asked for again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.answers import evenly
+from llmgeom.prompts.process import Draw, Process
+from llmgeom.prompts.trivial import best_by_feature, counts, is_last
+
+
+@dataclass(frozen=True)
+class Recall(Process):
+    """Each item has a mark, drawn evenly; an item that was shown has the mark shown with it, a new one any.
+
+    Attributes:
+        labels: K, the number of marks.
+        stored: The probability that the question is about an item that was shown.
+    """
+
+    KS = (1, 2, 4, 8)
+    PRIMITIVE = "bind"
+
+    labels: int = 4
+    stored: float = 0.75
+
+    def __post_init__(self) -> None:
+        self.require_labels(self.labels)
+        self.require(0 <= self.stored <= 1, "stored between 0 and 1")
+
+    @property
+    def answers(self) -> int:
+        return self.labels
+
+    def draw(self, k: int, rng: Random) -> Draw:
+        seen = tuple(int(rng.random() * self.labels) for _ in range(k))
+        stored, place, new = rng.random() < self.stored, int(rng.random() * k), int(rng.random() * self.labels)
+        if stored and k:
+            return Draw(seen, seen[place], (*range(k), place))
+        return Draw(seen, new)
+
+    def predictive(self, draws: Sequence[Draw]) -> Tensor:
+        return evenly(torch.tensor([[not draw.known or outcome in draw.known for outcome in range(self.labels)]
+                                    for draw in draws]))  # fmt: skip
+
+    def statistic(self, draw: Draw) -> str:
+        return f"stored {draw.known[0]}" if draw.known else "new item"
+
+    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
+        """unigram: the best function of how often a mark came. last mark: repeat it, or not."""
+        exact = self.predictive(draws).numpy()
+        return {
+            "unigram": best_by_feature(exact, draws, counts(draws, self.labels)),
+            "last mark": best_by_feature(exact, draws, is_last(draws, self.labels)),
+        }

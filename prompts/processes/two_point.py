@@ -1,0 +1,56 @@
+"""Two-point: one of two marks rules the list, and each observation shows it with a fixed reliability."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.answers import dirichlet_multinomial
+from llmgeom.prompts.process import Draw, Process
+from llmgeom.prompts.trivial import best_by_feature, counts, is_commonest
+from llmgeom.stats import conjugate
+
+
+@dataclass(frozen=True)
+class TwoPoint(Process):
+    """One of two marks rules; each observation shows it with probability `reliability`.
+
+    Attributes:
+        reliability: r. Which mark rules has probability 1/2 each.
+    """
+
+    reliability: float = 0.9
+
+    def __post_init__(self) -> None:
+        self.require(0.5 < self.reliability < 1, "a reliability above 0.5 and below 1")
+
+    @property
+    def answers(self) -> int:
+        return 2
+
+    def draw(self, k: int, rng: Random) -> Draw:
+        ruling = int(rng.random() < 0.5)
+        *seen, following = (ruling if rng.random() < self.reliability else 1 - ruling for _ in range(k + 1))
+        return Draw(tuple(seen), following)
+
+    def predictive(self, draws: Sequence[Draw]) -> Tensor:
+        return torch.from_numpy(conjugate.two_point(*counts(draws, 2).T, self.reliability))
+
+    def belief(self, draws: Sequence[Draw]) -> Tensor:
+        """Which mark rules."""
+        return torch.from_numpy(conjugate.two_point_belief(*counts(draws, 2).T, self.reliability))
+
+    def statistic(self, draw: Draw) -> str:
+        return f"{draw.seen.count(0) - draw.seen.count(1):+d}"
+
+    def trivial(self, draws: Sequence[Draw]) -> Mapping[str, np.ndarray]:
+        """majority; and Laplace's rule, (1 + n_j) / (2 + k)."""
+        return {
+            "majority": best_by_feature(self.predictive(draws).numpy(), draws, is_commonest(draws, 2)),
+            "Laplace's rule": dirichlet_multinomial(torch.from_numpy(counts(draws, 2))).numpy(),
+        }
