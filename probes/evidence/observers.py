@@ -4,14 +4,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from llmgeom.batch import Batch
-from llmgeom.prompts.sula import Prior
 from llmgeom.stats import conjugate
 from llmgeom.stats.information import bits
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What an observer sees of each prompt.
+
+    Attributes:
+        labels: [prompt k] padded with -1, 0 first, 1 second, in the order of the prompt.
+        exact: [prompt 2] exact log-probability of each label as the next one, nats.
+        reliability: [prompt] the reliability that the prompt states; nan where it states none.
+        prior: [prompt] the prior probability of the first label that it states; nan where it states none.
+    """
+
+    labels: Int[np.ndarray, "prompt k"]
+    exact: Float[np.ndarray, "prompt 2"]
+    reliability: Float[np.ndarray, " prompt"]
+    prior: Float[np.ndarray, " prompt"]
+
+    @classmethod
+    def of(cls, batch: Batch) -> Shown:
+        """From a batch with the column `seen`, and where prompts state them `reliability` and `prior`."""
+        rows = [[int(label) for label in row] for row in batch.columns["seen"]]
+        labels = np.full((len(rows), max(map(len, rows))), -1)
+        for into, row in zip(labels, rows, strict=True):
+            into[: len(row)] = row
+        absent = (np.nan,) * len(rows)
+        stated = (np.array(batch.columns.get(name, absent), dtype=float) for name in ("reliability", "prior"))
+        return cls(labels, batch.exact.predictive[:, -1].double().numpy(), *stated)
+
+    def take(self, rows: np.ndarray) -> Shown:
+        """Some of the prompts."""
+        return Shown(self.labels[rows], self.exact[rows], self.reliability[rows], self.prior[rows])
+
+    @cached_property
+    def counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """How often each label was shown, [prompt] each."""
+        return (self.labels == 0).sum(1), (self.labels == 1).sum(1)
+
+    @cached_property
+    def k(self) -> np.ndarray:
+        """[prompt] how many labels were shown."""
+        return (self.labels >= 0).sum(1)
 
 
 @dataclass(frozen=True)
@@ -20,7 +62,7 @@ class Observer:
 
     Attributes:
         bayesian: whether the rule is Bayes' rule under some prior.
-        rule: (labels [prompt k] padded with -1, 0 first, 1 second; parameters ...) -> P(first) [prompt].
+        rule: (what was shown, parameters ...) -> P(first) [prompt].
         start, bounds: first guess and range of each parameter.
     """
 
@@ -31,31 +73,28 @@ class Observer:
     bounds: tuple[tuple[float, float], ...] = ()
 
 
-def observers(prior: Prior) -> tuple[Observer, ...]:
-    """The exact observer of this prior, Bayesian ones under other priors, and some that are not Bayesian."""
-
-    def counts(labels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return (labels == 0).sum(1), (labels == 1).sum(1)
+def observers() -> tuple[Observer, ...]:
+    """The exact observer, Bayesian ones under other priors, and some that are not Bayesian."""
 
     def conjugate_rule(predictive: Callable, *fixed: float) -> Callable[..., np.ndarray]:
-        return lambda labels, *fitted: np.exp(predictive(*counts(labels), *(fixed or fitted))[:, 0])
+        return lambda shown, *fitted: np.exp(predictive(*shown.counts, *(fixed or fitted))[:, 0])
 
-    def majority(labels: np.ndarray, error: float) -> np.ndarray:
-        return 0.5 + (0.5 - error) * np.sign(np.subtract(*counts(labels)))
+    def majority(shown: Shown, error: float) -> np.ndarray:
+        return 0.5 + (0.5 - error) * np.sign(np.subtract(*shown.counts))
 
-    def last(labels: np.ndarray, error: float) -> np.ndarray:
-        final = labels[np.arange(len(labels)), (labels >= 0).sum(1) - 1]
+    def last(shown: Shown, error: float) -> np.ndarray:
+        final = shown.labels[np.arange(len(shown.labels)), shown.k - 1]
         return np.where(final == 0, 1 - error, error)
 
-    def recent(labels: np.ndarray, keep: float, before: float) -> np.ndarray:
-        age = (labels >= 0).sum(1, keepdims=True) - 1 - np.arange(labels.shape[1])
-        weight = np.where(labels >= 0, keep ** np.maximum(age, 0), 0)
-        return (before + (weight * (labels == 0)).sum(1)) / (2 * before + weight.sum(1))
+    def recent(shown: Shown, keep: float, before: float) -> np.ndarray:
+        age = shown.k[:, None] - 1 - np.arange(shown.labels.shape[1])
+        weight = np.where(shown.labels >= 0, keep ** np.maximum(age, 0), 0)
+        return (before + (weight * (shown.labels == 0)).sum(1)) / (2 * before + weight.sum(1))
 
     share, count = (1e-3, 0.499), (1e-2, 50.0)
     two_point, beta = conjugate.two_point, conjugate.beta_bernoulli
     return (
-        Observer("exact", True, lambda labels: np.exp(prior.predictive(*counts(labels))[:, 0])),
+        Observer("exact", True, lambda shown: np.exp(shown.exact[:, 0])),
         Observer("two-point 0.9", True, conjugate_rule(two_point, 0.9)),
         Observer("Beta(1, 1)", True, conjugate_rule(beta, 1.0, 1.0)),
         Observer("KT, Beta(1/2, 1/2)", True, conjugate_rule(beta, 0.5, 0.5)),
@@ -65,17 +104,8 @@ def observers(prior: Prior) -> tuple[Observer, ...]:
         # A weight of at most .8 a label: at 1 it would count like a Beta prior, which is Bayesian.
         Observer("recency-weighted", False, recent, (0.6, 1.0), ((0.0, 0.8), count)),
         Observer("copy-last", False, last, (0.2,), (share,)),
-        Observer("unigram", False, lambda labels, p: np.full(len(labels), p), (0.5,), ((1e-3, 0.999),)),
+        Observer("unigram", False, lambda shown, p: np.full(len(shown.labels), p), (0.5,), ((1e-3, 0.999),)),
     )
-
-
-def labels_seen(batch: Batch) -> Int[np.ndarray, "prompt k"]:
-    """The labels of each prompt, 0 first, 1 second, padded with -1."""
-    rows = [[int(label) for label in row] for row in batch.columns["seen"]]
-    padded = np.full((len(rows), max(map(len, rows))), -1)
-    for into, row in zip(padded, rows, strict=True):
-        into[: len(row)] = row
-    return padded
 
 
 def divergence(
@@ -87,7 +117,7 @@ def divergence(
 
 def losses(
     observer: Observer,
-    labels: Int[np.ndarray, "prompt k"],
+    shown: Shown,
     log_p: Float[np.ndarray, "prompt 2"],
     half: Bool[np.ndarray, " prompt"],
 ) -> Float[np.ndarray, " prompt"]:
@@ -95,10 +125,10 @@ def losses(
     from scipy.optimize import minimize
 
     def loss(rows: np.ndarray, values: Sequence[float]) -> np.ndarray:
-        p = np.clip(observer.rule(labels[rows], *values), 1e-9, 1 - 1e-9)
+        p = np.clip(observer.rule(shown.take(rows), *values), 1e-9, 1 - 1e-9)
         return divergence(log_p[rows], np.log(np.stack([p, 1 - p], 1)))
 
-    scores = np.empty(len(labels))
+    scores = np.empty(len(log_p))
     for part in (False, True):
         fit, score = np.flatnonzero(half != part), np.flatnonzero(half == part)
         values: Sequence[float] = observer.start

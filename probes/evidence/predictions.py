@@ -1,9 +1,11 @@
-"""Label predictions: the probabilities that a model gives to the two labels of a prompt, and the exact answers."""
+"""Label predictions: the probabilities that a model gives to the labels of a prompt, and the exact answers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +14,17 @@ from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model.capture import Site
-from llmgeom.model.subject import Subject
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer, Step
+from llmgeom.probe import ProbeInput
 from llmgeom.stats.information import bits
 
-PROMPTS_PER_CAPTURE = 256  # log-probabilities over the vocabulary are large
+MAIN = ""
+# Samples with the same draws as the main one, each changed in one way; see prompts/sula.py.
+MOVED, ENDS, PUBLISHED = ("remap", "permuted", "swap"), ("consistent", "alternating"), ("shuffled", "no words")
+VARIANTS = (*MOVED, *ENDS, *PUBLISHED)
+ANSWERS = "answers"  # column of a batch: the labels of each prompt, a tuple of words
+FIRST, SECOND = "first", "second"  # the same as two columns
 
 
 @dataclass(frozen=True)
@@ -24,65 +32,87 @@ class LabelPredictions:
     """A model's predictions after each prompt of a batch, from float32 logits.
 
     Attributes:
-        log_p: [prompt 2] log-probability of each label given that the next token is one of them, nats.
+        log_p: [prompt label] log-probability of each label given that the next token is one of them, nats.
         mass: [prompt] probability that it is one of them (fraction).
         h_vocab: [prompt] entropy over the whole vocabulary, bits.
-        residual: [depth prompt d_model] residual stream of the last token; empty where it was not captured.
-        value: [prompt coordinate] values of the last layer, likewise.
+        value: [prompt coordinate] values of the last layer; empty where they were not observed.
     """
 
     log_p: np.ndarray
     mass: np.ndarray
     h_vocab: np.ndarray
-    residual: np.ndarray = field(default_factory=lambda: np.empty((0, 0, 0)))
     value: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
+
+    @classmethod
+    def of(cls, capture: Capture) -> LabelPredictions:
+        """From a capture with the observer LABELS."""
+        log_p = capture.observed("labels.log_p").double().numpy()
+        mass = np.logaddexp.reduce(log_p, 1)
+        entropy = bits(capture.entropy.double().numpy())
+        made = cls(log_p - mass[:, None], np.exp(mass), entropy)
+        if ("values.last", -1) not in capture.tensors:
+            return made
+        return cls(made.log_p, made.mass, made.h_vocab, capture.observed("values.last").double().numpy())
 
     @property
     def p(self) -> np.ndarray:
-        """[prompt] probability of the first label, given that it is one of the two."""
+        """[prompt] probability of the first label, given that it is one of the labels."""
         return np.exp(self.log_p[:, 0])
 
     @property
     def h_label(self) -> np.ndarray:
-        """[prompt] entropy of the two labels, renormalised, bits."""
+        """[prompt] entropy of the labels, renormalised, bits."""
         return label_entropy(self.log_p)
 
 
-def predict_labels(subject: Subject, batch: Batch, internals: bool = False) -> LabelPredictions:
-    """Capture a model's label predictions; with `internals`, also its residual streams and last values."""
-    columns = label_ids(subject, batch)
-    sites = {Site.LOG_PROBS, Site.ENTROPY} | ({Site.RESIDUAL, Site.VALUE} if internals else set())
-    labels, entropy, residual, value = [], [], [], []
-    for rows in torch.arange(len(batch)).split(PROMPTS_PER_CAPTURE):
-        capture = subject.capture(batch.take(rows.tolist()), sites)
-        labels.append(capture.log_probs.gather(1, columns[rows]).double().numpy())
-        entropy.append(bits(capture.entropy.double().numpy()))
-        if internals:
-            residual.append(np.stack([layer.double().numpy() for layer in capture.layers(Site.RESIDUAL)]))
-            value.append(capture.layers(Site.VALUE)[-1].double().flatten(1).numpy())
-    both = np.concatenate(labels)
-    mass = np.logaddexp(*both.T)
-    made = LabelPredictions(both - mass[:, None], np.exp(mass), np.concatenate(entropy))
-    if not internals:
-        return made
-    return replace(made, residual=np.concatenate(residual, 1), value=np.concatenate(value))
+def _labels(step: Step) -> dict[str, Tensor]:
+    ids = label_ids(step.tokenizer, step.batch)[step.prompt.cpu()]
+    return {"log_p": step.log_probs.gather(1, ids.to(step.log_probs.device)), "ids": ids}
 
 
-def label_ids(subject: Subject, batch: Batch) -> Int[Tensor, "prompt 2"]:
-    """Token ids of the two labels of each prompt. Raises UserError where a label is several tokens."""
-    pairs = list(zip(batch.columns["first"], batch.columns["second"], strict=True))
-    words = sorted({word for pair in pairs for word in pair})
-    ids = {word: subject.tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}
+def _last_values(step: Step) -> dict[str, Tensor]:
+    return {"last": step.layers(Site.VALUE)[-1].flatten(1)}
+
+
+# The log-probabilities and token ids of the labels at the final position, of the main sample and of its variants.
+LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS))
+LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}))
+
+
+def label_words(batch: Batch) -> list[tuple[str, ...]]:
+    """The labels of each prompt, in the order of the exact answer's outcomes.
+
+    They are the column `answers`, or the columns `first` and `second`.
+
+    Raises:
+        UserError: the prompts have no labels.
+    """
+    if ANSWERS in batch.columns:
+        return [tuple(row) for row in batch.columns[ANSWERS]]
+    if not {FIRST, SECOND} <= batch.columns.keys():
+        raise UserError(f"prompts of {batch.source.get('name', 'this source')} have no labels: no column {ANSWERS!r}")
+    return list(zip(batch.columns[FIRST], batch.columns[SECOND], strict=True))
+
+
+def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:
+    """Token ids of the labels of each prompt, each after a space.
+
+    Raises:
+        UserError: a label is several tokens, or the prompts have no labels.
+    """
+    rows = label_words(batch)
+    words = sorted({word for row in rows for word in row})
+    ids = {word: tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}
     if several := [word for word, tokens in ids.items() if len(tokens) != 1]:
         raise UserError(
             f"{', '.join(several)}: not single tokens of this tokenizer; leave out --labels, and llmgeom chooses some "
             "that are (`prompts.sula.available`)"
         )
-    return torch.tensor([[ids[word][0] for word in pair] for pair in pairs])
+    return torch.tensor([[ids[word][0] for word in row] for row in rows])
 
 
 def label_entropy(log_p: np.ndarray) -> np.ndarray:
-    """[...] entropy in bits of log-probabilities [... 2], to 9 decimals, so that mirrored counts tie in ranks."""
+    """[...] entropy in bits of log-probabilities [... label], to 9 decimals, so that mirrored counts tie in ranks."""
     return np.round(bits(-(np.exp(log_p) * log_p).sum(-1)), 9)
 
 
@@ -91,6 +121,11 @@ class ExactAnswers:
     """What is known of the prompts themselves: numbers of observations, exact answers, clusters."""
 
     batch: Batch
+
+    @cached_property
+    def ks(self) -> list[int]:
+        """The numbers of labelled words, in order."""
+        return sorted(set(self.batch.columns["k"]))
 
     @cached_property
     def k(self) -> np.ndarray:
@@ -109,12 +144,33 @@ class ExactAnswers:
 
     @cached_property
     def log_p(self) -> np.ndarray:
-        """[prompt 2] exact log-probability of the next label, nats."""
+        """[prompt label] exact log-probability of the next label, nats."""
         return self.batch.exact.predictive[:, -1].numpy()
 
     @cached_property
     def belief(self) -> np.ndarray:
-        """[prompt 2] exact log-probability of the latent class, nats."""
+        """[prompt state] exact log-probability of the latent class, nats."""
         belief = self.batch.exact.belief
         assert belief is not None  # label sequences have one
         return belief[:, -1].numpy()
+
+
+def by_sample(
+    data: ProbeInput, samples: Sequence[str]
+) -> tuple[dict[str, ExactAnswers], list[dict[str, LabelPredictions]]]:
+    """Exact answers by sample, and predictions by sample of the model and of each untrained control, in this order.
+
+    Raises:
+        UserError: the prompts come without one of the samples.
+    """
+    if absent := [name for name in samples if name not in {MAIN, *data.samples}]:
+        raise UserError(f"these prompts come without the samples {', '.join(absent)}; `llmgeom evidence` has them")
+    captures = [
+        {name: data.capture if name == MAIN else data.samples[name].capture for name in samples},
+        *(
+            {name: control if name == MAIN else data.samples[name].untrained[draw] for name in samples}
+            for draw, control in enumerate(data.untrained)
+        ),
+    ]
+    truth = {name: ExactAnswers(capture.batch) for name, capture in captures[0].items()}
+    return truth, [{name: LabelPredictions.of(one) for name, one in each.items()} for each in captures]

@@ -10,8 +10,16 @@ import numpy as np
 
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, label_entropy
-from llmgeom.prompts.sula import Sula
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.predictions import (
+    LABELS,
+    LAST_VALUES,
+    MAIN,
+    ExactAnswers,
+    LabelPredictions,
+    by_sample,
+    label_entropy,
+)
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.pca import standardised
 from llmgeom.stats.resampling import Interval, jackknife
@@ -19,7 +27,8 @@ from llmgeom.stats.tests import correlation_interval, spearman
 
 PROBE = "published_sula"
 TEMPLATE = "plain"
-CONDITIONS = ("main", "remap", "shuffled", "no words")
+CONDITIONS = (MAIN, "remap", "shuffled", "no words")
+NEEDS = Needs(shuffled=False, exact=True, samples=frozenset(CONDITIONS) - {MAIN}, observers=(LABELS, LAST_VALUES))
 ERROR, PEARSON = (
     "error of H label, latent class, k = 0 included",
     "Pearson of H label and latent entropy, k = 0 included",
@@ -48,21 +57,23 @@ class Published(Result):
     warnings: tuple[str, ...] = ()
 
 
+def measure(data: ProbeInput) -> Published:
+    """The published numbers. Raises UserError: no coordinate varies, or few pairs of labels."""
+    truth, models = by_sample(data, CONDITIONS)
+    return measure_published(truth, models)
+
+
 def measure_published(
-    source: Sula,
-    truth: Mapping[str, ExactAnswers],
-    own: Mapping[str, LabelPredictions],
-    untrained: Sequence[Mapping[str, LabelPredictions]],
+    truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]
 ) -> Published:
-    """The published numbers, from predictions by condition. UserError: no coordinate varies, or few pairs of labels."""
-    main = truth["main"]
+    """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
+    main, own = truth[MAIN], models[0]
     k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))
     target, ones = label_entropy(main.belief), np.ones(len(every))
-    models = (own, *untrained)
-    first = [_axis(model["main"].value) for model in models]  # u, and the score in standardised coordinates
-    along = [model["main"].value @ u for model, (u, _) in zip(models, first, strict=True)]
+    first = [_axis(model[MAIN].value) for model in models]  # u, and the score in standardised coordinates
+    along = [model[MAIN].value @ u for model, (u, _) in zip(models, first, strict=True)]
     scores = [score for _, score in first]
-    labels = [model["main"].h_label for model in models]
+    labels = [model[MAIN].h_label for model in models]
 
     def row(name: str, values: Sequence[float], interval: Interval) -> Estimate:
         claim, (value, *draws) = declared(PROBE)[name], values
@@ -82,9 +93,9 @@ def measure_published(
         interval = correlation_interval(scores[0], other, cluster)
         return row(name, [abs(spearman(score, other)) for score in scores], interval)
 
-    removed = own["main"].value - along[0][:, None] * first[0][0]
+    removed = own[MAIN].value - along[0][:, None] * first[0][0]
     estimates = (
-        error(ERROR, "main", target),
+        error(ERROR, MAIN, target),
         linear(PEARSON, [(h, target) for h in labels]),
         ranked(RANKED, target),
         ranked(STEPS, k.astype(float)),
@@ -93,7 +104,7 @@ def measure_published(
         error(ABLATED, "no words", ones),
         linear(AXIS, [*zip(along, labels, strict=True)], abs),
     )
-    ks = list(source.ks)
+    ks = main.ks
     return Published(
         k=np.array(ks, dtype=float),
         h_label=np.array([labels[0][k == number].mean() for number in ks]),

@@ -124,7 +124,7 @@ class PromptSplit(EstimationSplit):
         w, intercept = fit((stream - centre) / sd, entropy["estimation"], fold)
         exact, pair = None, captures["evaluation"].log_probs.topk(2).indices
         if evaluation.posterior and "first" in evaluation.columns:
-            exact, pair = evaluation.posterior.predictive[:, -1].double(), label_ids(subject, evaluation)
+            exact, pair = evaluation.posterior.predictive[:, -1].double(), label_ids(subject.tokenizer, evaluation)
 
         def read(x: np.ndarray) -> np.ndarray:
             return (x - centre) / sd @ w + intercept

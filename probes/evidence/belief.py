@@ -1,0 +1,230 @@
+"""The belief inside: exact log odds of the labels, read along the labels' own rows of the unembedding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.estimates import UNTRAINED, against_untrained, indicators, mean_by
+from llmgeom.probes.evidence.predictions import (
+    LABELS,
+    LAST_VALUES,
+    MAIN,
+    ExactAnswers,
+    label_entropy,
+    label_ids,
+    label_words,
+)
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats import shared_line
+from llmgeom.stats.pca import standardised
+from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.tests import correlation_interval, spearman
+
+BELIEF = "sula_belief"
+LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
+PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
+SHUFFLED = "shuffled evidence"
+PERMUTATIONS = 199
+LEAST_SPREAD = 0.05  # nats: standard deviation of the exact log odds below which there is nothing to read
+CLAIMS = declared(BELIEF)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Belief(Result):
+    """How well the exact log odds are read along the labels' own directions, layer by layer."""
+
+    TITLE = "Belief in the residual stream"
+    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
+
+    along: np.ndarray = quantity(
+        "depth",
+        "R2",
+        "exact log odds read from the label-aligned coordinate, other labels and clusters",
+        Figure("curve", band="along_null", interval="along_interval"),
+    )
+    along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
+    along_null: np.ndarray = quantity("depth bound", "R2", "null band of the same")
+    shuffled: np.ndarray = quantity("depth bound", "R2", "band of the same with evidence of other prompts")
+    slope: np.ndarray = quantity("depth", "nats", "slope of the line: log odds for one unit of the coordinate")
+    coordinate: np.ndarray = quantity(
+        "row answer",
+        "nats",
+        "centred log odds of the first label: exact, and as read at the last layer",
+        Figure("scatter"),
+    )
+    k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
+    pc1: np.ndarray = quantity("k", "standard deviations", "PC1 of the last layer's values, mean", Figure("curve"))
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def rows_of_labels(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+    """Token ids of all labels, [label], and their rows of the output embedding, [label d_model]."""
+    ids = label_ids(subject.tokenizer, captures[MAIN].batch).unique()
+    head = subject.model.get_output_embeddings()
+    if head is None or next(head.parameters()).is_meta:
+        raise UserError(f"{subject.name} has no output embedding in memory: labels have no directions to read along")
+    with torch.no_grad():
+        rows = head.weight[ids.to(head.weight.device)]
+    return {"ids": ids.numpy(), "rows": rows.double().cpu().numpy()}
+
+
+@dataclass(frozen=True)
+class Inside:
+    """What is read of one model: label-aligned coordinates and the last layer's values.
+
+    Attributes:
+        along: [depth prompt label] z_j = x . (u_j - mean of the prompt's u) / |x|, x the residual stream of the last
+            token at each depth (the input of each layer, then the output of the last), u_j the row of the output
+            embedding of the prompt's label j.
+        value: [prompt coordinate].
+    """
+
+    along: np.ndarray
+    value: np.ndarray
+
+
+def inside(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Inside:
+    """From the main sample's capture and the rows of the output embedding."""
+    capture = captures[MAIN]
+    place = np.searchsorted(embedding["ids"], capture.observed("labels.ids").numpy())
+    rows = embedding["rows"][place]
+    rows = rows - rows.mean(1, keepdims=True)
+    along = []
+    for layer in capture.layers(Site.RESIDUAL):
+        x = layer.double().numpy()
+        size = np.linalg.norm(x, axis=1, keepdims=True)
+        along.append(np.einsum("pd,pld->pl", x / np.where(size > 0, size, 1), rows))
+    return Inside(np.stack(along), capture.observed("values.last").double().numpy())
+
+
+NEEDS = Needs(
+    sites=frozenset({Site.RESIDUAL}),
+    shuffled=False,
+    exact=True,
+    observers=(LABELS, LAST_VALUES),
+    examine=rows_of_labels,
+    collect=inside,
+)
+
+
+def measure(data: ProbeInput) -> Belief:
+    """Held-out R2 at every depth, of the model and its controls, and the first component of the values.
+
+    Raises:
+        UserError: fewer than 5 clusters, or exact log odds that hardly vary.
+    """
+    return measure_belief(data.capture.batch, (data.observations, *data.control_observations), data.seed)
+
+
+def measure_belief(batch: Batch, models: Sequence[Inside], seed: int) -> Belief:
+    """The same from what is read of the model and then of its untrained controls."""
+    truth = ExactAnswers(batch)
+    rows, own = truth.observed, models[0].along
+    odds, stratum, cluster = _centred_odds(truth), truth.k[rows], truth.cluster[rows]
+    line = shared_line.Line(odds, stratum, _folds(batch, rows, seed))
+    if line.spread < LEAST_SPREAD:
+        raise UserError(
+            f"the exact log odds vary by {line.spread:.2g} nats given k; at least {LEAST_SPREAD:g} are needed to read "
+            "them: show more labels"
+        )
+    every = np.arange(len(rows))
+    values = np.array([line.r2(z[rows]) for z in own])
+    null = np.array([[line.r2(z[rows]) for z in control.along] for control in models[1:]])
+    lines = [line.exchanged(order) for order in _exchanged(stratum, np.random.default_rng([seed, 21]))]
+    shuffled = np.array([[other.r2(z[rows]) for other in lines] for z in own])
+    spans = [jackknife(partial(line.subset_r2, z[rows]), every, cluster) for z in own]
+
+    def claimed(name: str, depth: int) -> Estimate:
+        claim, value = CLAIMS[name], float(values[depth])
+        nulls = [
+            Null.of(UNTRAINED, value, null[:, depth], claim.side),
+            Null.of(SHUFFLED, value, shuffled[depth], claim.side),
+        ]
+        return estimate(claim, value, spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
+
+    last, middle = len(own) - 1, len(own) // 2
+    first, components = _first_component(truth, models)
+    return Belief(
+        along=values,
+        along_interval=np.array([[span.low, span.high] for span in spans]),
+        along_null=layer_band({UNTRAINED: null}),
+        shuffled=layer_band({SHUFFLED: shuffled.T}),
+        slope=np.array([line.slope(z[rows]) for z in own]),
+        coordinate=np.stack([odds[:, 0], line.predicted(own[last][rows])[:, 0]], 1),
+        k=np.array(truth.ks, dtype=float),
+        pc1=mean_by(truth.k, first / first.std()),
+        estimates=(claimed(LAST, last), claimed(MIDDLE, middle), *components),
+        ticks={
+            "depth": (*(f"in {layer}" for layer in range(last)), "out"),
+            "answer": ("exact", "as read at the last layer"),
+            "k": tuple(truth.ks),
+        },
+        notes=(f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}",),
+    )
+
+
+def _centred_odds(truth: ExactAnswers) -> np.ndarray:
+    """[row label] log p_j less the mean over the labels, nats, of the prompts with evidence."""
+    log_p = truth.log_p[truth.observed]
+    if not np.isfinite(log_p).all():
+        raise UserError("an exact probability of 0 has no log odds; leave out the prompts that exclude a label")
+    return log_p - log_p.mean(1, keepdims=True)
+
+
+def _folds(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
+    """Blocks that hold out clusters, sets of labels and lead-ins together."""
+    groupings: list[Any] = [batch.cluster, [tuple(sorted(words)) for words in label_words(batch)]]
+    groupings += [batch.columns[name] for name in ("lead", "surface") if name in batch.columns]
+    return shared_line.blocks([[grouping[i] for i in rows] for grouping in groupings], seed)
+
+
+def _exchanged(stratum: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """[draw row] whose exact answer each row is given: one of a row with as many labels."""
+    order = np.tile(np.arange(len(stratum)), (PERMUTATIONS, 1))
+    for one in np.unique(stratum):
+        at = np.flatnonzero(stratum == one)
+        order[:, at] = rng.permuted(np.tile(at, (PERMUTATIONS, 1)), axis=1)
+    return order
+
+
+def _first_component(truth: ExactAnswers, models: Sequence[Inside]) -> tuple[np.ndarray, list[Estimate]]:
+    """PC1 of the last layer's values, [prompt], and its correlations with the exact entropy and with k."""
+    h, rows, every = label_entropy(truth.log_p), np.flatnonzero(truth.k >= 2), np.arange(len(truth.k))
+
+    def scores(value: np.ndarray) -> np.ndarray:
+        left, size, _ = np.linalg.svd(standardised(value), full_matrices=False)
+        score = left[:, 0] * size[0]
+        return score * (np.sign(spearman(score, h)) or 1)
+
+    def order(score: np.ndarray, chosen: np.ndarray) -> float:
+        return abs(spearman(score[chosen], h[chosen], indicators(truth.k[chosen])))
+
+    def order_of_k(score: np.ndarray, chosen: np.ndarray) -> float:
+        return abs(spearman(score[chosen], truth.k[chosen]))
+
+    by_model = [scores(model.value) for model in models]
+    own, k, cluster = by_model[0], truth.k[rows], truth.cluster
+    spans = (
+        correlation_interval(own[rows], h[rows], cluster[rows], indicators(k)),
+        correlation_interval(own, truth.k, cluster),
+    )
+    return own, [
+        against_untrained(BELIEF, PC1, order, by_model, rows, cluster, spans[0]),
+        against_untrained(BELIEF, STEPS, order_of_k, by_model, every, cluster, spans[1]),
+    ]

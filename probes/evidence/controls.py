@@ -1,0 +1,100 @@
+"""Controls of in-context evidence: how answers move when a prompt changes in a way whose exact effect is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.claims import declared
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.estimates import Statistic, against_untrained
+from llmgeom.probes.evidence.predictions import (
+    ENDS,
+    LABELS,
+    MAIN,
+    MOVED,
+    PUBLISHED,
+    VARIANTS,
+    ExactAnswers,
+    LabelPredictions,
+    by_sample,
+    label_entropy,
+)
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.resampling import jackknife
+
+CONTROLS = "sula_controls"
+CLAIMS = declared(CONTROLS)
+NEEDS = Needs(shuffled=False, exact=True, samples=frozenset(VARIANTS), observers=(LABELS,))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Controls(Result):
+    """How the model's answers move when the prompt changes in a way whose effect on the exact answer is known."""
+
+    TITLE = "Controls (SULA)"
+    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
+
+    movement: np.ndarray = quantity(
+        "control",
+        "probability",
+        "mean |change of P(first)| beyond the exact one",
+        Figure("curve", interval="movement_interval"),
+    )
+    movement_interval: np.ndarray = quantity("control bound", "probability", "95 % interval over label pairs")
+    published: np.ndarray = quantity(
+        "published target", "bits", "mean |H label - target| of the published controls: 1 bit, observer's"
+    )
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+
+
+def measure(data: ProbeInput) -> Controls:
+    """Movement under changes whose effect is known."""
+    return measure_controls(*by_sample(data, (MAIN, *VARIANTS)))
+
+
+def measure_controls(
+    truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]
+) -> Controls:
+    """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
+    (alike, mixed), main, own = ENDS, truth[MAIN], models[0]
+    rows, cluster = np.flatnonzero(main.k >= 2), main.cluster
+
+    def movement(model: Mapping[str, LabelPredictions], name: str) -> np.ndarray:
+        """[prompt] |change of P(first)| beyond the exact change, after mirroring where labels are exchanged."""
+        before, exact_before = model[MAIN].p, np.exp(main.log_p[:, 0])
+        if name == "swap":
+            before, exact_before = 1 - before, 1 - exact_before
+        return np.abs(model[name].p - before - (np.exp(truth[name].log_p[:, 0]) - exact_before))
+
+    def mean_movement(name: str) -> Statistic:
+        return lambda model, chosen: float(movement(model, name)[chosen].mean())
+
+    def separation(model: Mapping[str, LabelPredictions], chosen: np.ndarray) -> float:
+        fall = model[mixed].h_label[chosen] - model[alike].h_label[chosen]
+        exact = label_entropy(truth[mixed].log_p)[chosen] - label_entropy(truth[alike].log_p)[chosen]
+        return float(fall.mean() / exact.mean())
+
+    def errors(name: str) -> list[float]:
+        h = own[name].h_label[rows]
+        return [float(np.abs(h - 1).mean()), float(np.abs(h - label_entropy(truth[name].log_p)[rows]).mean())]
+
+    statistics = {f"movement: {name}": mean_movement(name) for name in MOVED}
+    statistics["consistent against alternating"] = separation
+    moved = [movement(own, name)[rows] for name in MOVED]
+    intervals = [jackknife(np.mean, x, cluster[rows]) for x in moved]
+    return Controls(
+        movement=np.array([x.mean() for x in moved]),
+        movement_interval=np.array([[interval.low, interval.high] for interval in intervals]),
+        published=np.array([errors(name) for name in PUBLISHED]),
+        estimates=tuple(
+            against_untrained(CONTROLS, name, statistic, models, rows, cluster)
+            for name, statistic in statistics.items()
+        ),
+        ticks={"control": MOVED, "published": PUBLISHED, "target": ("1 bit", "observer's")},
+    )
