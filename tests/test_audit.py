@@ -19,7 +19,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probe import ProbeInput
 from llmgeom.probes import known, names
 from llmgeom.probes.evidence import published
-from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, label_entropy
+from llmgeom.probes.evidence.predictions import MAIN, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.probes.published import focus, keys, values
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import Sula
@@ -200,18 +200,20 @@ def heard(p: np.ndarray, value: np.ndarray) -> LabelPredictions:
 
 
 def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_good():
-    truth = {name: ExactAnswers(replace(SOURCE, condition=name).sample(200, 0)) for name in published.CONDITIONS}
-    rng, n = np.random.default_rng(0), len(truth["main"].batch)
-    target = label_entropy(truth["main"].belief)
+    truth = {
+        name: ExactAnswers(replace(SOURCE, condition=name or "main").sample(200, 0)) for name in published.CONDITIONS
+    }
+    rng, n = np.random.default_rng(0), len(truth[MAIN].batch)
+    target = label_entropy(truth[MAIN].belief)
     value = np.outer(target, rng.standard_normal(16)) + 0.05 * rng.standard_normal((n, 16)) + 3
     model = {name: heard(np.exp(one.belief[:, 0]), value) for name, one in truth.items()}
     # The right answer to the question that is asked, the next label, misses the published target.
     right = {name: heard(np.exp(one.log_p[:, 0]), value) for name, one in truth.items()}
     noise = {name: heard(np.full(n, 0.5), rng.standard_normal((n, 16))) for name in truth}
     with refused(Exception, "prompt"):
-        published.measure_published(SOURCE, truth, model, [noise])
+        published.measure_published(truth, [model, noise])
     noise = {name: heard(0.5 + 0.01 * rng.random(n), rng.standard_normal((n, 16))) for name in truth}
-    result = published.measure_published(SOURCE, truth, model, [noise] * 3)
+    result = published.measure_published(truth, [model, *[noise] * 3])
     found = {h.name: h.value for h in result.estimates}
     assert found[published.ERROR] == pytest.approx(0, abs=1e-8)
     assert found[published.PEARSON] == pytest.approx(1) and found[published.REMAP] == pytest.approx(0, abs=1e-8)
@@ -221,7 +223,7 @@ def test_the_published_target_is_another_variable_and_a_constant_is_nearly_as_go
     entitled = np.mean([1, 0.4690, 0.5475, 0.4228, 0.3155])
     assert found[published.SHUFFLED] == pytest.approx(1 - entitled, abs=0.03)
     assert result.after < 1e-12
-    missed = published.measure_published(SOURCE, truth, right, [noise] * 3)
+    missed = published.measure_published(truth, [right, *[noise] * 3])
     # Exact entropies of the next label and of the latent class at k = 0, 1, 2, 4, 8: Paper III's own target.
     gap = np.mean([0, 0.6801 - 0.4690, 0.5893 - 0.2579, 0.5040 - 0.0781, 0.4725 - 0.0081])
     assert missed.estimates[0].value == pytest.approx(gap, abs=0.02)

@@ -18,12 +18,15 @@ from llmgeom.cli import main
 from llmgeom.commands import evidence as experiment
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.evidence.observers import advantage, labels_seen, losses, observers
-from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, label_entropy, predict_labels
-from llmgeom.probes.evidence.results import measure_belief, measure_controls, measure_evidence
+from llmgeom.probes.evidence import controls, skill
+from llmgeom.probes.evidence.controls import measure_controls
+from llmgeom.probes.evidence.observers import Shown, advantage, losses, observers
+from llmgeom.probes.evidence.predictions import MAIN, VARIANTS, ExactAnswers, LabelPredictions, label_entropy, label_ids
+from llmgeom.probes.evidence.skill import measure_evidence
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, available, prior
 from llmgeom.record import Record
+from llmgeom.run import observe, run_probes
 from tests.refusals import refused
 
 LABELS = nonce.LABELS[:12]
@@ -180,12 +183,20 @@ def strangers(n, count=20):
 
 
 def rule(name, labels, *values):
-    (found,) = [reader for reader in observers(SOURCE.prior) if reader.name == name]
+    (found,) = [reader for reader in observers() if reader.name == name]
     return found.rule(labels, *values)
 
 
+def shown(labels):
+    """What prompts with these labels show, with the exact answers under the two-point prior."""
+    labels = np.asarray(labels)
+    n1, n2 = ((labels == label).sum(1) for label in (0, 1))
+    nothing = np.full(len(labels), np.nan)
+    return Shown(labels, TwoPoint().predictive(n1, n2), nothing, nothing)
+
+
 def test_readers_by_hand():
-    labels = np.array([[0, 0, 1], [1, -1, -1], [1, 0, -1]])
+    labels = shown([[0, 0, 1], [1, -1, -1], [1, 0, -1]])
     assert rule("exact", labels) == pytest.approx([enumerated(TwoPoint(), *n)[0] for n in ((2, 1), (0, 1), (1, 1))])
     assert rule("Beta(1, 1)", labels) == pytest.approx([3 / 5, 1 / 3, 1 / 2])
     assert rule("KT, Beta(1/2, 1/2)", labels) == pytest.approx([2.5 / 4, 0.5 / 2, 1.5 / 3])
@@ -207,15 +218,14 @@ def test_readers_by_hand():
     ],
 )
 def test_the_reader_that_answered_is_found(batch, name, values):
-    labels = labels_seen(batch)
     rng = np.random.default_rng(0)
     p = np.full(len(batch), 0.5)
     told = ExactAnswers(batch).observed
-    p[told] = rule(name, labels[told], *values)
+    p[told] = rule(name, Shown.of(batch).take(told), *values)
     noisy = 1 / (1 + np.exp(-(np.log(p / (1 - p)) + rng.normal(0, 0.1, len(p)))))
-    result = measure_evidence(SOURCE, batch, says(noisy), strangers(len(batch)))
+    result = measure_evidence(batch, [says(noisy), *strangers(len(batch))])
     found = dict(zip(result.ticks["observer"], result.observer, strict=True))
-    bayesian = next(r.bayesian for r in observers(SOURCE.prior) if r.name == name)
+    bayesian = next(r.bayesian for r in observers() if r.name == name)
     # Families overlap: a fitted reliability may come to the true one.
     assert found[name] <= min(found.values()) + 1e-3
     gain = next(h for h in claims.judge({"sula": result.lowered()})["sula"].estimates if h.name.startswith("Bayesian"))
@@ -223,12 +233,12 @@ def test_the_reader_that_answered_is_found(batch, name, values):
 
 
 def test_parameters_come_from_the_other_half_of_the_pairs(batch):
-    labels, told = labels_seen(batch), ExactAnswers(batch).observed
-    (reader,) = [r for r in observers(SOURCE.prior) if r.name == "copy-last"]
+    labels = Shown.of(batch).take(told := ExactAnswers(batch).observed)
+    (reader,) = [r for r in observers() if r.name == "copy-last"]
     half = np.arange(len(told)) % 2 == 0
-    p = np.where(half, reader.rule(labels[told], 0.1), reader.rule(labels[told], 0.3))
+    p = np.where(half, reader.rule(labels, 0.1), reader.rule(labels, 0.3))
     log_p = np.log(np.stack([p, 1 - p], 1))
-    found = losses(reader, labels[told], log_p, half)
+    found = losses(reader, labels, log_p, half)
 
     def kl(p, q):
         return p * math.log2(p / q) + (1 - p) * math.log2((1 - p) / (1 - q))
@@ -242,7 +252,7 @@ def test_parameters_come_from_the_other_half_of_the_pairs(batch):
 
 def test_the_exact_answer_has_skill_one_and_no_error(batch):
     truth = ExactAnswers(batch)
-    result = measure_evidence(SOURCE, batch, says(np.exp(truth.log_p[:, 0])), strangers(len(batch)))
+    result = measure_evidence(batch, [says(np.exp(truth.log_p[:, 0])), *strangers(len(batch))])
     found = {h.name: h for h in result.estimates}
     assert found["skill"].value == pytest.approx(1, abs=1e-9)
     assert found["Bayesian over other observers"].value == pytest.approx(1)
@@ -271,7 +281,7 @@ def test_where_counting_and_bayes_agree_the_claim_is_left_out():
     # After two labels, alike or not, a majority rule with the right error is the exact answer.
     source = Sula(LABELS, ks=(0, 2))
     batch = source.sample(60, 0)
-    result = measure_evidence(source, batch, says(np.exp(ExactAnswers(batch).log_p[:, 0])), strangers(len(batch)))
+    result = measure_evidence(batch, [says(np.exp(ExactAnswers(batch).log_p[:, 0])), *strangers(len(batch))])
     assert result.attainable < 1e-9 and "Bayesian over other observers" not in {h.name for h in result.estimates}
     assert any("answers these prompts like one that counts" in warning for warning in result.warnings)
 
@@ -281,14 +291,14 @@ def test_a_constant_at_the_median_has_no_skill_in_entropy(batch):
     median = np.median(label_entropy(truth.log_p)[truth.observed])
     p = next(p for p in np.linspace(0.5, 1, 100_001) if label_entropy(np.log([p, 1 - p + 1e-12])) <= median)
     p = p + 1e-6 * np.random.default_rng(0).random(len(batch))
-    found = measure_evidence(SOURCE, batch, says(p), strangers(len(batch))).estimates
+    found = measure_evidence(batch, [says(p), *strangers(len(batch))]).estimates
     assert {h.name: h.value for h in found}["error of H label, below a constant's"] == pytest.approx(0, abs=1e-3)
 
 
 def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     k, rng = ExactAnswers(batch).k, np.random.default_rng(0)
     p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
-    result = measure_evidence(SOURCE, batch, says(p), strangers(len(batch)))
+    result = measure_evidence(batch, [says(p), *strangers(len(batch))])
     given = {h.name: h for h in result.estimates}["rho of H label and exact entropy, given k"]
     assert abs(given.value) < 0.2 and given.verdict != "above null"
     exact = label_entropy(ExactAnswers(batch).log_p)
@@ -297,43 +307,27 @@ def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     assert (np.diff(result.predicted) > 0).all() and np.ptp(result.exact) < 0.5
 
 
-def test_what_knows_only_the_number_of_labels_holds_no_belief(batch):
-    truth, rng = ExactAnswers(batch), np.random.default_rng(0)
-    shape = (3, len(batch), 6)
-
-    def told(signal: np.ndarray) -> LabelPredictions:
-        x = rng.standard_normal(shape) * 0.1 + signal[:, None]
-        loud = 1000 * rng.standard_normal((len(batch), 1))  # one coordinate of large variance must not be PC1
-        return replace(says(np.full(len(batch), 0.5)), residual=x, value=np.hstack([x[-1], loud]))
-
-    strangers_ = [told(0 * truth.k) for _ in range(3)]
-    blind = measure_belief(SOURCE, batch, told(truth.k.astype(float)), strangers_, 0)
-    assert blind.decoded.max() < 0.05 and blind.odds.max() < 0.05
-    knows = measure_belief(SOURCE, batch, told(10 * label_entropy(truth.log_p)), strangers_, 0)
-    assert knows.decoded.min() > 0.5
-    assert {h.name: h.value for h in knows.estimates}["|rho| of PC1 and exact entropy, given k"] > 0.5
-
-
 def test_what_is_said_before_any_evidence_enters_no_headline(batch):
     truth, untrained = ExactAnswers(batch), strangers(len(batch))
     p = 0.2 + 0.6 * np.exp(truth.log_p[:, 0])
     wild = np.where(truth.k == 0, 0.99, p)
-    usual, other = (measure_evidence(SOURCE, batch, says(one), untrained) for one in (p, wild))
+    usual, other = (measure_evidence(batch, [says(one), *untrained]) for one in (p, wild))
     assert [replace(h, needed=0) for h in other.estimates] == [replace(h, needed=0) for h in usual.estimates]
     assert other.error[0] > usual.error[0] + 0.5 and other.error[1:] == pytest.approx(usual.error[1:])
 
 
 def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
     own, *untrained = strangers(len(batch), 21)
-    for h in claims.judge({"sula": measure_evidence(SOURCE, batch, own, untrained).lowered()})["sula"].estimates:
+    for h in claims.judge({"sula": measure_evidence(batch, [own, *untrained]).lowered()})["sula"].estimates:
         assert h.verdict != "PASS"
 
 
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
-    batches = {name: replace(SOURCE, condition=name).sample(40, seed=0) for name in CONDITIONS}
-    own = {name: says(np.exp(ExactAnswers(one).log_p[:, 0])) for name, one in batches.items()}
-    untrained = [{name: control for name in CONDITIONS} for control in strangers(len(batches["main"]))]
-    result = measure_controls(batches, own, untrained)
+    batches = {name: replace(SOURCE, condition=name or "main").sample(40, seed=0) for name in (MAIN, *VARIANTS)}
+    truth = {name: ExactAnswers(one) for name, one in batches.items()}
+    own = {name: says(np.exp(one.log_p[:, 0])) for name, one in truth.items()}
+    untrained = [{name: control for name in batches} for control in strangers(len(batches[MAIN]))]
+    result = measure_controls(truth, [own, *untrained])
     assert result.movement == pytest.approx(0, abs=1e-9)
     assert {h.name: h.value for h in result.estimates}["consistent against alternating"] == pytest.approx(1)
     assert result.published[:, 1] == pytest.approx(0, abs=1e-9)
@@ -342,31 +336,44 @@ def test_controls_of_the_exact_answer_do_not_move_beyond_it():
     for name, one in batches.items():
         p = np.full(len(one), 0.5)
         told = ExactAnswers(one).observed
-        p[told] = rule("copy-last", labels_seen(one)[told], 0.1)
+        p[told] = rule("copy-last", Shown.of(one).take(told), 0.1)
         copied[name] = says(p)
-    moved = dict(zip(result.ticks["control"], measure_controls(batches, copied, untrained).movement, strict=True))
+    moved = dict(zip(result.ticks["control"], measure_controls(truth, [copied, *untrained]).movement, strict=True))
     assert moved["permuted"] > 0.1 > moved["remap"] == pytest.approx(0, abs=1e-9)
 
 
 def test_a_model_is_heard_as_one_prompt_at_a_time_says(pythia):
     batch = SOURCE.sample(4, seed=0)
-    found = predict_labels(pythia, batch, internals=True)
+    found = observe(pythia, batch, skill.NEEDS)
     for i, text in enumerate(batch.text):
         ids = torch.tensor([pythia.tokenizer(text)["input_ids"]])
         with torch.no_grad():
-            out = pythia.model(ids, output_hidden_states=True)
-        p = out.logits[0, -1].double().softmax(-1)
+            p = pythia.model(ids).logits[0, -1].double().softmax(-1)
         two = p[[pythia.tokenizer(f" {batch.columns[name][i]}")["input_ids"][0] for name in ("first", "second")]]
         assert found.p[i] == pytest.approx(float(two[0] / two.sum()), rel=1e-4)
         assert found.mass[i] == pytest.approx(float(two.sum()), rel=1e-4)
         assert found.h_vocab[i] == pytest.approx(float(-(p * p.log2()).sum()), rel=1e-4)
-        for depth, hidden in enumerate(out.hidden_states[:-1]):  # the last one is after the final norm
-            np.testing.assert_allclose(found.residual[depth, i], hidden[0, -1], atol=1e-4)
 
 
 def test_a_label_of_several_tokens_is_refused(pythia):
     with refused(UserError, "incomprehensible"):
-        predict_labels(pythia, Sula((*LABELS, "incomprehensible")).sample(40, 0))
+        label_ids(pythia.tokenizer, Sula((*LABELS, "incomprehensible")).sample(40, 0))
+
+
+def test_the_record_of_a_repeated_run_is_the_same_and_runs_no_model(pythia, tmp_path, monkeypatch):
+    batch = {"n": 10, "nulls": 2, "store": str(tmp_path)}
+    first = experiment.examine(pythia, Sula(LABELS, ks=(1, 2, 4)), **batch)
+    monkeypatch.setattr(type(pythia.model), "forward", lambda *_, **__: pytest.fail("the model ran again"))
+    again = experiment.examine(pythia, Sula(LABELS, ks=(1, 2, 4)), **batch)
+    for name, measured in first.results.items():
+        assert again.results[name].estimates == measured.estimates
+    assert again.prompts["H label"] == first.prompts["H label"]
+    assert not again.unmeasured
+
+
+def test_variants_missing_from_the_prompts_are_refused_in_a_sentence(pythia):
+    record = run_probes(pythia, SOURCE.sample(10, 0), {"sula_controls": controls}, controls=1)
+    assert "without the samples" in record.unmeasured["sula_controls"]
 
 
 # ---- pocket models: one trained on evidence, two that were not ------------------------------------------------------

@@ -522,7 +522,7 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
 
 
 def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_exact_entropy():
-    from llmgeom.probes.evidence.results import Evidence
+    from llmgeom.probes.evidence.skill import Evidence
 
     answers, h_label = (Evidence.quantities()[name] for name in ("answers", "h_label"))
     assert (h_label.unit, h_label.figure.beside, h_label.figure.band) == ("bits", "h_exact", "h_label_null")

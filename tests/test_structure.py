@@ -43,11 +43,7 @@ UPWARD: set[tuple[str, str]] = {
     ("llmgeom.run", "llmgeom.probes"),
 }
 # Imports among plug-ins that are still there. Entries are only removed.
-SIDEWARD: set[tuple[str, str]] = {
-    ("llmgeom.probes.evidence.observers", "llmgeom.prompts.sula"),
-    ("llmgeom.probes.evidence.published", "llmgeom.prompts.sula"),
-    ("llmgeom.probes.evidence.results", "llmgeom.prompts.sula"),
-}
+SIDEWARD: set[tuple[str, str]] = set()
 # Imports that close a circle, each inside a function. Entries are only removed.
 CIRCULAR: set[tuple[str, str]] = {
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML

@@ -2,39 +2,33 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from llmgeom import claims
+from llmgeom.batch import Batch
+from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
-from llmgeom.probes.evidence import published
-from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions, predict_labels
-from llmgeom.probes.evidence.published import measure_published
-from llmgeom.probes.evidence.results import (
-    BELIEF,
-    CONTROLS,
-    EVIDENCE,
-    measure_belief,
-    measure_controls,
-    measure_evidence,
-)
+from llmgeom.probe import Probe
+from llmgeom.probes.evidence import belief, controls, published, skill
+from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.progress import Progress
-from llmgeom.prompt_table import prompt_table
 from llmgeom.prompts import nonce
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
-from llmgeom.provenance import provenance, took
 from llmgeom.record import Record
-from llmgeom.run import CONTROLS as DRAWS
-from llmgeom.run import few_draws
+from llmgeom.run import CONTROLS, run_probes
 
 Protocol = Literal["sound", "published"]
+PROBES: dict[Protocol, dict[str, Probe]] = {
+    "sound": {skill.EVIDENCE: skill, belief.BELIEF: belief, controls.CONTROLS: controls},
+    "published": {published.PROBE: published},
+}
 
 
 def examine(
@@ -43,69 +37,64 @@ def examine(
     *,
     n: int = 50,
     seed: int = 0,
-    nulls: int = DRAWS,
+    nulls: int = CONTROLS,
     protocol: Protocol = "sound",
+    batch_tokens: int = BATCH_TOKENS,
+    store: str | None = None,
     progress: Progress | None = None,
     facts: Mapping[str, Any] | None = None,
 ) -> Record:
     """Ask the model, and `nulls` untrained controls, `n` prompts a number of observations in every condition.
 
-    protocol    "published": by Paper III's definitions, flaws included.
-    Raises UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
+    Args:
+        subject: the model.
+        source: prior, labels, template and numbers of observations.
+        n: prompts for each number of observations. seed: of prompts and controls. nulls: untrained controls.
+        protocol: "published": by Paper III's definitions, flaws included.
+        batch_tokens: tokens that run together.
+        store: folder of captures; what was captured or measured there before is loaded.
+        progress: called as progress(stage, done, total). facts: further provenance.
+
+    Raises:
+        UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
     """
+    batch, samples = drawn(subject, source, n, seed, protocol)
+    main = skill.EVIDENCE if protocol == "sound" else published.PROBE
+
+    def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
+        entropy = observations[main].h_label
+        return {"template": batch.columns["lead"], "H label": tuple(round(float(h), 6) for h in entropy)}
+
+    return run_probes(
+        subject,
+        batch,
+        PROBES[protocol],
+        samples=samples,
+        controls=nulls,
+        seed=seed,
+        batch_tokens=batch_tokens,
+        store=store,
+        progress=progress,
+        columns=columns,
+        facts={
+            "conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}},
+            **(facts or {}),
+        },
+    )
+
+
+def drawn(subject: Subject, source: Sula, n: int, seed: int, protocol: Protocol) -> tuple[Batch, dict[str, Batch]]:
+    """The prompts and, by condition, the same draws changed in one way. Raises UserError as `examine` does."""
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
     if max(source.ks) < 2:
         raise UserError(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
-    started = time.time()
-    conditions = CONDITIONS if protocol == "sound" else published.CONDITIONS
-    batches = {name: replace(source, condition=name).sample(n, seed) for name in conditions}
-
-    def predictions(model: Subject) -> dict[str, LabelPredictions]:
-        return {name: predict_labels(model, batch, internals=name == "main") for name, batch in batches.items()}
-
-    own = predictions(subject)
-    untrained = []
-    for i in range(nulls):
-        untrained.append(predictions(subject.untrained(seed + 1 + i)))
-        if progress:
-            progress("untrained controls", i + 1, nulls)
-    main = batches["main"]
-    measures = {
-        EVIDENCE: lambda: measure_evidence(source, main, own["main"], [control["main"] for control in untrained]),
-        BELIEF: lambda: measure_belief(source, main, own["main"], [control["main"] for control in untrained], seed),
-        CONTROLS: lambda: measure_controls(batches, own, untrained),
-    }
-    if protocol == "published":
-        truth = {name: ExactAnswers(batch) for name, batch in batches.items()}
-        measures = {published.PROBE: lambda: measure_published(source, truth, own, untrained)}
-    results, unmeasured = {}, {}
-    for i, (name, measure) in enumerate(measures.items()):
-        if progress:
-            progress(f"measuring {name}", i, len(measures))
-        try:
-            results[name] = measure().lowered()
-        except UserError as refusal:
-            unmeasured[name] = str(refusal)
-    tokens = subject.tokens(main)
-    return Record(
-        results=claims.judge(results),
-        unmeasured=unmeasured,
-        prompts={
-            **prompt_table(subject, main, tokens, own["main"].h_vocab),
-            "template": main.columns["lead"],
-            "H label": tuple(round(float(h), 6) for h in own["main"].h_label),
-        },
-        subject={k: v for k, v in subject.facts.items() if v is not None},
-        source=dict(main.source),
-        facts={
-            **provenance(main, tokens, seed, nulls),
-            "conditions": {name: CONDITIONS[name] for name in conditions},
-            **(facts or {}),
-        },
-        warnings=(*few_draws(nulls), *filter(None, [subject.facts.get("note")])),
-        run=took(started),
-    )
+    wanted = frozenset().union(*(probe.NEEDS.samples for probe in PROBES[protocol].values()))
+    batch = source.sample(n, seed)
+    samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
+    for one in (batch, *samples.values()):
+        label_ids(subject.tokenizer, one)
+    return batch, samples
 
 
 @dataclass(frozen=True)
@@ -126,6 +115,7 @@ class RunConfig(config.ModelConfig):
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
     nulls: int = flag(20, "Untrained controls.", least=1)
     seed: int = flag(0, "Fixes prompts and nulls.", least=0, most=LARGEST_SEED)
+    batch_tokens: int = flag(BATCH_TOKENS, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
 
 
@@ -143,7 +133,7 @@ def main(asked: RunConfig, output: VerdictOutput) -> int:
 
 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
-    """The whole of `llmgeom sula`: check, load, examine, save the record and its page; (folder, record)."""
+    """The whole of `llmgeom evidence`: check, load, examine, save the record and its page; (folder, record)."""
     given, protocol = prior(asked.prior), asked.protocol
     template = asked.template or ("colon" if protocol == "sound" else published.TEMPLATE)
     Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
@@ -154,7 +144,6 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     config.check_folder(out, spec)
     subject = subject or asked.load(located)
     source = Sula(asked.labels or available(subject.tokenizer), given, template, asked.ks)
-    told = {"spec": spec, "command": asked.command()}
     record = examine(
         subject,
         source,
@@ -162,8 +151,10 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
         seed=asked.seed,
         nulls=asked.nulls,
         protocol=protocol,
+        batch_tokens=asked.batch_tokens,
+        store=str(captures_folder()),
         progress=progress,
-        facts=told,
+        facts={"spec": spec, "command": asked.command()},
     )
     config.keep(record, out)
     return out, record

@@ -28,7 +28,7 @@ from llmgeom.stats.resampling import jackknife
 
 CONTROLS = "sula_controls"
 CLAIMS = declared(CONTROLS)
-NEEDS = Needs(shuffled=False, exact=True, samples=frozenset(VARIANTS), observers=(LABELS,))
+NEEDS = Needs(shuffled=False, no_context=False, exact=True, samples=frozenset(VARIANTS), observers=(LABELS,))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +58,7 @@ def measure(data: ProbeInput) -> Controls:
     return measure_controls(*by_sample(data, (MAIN, *VARIANTS)))
 
 
-def measure_controls(
-    truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]
-) -> Controls:
+def measure_controls(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Controls:
     """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
     (alike, mixed), main, own = ENDS, truth[MAIN], models[0]
     rows, cluster = np.flatnonzero(main.k >= 2), main.cluster

@@ -28,7 +28,6 @@ from llmgeom.stats.tests import correlation_interval, spearman
 PROBE = "published_sula"
 TEMPLATE = "plain"
 CONDITIONS = (MAIN, "remap", "shuffled", "no words")
-NEEDS = Needs(shuffled=False, exact=True, samples=frozenset(CONDITIONS) - {MAIN}, observers=(LABELS, LAST_VALUES))
 ERROR, PEARSON = (
     "error of H label, latent class, k = 0 included",
     "Pearson of H label and latent entropy, k = 0 included",
@@ -36,6 +35,14 @@ ERROR, PEARSON = (
 RANKED, STEPS = "|rho| of PC1 and latent entropy, k = 0 included", "|rho| of PC1 and k"
 REMAP, SHUFFLED = "error of H label after remap", "error of H label, shuffled, 1 bit expected"
 ABLATED, AXIS = "error of H label, no words, 1 bit expected", "correlation of the axis and H label"
+NEEDS = Needs(
+    shuffled=False,
+    no_context=False,
+    exact=True,
+    samples=frozenset(CONDITIONS) - {MAIN},
+    observers=(LABELS, LAST_VALUES),
+    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +70,7 @@ def measure(data: ProbeInput) -> Published:
     return measure_published(truth, models)
 
 
-def measure_published(
-    truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]
-) -> Published:
+def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mapping[str, LabelPredictions]]) -> Published:
     """The same from exact answers and predictions by sample, of the model and then of its untrained controls."""
     main, own = truth[MAIN], models[0]
     k, cluster, every = main.k, main.cluster, np.arange(len(main.batch))

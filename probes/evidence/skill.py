@@ -25,6 +25,7 @@ LEAST_GAIN = 1e-4  # bits per label
 CLAIMS = declared(EVIDENCE)
 NEEDS = Needs(
     shuffled=False,
+    no_context=False,
     exact=True,
     observers=(LABELS,),
     collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
@@ -188,5 +189,3 @@ def _doubts(mass: float, attainable: float) -> Iterator[str]:
         yield f"{BAYES}: not measured, because an exact model answers these prompts like one that counts; add larger k"
     if mass < 0.5:
         yield f"the two labels have {mass:.1%} of the model's probability: renormalised answers are a small part of it"
-
-

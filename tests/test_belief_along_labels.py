@@ -1,0 +1,195 @@
+"""The belief read along the labels' own directions: against scikit-learn, planted beliefs, and one prompt at a time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from sklearn.linear_model import LinearRegression
+
+from llmgeom.batch import Posterior
+from llmgeom.errors import UserError
+from llmgeom.model.subject import Subject
+from llmgeom.probes.evidence import belief
+from llmgeom.probes.evidence.belief import Inside, measure_belief
+from llmgeom.probes.evidence.predictions import ExactAnswers
+from llmgeom.prompts import nonce
+from llmgeom.prompts.sula import Beta, Sula
+from llmgeom.run import observe
+from llmgeom.stats.ridge_probe import decodability, folds
+from llmgeom.stats.shared_line import Line, blocks
+from tests.refusals import refused
+
+SOURCE = Sula(nonce.LABELS[:12])
+WIDTH = 24
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return SOURCE.sample(60, seed=0)
+
+
+# ---- the line -------------------------------------------------------------------------------------------------------
+
+
+def test_one_line_for_all_slots_is_least_squares_with_indicators_fitted_on_other_blocks():
+    rng = np.random.default_rng(0)
+    n = 120
+    x, stratum = rng.standard_normal((n, 3)), rng.integers(0, 4, n)
+    y = 0.7 * x + rng.standard_normal((4, 3))[stratum] + 0.5 * rng.standard_normal((n, 3))
+    fold = np.stack([rng.integers(0, 5, n), rng.integers(0, 3, n)], 1)
+    expected = np.empty_like(y)
+    intercepts = np.eye(12)[stratum[:, None] * 3 + np.arange(3)]  # [row slot indicator]
+    design = np.concatenate([x[..., None], intercepts], -1)
+    for row in range(n):
+        rest = [other for other in range(n) if not (fold[other] == fold[row]).any()]
+        model = LinearRegression(fit_intercept=False).fit(design[rest].reshape(-1, 13), y[rest].ravel())
+        expected[row] = model.predict(design[row])
+    line = Line(y, stratum, fold)
+    np.testing.assert_allclose(line.predicted(x), expected, atol=1e-10)
+    within = sum(np.square(y[stratum == s] - y[stratum == s].mean(0)).sum() for s in range(4))
+    assert line.r2(x) == pytest.approx(1 - np.square(y - expected).sum() / within)
+    some = np.flatnonzero(rng.random(n) < 0.8)
+    assert line.subset_r2(x, some) == pytest.approx(Line(y[some], stratum[some], fold[some]).r2(x[some]))
+
+
+def test_blocks_hold_out_every_grouping_that_another_does_not_hold_out_already():
+    pair = [f"p{i % 30}" for i in range(300)]
+    lead = [f"l{i % 10}" for i in range(300)]  # a pair lies in one lead-in
+    cluster = [f"c{i // 10}" for i in range(300)]  # crosses both
+    assert blocks([pair, lead], 0).shape == (300, 1)
+    found = blocks([cluster, pair, lead], 0)
+    assert found.shape == (300, 2)
+    for grouping, place in ((cluster, 0), (pair, 1), (lead, 1)):
+        assert len({(group, block) for group, block in zip(grouping, found[:, place], strict=True)}) == len(
+            set(grouping)
+        )
+    assert blocks([pair, ["one"] * 300], 0).shape == (300, 1)  # one surface cannot be held out
+
+
+# ---- planted beliefs ------------------------------------------------------------------------------------------------
+
+
+def planted(batch, strength, seed=0, along=None):
+    """What is read of a model whose residual stream holds `strength` along the rows of its labels, [prompt label]."""
+    rng = np.random.default_rng(seed)
+    words = sorted({*batch.columns["first"], *batch.columns["second"]})
+    rows = dict(zip(words, rng.standard_normal((len(words), WIDTH)), strict=True))
+    u = np.array([[rows[a], rows[b]] for a, b in zip(batch.columns["first"], batch.columns["second"], strict=True)])
+    along = u if along is None else along
+    x = np.einsum("pl,pld->pd", strength, along) + 0.3 * rng.standard_normal((len(batch), WIDTH))
+    u = u - u.mean(1, keepdims=True)
+    z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
+    return x, Inside(np.stack([z, z, z]), x)
+
+
+def strangers(batch, count=20):
+    return [planted(batch, np.random.default_rng(i).normal(size=(len(batch), 2)), i)[1] for i in range(1, count + 1)]
+
+
+def values(result):
+    return {h.name: h for h in result.estimates}
+
+
+def test_a_belief_along_the_labels_is_read_where_no_common_direction_can(batch):
+    truth = ExactAnswers(batch)
+    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+    x, own = planted(batch, odds)
+    found = measure_belief(batch, [own, *strangers(batch)], 0)
+    assert found.along.min() > 0.7
+    assert values(found)[belief.LAST].null_high < 0.1 and values(found)[belief.LAST].low > 0.5
+    # One direction for all pairs, the earlier read-out, finds nothing in the same vectors.
+    rows = truth.observed
+    fold = folds(np.array(batch.columns["lead"])[rows], 0)
+    assert decodability(x[rows], odds[rows, 0], fold) < 0.1
+
+
+def test_a_direction_of_each_pairs_own_is_not_taken_for_the_labels(batch):
+    truth = ExactAnswers(batch)
+    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+    rng = np.random.default_rng(5)
+    own_way = {pair: rng.standard_normal((2, WIDTH)) for pair in set(batch.cluster)}
+    along = np.array([own_way[pair] for pair in batch.cluster])
+    found = measure_belief(batch, [planted(batch, odds, along=along)[1], *strangers(batch)], 0)
+    assert found.along.max() < 0.1
+
+
+@pytest.mark.parametrize("known", ["k", "slot", "nothing"])
+def test_what_is_known_without_the_evidence_is_no_belief(batch, known):
+    k = np.array(batch.columns["k"], dtype=float)
+    strength = {"k": np.stack([k, -k], 1), "slot": np.tile([2.0, -2.0], (len(k), 1)), "nothing": np.zeros((len(k), 2))}
+    found = measure_belief(batch, [planted(batch, strength[known])[1], *strangers(batch)], 0)
+    assert found.along.max() < 0.05
+    assert values(found)[belief.LAST].verdict not in ("above null", "holds", "PASS")
+
+
+def test_the_order_in_which_labels_are_named_changes_nothing(batch):
+    truth = ExactAnswers(batch)
+    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+    _, own = planted(batch, odds)
+    turned = replace(
+        batch,
+        columns={**batch.columns, "first": batch.columns["second"], "second": batch.columns["first"]},
+        posterior=Posterior(batch.exact.predictive.flip(-1), batch.exact.belief),
+    )
+    other = Inside(own.along[..., ::-1].copy(), own.value)
+    one, two = measure_belief(batch, [own, *strangers(batch, 3)], 0), measure_belief(turned, [other, other], 0)
+    np.testing.assert_allclose(one.along, two.along)
+
+
+def test_three_labels_are_a_simplex(batch):
+    """K labels: centred log-ratio coordinates, one slope."""
+    rng = np.random.default_rng(3)
+    n, words = len(batch), [f"w{i}" for i in range(14)]
+    rows = rng.standard_normal((len(words), WIDTH))
+    chosen = np.array([rng.permutation(len(words))[:3] for _ in range(n)])
+    log_p = np.log(rng.dirichlet([1.0, 1.0, 1.0], n) * 0.97 + 0.01)
+    three = replace(
+        batch,
+        columns={"k": batch.columns["k"], "answers": tuple(tuple(words[i] for i in row) for row in chosen)},
+        posterior=Posterior(torch.from_numpy(log_p)[:, None]),
+        cluster=tuple("-".join(words[i] for i in sorted(row)) for row in chosen),
+    )
+    u = rows[chosen] - rows[chosen].mean(1, keepdims=True)
+    clr = log_p - log_p.mean(1, keepdims=True)
+
+    def read(strength):
+        x = np.einsum("pl,pld->pd", strength, rows[chosen]) + 0.3 * rng.standard_normal((n, WIDTH))
+        z = np.einsum("pd,pld->pl", x / np.linalg.norm(x, axis=1, keepdims=True), u)
+        return Inside(z[None], x)
+
+    noise = [read(rng.standard_normal((n, 3))) for _ in range(3)]
+    assert measure_belief(three, [read(clr), *noise], 0).along[0] > 0.6
+    # The total alone, exchanged between slots: what is right for one label and wrong for two others is not read.
+    assert measure_belief(three, [read(np.roll(clr, 1, 1)), *noise], 0).along[0] < 0.35
+
+
+def test_log_odds_that_do_not_vary_are_refused():
+    source = Sula(nonce.LABELS[:12], Beta(500, 500), ks=(1, 2))
+    batch = source.sample(40, 0)
+    _, own = planted(batch, np.zeros((len(batch), 2)))
+    with refused(UserError, "0.05"):
+        measure_belief(batch, [own, own], 0)
+
+
+# ---- a model --------------------------------------------------------------------------------------------------------
+
+
+def test_coordinates_are_those_of_one_prompt_at_a_time():
+    pythia = Subject.load("pocket:pythia", device="cpu", offline=True)
+    batch = SOURCE.sample(3, seed=0)
+    found = observe(pythia, batch, belief.NEEDS)
+    weight = pythia.model.get_output_embeddings().weight.detach().double()
+    for i, text in enumerate(batch.text):
+        ids = torch.tensor([pythia.tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            hidden = pythia.model(ids, output_hidden_states=True).hidden_states
+        first, second = (
+            weight[pythia.tokenizer(f" {batch.columns[name][i]}")["input_ids"][0]] for name in ("first", "second")
+        )
+        for depth, each in enumerate(hidden[:-1]):  # the last one is after the final norm
+            x = each[0, -1].double()
+            z = float(x @ (first - second) / x.norm())
+            assert found.along[depth, i, 0] - found.along[depth, i, 1] == pytest.approx(z, abs=1e-4)
