@@ -15,17 +15,7 @@ from typing import Any, ClassVar, Literal, Self
 import numpy as np
 
 FigureKind = Literal["curve", "scatter", "heatmap"]
-Verdict = Literal[
-    "above null",
-    "not above null",
-    "below null",
-    "not below null",
-    "undecided",
-    "no null",
-    "PASS",
-    "FAIL",
-    "INCONCLUSIVE",
-]
+Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 
 
 @dataclass(frozen=True)
@@ -79,19 +69,27 @@ class Estimate:
 
     value, unit      the number and its unit.
     low, high        its interval; `method` says which (e.g. "jackknife over templates, 95 %").
-    null_low/high    95 % band of the null that decides; `null` says which null and how many draws.
-    p                p-value against that null with the +1 rule; NaN is refused.
-    n, units         how many prompts (or what `counts` names), and how many independent units (templates, documents).
-    verdict, why     the verdict in words and one sentence, e.g. "needs n >= 120 templates".
+    null, null_low/high, centre, p
+                     the control that is hardest to beat, its 95 % band, its centre, and the one-sided p-value against
+                     it; "" where there is no control.
+    n, clusters      how many prompts (or what `counts` names), and how many clusters (templates, documents).
+    verdict, why     of a claim one of the five words and one sentence of reason; of every other number "" and "".
 
     What the verdict rests on; the defaults are those of a metric of which nothing was declared:
-    claim            what PASS says, one sentence; empty for a measurement that is no claim. source, published: where it
-                     is printed, and what was printed.
-    side             whether the value is asked to lie above ("upper") or below ("lower") its nulls.
-    margin           what the interval must clear. effect: the smallest difference from it that is of interest.
+    claim            the sentence that is judged; empty for a number that is no claim. source, published: where it is
+                     printed, and what was printed.
+    side             whether the value is asked to lie above ("upper") or below ("lower") its controls.
+    margin           the hurdle: the value that has p = .025 against the control, before correction.
+    effect           the smallest difference from the control's centre that is of interest; room: whether the metric can
+                     have that value.
     equivalence      the claim is that there is no effect: the interval must lie between margin_low and margin.
-    needed           how many units would decide for the declared effect.
-    p_claim          the p that is corrected for the number of claims; adjusted: that p after Holm, 1 before.
+    p_excluded       one-sided p that the value is as far from the centre as the declared effect, or, of an equivalence
+                     claim, within its range; p_opposite: that it is not beyond every control on the other side.
+    adjusted, adjusted_excluded, adjusted_opposite
+                     p, p_excluded and p_opposite after Holm over the claims of the record; 1 before.
+    noise, null_spread, draws, noisy
+                     what the n that decides is computed from, see `stats.power.Setting`.
+    needed           how many clusters find the declared effect with 90 % power; 0 where no number does.
     """
 
     name: str
@@ -106,25 +104,38 @@ class Estimate:
     p: float
     n: int
     clusters: int
-    verdict: Verdict
+    verdict: Verdict = ""
     why: str = ""
     claim: str = ""
     source: str = ""
     published: str = ""
     side: Literal["upper", "lower"] = "upper"
+    centre: float = 0.0
     margin: float = 0.0
     margin_low: float = 0.0
     effect: float = 0.0
+    room: bool = True
     equivalence: bool = False
-    needed: int = 0
-    p_claim: float = 1.0
+    p_excluded: float = 1.0
+    p_opposite: float = 1.0
     adjusted: float = 1.0
+    adjusted_excluded: float = 1.0
+    adjusted_opposite: float = 1.0
+    noise: float = 0.0
+    null_spread: float = 0.0
+    draws: int = 0
+    noisy: bool = False
+    needed: int = 0
     counts: str = "prompts"
 
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"metric {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
+        if self.verdict and not self.claim:
+            raise ValueError(
+                f"metric {self.name!r} is no claim, and has the verdict {self.verdict!r}; only claims have one"
+            )
 
 
 @dataclass(frozen=True)

@@ -207,9 +207,8 @@ def measure(view: ProbeInput) -> Result:
     def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
         value = number(name)
         nulls = [Null.of("re-initialised", value, np.array([one[name] for one in untrained]))]
-        # Permuted labels carry the sampling noise themselves, so the interval has their middle to clear.
-        for key, draws in permuted.items():
-            nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
+        # Permuted labels carry the sampling noise themselves.
+        nulls += [Null.of(key, value, draws, noisy=True) for key, draws in permuted.items()]
         return estimate(CLAIMS[called], value, intervals[name], nulls, n=len(every), clusters=clusters)
 
     within, beyond = np.array([one.silhouette() for one in mixed]), "silhouette beyond the read-out"

@@ -126,7 +126,7 @@ def test_nulls_nobody_needs_are_not_run(subject, batch):
 
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
     few = run_probes(subject, batch, {}, controls=5)
-    assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in few.warnings
+    assert "only 5 draws of each control: how much they vary is badly known; 20 are usual" in few.warnings
     assert any("entropy spans only" in w for w in few.warnings)
     crowded = Batch(batch.inputs, ("one",) * 5 + tuple(map(str, range(N - 5))), {"name": "crowded"})
     warnings = run_probes(subject, crowded, {}, controls=20).warnings
@@ -258,7 +258,7 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
 def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
     record = run_probes(subject, batch, {}, controls=5, notes=["first of all", "and then"])
     assert record.warnings[:2] == ("first of all", "and then")
-    assert "only 5 draws of each null: at least 20 are needed to decide at p < .05" in record.warnings[2:]
+    assert "only 5 draws of each control: how much they vary is badly known; 20 are usual" in record.warnings[2:]
 
 
 @pytest.mark.parametrize("where", ["untrained controls", "shuffled"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -52,20 +51,16 @@ def compare(
 
 
 def centred_null(name: str, value: float, draws: np.ndarray, side: Side = "upper") -> Null:
-    """Null whose draws carry the sampling noise of the value itself.
-
-    p is against all draws, and the interval must clear only their median: to ask both of one interval would count that
-    noise twice.
-    """
-    return replace(Null.of(name, value, draws, side), margin=float(np.median(draws)))
+    """Null whose draws carry the sampling noise of the value itself, which then is counted once."""
+    return Null.of(name, value, draws, side, noisy=True)
 
 
 def permutation_null(
-    name: str, value: float, draws: np.ndarray, side: Side = "upper", margin: float | None = None
+    name: str, value: float, draws: np.ndarray, side: Side = "upper", centre: float | None = None
 ) -> Null:
-    """Null of permuted labels or rows, whose rank p is fine enough as it is; by default its margin is its median."""
-    margin = float(np.median(draws)) if margin is None else margin
-    return Null(name, *band(draws), margin, tail_p(value, draws, side), len(draws))
+    """Null of permuted labels or rows, whose rank p is fine enough as it is; by default its centre is its median."""
+    centre = float(np.median(draws)) if centre is None else centre
+    return Null(name, *band(draws), centre, tail_p(value, draws, side), len(draws))
 
 
 def null_band(draws: Mapping[str, Iterable[Any]], side: Side = "upper") -> np.ndarray:

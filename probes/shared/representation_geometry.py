@@ -177,7 +177,7 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     permuted = permuted_decodability(last, entropy, fold, view.clusters, RIDGE_PERMUTATIONS, view.seed)
     r2_nulls = untrained_nulls(value, {UNTRAINED: np.array(untrained_r2)[:, -1], OWN_ENTROPY: np.array(own_r2)})
     # The interval must clear 0, which is as good as the mean.
-    r2_nulls.append(permutation_null("permuted templates", value, permuted, margin=0.0))
+    r2_nulls.append(permutation_null("permuted templates", value, permuted, centre=0.0))
     interval = decodability_interval(last, probes[-1], view.clusters)
     estimates.append(estimate(claims[prefix + R2], value, interval, r2_nulls, **size))
     return Geometry(fields, tuple(estimates), tuple(_constant(site, layers)), layers, untrained)
