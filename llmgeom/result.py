@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
 FigureKind = Literal["curve", "scatter", "heatmap"]
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
+WORDS = get_args(Verdict)[1:]
 
 
 @dataclass(frozen=True)

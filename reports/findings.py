@@ -13,8 +13,7 @@ from itertools import groupby
 
 from llmgeom.record import Record
 from llmgeom.reports.text import aligned, numbers, visible
-from llmgeom.result import Estimate
-from llmgeom.stats.verdicts import WORDS
+from llmgeom.result import WORDS, Estimate
 
 ALONE = {
     "holds": "holds",

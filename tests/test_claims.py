@@ -17,11 +17,10 @@ from llmgeom.claims import Claim, Null, declared, digest, entries, estimate, jud
 from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.reports.verdicts import ICONS
-from llmgeom.result import Measured
+from llmgeom.result import WORDS, Measured
 from llmgeom.stats import power
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.tests import prediction_p
-from llmgeom.stats.verdicts import WORDS
 from tests.refusals import refused
 
 EASY, HARD = np.linspace(0.0, 0.1, 20), np.linspace(0.3, 0.6, 20)

@@ -14,7 +14,7 @@ import click
 from llmgeom.errors import UserError
 from llmgeom.flags import flag
 from llmgeom.progress import bar, first_word
-from llmgeom.stats.verdicts import WORDS
+from llmgeom.result import WORDS
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,6 @@ from llmgeom.stats.tests import Side
 
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
 NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
-WORDS = ("holds", "small", "ruled out", "opposite", "open")
 
 
 class Numbers(Protocol):
