@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
@@ -48,6 +48,12 @@ class Quantity:
     unit: str
     meaning: str
     figure: Figure | None = None
+
+    def without(self, absent: Collection[str]) -> Quantity:
+        """The same with no figure element that names one of these quantities."""
+        names = ("band", "interval", "beside", "layers")
+        gone = {name: "" for name in names if self.figure and getattr(self.figure, name) in absent}
+        return replace(self, figure=replace(self.figure, **gone)) if gone else self
 
     def prefixed(self, prefix: str) -> Quantity:
         """The same of one part of a `Combined` result: the meaning, and the quantities that the figure names."""
@@ -154,6 +160,7 @@ class Measured:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 PROSE = ("meaning", "computed", "null", "failure_modes")
@@ -188,7 +195,8 @@ def read_prose(path: Path) -> dict[str, dict[str, str]]:
 class Result:
     """Base of every probe's answer: a frozen dataclass of `quantity` fields and metrics, with `warnings`, which could
     overturn a verdict, and where it has any `notes`, which a reader of its section should know, and `ticks`: the names
-    or numbers that stand along an axis, where they are not 0, 1, 2 ...
+    or numbers that stand along an axis, where they are not 0, 1, 2 ...; and `unmeasured`: metric -> why it is not
+    measured. A quantity that is not measured is None, and is left out.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
@@ -210,7 +218,7 @@ class Result:
 
     def __post_init__(self) -> None:
         lengths = {axis: ("its ticks", len(names)) for axis, names in getattr(self, "ticks", {}).items()}
-        for name, declared in self.quantities().items():
+        for name, declared in self.present().items():
             array = np.asarray(getattr(self, name))
             where = f"{type(self).__name__}.{name}"
             if array.ndim != len(declared.axes):
@@ -232,6 +240,12 @@ class Result:
         """The declared fields by name, in order."""
         return {f.name: f.metadata["quantity"] for f in dataclasses.fields(cls) if "quantity" in f.metadata}
 
+    def present(self) -> dict[str, Quantity]:
+        """The declared fields that are not None, and no figure names one that is."""
+        every = self.quantities()
+        absent = {name for name in every if getattr(self, name) is None}
+        return {name: declared.without(absent) for name, declared in every.items() if name not in absent}
+
     @classmethod
     def prose(cls) -> dict[str, str]:
         """The text of each section in PROSE. Raises KeyError where TEXT has no result of this TITLE."""
@@ -243,11 +257,12 @@ class Result:
             title=self.TITLE,
             **self.prose(),
             estimates=tuple(self.estimates),
-            quantities=self.quantities(),
-            arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},
+            quantities=self.present(),
+            arrays={name: np.asarray(getattr(self, name)) for name in self.present()},
             warnings=tuple(self.warnings),
             notes=tuple(getattr(self, "notes", ())),
             ticks=dict(getattr(self, "ticks", {})),
+            unmeasured=dict(getattr(self, "unmeasured", {})),
         )
 
 
@@ -258,13 +273,14 @@ class Combined(Result):
     Attributes:
         parts: prefix -> result. Quantities of the part "write_" are called write_NAME, and their meanings start with
             "write: "; a part "" keeps its names.
-        estimates, warnings, notes: of all parts, in order.
+        estimates, warnings, notes, unmeasured: of all parts, in order.
     """
 
     parts: Mapping[str, Result]
     estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Mapping[str, Result], warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> Self:
@@ -273,18 +289,19 @@ class Combined(Result):
         def joined(name: str) -> tuple:
             return tuple(chain.from_iterable(getattr(part, name, ()) for part in parts.values()))
 
-        return cls(parts, joined("estimates"), (*joined("warnings"), *warnings), (*joined("notes"), *notes))
+        unmeasured = {name: why for part in parts.values() for name, why in getattr(part, "unmeasured", {}).items()}
+        return cls(parts, joined("estimates"), (*joined("warnings"), *warnings), (*joined("notes"), *notes), unmeasured)
 
     def lowered(self) -> Measured:
         """All parts as plain data."""
         quantities = {
             prefix + name: declared.prefixed(prefix)
             for prefix, part in self.parts.items()
-            for name, declared in part.quantities().items()
+            for name, declared in part.present().items()
         }
         arrays = {
             prefix + name: np.asarray(getattr(part, name))
             for prefix, part in self.parts.items()
-            for name in part.quantities()
+            for name in part.present()
         }
         return replace(super().lowered(), quantities=quantities, arrays=arrays)

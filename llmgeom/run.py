@@ -296,6 +296,8 @@ def run_probes(
     answers = {name: answers[name] for name in measured}  # in the order asked, stored or not
     unmeasured |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     results_of = {name: answer for name, answer in answers.items() if isinstance(answer, Measured)}
+    for name, answer in results_of.items():
+        unmeasured |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
     shown = batch if plan.subset is None else batch.take(plan.subset)
     table = prompt_table(subject, shown, plan.null_sample.tokens, _by_prompt(view, len(plan.null_sample)), view.capture)
     return Record(

@@ -12,7 +12,7 @@ from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Clusters, Interval, Transform, band, jackknife
 from llmgeom.stats.tests import Side, tail_p
 
-UNTRAINED, SHUFFLED = "re-initialised", "shuffled prompts"
+UNTRAINED, SHUFFLED, NO_CONTEXT = "re-initialised", "shuffled prompts", "without context"
 
 Statistic = Callable[[Any, Any], float]  # of data and of the rows to use, an index array or slice(None)
 
@@ -27,6 +27,7 @@ def compare(
     *,
     transform: Transform = "identity",
     interval: Interval | None = None,
+    without: tuple[Any, Any, Clusters] | None = None,
 ) -> Estimate:
     """Estimate of a statistic, with an interval over clusters and one null for each kind of control.
 
@@ -39,6 +40,7 @@ def compare(
         nulls: further nulls.
         transform: scale of the jackknife.
         interval: in place of the jackknife.
+        without: the model's data on the prompts that controls read, those without context, and the cluster of each row.
     """
     rows = np.arange(len(clusters))
     value = statistic(data, rows)
@@ -47,6 +49,12 @@ def compare(
         for name, draws in controls.items()
     ]
     interval = interval or jackknife(lambda kept: statistic(data, kept), rows, clusters, transform)
+    if without is not None:
+        own, cut, theirs = without
+        difference = jackknife(lambda kept: statistic(own, kept) - statistic(cut, kept), np.arange(len(theirs)), theirs)
+        # Of more prompts than the controls read, the difference is that over theirs.
+        excess = statistic(own, np.arange(len(theirs))) - statistic(cut, np.arange(len(theirs)))
+        drawn.append(Null.paired(NO_CONTEXT, value, value - excess, difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
 
