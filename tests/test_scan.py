@@ -310,13 +310,14 @@ def test_a_domain_is_compared_with_mixed_prompts_and_mixed_prompts_say_why_they_
     probes = ("attention_focus", "value_manifold")
     found = perform(tmp_path / "run", model=folder, domains=("math", "mixed"), n=30, limit=100, probes=probes)
     math, mixed = found["math"], found["mixed"]
-    assert set(math.results) == set(probes) and not math.unmeasured
+    # Entropy hardly varies in a model of random weights, so that its metrics are not measured; the probes are.
+    assert set(math.results) == set(probes) and not set(probes) & set(math.unmeasured)
     gains = [h for h in math.results["value_manifold"].estimates if h.name.startswith(("gain in", "change in"))]
     assert len(gains) == 6 and {(h.n, h.claim != "") for h in gains} == {(30, True), (30, False)}
     assert all(h.value == pytest.approx(0, abs=0.3) for h in gains if h.unit == "fraction")
     (said,) = math.results["value_manifold"].notes
     assert "different tokens, different final tokens and templates: math " in said
-    assert set(mixed.results) == set(probes) and not mixed.unmeasured
+    assert set(mixed.results) == set(probes) and not set(probes) & set(mixed.unmeasured)
     (said,) = mixed.results["value_manifold"].notes
     assert said.startswith("domain restriction: not measured")
     assert not any(h.name.startswith("gain in") for h in mixed.results["value_manifold"].estimates)
