@@ -32,7 +32,7 @@ OF_CONTEXT = {
         or (claim.probe == "value_manifold" and ("entropy" in claim.name or RHO in claim.name))
     )
 }
-CONFIRMED = ("holds", "PASS")
+CONFIRMED = ("holds", "small")
 
 
 def domain_sample(subject: Subject, domain: str, seed: int, n: int = 60) -> Batch:
