@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from llmgeom.errors import Unavailable
-from llmgeom.stats.information import entropy
+from llmgeom.errors import Unavailable, UserError, unknown
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -96,13 +95,6 @@ class Posterior:
         return self._of(lambda each: each[list(range(len(each))), query][:, None])
 
     @property
-    def entropy(self) -> Tensor:
-        """Entropy of `predictive` in nats, [batch query]; of a Gaussian log(2 pi e v) / 2, which may be below 0."""
-        if not self.outcomes:
-            return (math.log(2 * math.pi * math.e) + self.predictive[..., 1]) / 2
-        return entropy(self.predictive)
-
-    @property
     def flat(self) -> Posterior:
         """Input and query as one axis, in the order of a capture's rows."""
         return self._of(lambda each: each.flatten(0, 1))
@@ -164,6 +156,28 @@ class Batch:
             raise Unavailable(NO_EXACT)
         return self.posterior
 
+    def column(self, name: str) -> tuple:
+        """A column whose cells are all there and of one kind: finite numbers, truth values or text.
+
+        Raises:
+            UserError: No such column; missing cells, or cells of several kinds, with their rows counted from 1.
+        """
+        if name not in self.columns:
+            raise unknown("column", name, self.columns)
+        kinds: dict[str, list[int]] = {}
+        for row, cell in enumerate(self.columns[name], 1):
+            kinds.setdefault(_kind(cell), []).append(row)
+        for bad, remedy in (
+            ("no value", "fill it in or remove the row"),
+            ("a number that is not finite", "replace it"),
+        ):
+            if bad in kinds:
+                raise UserError(f"column {name!r} has {bad} in {row_numbers(kinds[bad])}: {remedy}")
+        if len(kinds) > 1:
+            mixed = ", ".join(f"{kind} in {row_numbers(rows)}" for kind, rows in sorted(kinds.items()))
+            raise UserError(f"column {name!r} mixes kinds ({mixed}): write all its cells as numbers, or all as text")
+        return self.columns[name]
+
     def take(self, index: Iterable[Any]) -> Batch:
         """The batch restricted to `index` (a sequence of ints), in that order."""
         index = [int(i) for i in index]
@@ -182,3 +196,20 @@ class Batch:
             target=None if self.target is None else self.target[index],
             posterior=None if self.posterior is None else self.posterior.take(index),
         )
+
+
+def row_numbers(rows: Sequence[int], most: int = 5) -> str:
+    """Row numbers in words, the first few of many: "rows 1, 4, 9, 12, 30 and 7 more"."""
+    more = f" and {len(rows) - most} more" if len(rows) > most else ""
+    return f"row{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:most]))}{more}"
+
+
+def _kind(cell: Any) -> str:
+    """What a cell of a column is, in words."""
+    if cell is None:
+        return "no value"
+    if isinstance(cell, bool):
+        return "truth values"
+    if isinstance(cell, int | float):
+        return "numbers" if math.isfinite(cell) else "a number that is not finite"
+    return "text"

@@ -24,6 +24,7 @@ from llmgeom.errors import UserError, first_line, redact
 COMMANDS = {
     "Measure": {
         "scan": "Measure a model's geometry of uncertainty",
+        "probe": "Test if your own label is linearly there",
         "evidence": "Test if labels are weighed by Bayes' rule",
     },
     "Intervene": {

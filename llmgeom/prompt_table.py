@@ -38,7 +38,7 @@ def prompt_table(
         "tags": ("",) * n,
         "domain": (str(batch.source.get("name", "")),) * n,
         "template": batch.cluster,
-        **{name: tuple(map(str, column)) for name, column in batch.columns.items()},
+        **{name: _cells(column) for name, column in batch.columns.items()},
         "text": text,
         "entropy": tuple(round(float(h), 6) for h in entropy),
         "tokens": tuple(tokens.lengths.tolist()),
@@ -50,6 +50,13 @@ def prompt_table(
         if capture is not None:
             table["next tokens"] = _likely(subject, tokens, capture)
     return table
+
+
+def _cells(column: tuple) -> tuple:
+    """A column as a record holds it: finite numbers as they are, everything else as text; a missing cell is ""."""
+    if all(isinstance(cell, int | float) and not isinstance(cell, bool) and math.isfinite(cell) for cell in column):
+        return column
+    return tuple("" if cell is None else str(cell) for cell in column)
 
 
 def _piece(subject: Subject, *ids: int) -> str:

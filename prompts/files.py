@@ -2,27 +2,48 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
+from llmgeom.prompts import columns
 
 LONGEST = 100_000
 MOST = 2**28  # bytes of a file
 _OPTIONAL = ("template", "domain", "tags")
+_KNOWN = frozenset({"text", *_OPTIONAL})
 
 
-def read(path: str) -> Batch:
-    """The prompts of a file: .jsonl, an object a line; any other name, a prompt a line; `-` is standard input.
+def read(path: str, cluster: str | None = None) -> Batch:
+    """The prompts of a file, with every further column of its table.
 
-    In JSONL "text" is required; "template" (the unit; by default each line is its own), "domain" and "tags" are
-    optional strings and other keys are ignored. Blank lines at the end are ignored. Standard input is JSONL where its
-    first non-blank character is {. Raises UserError with file, line, what was found and the remedy.
+    .jsonl holds an object a line, .csv and .parquet a table; any other file a prompt a line; `-` is standard input,
+    which is JSONL where its first non-blank character is {. In a table "text" is required; "template", "domain" and
+    "tags" are optional text. Every other column is kept in `Batch.columns` as numbers, truth values or text (see
+    `llmgeom.prompts.columns`), but for columns of lists or objects, which `source` names. Blank lines at the end are
+    ignored.
+
+    Args:
+        path: The file.
+        cluster: The column whose equal values make a cluster; by default "template", or else each row is its own.
+
+    Raises:
+        UserError: With file, line, what was found and the remedy.
     """
     name = "standard input" if path == "-" else str(path)
+    kind = name.lower().rpartition(".")[2]
+    if kind == "parquet":
+        return _batch(_parquet(path, name), name, path, "row", cluster)
     whole = _decoded(_bytes(path, name), name)
+    if kind == "csv":
+        return _batch(_csv(whole, name), name, path, "row", cluster)
     if not whole.strip():
         raise UserError(f"{name} is empty: expected a prompt a line, or one JSON object a line")
     as_json = whole.lstrip()[0] == "{" if path == "-" else name.lower().endswith(".jsonl")
@@ -30,28 +51,106 @@ def read(path: str) -> Batch:
     lines = [line.removesuffix("\r") for line in whole.split("\n")]
     while not lines[-1].strip():
         lines.pop()
-    rows: list[dict[str, str]] = []
-    first: dict[str, int] = {}
+    rows = []
     for number, line in enumerate(lines, start=1):
         where = f"{name}, line {number}"
         if len(line) > LONGEST:
             raise UserError(f"{where} has {len(line)} characters: expected at most {LONGEST}; shorten it or split it")
-        row = _object(line, where) if as_json else {"text": line}
+        rows.append(_object(line, where) if as_json else {"text": line})
+    return _batch(rows, name, path, "line", cluster)
+
+
+def from_frame(frame: Any, text: str = "text", cluster: str | None = None) -> Batch:
+    """The prompts of a pandas frame (or of a mapping of columns), with every further column kept as in `read`.
+
+    Args:
+        frame: Its column names are text.
+        text: The column of prompts.
+        cluster: As in `read`.
+
+    Raises:
+        UserError: A column that is not there, or a prompt that cannot be used, by its row.
+    """
+    names = list(frame.keys())
+    if text not in names:
+        raise unknown("column", text, map(str, names))
+    table = {str(name): list(frame[name]) for name in names}
+    table["text"] = table.pop(text)
+    return _batch(
+        [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)],
+        "the frame",
+        "frame",
+        "row",
+        cluster,
+    )
+
+
+def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, cluster: str | None) -> Batch:
+    """The rows of a table as a batch. `unit` is what a row is called in the file."""
+    first: dict[str, int] = {}
+    for number, row in enumerate(rows, start=1):
+        where = f"{name}, {unit} {number}"
+        _check(row, where)
         text = row["text"]
         if not text.strip():
-            raise UserError(f"{where} is a blank prompt: give it a text or remove the line")
+            raise UserError(f"{where} is a blank prompt: give it a text or remove the {unit}")
+        if len(text) > LONGEST:
+            raise UserError(f"{where} has {len(text)} characters: expected at most {LONGEST}; shorten it or split it")
         if "\0" in text:
             raise UserError(f"{where} holds a NUL character at position {text.index(chr(0)) + 1}: remove it")
         if text in first:
-            raise UserError(f"{name}, lines {first[text]} and {number} are the same prompt: remove one of them")
+            raise UserError(f"{name}, {unit}s {first[text]} and {number} are the same prompt: remove one of them")
         first[text] = number
-        rows.append({"template": f"line-{number}", "domain": "", "tags": "", **row})
-    return Batch(
-        inputs=Text(tuple(row["text"] for row in rows)),
-        cluster=tuple(row["template"] for row in rows),
-        source={"kind": "file", "name": "stdin" if path == "-" else os.path.basename(name), "n": len(rows)},
-        columns={key: tuple(row[key] for row in rows) for key in ("domain", "template", "tags")},
-    )
+    own = {
+        "domain": tuple(row.get("domain") or "" for row in rows),
+        "template": tuple(row.get("template") or f"{unit}-{number}" for number, row in enumerate(rows, start=1)),
+        "tags": tuple(row.get("tags") or "" for row in rows),
+    }
+    further, left_out = columns.kept(rows, _KNOWN)
+
+    source = {"kind": "file", "name": "stdin" if path == "-" else os.path.basename(name), "n": len(rows)}
+    if left_out:
+        source["columns left out"] = "; ".join(left_out)
+    batch = Batch(Text(tuple(row["text"] for row in rows)), own["template"], source, columns=own | further)
+    if cluster is None:
+        return batch
+    source = source | {"cluster": cluster}
+    return replace(batch, cluster=tuple(map(str, batch.column(cluster))), source=source)
+
+
+def _csv(whole: str, name: str) -> list[dict[str, Any]]:
+    """The rows of a CSV table with a head."""
+    if not whole.strip():
+        raise UserError(f'{name} is empty: expected a head with a column "text", then a row for each prompt')
+    try:
+        head, *rows = [row for row in csv.reader(io.StringIO(whole, newline=""), strict=True) if row]
+    except csv.Error as error:
+        raise UserError(f"{name} is no CSV table ({error}): quote cells that hold commas or line breaks") from None
+    if "text" not in head or len(set(head)) < len(head):
+        raise UserError(f'{name}: its head is {", ".join(map(repr, head))}; expected distinct names and "text"')
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(head):
+            raise UserError(f"{name}, row {number} has {len(row)} cells, the head {len(head)}: quote cells with commas")
+    if not rows:
+        raise UserError(f"{name} has a head and no rows: add a row for each prompt")
+    table = {
+        key: list(cells) if key in _KNOWN else columns.parsed(cells)
+        for key, cells in zip(head, zip(*rows, strict=True), strict=True)
+    }
+    return [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
+
+
+def _parquet(path: str, name: str) -> list[dict[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows = parquet.read_table(path).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise UserError(f"{name} cannot be read as Parquet ({str(error)[:200]}): check its name") from None
+    if not rows:
+        raise UserError(f"{name} has no rows: add a row for each prompt")
+    return rows
 
 
 def _bytes(path: str, name: str) -> bytes:
@@ -86,8 +185,8 @@ def _decoded(blob: bytes, name: str) -> str:
         ) from None
 
 
-def _object(line: str, where: str) -> dict[str, str]:
-    """The known keys of one line of JSONL, checked."""
+def _object(line: str, where: str) -> dict[str, Any]:
+    """One line of JSONL."""
     if not line.strip():
         raise UserError(f"{where} is a blank prompt: give it a text or remove the line")
     try:
@@ -102,14 +201,19 @@ def _object(line: str, where: str) -> dict[str, str]:
         ) from None
     if not isinstance(found, dict):
         raise UserError(f'{where} is a JSON {type(found).__name__}, not an object: expected {{"text": "..."}}')
-    if "text" not in found:
-        raise UserError(f'{where} has no "text" (its keys: {", ".join(map(repr, found)) or "none"}): add it')
+    return found
+
+
+def _check(row: dict[str, Any], where: str) -> None:
+    """Raises UserError where a known column is missing or is no text, and for text that cannot be saved."""
+    if "text" not in row:
+        raise UserError(f'{where} has no "text" (its keys: {", ".join(map(repr, row)) or "none"}): add it')
     for key in ("text", *_OPTIONAL):
-        if key in found and not isinstance(found[key], str):
-            raise UserError(f'{where} has a "{key}" of type {type(found[key]).__name__}: expected a string')
+        if key in row and not isinstance(row[key], str):
+            raise UserError(f'{where} has a "{key}" of type {type(row[key]).__name__}: expected a string')
+    for key, cell in row.items():
         # A lone surrogate is valid JSON but no text: it could neither be tokenized nor saved.
-        if key in found and any("\ud800" <= c <= "\udfff" for c in found[key]):
+        if any("\ud800" <= c <= "\udfff" for part in (key, cell) if isinstance(part, str) for c in part):
             raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
-    if not found.get("template", "one").strip():
+    if not row.get("template", "one").strip():
         raise UserError(f'{where} has a blank "template": name the unit, or leave the key out for a unit of its own')
-    return {key: found[key] for key in ("text", *_OPTIONAL) if key in found}

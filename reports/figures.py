@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Plotly
 
 LINE, NULL, INK = COLOURS[0], "#6b6b6b", "#1a1a1a"
+DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 ORDER = ("scatter", "curve", "heatmap")
 FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}
 AXIS = {
@@ -151,9 +152,14 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         caption, label = f"{caption} Hatched: {means}.", f"{label}; the null band from {span(bounds)}"
     if figure.beside:
         other, beside = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
-        dashed = {"mode": "lines", "line": {"color": NULL, "width": 2, "dash": "dash"}, "hoverinfo": "skip"}
-        traces.append(dashed | {"x": compact(x), "y": compact(other), "name": beside.meaning})
-        columns, table = [*columns, titled(figure.beside, beside.unit)], [*table, other]
+        several = other.ndim > 1
+        names = measured.ticks.get(beside.axes[0], tuple(range(len(other)))) if several else (beside.meaning,)
+        for i, (line, called) in enumerate(zip(np.atleast_2d(other), names, strict=True)):
+            style = {"color": COLOURS[i % len(COLOURS)] if several else NULL, "width": 2, "dash": DASHES[i % 5]}
+            dashed = {"mode": "lines", "line": style, "hoverinfo": "skip"}
+            traces.append(dashed | {"x": compact(x), "y": compact(line), "name": plotly_text(str(called))})
+            columns = [*columns, str(called) if several else titled(figure.beside, beside.unit)]
+            table = [*table, line]
         caption = f"{caption} Dashed: {beside.meaning}."
     hover = [plotly_text(f"{axis} {i}: {v:.4g} {declared.unit}") for i, v in zip(ticks, y, strict=True)]
     line = {"mode": "lines+markers", "line": {"color": LINE, "width": 2.5}, "marker": {"size": 8}, "hoverinfo": "text"}

@@ -126,7 +126,7 @@ def test_what_click_cannot_read_is_a_usage_error(wrong):
 
 def test_the_groups_of_the_help():
     assert {heading: list(group) for heading, group in COMMANDS.items()} == {
-        "Measure": ["scan", "evidence"],
+        "Measure": ["scan", "probe", "evidence"],
         "Intervene": ["ablate", "patch"],
         "Known truth": ["train", "grade", "dynamics", "calibrate"],
         "Papers": ["reproduce"],

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float, Int, Real
+from jaxtyping import Bool, Float, Int, Real
 
 from llmgeom.errors import UserError
+from llmgeom.stats import tall_ridge
 from llmgeom.stats.resampling import LEAST_CLUSTERS, Clusters, Interval, jackknife, permute_clusters
 
 FOLDS = 5
 GROUPS = 25
+TALL = 2000  # rows from which sums over folds cost less than one eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
 
 
@@ -26,12 +28,14 @@ class Readout:
     truth, prediction  [row column]; each prediction is from the rows of other units only.
     fold               [row] which fold the row was held out in.
     penalty            [fold column] the penalty that the other folds chose.
+    error              [fold column] mean squared error with that penalty, when the other folds are held out in turn.
     """
 
     truth: np.ndarray
     prediction: np.ndarray
     fold: np.ndarray
     penalty: np.ndarray
+    error: np.ndarray
 
     @property
     def r2(self) -> Float[np.ndarray, " column"]:
@@ -45,6 +49,7 @@ def read(
     x: Float[np.ndarray, "row coordinate"],
     y: Real[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
+    confounds: Float[np.ndarray, "row confound"] | None = None,
 ) -> Readout:
     """Ridge regression of each column of y on x, each fold predicted from the others.
 
@@ -55,25 +60,47 @@ def read(
     U', where U diag(l) U' = z z' / d over m rows, rows G are missed without G by (I - H_GG)^-1 (y - H y)_G (block
     form of the leave-one-out identity of least squares with a quadratic penalty; derived here). Inner folds
     share the standardisation of their outer fold, which the rows that are scored have no part in.
-    Where no coordinate varies outside a fold, the mean is predicted.
+    Where no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual:
+    what least squares on a constant and the confounds, fitted to the rows outside the fold, leaves of it in every row.
     Raises UserError where a column of y is constant outside a fold, and for values that are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or say why they are there")
     count = int(fold.max()) + 1
-    prediction, penalty = np.empty_like(y), np.empty((count, y.shape[1]))
+    prediction, penalty, error = np.empty_like(y), np.empty((count, y.shape[1])), np.empty((count, y.shape[1]))
     for held in range(count):
         out, rest = fold == held, fold != held
         if (y[rest].max(0) == y[rest].min(0)).any():
             raise UserError(f"what is to be read is constant over {rest.sum()} rows: nothing can be learnt from them")
         mean = y[rest].mean(0)
-        z, new = _standardised(x[rest], x[out])
-        values, vectors = _eigen(z)
-        chosen = _inner_errors(values, vectors, y[rest] - mean, fold[rest]).argmin(0)
-        penalty[held] = PENALTIES[chosen]
-        prediction[out] = mean + (new @ z.T) @ _dual(values, vectors, y[rest] - mean, penalty[held])
-    return Readout(y, prediction, fold, penalty)
+        residual = residuals(x, confounds, rest)
+        z, new = standardised(residual[rest], residual[out])
+        if rest.sum() > max(TALL, 2 * z.shape[1]) and z.shape[1]:
+            prediction[out], penalty[held], error[held] = tall_ridge.read(z, new, y[rest] - mean, fold[rest], PENALTIES)
+        else:
+            values, vectors = _eigen(z)
+            errors = _inner_errors(values, vectors, y[rest] - mean, fold[rest])
+            penalty[held], error[held] = PENALTIES[errors.argmin(0)], errors.min(0)
+            prediction[out] = (new @ z.T) @ _dual(values, vectors, y[rest] - mean, penalty[held])
+        prediction[out] += mean
+        error[held] /= rest.sum()
+    return Readout(y, prediction, fold, penalty, error)
+
+
+def residuals(
+    x: Float[np.ndarray, "row coordinate"],
+    confounds: Float[np.ndarray, "row confound"] | None,
+    rest: Bool[np.ndarray, " row"],
+) -> Float[np.ndarray, "row coordinate"]:
+    """x less its least-squares prediction from a constant and the confounds, fitted to the rows `rest` alone.
+
+    Confounds that the others determine in those rows get the least weights (minimum norm).
+    """
+    if confounds is None:
+        return x
+    design = np.column_stack([np.ones(len(x)), confounds])
+    return x - design @ np.linalg.lstsq(design[rest], x[rest], rcond=1e-10)[0]
 
 
 def fit(
@@ -92,7 +119,7 @@ def fit(
     return weights, float(mean - weights @ centre)
 
 
-def _standardised(kept: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def standardised(kept: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Both by the mean and sd of the first, over sqrt(coordinates that vary in it); the others are left out."""
     varies = kept.max(0) != kept.min(0)
     if not varies.all():
@@ -174,13 +201,9 @@ def decodability(
 
 
 def decodability_interval(
-    x: Float[np.ndarray, "row coordinate"],
-    found: Readout,
-    clusters: Clusters,
-    level: float = 0.95,
-    less: tuple[Float[np.ndarray, "row coordinate"], Readout] | None = None,
+    x: Float[np.ndarray, "row coordinate"], found: Readout, clusters: Clusters, level: float = 0.95
 ) -> Interval:
-    """Delete-a-group jackknife interval of the held-out R2 of one number, or of the difference of two R2.
+    """Delete-a-group jackknife interval of the held-out R2 of one number.
 
     Whole units in 25 groups (fewer units: a group each), spread evenly over the folds; fitted anew without each group,
     penalties as chosen.
@@ -188,14 +211,6 @@ def decodability_interval(
     Estimand: the expected R2 at this number of rows. Measured at 75 rows, d = 128, 160 repetitions, an R2 of -0.06 to
     0.85, one or two rows a unit: covers 94-98 %. Errors of the held-out rows alone, without new fits, cover 73-93 %,
     since all rows share their fits; choosing the penalties anew covers 95-100 %, up to twice too wide: they jump.
-
-    Args:
-        x: The vectors.
-        found: Their read-out.
-        clusters: [row] the cluster of each row.
-        level: Of the interval.
-        less: Other vectors of the same rows and their read-out, of the same number over the same folds: the interval is
-            then that of R2(x) - R2(other), paired, since a group is left out of both.
     """
     cluster = _numbered(clusters)
     first = np.unique(cluster, return_index=True)[1]
@@ -203,26 +218,20 @@ def decodability_interval(
     place[np.argsort(found.fold[first], kind="stable")] = np.arange(len(first)) % GROUPS
 
     def r2(rows: np.ndarray) -> float:
-        value = _refitted_r2(x, found, rows)
-        return value if less is None else value - _refitted_r2(*less, rows)
+        truth, fold = found.truth[rows], found.fold[rows]
+        prediction = np.empty_like(truth)
+        for held in np.unique(fold):
+            out, rest = fold == held, fold != held
+            mean = truth[rest].mean(0)
+            z, new = standardised(x[rows[rest]], x[rows[out]])
+            inner = z @ z.T
+            inner[np.diag_indices(len(inner))] += found.penalty[held]
+            prediction[out] = mean + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean)
+        return float(replace(found, truth=truth, prediction=prediction).r2[0])
 
     made = jackknife(r2, np.arange(len(x)), place[cluster], level=level)
     groups = min(GROUPS, len(first))
     return replace(made, method=f"jackknife over {groups} groups of {len(first)} clusters")
-
-
-def _refitted_r2(x: np.ndarray, found: Readout, rows: np.ndarray) -> float:
-    """Held-out R2 of some rows, fitted anew to them in the same folds with the penalties that were chosen."""
-    truth, fold = found.truth[rows], found.fold[rows]
-    prediction = np.empty_like(truth)
-    for held in np.unique(fold):
-        out, rest = fold == held, fold != held
-        mean = truth[rest].mean(0)
-        z, new = _standardised(x[rows[rest]], x[rows[out]])
-        inner = z @ z.T
-        inner[np.diag_indices(len(inner))] += found.penalty[held]
-        prediction[out] = mean + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean)
-    return float(replace(found, truth=truth, prediction=prediction).r2[0])
 
 
 def permuted_decodability(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypedDict
 
@@ -92,9 +92,10 @@ def near(
     transform: Transform = "identity",
 ) -> Estimate:
     """Estimate of a statistic of rows that is claimed to lie within the declared margin of `centre`."""
-    at = Null.number(null, centre)
+    at = Null(null, centre, centre, centre, 1.0, 0)
     rows = np.arange(len(own))
-    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, {}, [at], transform=transform)
+    made = compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, {}, [at], transform=transform)
+    return replace(made, p=made.p_claim)
 
 
 def mean(rows: np.ndarray) -> float:

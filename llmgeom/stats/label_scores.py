@@ -1,0 +1,99 @@
+"""Scores of held-out predictions of a label: AUROC, balanced accuracy and R2, with every comparison inside one fold."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from jaxtyping import Float, Int, Real, Shaped
+from scipy.stats import rankdata
+
+from llmgeom.errors import UserError
+
+Kind = Literal["binary", "classes", "number"]
+METRICS: dict[str, str] = {"binary": "AUROC", "classes": "balanced accuracy", "number": "R2"}
+CHANCE = {"binary": 0.5, "number": 0.0}  # of classes: 1 / classes
+
+
+def coded(kind: Kind, label: Shaped[np.ndarray, " row"]) -> Float[np.ndarray, "row column"]:
+    """The label as columns for a regression: the number, 1 for the second of two values, or an indicator a class."""
+    if kind == "number":
+        return np.asarray(label, dtype=np.float64)[:, None]
+    values, code = np.unique(label, return_inverse=True)
+    return (code[:, None] == (np.arange(len(values)) if kind == "classes" else [1])).astype(np.float64)
+
+
+def score(
+    kind: Kind,
+    truth: Float[np.ndarray, "row column"],
+    prediction: Float[np.ndarray, "row column"],
+    fold: Int[np.ndarray, " row"],
+) -> float:
+    """How well predictions order or meet a label; 1 is perfect.
+
+    binary   AUROC over all pairs of a positive and a negative row of one fold, ties half. Pairs across folds compare
+             two fits with intercepts of their own: pooling them biases AUROC below 1/2 where nothing can be read.
+    classes  balanced accuracy: the mean over classes of the share of its rows whose largest prediction is theirs.
+    number   R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
+
+    Raises:
+        UserError: no fold has a pair, or the label is constant.
+    """
+    if kind == "binary":
+        return _auroc(truth[:, 0] > 0.5, prediction[:, 0], fold)
+    if kind == "number":
+        spread = np.square(truth - truth.mean(0)).sum()
+        if not spread > 0:
+            raise UserError("the label is constant: nothing can be read")
+        return float(1 - np.square(truth - prediction).sum() / spread)
+    own = truth.argmax(1)
+    right = (prediction.argmax(1) == own).astype(np.float64)
+    count = np.bincount(own, minlength=truth.shape[1])
+    return float((np.bincount(own, right, truth.shape[1])[count > 0] / count[count > 0]).mean())
+
+
+def chance(kind: Kind, columns: int) -> float:
+    """The score of predictions that know nothing."""
+    return CHANCE.get(kind, 1 / columns)
+
+
+def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray) -> float:
+    won = pairs = 0.0
+    for held in np.unique(fold):
+        here = fold == held
+        yes = positive[here]
+        n = float(yes.sum())
+        # Mann-Whitney: the rank sum of the positives less its least value counts the pairs that they win.
+        won += rankdata(prediction[here])[yes].sum() - n * (n + 1) / 2
+        pairs += n * (len(yes) - n)
+    if not pairs:
+        raise UserError("no fold holds both values of the label: give more clusters of the rarer value")
+    return float(won / pairs)
+
+
+def moved(
+    label: Real[np.ndarray, " row"], cluster: Shaped[np.ndarray, " row"], draws: int, seed: int
+) -> Int[np.ndarray, "draw row"]:
+    """Orders of rows that break every relation with the label and keep its relation to clusters.
+
+    Where the label is constant within every cluster, clusters exchange their labels, whatever their sizes. Otherwise
+    clusters of equal size exchange all their rows; where sizes allow fewer than 100 orders, rows move within clusters.
+    Entry [draw, r] is the row whose label moves to row r.
+    """
+    from llmgeom.stats.resampling import permute_clusters, rows_by_cluster
+
+    rng, groups = np.random.default_rng(seed), rows_by_cluster(cluster, len(label))
+    if all(len(set(label[rows].tolist())) == 1 for rows in groups):
+        order = np.empty((draws, len(label)), dtype=np.int64)
+        first = np.array([rows[0] for rows in groups])
+        for draw in range(draws):
+            for rows, source in zip(groups, rng.permutation(first), strict=True):
+                order[draw, rows] = source
+        return order
+    try:
+        return permute_clusters(rng, cluster, draws)
+    except UserError:
+        order = np.tile(np.arange(len(label)), (draws, 1))
+        for rows in groups:
+            order[:, rows] = rows[rng.permuted(np.tile(np.arange(len(rows)), (draws, 1)), axis=1)]
+        return order

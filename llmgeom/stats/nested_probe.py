@@ -1,0 +1,253 @@
+"""A label read from several layers by ridge regression; penalty and layer are chosen without the rows scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from llmgeom.errors import UserError
+from llmgeom.stats import ridge_probe
+from llmgeom.stats.label_scores import Kind, score
+from llmgeom.stats.resampling import (
+    LEAST_CLUSTERS,
+    TIE,
+    Clusters,
+    Interval,
+    jackknife_error,
+    rows_by_cluster,
+    student_quantile,
+)
+from llmgeom.stats.ridge_probe import GROUPS, residuals, standardised
+
+Place = Callable[[], np.ndarray]  # gives [row coordinate] of one layer when it is wanted
+REFITTED = 2000  # rows up to which an interval fits anew without each group of clusters
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out predictions of a label at the place that each fold's other rows chose.
+
+    truth       [row column] the label as `label_scores.coded` gives it; fold: [row].
+    prediction  [row column] of each row, from the place and penalty chosen in the rows outside its fold.
+    chosen      [fold] the place; penalty: [fold column] at that place.
+    scores      [place] the score with one place for all folds; at: [place row column] its predictions.
+    moved       [draw] the score of labels in another order, each with choices of its own.
+    moved_at    [place draw] their scores with one place for all folds.
+    """
+
+    kind: Kind
+    truth: np.ndarray
+    fold: np.ndarray
+    prediction: np.ndarray
+    chosen: np.ndarray
+    penalty: np.ndarray
+    scores: np.ndarray
+    at: np.ndarray
+    penalties: np.ndarray
+    moved: np.ndarray
+    moved_at: np.ndarray
+
+    @property
+    def value(self) -> float:
+        """The score with every choice nested."""
+        return score(self.kind, self.truth, self.prediction, self.fold)
+
+
+def held_out(
+    kind: Kind,
+    truth: Float[np.ndarray, "row column"],
+    places: Sequence[Place],
+    fold: Int[np.ndarray, " row"],
+    confounds: Float[np.ndarray, "row confound"] | None = None,
+    orders: Int[np.ndarray, "draw row"] | None = None,
+) -> HeldOut:
+    """Predict each fold from the others, at every place and at the place that the others choose.
+
+    Within the other folds each is held out in turn; the penalty and then the place with the least squared error are
+    taken (`ridge_probe.read`). Labels in other orders go through the same fits as further columns.
+
+    Args:
+        kind: What the label is.
+        truth: The label.
+        places: Representations to choose from, read one at a time.
+        fold: Of each row; clusters stay whole.
+        confounds: What x is replaced by its residual on, inside the folds.
+        orders: Orders of the label in which nothing can be read, from `label_scores.moved`.
+
+    Raises:
+        UserError: values that are not finite; a column that is constant outside a fold.
+    """
+    orders = np.empty((0, len(truth)), dtype=np.int64) if orders is None else orders
+    width, draws = truth.shape[1], 1 + len(orders)
+    columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)  # [row draw column]
+    folds = int(fold.max()) + 1
+    at, errors, penalties = [], [], []
+    for place in places:
+        read = ridge_probe.read(place(), columns.reshape(len(truth), -1), fold, confounds)
+        at.append(read.prediction.reshape(columns.shape))
+        errors.append(read.error.reshape(folds, draws, width).sum(2))
+        penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
+    chosen = np.argmin(errors, axis=0)  # [fold draw]
+    prediction = np.stack(at)[chosen[fold], np.arange(len(truth))[:, None], np.arange(draws)]  # [row draw column]
+
+    def scored(of: np.ndarray) -> np.ndarray:
+        return np.array([score(kind, columns[:, draw], of[:, draw], fold) for draw in range(draws)])
+
+    every = np.array([scored(one) for one in at])
+    return HeldOut(
+        kind,
+        truth,
+        fold,
+        prediction[:, 0],
+        chosen[:, 0],
+        np.stack(penalties)[chosen[:, 0], np.arange(folds)],
+        every[:, 0],
+        np.stack(at)[:, :, 0],
+        np.stack(penalties),
+        scored(prediction)[1:],
+        every[:, 1:],
+    )
+
+
+def deletions(
+    own: HeldOut,
+    places: Sequence[Place],
+    clusters: Clusters,
+    confounds: Float[np.ndarray, "row confound"] | None = None,
+    place: int | None = None,
+) -> Float[np.ndarray, "way group"]:
+    """The score without each of up to 25 groups of clusters: with the fits as they are, and with new fits.
+
+    New fits keep places, penalties and scales as chosen. Above 2,000 rows none are made: the one way is then given.
+
+    Args:
+        own: From `held_out`.
+        places: As there.
+        clusters: The cluster of each row.
+        confounds: As there.
+        place: This place for all folds instead of the chosen ones.
+    """
+    group = groups(clusters, own.fold)
+    chosen = own.chosen if place is None else np.full(len(own.chosen), place)
+    penalty = own.penalty if place is None else own.penalties[place]
+    prediction = own.prediction if place is None else own.at[place]
+    ways = [np.broadcast_to(prediction, (group.max() + 1, *prediction.shape))]
+    if len(own.truth) <= REFITTED:
+        ways.append(_refitted(own, places, group, chosen, penalty, confounds))
+    return np.array(
+        [
+            [score(own.kind, own.truth[k], one[k], own.fold[k]) for g, one in enumerate(way) for k in [group != g]]
+            for way in ways
+        ]
+    )
+
+
+def interval(
+    value: float, without: Float[np.ndarray, "way group"], clusters: Clusters, level: float = 0.95
+) -> Interval:
+    """The interval of a score, or of a paired difference of scores, from its deletions.
+
+    With the fits held fixed the jackknife error lacks the noise of the fits: it is too small. With new fits it counts
+    what is quadratic in the data twice (Efron and Stein, 1981): it is too large. The interval takes their geometric
+    mean. Simulated (AUROC of 0.5 to 0.8, 100 to 300 rows, 12 to 128 coordinates, 120 samples of each): fits held fixed
+    cover 86-91 %, new fits 97-100 %; the mean is 1.03 to 1.2 times the error that would cover 95 %.
+    """
+    count = len(set(np.asarray(clusters).tolist()))
+    error = float(np.exp(np.mean([np.log(max(jackknife_error(way), TIE)) for way in without])))
+    half = student_quantile(without.shape[1], level) * error
+    how = "" if len(without) > 1 else ", fits held fixed"
+    method = f"jackknife over {without.shape[1]} groups of {count} clusters{how}"
+    return Interval(value - half, value + half, level, method)
+
+
+def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:
+    """The group of each row for a jackknife: whole clusters, 25 groups (or fewer, one each), spread over folds."""
+    rows = rows_by_cluster(clusters, len(fold))
+    if len(rows) < LEAST_CLUSTERS:
+        raise UserError(f"an interval over {len(rows)} clusters needs at least {LEAST_CLUSTERS}: add some")
+    group = np.empty(len(fold), dtype=np.int64)
+    for i, one in enumerate(sorted(rows, key=lambda one: int(fold[one[0]]))):
+        group[one] = i % GROUPS
+    return group
+
+
+def stratified_folds(
+    kind: Kind, label: Shaped[np.ndarray, " row"], clusters: Clusters, seed: int
+) -> Int[np.ndarray, " row"]:
+    """The fold of each row: clusters stay whole, and each fold has about the same share of every class.
+
+    scikit-learn's StratifiedGroupKFold of 5 folds; for a number `ridge_probe.folds`.
+
+    Raises:
+        UserError: fewer than 5 clusters, or a class whose rows lie in fewer than 5 clusters.
+    """
+    if kind == "number":
+        return ridge_probe.folds(clusters, seed)
+    from sklearn.model_selection import StratifiedGroupKFold
+
+    cluster = np.asarray(clusters)
+    for value in np.unique(label):
+        found = len(set(cluster[label == value].tolist()))
+        if found < LEAST_CLUSTERS:
+            raise UserError(
+                f"the label has {int((label == value).sum())} rows of {value!s} in {found} clusters; each class needs "
+                f"rows in at least {LEAST_CLUSTERS} clusters: add prompts, or leave this class out"
+            )
+    fold = np.empty(len(label), dtype=np.int64)
+    split = StratifiedGroupKFold(ridge_probe.FOLDS, shuffle=True, random_state=seed)
+    for i, (_, out) in enumerate(split.split(label, np.unique(label, return_inverse=True)[1], cluster)):
+        fold[out] = i
+    return fold
+
+
+def direction(
+    x: Float[np.ndarray, "row coordinate"],
+    truth: Float[np.ndarray, " row"],
+    fold: Int[np.ndarray, " row"],
+    confounds: Float[np.ndarray, "row confound"] | None = None,
+) -> Float[np.ndarray, " coordinate"]:
+    """The weights of one column on all rows, in the units of x; the penalty is chosen over the folds."""
+    x = residuals(x, confounds, np.ones(len(x), dtype=bool))
+    scale = x.std(0)
+    z = np.where(scale > 0, (x - x.mean(0)) / np.where(scale > 0, scale, 1), 0)
+    weights, _ = ridge_probe.fit(z, truth, fold)
+    return np.where(scale > 0, weights / np.where(scale > 0, scale, 1), 0)
+
+
+def _refitted(
+    own: HeldOut,
+    places: Sequence[Place],
+    group: np.ndarray,
+    chosen: np.ndarray,
+    penalty: np.ndarray,
+    confounds: np.ndarray | None,
+) -> Float[np.ndarray, "group row column"]:
+    """Predictions of the rows outside each group from fits without it.
+
+    In the Gram matrix K of standardised rows, centred over the remaining rows: a = (K_c + penalty)^-1 (y - mean). Since
+    the sum of a is 0, a new row with products k is predicted as mean + (k - column means of K) a.
+    """
+    fitted = np.zeros((int(group.max()) + 1, *own.truth.shape))
+    for place in np.unique(chosen):
+        x = np.asarray(places[place](), dtype=np.float64)
+        for held in np.flatnonzero(chosen == place):
+            out, rest = np.flatnonzero(own.fold == held), np.flatnonzero(own.fold != held)
+            residual = residuals(x, confounds, own.fold != held)
+            z, new = standardised(residual[rest], residual[out])
+            inner, outer, y = z @ z.T, new @ z.T, own.truth[rest]
+            for g in range(len(fitted)):
+                kept = np.flatnonzero(group[rest] != g)
+                part, mean = inner[np.ix_(kept, kept)], y[kept].mean(0)
+                level = part.mean(0)
+                centred = part - level - level[:, None] + level.mean()
+                weights = np.empty((len(kept), y.shape[1]))
+                for one in np.unique(penalty[held]):
+                    of = penalty[held] == one
+                    solved = centred.copy()
+                    solved[np.diag_indices(len(kept))] += one
+                    weights[:, of] = np.linalg.solve(solved, y[kept][:, of] - mean[of])
+                fitted[g, out] = mean + (outer[:, kept] - level) @ weights
+    return fitted

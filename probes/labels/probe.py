@@ -1,0 +1,315 @@
+"""The label probe: a user's label read from chosen sites and layers, against every control and given confounds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from llmgeom.claims import declared, estimate
+from llmgeom.errors import Unavailable, UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design
+from llmgeom.probes.labels.results import (
+    PROBE,
+    Confounds,
+    Confusion,
+    Direction,
+    LabelResult,
+    Part,
+    PlainCurve,
+    Predictions,
+    SiteCurve,
+)
+from llmgeom.probes.labels.target import Target, Wanted, read_target
+from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, centred_null, permutation_null
+from llmgeom.result import Estimate
+from llmgeom.stats import ridge_probe
+from llmgeom.stats.label_scores import METRICS, chance, coded, moved
+from llmgeom.stats.label_scores import score as label_score
+from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
+from llmgeom.stats.resampling import band
+from llmgeom.stats.tests import equivalence_p
+from llmgeom.stats.verdicts import Null
+
+PERMUTATIONS = 199
+PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
+LEFT_IN = "this model, confounds left in"
+SHOWN = 5  # prompts with the largest residuals
+CLAIMS = declared(PROBE)
+
+
+@dataclass(frozen=True)
+class LabelProbe:
+    """Reads one label from the activations at the final token.
+
+    Attributes:
+        target: the column.
+        kind: what it is; "auto" decides by its values.
+        sites: where it is read.
+        layers: which layers; None for all.
+        given: confounds that are removed.
+    """
+
+    target: str
+    kind: Wanted = "auto"
+    sites: tuple[Site, ...] = (Site.RESIDUAL,)
+    layers: tuple[int, ...] | None = None
+    given: tuple[str, ...] = ()
+
+    @property
+    def NEEDS(self) -> Needs:
+        """The sites, in the model and in every control."""
+        return Needs(frozenset(self.sites), all_prompts=True)
+
+    def measure(self, data: ProbeInput) -> LabelResult:
+        """The label at every layer, its controls, the claim, and the direction.
+
+        Raises:
+            UserError: a label, confound or layer that cannot be used.
+        """
+        judged = _Measurement(self, data.null_subset)
+        return judged.result(_Measurement(self, data) if data.subset is not None else None)
+
+    def places(self, capture: Capture) -> dict[tuple[str, int], Place]:
+        """(site, layer) -> what reads its activations, [row coordinate] float64.
+
+        Raises:
+            UserError: a layer that is not there.
+        """
+        found: dict[tuple[str, int], Place] = {}
+        for site in self.sites:
+            layers = capture.layers(site)
+            chosen = range(len(layers)) if self.layers is None else self.layers
+            for layer in chosen:
+                if not 0 <= layer < len(layers):
+                    raise UserError(f"--layers {layer}: {site.value} has layers 0 to {len(layers) - 1}")
+                found[site.value, layer] = partial(_flat, layers, layer)
+        return found
+
+
+def _flat(layers: Sequence, layer: int) -> np.ndarray:
+    x = layers[layer].double().numpy()
+    return x.reshape(len(x), -1)
+
+
+class _Measurement:
+    """One measurement in progress: label, folds and confounds are the same for the model and every control."""
+
+    def __init__(self, probe: LabelProbe, data: ProbeInput) -> None:
+        self.probe, self.data = probe, data
+        self.target: Target = read_target(data.capture.batch, probe.target, probe.kind)
+        rows = data.capture.prompt.numpy()
+        self.label, self.clusters = self.target.label[rows], data.clusters
+        self.truth = coded(self.target.kind, self.label)
+        self.fold = stratified_folds(self.target.kind, self.label, self.clusters, data.seed)
+        self.confounds = design(data.capture, probe.given)
+        self.places = probe.places(data.capture)
+        self.own = self.read(
+            list(self.places.values()), orders=moved(self.label, self.clusters, PERMUTATIONS, data.seed)
+        )
+        self.single = self.single_controls()
+        self.draws = {
+            name: [self.read(list(probe.places(one).values())) for one in captures]
+            for name, captures in ((UNTRAINED, data.untrained), (SHUFFLED, data.shuffled))
+            if captures
+        }
+
+    def read(self, places: Sequence[Place], confounds: bool = True, orders: np.ndarray | None = None) -> HeldOut:
+        """The label read from these places through the one pipeline."""
+        given = self.confounds if confounds else None
+        return held_out(self.target.kind, self.truth, places, self.fold, given, orders)
+
+    def single_controls(self) -> dict[str, tuple[HeldOut, list[Place]]]:
+        """The controls of one draw, each with its places."""
+        found = {}
+        if self.data.no_context is not None:
+            places = list(self.probe.places(self.data.no_context).values())
+            found[NO_CONTEXT] = (self.read(places), places)
+        try:
+            bag = bag_of_tokens(self.data.capture)
+        except Unavailable:
+            return found
+        found[BAG] = (self.read([lambda: bag]), [lambda: bag])
+        return found
+
+    # -- the estimates
+
+    def estimates(self, raw: HeldOut) -> tuple[Estimate, ...]:
+        """The claim, and the score itself with and without confounds."""
+        metric, own = METRICS[self.target.kind], self.own
+        counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
+        without = deletions(own, list(self.places.values()), self.clusters, self.confounds)
+        centres = {PERMUTED: float(np.median(own.moved))}
+        centres |= {name: one.value for name, (one, _) in self.single.items()}
+        centres |= {name: float(np.median([one.value for one in draws])) for name, draws in self.draws.items()}
+        strongest = max(centres, key=lambda name: centres[name])
+        excess, nulls, span = own.value - centres[strongest], [], None
+        for name, (one, places) in self.single.items():
+            lost = deletions(one, places, self.clusters, self.confounds)
+            found = interval(own.value - one.value, without - lost, self.clusters)
+            # The control's own noise is in the paired difference, so that the interval must clear its value alone.
+            p = equivalence_p(own.value - one.value, found, 0.0, np.inf, without.shape[1])
+            at = one.value - centres[strongest]
+            nulls.append(Null(name, at, at, at, p, 0))
+            span = found if name == strongest else span
+        for name, draws in self.draws.items():
+            nulls.append(centred_null(name, excess, np.array([one.value for one in draws]) - centres[strongest]))
+        nulls.append(permutation_null(PERMUTED, excess, own.moved - centres[strongest]))
+        span = span or interval(excess, without - centres[strongest], self.clusters)
+        over = estimate(CLAIMS[f"{metric} over the strongest control"], excess, span, nulls, **counts)
+        return over, self.alone(), self.alone(", confounds left in", raw)
+
+    def alone(self, what: str = "", read: HeldOut | None = None) -> Estimate:
+        """The score itself against labels in another order; `read` is a reading with confounds left in."""
+        one, given = (self.own, self.confounds) if read is None else (read, None)
+        span = interval(one.value, deletions(one, list(self.places.values()), self.clusters, given), self.clusters)
+        null = permutation_null(PERMUTED, one.value, self.own.moved)
+        counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
+        return estimate(CLAIMS[METRICS[self.target.kind] + what], one.value, span, [null], **counts)
+
+    # -- the parts
+
+    def result(self, every: _Measurement | None) -> LabelResult:
+        """All of it; `every` is the same on all prompts, where the controls read a part of them."""
+        raw = self.read(list(self.places.values()), confounds=False)
+        estimates, sites = self.estimates(raw), dict.fromkeys(site for site, _ in self.places)
+        parts: dict[str, Part] = {f"{site}_": self.curve(site, raw) for site in sites}
+        if every is not None:
+            parts |= {f"{site}_all_prompts_": every.plain_curve(site) for site in sites}
+            estimates = (*estimates, every.alone(", all prompts"))
+        explained, unexplained = self.explained()
+        if explained is not None:
+            parts["confound_"] = explained
+        if self.target.classes:
+            parts["confusion_"] = self.confusion()
+        if self.truth.shape[1] == 1:
+            parts[""] = self.direction()
+        parts["probe_"], notes = self.predictions()
+        found = LabelResult.of(parts, (), (*self.summary(), *unexplained, *notes))
+        return LabelResult(found.parts, estimates, self.doubts(), found.notes)
+
+    def curve(self, site: str, raw: HeldOut) -> SiteCurve:
+        """The curve of one site with every control; `raw` is the reading with confounds left in."""
+        plain, here = self.plain_curve(site), self.layers(site)
+        lines = {LEFT_IN: raw.scores[here]}
+        for name, draws in self.draws.items():
+            lines[f"{name}, median of {len(draws)}"] = np.median([one.scores for one in draws], axis=0)[here]
+        for name, (one, places) in self.single.items():
+            lines[name] = one.scores[here] if len(places) == len(self.places) else np.full(len(here), one.value)
+        return SiteCurve(
+            score=plain.score,
+            interval=plain.interval,
+            permuted=plain.permuted,
+            controls=np.array(list(lines.values())),
+            ticks={**plain.ticks, "control": tuple(lines)},
+        )
+
+    def plain_curve(self, site: str) -> PlainCurve:
+        """The curve of one site with the band of labels in another order."""
+        places, own, here = list(self.places.values()), self.own, self.layers(site)
+        spans = [
+            interval(own.scores[i], deletions(own, places, self.clusters, self.confounds, i), self.clusters)
+            for i in here
+        ]
+        return PlainCurve(
+            score=own.scores[here],
+            interval=np.array([[span.low, span.high] for span in spans]),
+            permuted=np.array([band(own.moved_at[i]) for i in here]),
+            ticks={"layer": self.probe.layers} if self.probe.layers else {},
+        )
+
+    def layers(self, site: str) -> list[int]:
+        """The places of one site."""
+        return [i for i, (name, _) in enumerate(self.places) if name == site]
+
+    def explained(self) -> tuple[Confounds | None, list[str]]:
+        """The score of every confound alone, and a note for each that has nothing to remove."""
+        scores, notes = {}, []
+        for name in self.probe.given:
+            columns = confound(self.data.capture, name)
+            if not columns.shape[1]:
+                notes.append(f"confound {name}: no value is shared by 5 prompts, so there is nothing to remove")
+                continue
+            read = ridge_probe.read(columns, self.truth, self.fold)
+            scores[name] = label_score(self.target.kind, self.truth, read.prediction, self.fold)
+        if not scores:
+            return None, notes
+        level = chance(self.target.kind, self.truth.shape[1])
+        return (
+            Confounds(
+                score=np.array(list(scores.values())),
+                chance=np.full(len(scores), level),
+                ticks={"confound": tuple(scores)},
+            ),
+            notes,
+        )
+
+    def confusion(self) -> Confusion:
+        """Classes against predicted classes; of a binary label by the sign of the centred prediction."""
+        classes = self.target.classes
+        true = np.searchsorted(classes, self.label)
+        if self.target.kind == "binary":
+            level = np.array([self.truth[self.fold != held].mean() for held in range(int(self.fold.max()) + 1)])
+            predicted = (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
+        else:
+            predicted = self.own.prediction.argmax(1)
+        count = np.zeros((len(classes), len(classes)))
+        np.add.at(count, (true, predicted), 1)
+        ticks = {"true_class": classes, "predicted_class": classes}
+        return Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
+
+    def chosen(self) -> tuple[str, int]:
+        """The place that most folds chose; of several the first."""
+        return list(self.places)[int(np.bincount(self.own.chosen).argmax())]
+
+    def direction(self) -> Direction:
+        """The direction at the place that most folds chose, fitted to all prompts."""
+        site, layer = self.chosen()
+        x = self.places[site, layer]()
+        weights = direction(x, self.truth[:, 0], self.fold, self.confounds)
+        length = np.linalg.norm(weights)
+        unit = weights / length if length > 0 else weights
+        return Direction(
+            direction=unit,
+            spread=np.float64((x @ unit).std()),
+            ticks={"place": (site, layer)},
+        )
+
+    def predictions(self) -> tuple[Predictions, list[str]]:
+        """Held-out predictions; notes name the prompts with the largest residuals."""
+        if self.truth.shape[1] == 1:
+            prediction = self.own.prediction[:, 0]
+            residual = self.truth[:, 0] - prediction
+        else:
+            own = np.arange(len(self.truth)), self.truth.argmax(1)
+            prediction = self.own.prediction[own]
+            residual = 1 - prediction
+        worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
+        prompt = self.data.capture.prompt.numpy()
+        listed = ", ".join(f"prompt {prompt[row]} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
+        return Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
+
+    def summary(self) -> list[str]:
+        """What the label is and where it was read."""
+        kind, classes = self.target.kind, self.target.classes
+        count = ", ".join(f"{int((self.label == name).sum())} {name}" for name in classes)
+        where = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
+        given = ", ".join(self.probe.given) or "nothing"
+        positive = f"; {classes[1]!r} is the positive value" if kind == "binary" else ""
+        return [
+            f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else ""),
+            f"given {given}; place chosen in each fold: {where}",
+        ]
+
+    def doubts(self) -> tuple[str, ...]:
+        """What could overturn the verdict."""
+        rows = len(self.label)
+        if self.data.no_context is None:
+            return (f"the control {NO_CONTEXT!r} is not available for this model",)
+        if rows > len(set(self.clusters.tolist())) and len(set(self.fold.tolist())) < ridge_probe.FOLDS:
+            return ("few clusters: some folds are empty",)
+        return ()

@@ -1,0 +1,105 @@
+"""Results of a label probe: curves over layers for each site, confounds, confusions and the direction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.result import Combined, Estimate, Figure, Measured, Result, quantity
+
+PROBE = "label"
+TITLE = "Label probe"
+PROSE = Path(__file__).parents[1] / "texts" / "label.md"
+
+
+@dataclass(frozen=True)
+class Part(Result):
+    """A part of the section, without estimates of its own."""
+
+    TITLE = TITLE
+    TEXT = PROSE
+
+    estimates: tuple[Estimate, ...] = field(default=(), kw_only=True)
+    warnings: tuple[str, ...] = field(default=(), kw_only=True)
+    ticks: Mapping[str, tuple] = field(default_factory=dict, kw_only=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlainCurve(Part):
+    """Held-out score at every layer of one site."""
+
+    score: np.ndarray = quantity(
+        "layer", "score", "held-out score, confounds removed", Figure("curve", band="permuted", interval="interval")
+    )
+    interval: np.ndarray = quantity("layer bound", "score", "95 % interval over clusters, layer by layer")
+    permuted: np.ndarray = quantity("layer bound", "score", "95 % band of labels in another order")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SiteCurve(PlainCurve):
+    """The same with every control."""
+
+    score: np.ndarray = quantity(
+        "layer",
+        "score",
+        "held-out score, confounds removed",
+        Figure("curve", band="permuted", interval="interval", beside="controls"),
+    )
+    controls: np.ndarray = quantity("control layer", "score", "the same probe of each control")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confounds(Part):
+    """What each confound explains by itself."""
+
+    score: np.ndarray = quantity(
+        "confound",
+        "score",
+        "held-out score of a probe that reads this confound alone",
+        Figure("curve", beside="chance"),
+    )
+    chance: np.ndarray = quantity("confound", "score", "score of predictions that know nothing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Confusion(Part):
+    """Classes as they are and as the held-out predictions have them."""
+
+    share: np.ndarray = quantity(
+        "true_class predicted_class",
+        "fraction",
+        "share of the prompts of each class that are predicted as each class, held out",
+        Figure("heatmap"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Direction(Part):
+    """The probe's direction in the activations, fitted to all prompts."""
+
+    direction: np.ndarray = quantity("dimension", "unit length", "direction along which the label grows")
+    spread: np.ndarray = quantity("", "activation", "standard deviation of the activations along it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predictions(Part):
+    """Held-out predictions of each prompt."""
+
+    prediction: np.ndarray = quantity("prompt", "label", "held-out prediction of each prompt")
+    residual: np.ndarray = quantity("prompt", "label", "label less its held-out prediction")
+
+
+@dataclass(frozen=True)
+class LabelResult(Combined):
+    """All parts of one label."""
+
+    TITLE = TITLE
+    TEXT = PROSE
+
+    def lowered(self) -> Measured:
+        """All parts as plain data, with the names along their axes."""
+        ticks = {axis: names for part in self.parts.values() for axis, names in getattr(part, "ticks", {}).items()}
+        return replace(super().lowered(), ticks=ticks)

@@ -1,0 +1,70 @@
+"""The label that a probe reads: a column as a binary label, several classes or a number."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from llmgeom.batch import Batch, row_numbers
+from llmgeom.errors import UserError
+from llmgeom.stats.label_scores import Kind
+
+LEAST = 5  # rows of a class
+MOST_CLASSES = 30
+Wanted = Literal["auto", "binary", "classes", "number"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """A label: its kind, its value at each prompt, and the names of its classes in order; none of a number."""
+
+    name: str
+    kind: Kind
+    label: np.ndarray
+    classes: tuple[str, ...]
+
+
+def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
+    """A column as a label.
+
+    With kind "auto" two values are a binary label, further numbers a number, and further text classes. Of a binary
+    label the second value in sorted order is the positive one.
+
+    Raises:
+        UserError: no such column, bad cells, one value, a class of fewer than 5 rows, more classes than can be read.
+    """
+    column = batch.column(name)
+    values = sorted(set(column))
+    if len(values) < 2:
+        raise UserError(f"column {name!r} is {values[0]!r} in all {len(column)} rows: a label needs two values")
+    numeric = not isinstance(column[0], str | bool)
+    if kind == "auto":
+        kind = "binary" if len(values) == 2 else "number" if numeric else "classes"
+    if kind == "number":
+        if not numeric:
+            raise UserError(f"--kind number: column {name!r} holds {values[0]!r}, which is no number")
+        return Target(name, kind, np.array(column, dtype=np.float64), ())
+    if kind == "binary" and len(values) > 2:
+        raise UserError(f"--kind binary: column {name!r} has {len(values)} values; two are expected, or --kind classes")
+    _check_classes(name, column)
+    return Target(name, kind, np.array([str(cell) for cell in column]), tuple(sorted({str(v) for v in values})))
+
+
+def _check_classes(name: str, column: Sequence) -> None:
+    count = Counter(column)
+    if len(count) > MOST_CLASSES:
+        raise UserError(
+            f"column {name!r} has {len(count)} classes in {len(column)} rows; at most {MOST_CLASSES} can be read: "
+            "join classes, or give --kind number if it counts something"
+        )
+    rare = {value for value, n in count.items() if n < LEAST}
+    if rare:
+        rows = [i for i, cell in enumerate(column, 1) if cell in rare]
+        raise UserError(
+            f"column {name!r} has fewer than {LEAST} rows of {', '.join(map(repr, sorted(rare)))} "
+            f"({row_numbers(rows)}): add prompts of this class, or remove these rows"
+        )

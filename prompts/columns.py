@@ -1,0 +1,57 @@
+"""Columns of a user's table: which are kept, and what their cells are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmgeom.batch import row_numbers
+
+# Names of a record's own columns: a table that holds them, such as a saved run's prompts, gives its prompts alone.
+COMPUTED = frozenset({"entropy", "tokens", "pieces", "next tokens"})
+
+
+def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:
+    """The further columns of a table, and those that cannot be kept.
+
+    A cell is a number, a truth value or text; a missing cell is None. Lists and objects are no cells.
+
+    Args:
+        rows: The table, row by row.
+        known: Columns that have a meaning of their own.
+
+    Returns:
+        Name -> one cell for each row; and a phrase for each column that holds lists or objects.
+    """
+    names = dict.fromkeys(name for row in rows for name in row if name not in known | COMPUTED)
+    columns, left_out = {}, []
+    for name in names:
+        cells = [_cell(row.get(name)) for row in rows]
+        nested = [i for i, cell in enumerate(cells, 1) if not isinstance(cell, int | float | str | None)]
+        if nested:
+            left_out.append(f"{name!r} holds a {type(cells[nested[0] - 1]).__name__} in {row_numbers(nested)}")
+        else:
+            columns[name] = tuple(cells)
+    return columns, left_out
+
+
+def parsed(column: Sequence[str]) -> list[Any]:
+    """The cells of a CSV column: whole numbers or numbers if every cell that is not empty is one; else text.
+
+    An empty cell is missing.
+    """
+    filled = [cell for cell in column if cell.strip()]
+    for kind in (int, float) if not any("_" in cell for cell in filled) else ():  # Python reads 1_000 as a number
+        try:
+            numbers = {cell: kind(cell) for cell in filled}
+        except ValueError:
+            continue
+        return [numbers.get(cell) for cell in column]
+    return [cell if cell.strip() else None for cell in column]
+
+
+def _cell(value: Any) -> Any:
+    if hasattr(value, "item") and not isinstance(value, str):  # a number of numpy
+        value = value.item()
+    return None if isinstance(value, float) and math.isnan(value) else value

@@ -1,0 +1,371 @@
+"""Labels of the user's own: equal numbers with scikit-learn, planted truths, and refusals by row."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+from sklearn.linear_model import LinearRegression, Ridge
+from sklearn.metrics import balanced_accuracy_score, r2_score, roc_auc_score
+from sklearn.model_selection import GridSearchCV, PredefinedSplit
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import ProbeInput
+from llmgeom.probes.labels.probe import LabelProbe
+from llmgeom.prompts import files
+from llmgeom.stats import ridge_probe
+from llmgeom.stats.label_scores import coded, moved, score
+from llmgeom.stats.nested_probe import deletions, direction, groups, held_out, interval, stratified_folds
+from llmgeom.stats.tests import needed_n_mean
+from tests.refusals import refused
+
+DIM = 12
+
+
+# ---- equal numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def table():
+    rng = np.random.default_rng(5)
+    cluster = np.repeat(np.arange(30), 2)
+    x = rng.standard_normal((60, DIM)) * np.logspace(-1, 2, DIM)
+    label = x[:, 0] * 8 + rng.standard_normal(60)
+    return x, label, cluster
+
+
+def sklearn_predictions(x, y, fold, confounds=None):
+    """Nested cross-validation by scikit-learn's own parts: scaled outside a fold, penalty by grid search within."""
+    prediction = np.empty(len(y))
+    for held in np.unique(fold):
+        out, rest = fold == held, fold != held
+        own = x
+        if confounds is not None:
+            own = x - LinearRegression().fit(confounds[rest], x[rest]).predict(confounds)
+        scaler = StandardScaler().fit(own[rest])
+        # Ours divides by the number of coordinates, so that a penalty means the same at every width.
+        grid = {"alpha": ridge_probe.PENALTIES * x.shape[1]}
+        search = GridSearchCV(Ridge(), grid, cv=PredefinedSplit(fold[rest]), scoring="neg_mean_squared_error")
+        search.fit(scaler.transform(own[rest]), y[rest])
+        prediction[out] = search.predict(scaler.transform(own[out]))
+    return prediction
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_predictions_are_those_of_scikit_learns_nested_search(table, given):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    confounds = np.random.default_rng(6).standard_normal((60, 2)) + x[:, :2] if given else None
+    own = held_out("number", label[:, None], [lambda: x], fold, confounds)
+    expected = sklearn_predictions(x, label, fold, confounds)
+    # A grid search weighs inner folds alike, ours rows: the folds here are of equal size, so both choose alike.
+    assert len(set(np.bincount(fold).tolist())) == 1
+    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-8, atol=1e-8)
+    assert own.value == pytest.approx(r2_score(label, expected))
+
+
+def test_the_place_is_chosen_without_the_rows_that_are_scored(table):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    noise = np.random.default_rng(7).standard_normal(x.shape)
+    own = held_out("number", label[:, None], [lambda: noise, lambda: x], fold)
+    assert own.chosen.tolist() == [1] * 5
+    # Labels of a fold that are turned round change neither what its other rows choose nor its predictions.
+    turned = np.where(fold == 2, -label, label)
+    other = held_out("number", turned[:, None], [lambda: noise, lambda: x], fold)
+    np.testing.assert_array_equal(other.prediction[fold == 2], own.prediction[fold == 2])
+    assert other.chosen[2] == own.chosen[2]
+
+
+def test_scores_are_scikit_learns():
+    rng = np.random.default_rng(0)
+    fold, prediction = np.repeat([0, 1], 40), np.round(rng.standard_normal((80, 3)), 1)
+    yes = rng.random(80) < 0.4
+    pairs = np.array([yes[fold == f].sum() * (~yes[fold == f]).sum() for f in (0, 1)])
+    areas = [roc_auc_score(yes[fold == f], prediction[fold == f, 0]) for f in (0, 1)]
+    assert score("binary", coded("binary", yes), prediction[:, :1], fold) == pytest.approx(pairs @ areas / pairs.sum())
+    label = rng.choice(["a", "b", "c"], 80)
+    expected = balanced_accuracy_score(label, np.array(["a", "b", "c"])[prediction.argmax(1)])
+    assert score("classes", coded("classes", label), prediction, fold) == pytest.approx(expected)
+    number = rng.standard_normal((80, 1))
+    assert score("number", number, prediction[:, :1], fold) == pytest.approx(r2_score(number, prediction[:, :1]))
+
+
+def test_deletions_are_fits_without_the_group(table):
+    """Without each group: scikit-learn's ridge with the penalty and scale of the whole fold, on the rows left."""
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    own = held_out("number", label[:, None], [lambda: x], fold)
+    fixed, found = deletions(own, [lambda: x], cluster)
+    group = groups(cluster, fold)
+    assert len(found) == 25
+    for g in (0, 3, 24):
+        prediction, kept = np.empty(60), group != g
+        for held in range(5):
+            out, rest = fold == held, (fold != held) & kept
+            scaler = StandardScaler().fit(x[fold != held])
+            fit = Ridge(alpha=own.penalty[held, 0] * DIM).fit(scaler.transform(x[rest]), label[rest])
+            prediction[out] = fit.predict(scaler.transform(x[out]))
+        assert found[g] == pytest.approx(r2_score(label[kept], prediction[kept]), rel=1e-8)
+        assert fixed[g] == pytest.approx(r2_score(label[kept], own.prediction[kept, 0]), rel=1e-8)
+
+
+def test_a_direction_is_the_gradient_of_scikit_learns_pipeline(table):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    weights = direction(x, label, fold)
+    pipe = make_pipeline(StandardScaler(), Ridge())
+    search = GridSearchCV(
+        pipe, {"ridge__alpha": ridge_probe.PENALTIES * DIM}, cv=PredefinedSplit(fold), scoring="neg_mean_squared_error"
+    ).fit(x, label)
+    best = search.best_estimator_
+    expected = best["ridge"].coef_ / best["standardscaler"].scale_
+    cosine = weights @ expected / np.linalg.norm(weights) / np.linalg.norm(expected)
+    assert cosine > 0.999  # the search scales within its folds, ours once
+
+
+def test_labels_move_with_their_clusters():
+    cluster = np.array([0, 0, 0, 1, 2, 2, 3, 4, 5, 6])
+    label = np.array([1, 1, 1, 0, 1, 1, 0, 0, 1, 0])
+    for order in moved(label, cluster, 50, 0):
+        assert all(len(set(label[order][cluster == c])) == 1 for c in range(7))
+        firsts = [label[order][cluster == c][0] for c in range(7)]
+        assert sorted(firsts) == [0, 0, 0, 0, 1, 1, 1]
+
+
+# ---- planted truths --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class World:
+    """Synthetic activations of one residual site of three layers, with controls that hold noise alone."""
+
+    n: int = 100
+    strength: float = 0.0  # of the label along one direction in layer 2
+    confounded: float = 0.0  # of a number that carries the label
+    looked_up: float = 0.0  # of the label in the controls too
+    per_template: int = 2
+    controls: int = 20
+
+    def data(self, seed: int, said: bool = False) -> ProbeInput:
+        """What the runner would give; `said` puts the label into the tokens."""
+        rng = np.random.default_rng(seed)
+        cluster = np.arange(self.n) // self.per_template
+        label = rng.permutation(np.arange(self.n) % 2)
+        if self.confounded:
+            carrier = rng.standard_normal(self.n)
+            label = (carrier + 0.3 * rng.standard_normal(self.n) > 0).astype(int)
+        else:
+            carrier = rng.standard_normal(self.n)
+        ids = torch.from_numpy(rng.integers(5, 400, (self.n, 8)))
+        if said:
+            ids[:, 3] = torch.from_numpy(label + 1)
+        batch = Batch(
+            Tokens(ids, torch.full((self.n,), 8)),
+            tuple(map(str, cluster)),
+            {"name": "synthetic"},
+            columns={"label": tuple("ab"[i] for i in label), "carrier": tuple(carrier.tolist())},
+        )
+
+        def capture(signal: float, leak: float) -> Capture:
+            layers = rng.standard_normal((3, self.n, DIM))
+            layers[2, :, 0] += signal * (2 * label - 1)
+            layers[1, :, 1] += leak * carrier
+            tensors = {(Site.RESIDUAL, i): torch.from_numpy(x) for i, x in enumerate(layers)}
+            rows = torch.arange(self.n)
+            return Capture(batch, rows, torch.full((self.n,), 7), torch.full((self.n,), 8), tensors)
+
+        draws = [capture(self.looked_up, self.confounded) for _ in range(2 * self.controls)]
+        return ProbeInput(
+            capture(self.strength, self.confounded),
+            np.zeros(self.n),
+            tuple(draws[: self.controls]),
+            tuple(draws[self.controls :]),
+            no_context=capture(self.looked_up, self.confounded),
+            seed=seed,
+        )
+
+
+def claim(data: ProbeInput, given: tuple[str, ...] = ()):
+    (estimate, *_) = LabelProbe("label", given=given).measure(data).estimates
+    return estimate
+
+
+def test_a_direction_in_the_model_alone_is_found():
+    estimate = claim(World(strength=1.5).data(0))
+    assert estimate.low > max(estimate.margin, 0) and estimate.p < 0.05
+
+
+def test_a_label_that_a_confound_carries_is_ruled_out_given_it():
+    world = World(confounded=2.0, n=160)
+    result = LabelProbe("label", given=("carrier",)).measure(world.data(1))
+    excess, own, left_in = result.estimates
+    assert left_in.value > 0.85 and own.value < 0.62
+    assert excess.low < excess.margin  # does not hold
+
+
+def test_a_label_in_the_tokens_is_caught_by_the_bag():
+    estimate = claim(World(strength=1.0).data(2, said=True))
+    assert "bag of tokens" in estimate.null
+    assert estimate.high < estimate.margin + estimate.effect  # an excess over the bag is excluded
+
+
+def test_a_label_in_every_control_is_no_finding():
+    estimate = claim(World(strength=1.0, looked_up=1.0).data(3))
+    assert estimate.low < estimate.margin
+
+
+def test_templates_that_leak_are_caught_by_the_clusters():
+    """Activations hold the template, and the label goes by template: a split by rows reads it, by clusters does not."""
+    rng = np.random.default_rng(0)
+    cluster = np.repeat(np.arange(20), 8)
+    label = rng.permutation(np.arange(20) % 2)[cluster]
+    x = rng.standard_normal((20, 40))[cluster] + 0.1 * rng.standard_normal((160, 40))
+    truth = coded("binary", label)
+    by_row = held_out("binary", truth, [lambda: x], stratified_folds("binary", label, np.arange(160), 0))
+    by_cluster = held_out("binary", truth, [lambda: x], stratified_folds("binary", label, cluster, 0))
+    assert by_row.value == 1.0
+    assert abs(by_cluster.value - 0.5) < 0.25
+
+
+def holds(estimate) -> bool:
+    """By the rule of claims, with one claim in the record."""
+    return estimate.low > estimate.margin and max(estimate.p, estimate.p_claim) < 0.05
+
+
+@pytest.mark.slow
+def test_a_label_of_chance_holds_in_at_most_one_of_twenty_runs():
+    """200 labels that nothing carries; simulated: 0 of 120 at 80 prompts, since every control must be beaten."""
+    assert sum(holds(claim(World(n=60).data(1000 + seed))) for seed in range(200)) <= 10
+
+
+@pytest.mark.slow
+def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
+    """The plan takes the spread of a pilot of 100 prompts and the true excess, as `clusters_needed` does for a mean."""
+    pilot = [claim(World(strength=0.9).data(seed)) for seed in range(10)]
+    spread = np.mean([(one.high - one.low) / (2 * 1.96) * 10 for one in pilot])
+    planned = needed_n_mean(float(np.mean([one.value for one in pilot])), float(spread), 0.9)
+    planned += planned % 2  # two prompts a cluster
+    assert 60 < planned < 300
+    assert sum(holds(claim(World(n=planned, strength=0.9).data(5000 + seed))) for seed in range(50)) >= 44
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", [0.0, 0.5])
+def test_intervals_cover_the_expected_score(strength):
+    """AUROC of 100 rows of 12 coordinates; 120 samples, of which 95 % should cover their mean: 88 % to 100 %."""
+    found = []
+    for seed in range(120):
+        rng = np.random.default_rng(seed)
+        label, x = rng.permutation(np.arange(100) % 2), rng.standard_normal((100, DIM))
+        x[:, 0] += strength * (2 * label - 1)
+        fold = stratified_folds("binary", label, np.arange(100), seed)
+        own = held_out("binary", coded("binary", label), [lambda x=x: x], fold)
+        span = interval(own.value, deletions(own, [lambda x=x: x], np.arange(100)), np.arange(100))
+        found.append((own.value, span.low, span.high))
+    value, low, high = np.array(found).T
+    assert ((low <= value.mean()) & (value.mean() <= high)).mean() >= 0.88
+    assert (high - low).mean() / 2 < 1.5 * 1.98 * value.std()  # and is not much wider than it must be
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def labelled(values) -> ProbeInput:
+    data = World(n=len(values), controls=1).data(0)
+    batch = replace(data.capture.batch, columns={"label": tuple(values)})
+    return replace(data, capture=replace(data.capture, batch=batch))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (["a"] * 20, ("'a'", "all 20 rows", "two values")),
+        (["a"] * 18 + ["b"] * 2, ("fewer than 5 rows of 'b'", "rows 19, 20")),
+        ([1, 2, "x"] * 8, ("mixes kinds", "rows 3, 6, 9, 12, 15 and 3 more")),
+        ([1.5, None] * 10, ("no value in rows 2, 4")),
+        ([str(i) for i in range(40)], ("40 classes in 40 rows",)),
+    ],
+)
+def test_labels_that_cannot_be_read_are_refused_by_row(values, words):
+    with refused(UserError, *([words] if isinstance(words, str) else words)):
+        LabelProbe("label").measure(labelled(values))
+
+
+def test_a_column_that_is_not_there_is_refused_with_the_nearest():
+    with refused(UserError, "labell", "label"):
+        LabelProbe("labell").measure(labelled(["a", "b"] * 10))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_further_column_is_kept(tmp_path):
+    rows = [{"text": f"prompt {i}", "n": i / 2, "right": i % 2 == 0, "who": "ab"[i % 2]} for i in range(6)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "a.csv").write_text(
+        "text,n,right,who\n" + "".join(f"{r['text']},{r['n']},{r['right']},{r['who']}\n" for r in rows),
+        encoding="utf-8",
+    )
+    json_batch, csv_batch = (files.read(str(tmp_path / f"a.{kind}"), "who") for kind in ("jsonl", "csv"))
+    assert json_batch.columns["n"] == csv_batch.columns["n"] == (0, 0.5, 1, 1.5, 2, 2.5)
+    assert json_batch.columns["right"] == (True, False) * 3
+    assert csv_batch.columns["right"] == ("True", "False") * 3
+    assert json_batch.cluster == csv_batch.cluster == ("a", "b") * 3
+    frame = files.from_frame({"text": [r["text"] for r in rows], "n": np.arange(6) / 2})
+    assert frame.columns["n"] == json_batch.columns["n"]
+
+
+def test_parquet_is_read(tmp_path):
+    parquet.write_table(pyarrow.table({"text": ["one", "two"], "n": [1, None]}), tmp_path / "a.parquet")
+    batch = files.read(str(tmp_path / "a.parquet"))
+    assert batch.text == ("one", "two") and batch.columns["n"] == (1, None)
+    with refused(UserError, "'n'", "no value in row 2"):
+        batch.column("n")
+
+
+@pytest.mark.parametrize(
+    ("blob", "words"),
+    [
+        ("", ("is empty",)),
+        ("text,n\n", ("no rows",)),
+        ("prompt,n\na,1\n", ('"text"', "'prompt'")),
+        ("text,n\na,1,2\n", ("row 1", "3 cells")),
+        ('text,n\n"a,1\n', ("no CSV",)),
+        ("text,n\na,1\na,2\n", ("rows 1 and 2 are the same",)),
+    ],
+)
+def test_refusals_of_csv(blob, words, tmp_path):
+    (tmp_path / "a.csv").write_text(blob, encoding="utf-8")
+    with refused(UserError, *words):
+        files.read(str(tmp_path / "a.csv"))
+
+
+def test_columns_of_lists_are_left_out_and_named(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "a", "n": [1]}\n{"text": "b", "n": [2]}\n', encoding="utf-8")
+    batch = files.read(str(tmp_path / "a.jsonl"))
+    assert "n" not in batch.columns and batch.source["columns left out"] == "'n' holds a list in rows 1, 2"
+
+
+def test_sums_over_folds_give_the_numbers_of_the_eigendecomposition(monkeypatch):
+    """The road for many rows against the road for few, on the same rows; confounds and constant coordinates too."""
+    rng = np.random.default_rng(3)
+    x = rng.standard_normal((300, 20)) * np.logspace(-2, 2, 20)
+    x[:, 4] = 1
+    y = np.column_stack([x[:, 0] * 90 + rng.standard_normal(300), rng.standard_normal(300), x[:, 19]])
+    fold, confounds = ridge_probe.folds(np.arange(300) // 3, 0), rng.standard_normal((300, 2))
+    few = ridge_probe.read(x, y, fold, confounds)
+    monkeypatch.setattr(ridge_probe, "TALL", 100)
+    many = ridge_probe.read(x, y, fold, confounds)
+    np.testing.assert_array_equal(many.penalty, few.penalty)
+    np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-7, atol=1e-7)
+    np.testing.assert_allclose(many.error, few.error, rtol=1e-7)

@@ -1,0 +1,138 @@
+"""`llmgeom probe` from a file of prompts to a page, a table and a direction, on a pocket model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from sklearn.metrics import r2_score
+
+from llmgeom.cli import main
+from llmgeom.commands.probe import RunConfig, perform
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.prompts import files
+from llmgeom.prompts.domains import Domain
+from llmgeom.record import Record
+from llmgeom.stats import ridge_probe
+from tests.refusals import refused
+from tests.test_label_probe import sklearn_predictions
+
+N = 60
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    pool = Domain("mixed").sample(N, 3)
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
+    rows = [
+        {
+            "text": text,
+            "template": cluster,
+            "words": len(text.split()),
+            "long": len(text) > 60,
+            "coin": str(rng.choice(["a", "b"])),
+        }
+        for text, cluster in zip(pool.text, pool.cluster, strict=True)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return RunConfig(model="pocket:pythia").load()
+
+
+@pytest.fixture(scope="module")
+def run(prompts, subject, tmp_path_factory):
+    place = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMGEOM_CACHE", str(place / "cache"))
+        asked = RunConfig(
+            model="pocket:pythia", prompts=str(prompts), target="words", given=("final_token",), nulls=2,
+            out=str(place / "run"),
+        )  # fmt: skip
+        yield perform(asked, subject=subject), place
+
+
+def test_the_curve_is_scikit_learns_on_the_captured_activations(run, prompts, subject):
+    """Each layer again, from a capture of our own and scikit-learn's nested search."""
+    (out, record), _ = run
+    measured = record.results["label"]
+    batch = files.read(str(prompts))
+    capture = subject.capture(replace(batch, inputs=subject.tokens(batch)), frozenset({Site.RESIDUAL}))
+    words = np.array(batch.columns["words"], dtype=np.float64)
+    fold = ridge_probe.folds(batch.cluster, 0)
+    assert set(np.bincount(fold).tolist()) == {N // 5}  # a grid search weighs folds alike, ours rows
+    for layer, x in enumerate(capture.layers(Site.RESIDUAL)):
+        expected = r2_score(words, sklearn_predictions(x.double().numpy(), words, fold))
+        raw = measured.arrays["residual_controls"][0, layer]
+        assert measured.ticks["control"][0] == "this model, confounds left in"
+        assert raw == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    assert [e.name for e in measured.estimates[:2]] == ["R2 over the strongest control", "R2"]
+    assert (out / "report.html").stat().st_size > 10_000
+    assert Record.load(out).results["label"].notes == measured.notes
+
+
+def test_columns_reach_the_record_as_what_they_are(run, prompts):
+    (_, record), _ = run
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    assert record.prompts["words"] == tuple(row["words"] for row in rows)
+    assert record.prompts["coin"] == tuple(row["coin"] for row in rows)
+    assert record.prompts["long"] == tuple(str(row["long"]) for row in rows)
+    prediction = np.array(record.prompts["held-out prediction"])
+    residual = record.results["label"].arrays["probe_residual"]
+    np.testing.assert_allclose(np.array(record.prompts["words"]) - prediction, residual, atol=1e-5)
+
+
+def test_the_direction_is_saved_with_its_place(run, subject):
+    (out, record), _ = run
+    direction = SavedDirection.load(out / "direction.safetensors")
+    assert direction.site is Site.RESIDUAL and 0 <= direction.layer <= subject.facts["layers"]
+    assert direction.model == record.subject["weights"] and direction.target == "words"
+    assert direction.vector.shape == (subject.facts["d_model"],)
+    assert np.linalg.norm(direction.vector) == pytest.approx(1)
+    (out / "direction.safetensors").rename(out / "broken")
+    (out / "broken").write_bytes(b"no")
+    with refused(UserError, "broken"):
+        SavedDirection.load(out / "broken")
+
+
+def test_another_column_is_measured_from_the_same_captures(run, prompts, subject, monkeypatch):
+    """Nothing is captured again, and the result of the other column is not taken for this one's."""
+    (_, record), place = run
+    monkeypatch.setenv("LLMGEOM_CACHE", str(place / "cache"))
+    monkeypatch.setattr(Subject, "untrained", lambda *_: pytest.fail("a control was built again"))
+    asked = RunConfig(model="pocket:pythia", prompts=str(prompts), target="coin", nulls=2, out=str(place / "coin"))
+    _, other = perform(asked, subject=subject)
+    assert other.results["label"].estimates[1].name == "AUROC"
+    assert "coin" in other.results["label"].notes[0] and "words" in record.results["label"].notes[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ([], ("--prompts",)),
+        (["--prompts", "FILE"], ("--target",)),
+        (["--prompts", "FILE", "--target", "wordz"], ("wordz", "words")),
+        (["--prompts", "FILE", "--target", "coin", "--given", "coin"], ("coin", "itself")),
+        (["--prompts", "FILE", "--target", "coin", "--given", "nothere"], ("nothere",)),
+        (["--prompts", "FILE", "--target", "coin", "--sites", "head"], ("--sites", "head", "residual")),
+        (["--prompts", "FILE", "--target", "coin", "--layers", "x"], ("--layers", "all")),
+        (["--prompts", "FILE", "--target", "coin", "--kind", "number"], ("number", "'a'")),
+        (["--prompts", "FILE", "--target", "words", "--kind", "binary"], ("binary", "two")),
+    ],
+)
+def test_refusals_before_a_weight_is_read(flags, words, prompts, monkeypatch):
+    monkeypatch.setattr(Subject, "load", lambda *_, **__: pytest.fail("weights were read"))
+    shown = CliRunner().invoke(main, ["probe", *(str(prompts) if flag == "FILE" else flag for flag in flags)])
+    assert shown.exit_code == 1, shown.output
+    for word in words:
+        assert word in shown.stderr
