@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.errors import Unavailable, UserError, unknown
+from llmgeom.stats.information import entropy
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -93,6 +94,13 @@ class Posterior:
     def at(self, query: Int[Tensor, " batch"]) -> Posterior:
         """One query of each input."""
         return self._of(lambda each: each[list(range(len(each))), query][:, None])
+
+    @property
+    def entropy(self) -> Tensor:
+        """Entropy of `predictive` in nats, [batch query]; of a Gaussian log(2 pi e v) / 2, which may be below 0."""
+        if not self.outcomes:
+            return (math.log(2 * math.pi * math.e) + self.predictive[..., 1]) / 2
+        return entropy(self.predictive)
 
     @property
     def flat(self) -> Posterior:

@@ -17,9 +17,11 @@ from typing import get_args, get_type_hints
 import numpy as np
 
 from llmgeom.result import Estimate, Measured
-from llmgeom.stats.resampling import Interval, band
-from llmgeom.stats.tests import Side, equivalence_p, holm, prediction_p
-from llmgeom.stats.verdicts import NO_END, Null, Rule, claim_word, clusters_needed, measurement_word
+from llmgeom.stats.controls import Null, hardest
+from llmgeom.stats.resampling import Interval, band, student_quantile
+from llmgeom.stats.rule import Rule
+from llmgeom.stats.tests import LEAST_P, Side, equivalence_p, holm, outside_p
+from llmgeom.stats.verdicts import NO_END, units_needed, word
 
 FOLDER = Path(__file__).parent / "claims"
 
@@ -29,7 +31,7 @@ class Claim(Rule):
     """One entry of claims/*.toml: a metric of a probe, the rule of its verdict, and where it is a claim its sentence.
 
     unit       of the value, the effect and the margin.
-    claim      what PASS says, in one sentence; empty for a metric that is no claim.
+    claim      what "holds" says, in one sentence; empty for a metric that is no claim.
     null       the control and what is replicated, in words; the probe computes it.
     source     where the claim is printed; published: what was printed.
     counts     what n counts.
@@ -48,11 +50,12 @@ class Claim(Rule):
         """The entry as a person reads it: the metric, then what it says, what decides it, and where it is from."""
         if self.equivalence:
             near = "at most {} above" if self.one_sided else "within {} of"
-            rule = f"PASS {near.format(f'{self.margin:g} {self.unit}')} the centre of every null"
+            rule = f"holds {near.format(f'{self.margin:g} {self.unit}')} the centre of every control"
         else:
             way, sign = ("above", "+") if self.side == "upper" else ("below", "-")
-            rule = f"PASS {way} every null; FAIL where null {sign} {self.effect:g} {self.unit} is excluded"
-        parts = (self.claim, rule, f"null: {self.null}", f"source: {self.source}", f"published: {self.published}")
+            end = f"the control's centre {sign} {self.effect:g} {self.unit}"
+            rule = f"holds {way} every control; small, or ruled out, where {end} is excluded"
+        parts = (self.claim, rule, f"control: {self.null}", f"source: {self.source}", f"published: {self.published}")
         wrapped = [f"    {line}" for part in parts for line in textwrap.wrap(part, 92)]
         return [f"{self.probe}: {self.name}", *wrapped]
 
@@ -148,24 +151,19 @@ def _entry(entry: Mapping, where: str) -> Claim:
 def estimate(
     claim: Claim, value: float, interval: Interval, nulls: Sequence[Null], *, n: int, clusters: int
 ) -> Estimate:
-    """A Estimate whose verdict comes from the null hardest to beat: each must be, so p is the largest of theirs.
+    """The value with its interval, compared with the control that is hardest to beat (`stats.controls.hardest`).
 
-    The words are those of a measurement; `judge` turns a claim's into PASS, FAIL or INCONCLUSIVE. Of one whose value is
-    asked to lie above its nulls (of the other side everything is turned):
+    Name, centre, band, p and hurdle are those of that control. The estimate has no word yet: `judge` gives one to each
+    claim of a record.
 
-    above null       the interval's lower end clears the margin, and p < .05.
-    not above null   the interval's upper end is below margin + effect: an effect of interest is excluded.
-    undecided        anything else; `needed` units, from the declared effect and never the observed one, would decide.
-
-    p_claim is the p that Holm's correction can use: for a null made of draws `prediction_p` on the claim's scale,
-    since m draws cannot give a rank p below 1 / (m + 1); for a permutation null its own p; the largest over the nulls.
-    Raises ValueError where a null's draws were compared on the other side.
+    Raises:
+        ValueError: A control's draws were compared on the other side.
     """
-    turned = [null.name for null in nulls if null.sample and null.side != claim.side]
+    turned = [null.name for null in nulls if null.side not in (None, claim.side)]
     if turned:
         raise ValueError(f"{claim.name} is declared {claim.side!r}, but null {turned[0]!r} was made for the other side")
-    sign = 1 if claim.side == "upper" else -1
-    decisive = max(nulls, key=lambda null: null.high if claim.side == "upper" else -null.low)
+    found = hardest(claim, float(value), interval, nulls, clusters)
+    null = found.null
     common = Estimate(
         name=claim.name,
         value=float(value),
@@ -173,74 +171,81 @@ def estimate(
         low=interval.low,
         high=interval.high,
         method=interval.method,
-        null_low=decisive.low,
-        null_high=decisive.high,
-        null=f"{decisive.name} ({decisive.draws} draws)" if decisive.draws else decisive.name,
-        p=float(max(null.p for null in nulls)),
+        null_low=null.low,
+        null_high=null.high,
+        null=f"{null.name} ({null.draws} draws)" if null.draws else null.name,
+        p=max(found.p, LEAST_P),
         n=n,
         clusters=clusters,
-        verdict="undecided",
         claim=claim.claim,
         source=claim.source,
         published=claim.published,
         side=claim.side,
-        equivalence=claim.equivalence,
+        centre=found.centre,
+        margin=found.hurdle,
         effect=claim.smallest,
+        room=found.room,
+        equivalence=claim.equivalence,
+        p_excluded=max(found.p_excluded, LEAST_P),
+        p_opposite=max(found.p_opposite, LEAST_P),
+        noise=found.setting.noise,
+        null_spread=found.setting.spread,
+        draws=found.setting.draws,
+        noisy=found.setting.noisy,
         counts=claim.counts,
-        needed=clusters_needed(claim, interval, clusters),
     )
     if claim.equivalence:
-        return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
-    made = replace(
-        common,
-        margin=float(sign * max(sign * null.margin for null in nulls)),
-        p_claim=max(
-            prediction_p(value, null.sample, claim.side, claim.scale) if null.sample else null.p for null in nulls
-        ),
-    )
-    return _worded(made, *measurement_word(made))
+        common = _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
+    return replace(common, needed=units_needed(common, 1))
 
 
 def _equivalent(h: Estimate, interval: Interval, centres: list[float], one_sided: bool) -> Estimate:
-    """Two one-sided tests: within the margin of every null's centre, hence within the overlap of those ranges."""
+    """Two one-sided tests: within the margin of every control's centre, hence within the overlap of those ranges."""
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
-    h = replace(h, margin_low=near, margin=far, p_claim=equivalence_p(h.value, interval, near, far, h.clusters))
-    return _worded(h, *measurement_word(h))
-
-
-def _worded(h: Estimate, word: str, why: str) -> Estimate:
-    return replace(h, verdict=word, why=why)
+    error = (h.high - h.low) / 2 / student_quantile(h.clusters) if h.clusters > 1 else 0.0
+    return replace(
+        h,
+        margin_low=near,
+        margin=far,
+        room=True,
+        p=equivalence_p(h.value, interval, near, far, h.clusters),
+        p_excluded=outside_p(h.value, interval, near, far, h.clusters),
+        p_opposite=1.0,
+        noise=error * h.clusters**0.5 / h.effect,
+        null_spread=0.0,
+        draws=0,
+        noisy=False,
+    )
 
 
 def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
-    """The results with each claim's verdict: PASS, FAIL or INCONCLUSIVE. Metrics without a claim keep their words.
+    """The results with one of the five words for each claim (`stats.verdicts.word`); other numbers stay as they are.
 
-    PASS           the interval clears the margin, every null's rank p < .05, and so is the claim's p adjusted by Holm
-                   over all claims measured in these results.
-    FAIL           the declared effect is excluded: the interval lies wholly below margin + effect (above margin -
-                   effect for a claim that the value is low). Never for lack of power.
-    INCONCLUSIVE   anything else, with the number of units that the declared effect needs.
-    A claim that there is no effect passes when its interval lies within the margin of every null's centre (two
-    one-sided tests, adjusted alike), and fails when it lies wholly outside.
-    Judged again, results stay as they are.
+    Holm's correction runs over all claims of these results, for each of three questions by itself: is the control
+    beaten, is the declared effect excluded, does the value lie on the other side. Judged again, results stay the same.
     """
     claims = [(probe, h.name) for probe, measured in results.items() for h in measured.estimates if h.claim]
-    p = [h.p_claim for measured in results.values() for h in measured.estimates if h.claim]
-    adjusted = dict(zip(claims, holm(p).tolist(), strict=True))
+    every = [h for measured in results.values() for h in measured.estimates if h.claim]
+    columns = ("p", "p_excluded", "p_opposite")
+    adjusted = zip(*(holm([getattr(h, name) for h in every]).tolist() for name in columns), strict=True)
+    by_claim = dict(zip(claims, adjusted, strict=True))
     return {
         probe: replace(
             measured,
             estimates=tuple(
-                _judged(replace(h, adjusted=adjusted[probe, h.name]), len(claims)) if h.claim else h
-                for h in measured.estimates
+                _judged(h, by_claim[probe, h.name], len(claims)) if h.claim else h for h in measured.estimates
             ),
         )
         for probe, measured in results.items()
     }
 
 
-def _judged(h: Estimate, claims: int) -> Estimate:
-    return _worded(h, *claim_word(h, claims))
+def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> Estimate:
+    beaten, excluded, opposite = adjusted
+    h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
+    h = replace(h, needed=units_needed(h, claims))
+    verdict, why = word(h, claims)
+    return replace(h, verdict=verdict, why=why)
 
 
 def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray:

@@ -24,7 +24,7 @@ class Record:
     """One scan of one subject on one batch.
 
     results      probe name -> Measured.
-    unmeasured   probe name -> why not, in one sentence.
+    unmeasured   probe name, or "probe: metric" -> why not, in one sentence.
     prompts      column name -> one value a prompt; always "text", "template", "domain", "tags", "entropy" (bits),
                  "tokens" (count).
     subject      model, revision, weight hash, dtype, device, family, layers, heads, attention path, self-check ...

@@ -5,27 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
 FigureKind = Literal["curve", "scatter", "heatmap"]
-Verdict = Literal[
-    "above null",
-    "not above null",
-    "below null",
-    "not below null",
-    "undecided",
-    "no null",
-    "PASS",
-    "FAIL",
-    "INCONCLUSIVE",
-]
+Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
+WORDS = get_args(Verdict)[1:]
 
 
 @dataclass(frozen=True)
@@ -58,6 +49,12 @@ class Quantity:
     meaning: str
     figure: Figure | None = None
 
+    def without(self, absent: Collection[str]) -> Quantity:
+        """The same with no figure element that names one of these quantities."""
+        names = ("band", "interval", "beside", "layers")
+        gone = {name: "" for name in names if self.figure and getattr(self.figure, name) in absent}
+        return replace(self, figure=replace(self.figure, **gone)) if gone else self
+
     def prefixed(self, prefix: str) -> Quantity:
         """The same of one part of a `Combined` result: the meaning, and the quantities that the figure names."""
         if not prefix:
@@ -79,19 +76,27 @@ class Estimate:
 
     value, unit      the number and its unit.
     low, high        its interval; `method` says which (e.g. "jackknife over templates, 95 %").
-    null_low/high    95 % band of the null that decides; `null` says which null and how many draws.
-    p                p-value against that null with the +1 rule; NaN is refused.
-    n, units         how many prompts (or what `counts` names), and how many independent units (templates, documents).
-    verdict, why     the verdict in words and one sentence, e.g. "needs n >= 120 templates".
+    null, null_low/high, centre, p
+                     the control that is hardest to beat, its 95 % band, its centre, and the one-sided p-value against
+                     it; "" where there is no control.
+    n, clusters      how many prompts (or what `counts` names), and how many clusters (templates, documents).
+    verdict, why     of a claim one of the five words and one sentence of reason; of every other number "" and "".
 
     What the verdict rests on; the defaults are those of a metric of which nothing was declared:
-    claim            what PASS says, one sentence; empty for a measurement that is no claim. source, published: where it
-                     is printed, and what was printed.
-    side             whether the value is asked to lie above ("upper") or below ("lower") its nulls.
-    margin           what the interval must clear. effect: the smallest difference from it that is of interest.
+    claim            the sentence that is judged; empty for a number that is no claim. source, published: where it is
+                     printed, and what was printed.
+    side             whether the value is asked to lie above ("upper") or below ("lower") its controls.
+    margin           the hurdle: the value that has p = .025 against the control, before correction.
+    effect           the smallest difference from the control's centre that is of interest; room: whether the metric can
+                     have that value.
     equivalence      the claim is that there is no effect: the interval must lie between margin_low and margin.
-    needed           how many units would decide for the declared effect.
-    p_claim          the p that is corrected for the number of claims; adjusted: that p after Holm, 1 before.
+    p_excluded       one-sided p that the value is as far from the centre as the declared effect, or, of an equivalence
+                     claim, within its range; p_opposite: that it is not beyond every control on the other side.
+    adjusted, adjusted_excluded, adjusted_opposite
+                     p, p_excluded and p_opposite after Holm over the claims of the record; 1 before.
+    noise, null_spread, draws, noisy
+                     what the n that decides is computed from, see `stats.power.Setting`.
+    needed           how many clusters find the declared effect with 90 % power; 0 where no number does.
     """
 
     name: str
@@ -106,25 +111,38 @@ class Estimate:
     p: float
     n: int
     clusters: int
-    verdict: Verdict
+    verdict: Verdict = ""
     why: str = ""
     claim: str = ""
     source: str = ""
     published: str = ""
     side: Literal["upper", "lower"] = "upper"
+    centre: float = 0.0
     margin: float = 0.0
     margin_low: float = 0.0
     effect: float = 0.0
+    room: bool = True
     equivalence: bool = False
-    needed: int = 0
-    p_claim: float = 1.0
+    p_excluded: float = 1.0
+    p_opposite: float = 1.0
     adjusted: float = 1.0
+    adjusted_excluded: float = 1.0
+    adjusted_opposite: float = 1.0
+    noise: float = 0.0
+    null_spread: float = 0.0
+    draws: int = 0
+    noisy: bool = False
+    needed: int = 0
     counts: str = "prompts"
 
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
             if not math.isfinite(getattr(self, name)):
                 raise ValueError(f"metric {self.name!r}: {name} is {getattr(self, name)}; a number or nothing")
+        if self.verdict and not self.claim:
+            raise ValueError(
+                f"metric {self.name!r} is no claim, and has the verdict {self.verdict!r}; only claims have one"
+            )
 
 
 @dataclass(frozen=True)
@@ -142,6 +160,7 @@ class Measured:
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     ticks: Mapping[str, tuple] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 PROSE = ("meaning", "computed", "null", "failure_modes")
@@ -176,7 +195,8 @@ def read_prose(path: Path) -> dict[str, dict[str, str]]:
 class Result:
     """Base of every probe's answer: a frozen dataclass of `quantity` fields and metrics, with `warnings`, which could
     overturn a verdict, and where it has any `notes`, which a reader of its section should know, and `ticks`: the names
-    or numbers that stand along an axis, where they are not 0, 1, 2 ...
+    or numbers that stand along an axis, where they are not 0, 1, 2 ...; and `unmeasured`: metric -> why it is not
+    measured. A quantity that is not measured is None, and is left out.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
@@ -198,7 +218,7 @@ class Result:
 
     def __post_init__(self) -> None:
         lengths = {axis: ("its ticks", len(names)) for axis, names in getattr(self, "ticks", {}).items()}
-        for name, declared in self.quantities().items():
+        for name, declared in self.present().items():
             array = np.asarray(getattr(self, name))
             where = f"{type(self).__name__}.{name}"
             if array.ndim != len(declared.axes):
@@ -220,6 +240,12 @@ class Result:
         """The declared fields by name, in order."""
         return {f.name: f.metadata["quantity"] for f in dataclasses.fields(cls) if "quantity" in f.metadata}
 
+    def present(self) -> dict[str, Quantity]:
+        """The declared fields that are not None, and no figure names one that is."""
+        every = self.quantities()
+        absent = {name for name in every if getattr(self, name) is None}
+        return {name: declared.without(absent) for name, declared in every.items() if name not in absent}
+
     @classmethod
     def prose(cls) -> dict[str, str]:
         """The text of each section in PROSE. Raises KeyError where TEXT has no result of this TITLE."""
@@ -231,11 +257,12 @@ class Result:
             title=self.TITLE,
             **self.prose(),
             estimates=tuple(self.estimates),
-            quantities=self.quantities(),
-            arrays={name: np.asarray(getattr(self, name)) for name in self.quantities()},
+            quantities=self.present(),
+            arrays={name: np.asarray(getattr(self, name)) for name in self.present()},
             warnings=tuple(self.warnings),
             notes=tuple(getattr(self, "notes", ())),
             ticks=dict(getattr(self, "ticks", {})),
+            unmeasured=dict(getattr(self, "unmeasured", {})),
         )
 
 
@@ -246,13 +273,14 @@ class Combined(Result):
     Attributes:
         parts: prefix -> result. Quantities of the part "write_" are called write_NAME, and their meanings start with
             "write: "; a part "" keeps its names.
-        estimates, warnings, notes: of all parts, in order.
+        estimates, warnings, notes, unmeasured: of all parts, in order.
     """
 
     parts: Mapping[str, Result]
     estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...]
     notes: tuple[str, ...]
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Mapping[str, Result], warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> Self:
@@ -261,18 +289,19 @@ class Combined(Result):
         def joined(name: str) -> tuple:
             return tuple(chain.from_iterable(getattr(part, name, ()) for part in parts.values()))
 
-        return cls(parts, joined("estimates"), (*joined("warnings"), *warnings), (*joined("notes"), *notes))
+        unmeasured = {name: why for part in parts.values() for name, why in getattr(part, "unmeasured", {}).items()}
+        return cls(parts, joined("estimates"), (*joined("warnings"), *warnings), (*joined("notes"), *notes), unmeasured)
 
     def lowered(self) -> Measured:
         """All parts as plain data."""
         quantities = {
             prefix + name: declared.prefixed(prefix)
             for prefix, part in self.parts.items()
-            for name, declared in part.quantities().items()
+            for name, declared in part.present().items()
         }
         arrays = {
             prefix + name: np.asarray(getattr(part, name))
             for prefix, part in self.parts.items()
-            for name in part.quantities()
+            for name in part.present()
         }
         return replace(super().lowered(), quantities=quantities, arrays=arrays)

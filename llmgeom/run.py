@@ -242,7 +242,7 @@ def run_probes(
         batch: the main sample.
         probes: name -> module of probes/ or an object of `llmgeom.probe`.
         samples: further samples by name; those that no probe needs are not read.
-        controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 20 cannot decide
+        controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 5 cannot decide
             at .05.
         seed: of every draw.
         batch_tokens: tokens that run together.
@@ -296,6 +296,8 @@ def run_probes(
     answers = {name: answers[name] for name in measured}  # in the order asked, stored or not
     unmeasured |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
     results_of = {name: answer for name, answer in answers.items() if isinstance(answer, Measured)}
+    for name, answer in results_of.items():
+        unmeasured |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
     shown = batch if plan.subset is None else batch.take(plan.subset)
     table = prompt_table(subject, shown, plan.null_sample.tokens, _by_prompt(view, len(plan.null_sample)), view.capture)
     return Record(
@@ -396,7 +398,7 @@ def _subset_note(batch: Batch, plan: PassPlan, probes: Mapping[str, Probe]) -> l
 
 def few_draws(controls: int) -> list[str]:
     """The warning that too few draws of a control deserve."""
-    return [f"only {controls} draws of each null: at least {CONTROLS} are needed to decide at p < .05"] * (
+    return [f"only {controls} draws of each control: how much they vary is badly known; {CONTROLS} are usual"] * (
         controls < CONTROLS
     )
 

@@ -120,7 +120,7 @@ def null_units(h: Estimate) -> float | None:
     Derived here.
     """
     half = (h.null_high - h.null_low) / 2
-    if h.verdict == "no null" or half <= 0:
+    if not h.null or half <= 0:
         return None
     return (1 if h.side == "upper" else -1) * (h.value - (h.null_high + h.null_low) / 2) / half * Z95
 

@@ -77,8 +77,11 @@ class Result(Base):
     normalised: np.ndarray = quantity(
         "layer",
         "fraction of log2 T",
-        "attention entropy over log2 of tokens seen",
-        Figure("curve", band="normalised_null"),
+        "attention entropy over log2 of tokens seen; dashed: without context",
+        Figure("curve", band="normalised_null", beside="normalised_no_context"),
+    )
+    normalised_no_context: np.ndarray | None = quantity(
+        "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
     )
     normalised_null: np.ndarray = quantity("layer bound", "fraction of log2 T", "null band of the attention entropy")
     rest: np.ndarray = quantity(
@@ -107,6 +110,8 @@ def measure(view: ProbeInput) -> Result:
         UNTRAINED: [_curves(control, *theirs, limits) for control in held.untrained],
         SHUFFLED: [_curves(other, *theirs, limits) for other in held.shuffled],
     }
+    cut = None if held.no_context is None else _curves(held.no_context, *theirs, limits)
+    without = None if cut is None else (_curves(held.capture, *theirs, limits), cut, held.clusters[theirs[0]])
 
     def band(name: str) -> np.ndarray:
         # A narrowing layer has less entropy than its null: the lower end decides.
@@ -127,11 +132,13 @@ def measure(view: ProbeInput) -> Result:
         mean_entropy_null=band("bits"),
         normalised=main["all"].mean(1),
         normalised_null=band("all"),
+        normalised_no_context=None if cut is None else cut["all"].mean(1),
         rest=main["rest"].mean(1),
         rest_null=band("rest"),
         first=_mean(view.capture, Site.ATTENTION_FIRST, long),
         estimates=tuple(
-            compare(CLAIMS[name], statistic, main, clusters, nulls) for name, statistic in statistics.items()
+            compare(CLAIMS[name], statistic, main, clusters, nulls, without=without)
+            for name, statistic in statistics.items()
         ),
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
     )

@@ -15,6 +15,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput
+from llmgeom.probes.shared.nulls import NO_CONTEXT
 from llmgeom.probes.shared.representation_geometry import PCASummary, final_tokens
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
@@ -96,12 +97,15 @@ class Result(Base):
     silhouettes: np.ndarray = quantity(
         "space",
         "silhouette",
-        "silhouette of the groups",
-        Figure("curve", band="silhouettes_null", interval="silhouettes_interval"),
+        "silhouette of the groups; dashed: without context",
+        Figure("curve", band="silhouettes_null", interval="silhouettes_interval", beside="silhouettes_no_context"),
     )
     silhouettes_null: np.ndarray = quantity("space bound", "silhouette", "band of the re-initialised model")
     silhouettes_interval: np.ndarray = quantity(
         "space bound", "silhouette", "95 % interval over sequences or templates"
+    )
+    silhouettes_no_context: np.ndarray | None = quantity(
+        "space", "silhouette", "silhouette of the same groups in the trained model without context"
     )
     scores: np.ndarray = quantity(
         "prompt component",
@@ -186,6 +190,11 @@ def measure(view: ProbeInput) -> Result:
     exchanged = groups.exchanged(view.seed)
     made = {name: Grouped(d, groups.label) for name, d in _distances(capture, groups, read.of(groups)).items()}
     mixed = [Grouped(made[BEYOND].distance, label) for label in exchanged]
+    cut, cut_mixed = {}, []
+    if held.no_context is not None:  # grouped and read out as the model is
+        apart = _distances(held.no_context, groups, read.of(groups))
+        cut = {name: Grouped(d, groups.label) for name, d in apart.items()}
+        cut_mixed = [Grouped(apart[BEYOND], label) for label in exchanged]
     # Of prompts groups and read-out are the trained model's, which to an control are any groups and any directions.
     told = view.control_observations if exact else (read,) * len(held.untrained)
     untrained = [
@@ -193,10 +202,16 @@ def measure(view: ProbeInput) -> Result:
     ]
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
 
-    def number(name: str, kept: np.ndarray | None = None) -> float:
+    def of_spaces(name: str, kept: np.ndarray | None, spaces: Mapping[str, Grouped], others: list[Grouped]) -> float:
         if name != GIVEN:
-            return made[name].silhouette(kept)
-        return made[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
+            return spaces[name].silhouette(kept)
+        return spaces[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in others]))
+
+    def number(name: str, kept: np.ndarray | None = None) -> float:
+        return of_spaces(name, kept, made, mixed)
+
+    def without(name: str, kept: np.ndarray | None = None) -> float:
+        return of_spaces(name, kept, cut, cut_mixed)
 
     every = np.arange(len(groups.label))
     intervals = {name: jackknife(partial(number, name), every, groups.cluster) for name in (*SPACES, GIVEN)}
@@ -207,9 +222,11 @@ def measure(view: ProbeInput) -> Result:
     def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
         value = number(name)
         nulls = [Null.of("re-initialised", value, np.array([one[name] for one in untrained]))]
-        # Permuted labels carry the sampling noise themselves, so the interval has their middle to clear.
-        for key, draws in permuted.items():
-            nulls.append(replace(Null.of(key, value, draws), margin=float(np.median(draws))))
+        # Permuted labels carry the sampling noise themselves.
+        nulls += [Null.of(key, value, draws, noisy=True) for key, draws in permuted.items()]
+        if cut:
+            difference = jackknife(lambda kept: number(name, kept) - without(name, kept), every, groups.cluster)
+            nulls.append(Null.paired(NO_CONTEXT, value, without(name), difference))
         return estimate(CLAIMS[called], value, intervals[name], nulls, n=len(every), clusters=clusters)
 
     within, beyond = np.array([one.silhouette() for one in mixed]), "silhouette beyond the read-out"
@@ -218,6 +235,7 @@ def measure(view: ProbeInput) -> Result:
         silhouettes=np.array([number(name) for name in SPACES]),
         silhouettes_null=np.array([band([one[name] for one in untrained]) for name in SPACES]),
         silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
+        silhouettes_no_context=np.array([without(name) for name in SPACES]) if cut else None,
         scores=PCASummary.of(main).scores,
         scores_beyond=PCASummary.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],

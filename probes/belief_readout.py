@@ -306,5 +306,5 @@ def _estimate(
     claim, count = CLAIMS[name], len(set(clusters))
     nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
     if half:
-        nulls.append(Null.half(value, span, count))
+        nulls.append(Null.half())
     return estimate(claim, value, span, nulls, n=len(clusters), clusters=count)

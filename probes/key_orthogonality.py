@@ -425,7 +425,7 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     )
     untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
     # The untrained controls' class means carry the same prompts' noise as ours: p is against all of them.
-    control = replace(Null.of("re-initialised", value, untrained, claim.side), margin=float(np.median(untrained)))
+    control = Null.of("re-initialised", value, untrained, claim.side, noisy=True)
     interval = jackknife(lambda rows: class_cosine(last[rows], labels[rows]), np.arange(len(names)), names)
     interval = _over(interval, "templates")
     row = estimate(

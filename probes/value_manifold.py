@@ -29,6 +29,7 @@ from llmgeom.probes.shared.representation_geometry import (
     last_layer,
     measure_geometry,
 )
+from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Combined, Estimate, Figure, quantity
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
@@ -106,7 +107,12 @@ def _write(view: ProbeInput) -> GeometryResult:
     if not captured(view.capture, Site.ATTENTION_WRITE):
         raise Unavailable("the module that writes attention to the residual stream is not known in this model")
     geometry = measure_geometry(view, Site.ATTENTION_WRITE, CLAIMS, CALLED)
-    return GeometryResult(**geometry.fields, estimates=geometry.estimates, warnings=geometry.warnings)
+    return GeometryResult(
+        **geometry.fields,
+        estimates=geometry.estimates,
+        warnings=geometry.warnings,
+        unmeasured=geometry.unmeasured,
+    )
 
 
 def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
@@ -114,48 +120,64 @@ def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
     controls = [last_layer(control, Site.VALUE) for control in view.untrained]
     dimension, shape, shape_warnings = _shape(view, last, controls)
     unrolled = unroll(standardised(last))
-    second, second_warnings = _second(view)
-    *plain, r2 = geometry.estimates
+    second, unmeasured, second_warnings = _second(view)
+    order = []
+    try:
+        order.append(_order(view, unrolled, controls))
+    except Constant as reason:
+        unmeasured[ORDER] = str(reason)
     return ValueGeometry(
         **geometry.fields,
         unrolled=unrolled,
         **dimension,
-        estimates=(*plain, *second, r2, *shape, _order(view, unrolled, controls)),
+        estimates=(*geometry.estimates, *second, *shape, *order),
         warnings=(*geometry.warnings, *second_warnings, *shape_warnings, *_far(view.capture, last)),
+        unmeasured={**geometry.unmeasured, **unmeasured},
     )
 
 
-def _second(view: ProbeInput) -> tuple[list[Estimate], list[str]]:
-    """|rho| in every second sample that there is; a warning where it cannot be measured."""
-    estimates, warnings = [], []
+def _second(view: ProbeInput) -> tuple[list[Estimate], dict[str, str], list[str]]:
+    """|rho| in every second sample that there is; why where its entropy is constant; a warning where it is refused."""
+    estimates, unmeasured, warnings = [], {}, []
     for name in SECOND:
         if name in view.samples:
             try:
                 estimates.append(_sample_rho(name, view.samples[name], view.seed))
+            except Constant as reason:
+                unmeasured[f"{RHO}, {name}"] = str(reason)
             except UserError as reason:
                 warnings.append(f"{RHO}, {name}: not measured, because {reason}")
-    return estimates, warnings
+    return estimates, unmeasured, warnings
 
 
 def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
-    scores = PCASummary.of(last_layer(sample.capture, Site.VALUE)).scores[:, 0]
-    test = correlation_test(scores, sample.entropy, sample.clusters, PERMUTATIONS, seed)
-    controls = [PCASummary.of(last_layer(control, Site.VALUE)) for control in sample.untrained]
-    draws = control_rhos(sample.untrained, controls, sample.entropy)
-    return correlation(CLAIMS[f"{RHO}, {name}"], scores, sample.entropy, sample.clusters, test, draws)
+    target = Target.of(sample.capture, sample.entropy).require()
+
+    def summary(capture: Capture) -> PCASummary:
+        return PCASummary.of(target.within(last_layer(capture, Site.VALUE)))
+
+    scores, y = summary(sample.capture).scores[:, 0], target.values
+    test = correlation_test(scores, y, sample.clusters, PERMUTATIONS, seed)
+    draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], y, own=not target.exact)
+    without = None if sample.no_context is None else summary(sample.no_context).scores[:, 0]
+    return correlation(CLAIMS[f"{RHO}, {name}"], scores, y, sample.clusters, test, draws, without=without)
 
 
 def _order(view: ProbeInput, unrolled: np.ndarray, controls: list[np.ndarray]) -> Estimate:
-    """|Spearman| of entropy and the place along the curve."""
-    place = unrolled[:, 0]
-    test = correlation_test(place, view.entropy, view.clusters, PERMUTATIONS, view.seed)
-    places = [unroll(standardised(x))[:, 0] for x in controls]
-    own = [entropy_of(control) for control in view.untrained]
-    draws = {
-        UNTRAINED: np.array([abs(spearman(other, view.entropy)) for other in places]),
-        OWN_ENTROPY: np.array([abs(spearman(other, entropy)) for other, entropy in zip(places, own, strict=True)]),
-    }
-    return correlation(CLAIMS[ORDER], place, view.entropy, view.clusters, test, draws)
+    """|Spearman| of entropy and the place along the curve; both less their mean at a position where it is exact."""
+    target = Target.of(view.capture, view.entropy).require()
+    place, y = target.within(unrolled[:, 0]), target.values
+    test = correlation_test(place, y, view.clusters, PERMUTATIONS, view.seed)
+    places = [target.within(unroll(standardised(x))[:, 0]) for x in controls]
+    draws = {UNTRAINED: np.array([abs(spearman(other, y)) for other in places])}
+    if not target.exact:
+        own = [entropy_of(control) for control in view.untrained]
+        pairs = zip(places, own, strict=True)
+        draws[OWN_ENTROPY] = np.array([abs(spearman(other, entropy)) for other, entropy in pairs])
+    without = None
+    if view.no_context is not None:
+        without = target.within(unroll(standardised(last_layer(view.no_context, Site.VALUE)))[:, 0])
+    return correlation(CLAIMS[ORDER], place, y, view.clusters, test, draws, without=without)
 
 
 def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:

@@ -1,7 +1,7 @@
 """What a run found, in sentences made by rules, so that page, terminal and notebook agree.
 
 A claim has one of five words: holds, small (it holds, and an effect of the claimed size is excluded), ruled out,
-opposite, open. On the common scale 0 is what the value has to exceed, and 1 lies the claimed effect beyond it.
+opposite, open. On the common scale 0 is the centre of the control, and 1 lies the claimed effect beyond it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ from itertools import groupby
 
 from llmgeom.record import Record
 from llmgeom.reports.text import aligned, numbers, visible
-from llmgeom.result import Estimate
+from llmgeom.result import WORDS, Estimate
 
-WORDS = ("holds", "small", "ruled out", "opposite", "open")
-EARLIER = {"PASS": "holds", "FAIL": "ruled out", "INCONCLUSIVE": "open"}
 ALONE = {
     "holds": "holds",
     "small": "holds, but the effect is small,",
@@ -56,8 +54,6 @@ class Outcome:
     @property
     def word(self) -> str:
         """One of WORDS. Raises ValueError for a verdict that is none of them."""
-        if self.estimate.verdict in EARLIER:
-            return EARLIER[self.estimate.verdict]
         if self.estimate.verdict not in WORDS:
             raise ValueError(
                 f"the claim {self.estimate.name!r} has the verdict {self.estimate.verdict!r}; "
@@ -71,7 +67,7 @@ class Outcome:
         return pretty(self.estimate.claim.partition(":")[0].rstrip("."))
 
     def scaled(self, value: float) -> float:
-        """A value on the common scale of all claims: 0 is the hurdle and 1 the claimed effect beyond it.
+        """A value on the common scale of all claims: 0 is the control's centre and 1 the claimed effect beyond it.
 
         For a claim of no effect 0 is the control, and the claim says that the value lies between -1 and 1. Raises
         ValueError where the claim declares no effect.
@@ -80,7 +76,7 @@ class Outcome:
         if not h.effect > 0:
             raise ValueError(f"the claim {h.name!r} declares an effect of {h.effect}; expected a number above 0")
         if not h.equivalence:
-            return (value - h.margin) / (h.effect if h.side == "upper" else -h.effect)
+            return (value - h.centre) / (h.effect if h.side == "upper" else -h.effect)
         # A range that is wider than twice the effect has no lower end: a claim that the value is not larger.
         two_sided = h.margin - h.margin_low <= 2.001 * h.effect
         return (value - ((h.margin_low + h.margin) / 2 if two_sided else h.margin - h.effect)) / h.effect
@@ -244,7 +240,7 @@ def _sentence(one: Outcome, head: str) -> str:
         small = "this holds, but the effect is small"
         return f"{head}: {small}. {_capital(metric)}; {control}, and an effect of {more} is excluded"
     if one.word == "opposite":
-        way = "higher" if h.value > h.margin else "lower"
+        way = "higher" if h.value > h.centre else "lower"
         return f"The opposite of “{head}”: {metric}, {way} than the control ({control})"
     if one.word == "open":
         return f"“{head}” is open: {metric}; {control}. {_undecided(h)}"
@@ -268,6 +264,8 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 
 
 def _undecided(h: Estimate) -> str:
+    if "; no n can decide" in h.why or h.why.startswith("no room"):
+        return _capital(h.why.rpartition("; ")[2] if "; no n" in h.why else h.why)
     if h.clusters < h.needed:
         return f"{h.needed} independent {h.counts} would decide; this run has {h.clusters}"
     return f"The interval includes both no effect and the claimed {short(h.effect)}{unit(h)}"

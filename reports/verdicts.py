@@ -12,16 +12,13 @@ from llmgeom.validity import placed
 
 # A verdict is told by its word and its shape; colour only repeats it.
 ICONS = {
-    "PASS": "✔",
-    "FAIL": "✘",
-    "INCONCLUSIVE": "?",
-    "above null": "▲",
-    "below null": "▼",
-    "not above null": "○",
-    "not below null": "○",
-    "undecided": "?",
-    "no null": "□",
+    "holds": "✔",
+    "small": "◐",
+    "ruled out": "✘",
+    "opposite": "⇄",
+    "open": "?",
     "not measured": "–",
+    "": "",
 }
 
 
@@ -91,7 +88,7 @@ def counted(h: Estimate) -> str:
 def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:
     value, low, high = numbers(h.value, h.low, h.high)
     null, p = "none", ""
-    if h.verdict != "no null":
+    if h.null:
         null = "{} to {}: {}".format(*numbers(h.null_low, h.null_high), h.null)
         p = f"{h.p:.2g}"
     cells = (

@@ -20,6 +20,7 @@ from llmgeom.probes.attention_focus import Reach, visible
 from llmgeom.run import observe
 from tests.families import FAMILIES, LENGTHS, ragged
 from tests.refusals import refused
+from tests.words import beyond
 
 N = 60
 SITES = (Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST)
@@ -73,7 +74,7 @@ def heads(result) -> dict:
 
 
 def verdicts(result) -> dict[str, str]:
-    return {h.name: h.verdict for h in result.estimates}
+    return {h.name: beyond(h) for h in result.estimates}
 
 
 def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
@@ -86,18 +87,18 @@ def test_focusing_is_one_minus_the_ratio_of_the_mean_entropies():
     assert result.normalised[0] == pytest.approx(float(first), abs=1e-6)
     assert result.mean_entropy[0] == pytest.approx(float(first) * np.log2(12), abs=1e-5)
     assert verdicts(result) == {
-        "focusing": "above null",
-        "focusing without the first token": "above null",
-        "weight on the first token": "not above null",
-        "monotonicity": "below null",
+        "focusing": "yes",
+        "focusing without the first token": "yes",
+        "weight on the first token": "no",
+        "monotonicity": "yes",
     }
 
 
 def test_a_sink_alone_narrows_attention_but_not_without_the_first_token():
     found = verdicts(attention_focus.measure(view([0.5, 0.5, 0.5], 1, sink=0.9)))
-    assert found["focusing"] == "above null"
-    assert found["focusing without the first token"] != "above null"
-    assert found["weight on the first token"] == "above null"
+    assert found["focusing"] == "yes"
+    assert found["focusing without the first token"] != "yes"
+    assert found["weight on the first token"] == "yes"
 
 
 def test_uniform_attention_is_at_its_maximum_of_one():
@@ -113,7 +114,7 @@ def test_what_untrained_models_or_scrambled_text_do_as_well_is_not_above_the_nul
     same = [tuple(of_rows(drawn(np.random.default_rng(i), [0.5, 1.0, 3.0])) for i in range(20))] * 2
     for untrained, shuffled in ((same[0], given.shuffled), (given.untrained, same[1])):
         found = verdicts(attention_focus.measure(replace(given, untrained=untrained, shuffled=shuffled)))
-        assert found["focusing"] != "above null" and found["monotonicity"] != "below null"
+        assert found["focusing"] != "yes" and found["monotonicity"] != "yes"
 
 
 # ---- monotonicity ----------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ def test_monotonicity_at_its_ends_with_ties_and_without_movement():
 
 def test_a_wandering_curve_is_not_monotone_and_a_focusing_one_need_not_be():
     found = heads(attention_focus.measure(view([0.5, 3.0, 0.5, 3.0, 0.5, 3.0], 6)))
-    assert found["focusing"].verdict == "above null"
+    assert beyond(found["focusing"]) == "yes"
     assert -0.7 < found["monotonicity"].value < -0.2
 
 

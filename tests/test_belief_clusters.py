@@ -24,6 +24,7 @@ from llmgeom.stats.manifold import distances
 from llmgeom.task import Gaussian
 from llmgeom.wind_tunnels.models.architectures import ARCHITECTURES, build
 from tests.refusals import refused
+from tests.words import beyond
 
 N, STEPS, K, D = 60, 5, 3, 12
 NAME = "silhouette beyond the read-out"
@@ -87,16 +88,16 @@ def space(result, name: str) -> float:
 
 def test_clusters_in_the_read_out_are_gone_once_it_is_removed():
     result, found = measured(view("read", 0))
-    assert found["silhouette"].verdict == "above null" and space(result, ALL) > 0.1
-    assert found[NAME].verdict == "FAIL" and abs(space(result, BEYOND)) < 0.03
-    assert found[GIVEN].verdict == "not above null"
+    assert beyond(found["silhouette"]) == "yes" and space(result, ALL) > 0.1
+    assert found[NAME].verdict == "ruled out" and abs(space(result, BEYOND)) < 0.03
+    assert beyond(found[GIVEN]) == "no"
     assert space(result, ALONE) > space(result, ALL) and space(result, LOGITS) > space(result, ALL)
 
 
 def test_clusters_in_a_direction_that_nothing_reads_stay():
     result, found = measured(view("free", 1))
-    assert found["silhouette"].verdict == "above null" and found[NAME].verdict == "PASS"
-    assert found[GIVEN].verdict == "above null"
+    assert beyond(found["silhouette"]) == "yes" and found[NAME].verdict == "holds"
+    assert beyond(found[GIVEN]) == "yes"
     assert space(result, BEYOND) > space(result, ALL) > 0.1 and abs(space(result, ALONE)) < 0.05
 
 
@@ -104,15 +105,15 @@ def test_clusters_of_the_last_token_are_not_of_belief():
     """They would pass for belief's, which follows the token, were both not told apart."""
     result, found = measured(view("token", 2, 6.0))
     assert space(result, BEYOND) > 0.05 > result.silhouettes_null[1, 1] and found[NAME].null_high > 0.05
-    assert found[NAME].verdict == "FAIL"
-    assert found[GIVEN].verdict == "not above null" and abs(found[GIVEN].value) < 0.02
+    assert found[NAME].verdict == "ruled out"
+    assert beyond(found[GIVEN]) == "no" and abs(found[GIVEN].value) < 0.02
 
 
 def test_noise_is_seldom_called_a_cluster():
     """Labels that follow nothing: each of the three metrics is above its nulls no more often than it may be."""
-    verdicts = [[h.verdict for h in measured(view("nowhere", seed, n=24))[1].values()] for seed in range(10, 22)]
+    verdicts = [[beyond(h) for h in measured(view("nowhere", seed, n=24))[1].values()] for seed in range(10, 22)]
     for column in zip(*verdicts, strict=True):
-        assert sum(word in ("above null", "PASS") for word in column) <= 1
+        assert column.count("yes") <= 1
 
 
 def test_headlines_are_what_scikit_learn_says_of_the_rows():
@@ -306,7 +307,7 @@ def test_an_untrained_model_does_not_pass():
     for arch, seed in (("gpt2", 300), ("lstm", 301), ("mlp", 302)):
         record = run_probes(tunnel_subject(arch, task, seed), cut, probes, controls=20, samples={WHOLE: whole})
         found = {h.name: h for h in record.results["belief_clusters"].estimates}
-        assert found[NAME].verdict != "PASS", (arch, found[NAME].why)
+        assert found[NAME].verdict != "holds", (arch, found[NAME].why)
 
 
 def test_real_numbers_have_no_groups():
@@ -368,7 +369,7 @@ def test_prompts_that_end_alike_are_measured_in_the_directions_of_their_groups()
     way = read.rows[3] - read.rows[1]
     beyond = (x - np.outer(x @ way, way) / (way @ way))[:56]
     assert found[NAME].value == pytest.approx(silhouette_score(beyond, label[:56]))
-    assert found[NAME].verdict == "PASS" and found[NAME].clusters == 28
+    assert found[NAME].verdict == "holds" and found[NAME].clusters == 28
 
 
 def test_prompts_with_one_answer_are_refused():

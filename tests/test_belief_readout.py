@@ -27,6 +27,7 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES, hooked
 from tests.refusals import refused
 from tests.test_component_ablation import alone, last_log_probs, random_prompts
+from tests.words import beyond
 
 torch.set_num_threads(1)
 
@@ -198,7 +199,7 @@ EXACT = Posterior(LOG_P, outcomes=tuple(range(OUTCOMES)))
 STILL = torch.zeros(SEQUENCES * QUERIES, WIDTH, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("writer", "share", "verdict"), [("mlp", 1, "PASS"), ("attention", 0, "FAIL")])
+@pytest.mark.parametrize(("writer", "share", "verdict"), [("mlp", 1, "holds"), ("attention", 0, "ruled out")])
 def test_who_writes_the_posterior_has_the_share(writer, share, verdict, coarse):
     brought = written(LOG_P, 2, 5.0)
     first = (STILL, brought) if writer == "mlp" else (brought, STILL)
@@ -209,11 +210,11 @@ def test_who_writes_the_posterior_has_the_share(writer, share, verdict, coarse):
     assert made.ticks["site"] == ("in 0", "attention 0", "in 1", "attention 1", "out")
     falls = -np.diff(made.missed)
     assert falls[1 if writer == "mlp" else 0] == pytest.approx(made.missed[0] - made.missed[-1], abs=1e-3)
-    assert found[SKILL].value > 0.9 and found[SKILL].verdict == "above null"
+    assert found[SKILL].value > 0.9 and beyond(found[SKILL]) == "yes"
     assert found[SKILL].value == pytest.approx(1 - made.missed[-1] / made.position)
     assert found[FALL].value == pytest.approx(made.missed[0] - made.missed[-1])
     # All at once is no accumulation.
-    assert found[GRADUAL].value == pytest.approx(0, abs=0.01) and found[GRADUAL].verdict == "FAIL"
+    assert found[GRADUAL].value == pytest.approx(0, abs=0.01) and found[GRADUAL].verdict == "ruled out"
     assert found["steps down"].unit == "fraction" and found["steps down"].claim == ""
     assert made.position == pytest.approx(made.input, rel=0.05) and made.shuffled >= made.position - 0.05
 
@@ -229,7 +230,7 @@ def test_evidence_that_arrives_in_parts_is_accumulated_and_shared(coarse):
     falls = -np.diff(made.missed)
     assert found[SHARE].value == pytest.approx(falls[1::2].sum() / falls.sum()) and 0.2 < found[SHARE].value < 0.8
     assert found[GRADUAL].value == pytest.approx(1 - falls.max() / falls.sum())
-    assert found[GRADUAL].verdict == "PASS"
+    assert found[GRADUAL].verdict == "holds"
     assert found["steps down"].value > 0.6
 
 
@@ -249,8 +250,8 @@ def test_a_residual_that_never_holds_the_posterior_passes_nothing(coarse):
             writes = [(written(LOG_P, 3), written(LOG_P, 4))]
         made = belief_readout.measure(viewed(writes, exact))
         found = judged(made)
-        above += found[SKILL].verdict == "above null"
-        assert all(found[name].verdict != "PASS" for name in (SHARE, GRADUAL) if name in found)
+        above += beyond(found[SKILL]) == "yes"
+        assert all(found[name].verdict != "holds" for name in (SHARE, GRADUAL) if name in found)
         if SHARE not in found:
             assert "not distinguishable from 0: shares of it are left out" in made.warnings[0]
     assert above <= 1 and seed == 3
@@ -275,8 +276,8 @@ def test_an_untrained_model_that_mixes_tokens_does_not_pass(coarse):
         )
         view.samples[WHOLE] = Sample(view.capture, view.samples[WHOLE].entropy, untrained)
         found = judged(belief_readout.measure(view))
-        assert found[SHARE].value == pytest.approx(1) and found[SHARE].verdict != "PASS"
-        assert found[SKILL].verdict != "above null"
+        assert found[SHARE].value == pytest.approx(1) and found[SHARE].verdict != "holds"
+        assert beyond(found[SKILL]) != "yes"
 
 
 def test_the_belief_is_read_where_there_is_one():

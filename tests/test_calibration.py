@@ -17,7 +17,7 @@ from llmgeom import wind_tunnels
 from llmgeom.bench import known_truth as subjects
 from llmgeom.bench import sweep
 from llmgeom.bench.known_truth import CELLS, KINDS, recipes
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, declared, estimate, judge
 from llmgeom.cli import main
 from llmgeom.commands import calibrate
 from llmgeom.errors import UserError
@@ -25,6 +25,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.reports import page, table
+from llmgeom.result import Measured
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
 from llmgeom.wind_tunnels.targets import answer_sheet
@@ -173,7 +174,8 @@ def fabricated(good: bool, made: int = 0, **more):
         draws = np.linspace(0.1, 0.2, 20)
         null = Null.of("re-initialised", value, draws, claim.side)
         h = estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
-        return subjects._plain(h)
+        judged = judge({probe: Measured("", "", "", "", "", (h,), {}, {})})
+        return subjects._plain(judged[probe].estimates[0])
 
     rng = np.random.default_rng(made)
     return {

@@ -100,7 +100,7 @@ def test_fail_on_exits_3(run_folder, tmp_path):
     result = call(
         "scan",
         *("--prompts-from", str(run_folder), "--nulls", "2", "--quiet", "--out", str(tmp_path / "x")),
-        *("--fail-on", "undecided", "--fail-on", "not above null"),
+        *("--fail-on", "open,ruled out", "--fail-on", "small"),
     )
     assert result.exit_code == 3
     assert "--fail-on" in result.stderr

@@ -20,6 +20,7 @@ from llmgeom.probes.value_manifold import CLAIMS
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
+from tests.words import beyond
 
 N, D, LAYERS = 60, 32, 2
 CLAIM = "gain in PC1+PC2 share, as diverse"
@@ -103,34 +104,33 @@ def test_gains_are_differences_of_scikit_learn_s_shares():
 def test_a_domain_planted_flatter_gains_over_both_and_at_that_layer_only():
     result = measure(view(2.0, 0.3, 0.3))
     heads = found(result)
-    assert all(heads[name].verdict == "above null" for name in (CLAIM, "gain in PC1+PC2 share"))
-    assert heads["change in participation ratio, as diverse"].verdict == "below null"
+    assert all(beyond(heads[name]) == "yes" for name in (CLAIM, "gain in PC1+PC2 share"))
+    assert beyond(heads["change in participation ratio, as diverse"]) == "yes"
     assert abs(result.pc12[0]) < 0.05 < 0.2 < result.pc12[1]
     assert heads[CLAIM].claim and sum(bool(h.claim) for h in result.estimates) == 1
 
 
 def test_what_poor_vocabulary_does_alone_is_a_gain_over_mixed_prompts_but_not_over_as_diverse_ones():
     heads = found(measure(view(1.6, 0.4, 1.6)))
-    assert heads["gain in PC1+PC2 share"].verdict == "above null"
-    assert heads[CLAIM].verdict != "above null"
+    assert beyond(heads["gain in PC1+PC2 share"]) == "yes"
+    assert beyond(heads[CLAIM]) != "yes"
 
 
 def test_a_gain_that_untrained_models_have_too_is_none():
     heads = found(measure(view(1.6, 0.4, 0.4, untrained=(1.6, 0.4, 0.4))))
-    assert heads[CLAIM].value > 0.2 and heads[CLAIM].verdict != "above null"
+    assert heads[CLAIM].value > 0.2 and beyond(heads[CLAIM]) != "yes"
 
 
 def test_to_lose_less_than_untrained_models_is_no_gain():
     heads = found(measure(view(0.6, 0.6, 0.6, untrained=(0.2, 2.0, 2.0))))
-    assert heads[CLAIM].null_high < -0.2 and heads[CLAIM].p < 0.05
-    assert heads[CLAIM].margin == 0 and heads[CLAIM].verdict == "not above null"
+    assert (heads[CLAIM].null, heads[CLAIM].centre) == ("no gain", 0) and beyond(heads[CLAIM]) == "no"
     ratio = heads["change in participation ratio, as diverse"]
-    assert ratio.null_low > 0 and ratio.margin == 0 and ratio.verdict != "below null"
+    assert (ratio.null, ratio.centre) == ("no gain", 0) and beyond(ratio) != "yes"
 
 
 def test_noise_is_seldom_called_a_gain():
     called = [
-        h.verdict in ("above null", "below null")
+        beyond(h) == "yes"
         for seed in range(12)
         for h in measure(view(0.8, 0.8, 0.8, untrained=(0.8, 0.8, 0.8), seed=40 + seed)).estimates
     ]

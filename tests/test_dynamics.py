@@ -36,6 +36,7 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
 from tests.test_alignment import u_centred_cka
 from tests.test_primitives import InProcess
+from tests.words import beyond
 
 TASK = "bijection:vocab=4,pairs=3"
 TINY = Training(
@@ -217,17 +218,19 @@ def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Estimate]:
 
 def test_a_frame_that_settles_first_passes_and_one_that_settles_last_fails():
     early = verdicts((15, 120, 120), (100, 100, 20))
-    assert {early[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"PASS"}
+    assert {early[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"holds"}
     assert 0.1 < early["frame over values"].value < early["frame over values"].high < 0.25  # 15 of 120 steps
-    assert early["frame over values, half-way"].verdict == "below null"
+    assert beyond(early["frame over values, half-way"]) == "yes"
     late = verdicts((120, 15, 15), (100, 100, 20))
-    assert {late[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {"FAIL"}
+    assert {late[n].verdict for n in ("frame over precision", "frame over values", "scores over values")} == {
+        "opposite"
+    }
 
 
 def test_a_ratio_that_models_with_nothing_to_learn_have_too_does_not_pass():
     found = verdicts((15, 120, 120), (15, 120, 120))
     for name in ("frame over precision", "frame over values", "scores over values"):
-        assert found[name].high < 1 and found[name].verdict != "PASS"
+        assert found[name].high < 1 and found[name].verdict != "holds"
         assert found[name].p > 0.05  # by Welch's t; against 1 it is far below
 
 
@@ -248,7 +251,7 @@ def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
         )
         assert found[name].value == pytest.approx(stats.gmean(ours))
         assert found[name].p == pytest.approx(max(less_p(ours), less_p(ours, theirs)))
-        assert found[name].margin == pytest.approx(min(1, stats.gmean(theirs)))
+        assert found[name].centre == pytest.approx(1 if less_p(ours) > less_p(ours, theirs) else stats.gmean(theirs))
         assert less_p(ours) != pytest.approx(less_p(ours, theirs))
     for name, level in (("scores over values", 0.05), ("scores over values, half-way", 0.5)):
         each = [[settled(c.run.steps, c.pull(of), level, 1.0).step for of in PULLS] for c in own]
@@ -272,16 +275,19 @@ PULLS = ("score_gradient", "value_gradient")
 def test_too_few_runs_decide_nothing(seeds, random, why):
     for own in ((15, 120, 120), (120, 15, 15)):
         for h in verdicts(own, (100, 100, 20), seeds, random).values():
-            assert h.verdict == ("INCONCLUSIVE" if h.claim else "undecided")
-            assert re.search(why, h.why)
+            assert h.verdict == ("open" if h.claim else "")
+            assert re.search(why, h.why) or not h.claim
             assert seeds > 1 or (h.low, h.high) == (0, 1e9)
 
 
 def test_two_curves_that_only_their_end_stops_decide_nothing():
     found = verdicts((400, 5000, 20), (5000, 5000, 20), noise=0.01)
-    assert found["frame over values"].verdict == "INCONCLUSIVE"
+    assert found["frame over values"].verdict == "open"
     assert "in 5 of 5 runs neither settles before the last two snapshots" in found["frame over values"].why
-    assert found["frame over precision"].verdict == "FAIL"  # only one of the two is open, on the side that cannot help
+    assert found["frame over precision"].verdict in (
+        "ruled out",
+        "opposite",
+    )  # only one of the two is open, on the side that cannot help
 
 
 def test_under_the_null_few_ratios_are_called_small():
@@ -404,7 +410,7 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
         main, ["dynamics", runs["run0"], "--probes", "", "--n", "12", "--out", str(tmp_path / "a"), "-q"]
     )
     assert done.exit_code == 0, done.output
-    assert "run0" in done.output and "INCONCLUSIVE" in done.output and "report.html" in done.output
+    assert "run0" in done.output and "open" in done.output and "report.html" in done.output
     record = Record.load(tmp_path / "a")
     lines = list(table(record))
     assert all(line in done.output for line in lines)
@@ -470,7 +476,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     by_hand = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item() / np.log(2)
     assert precision[1] == pytest.approx(by_hand, rel=1e-6) and precision[2] == 0
     assert precision[0] > precision[1] > 0 and record.results["drift"].arrays["frame"][1] > 0
-    assert {h.verdict for h in record.results["drift"].estimates} <= {"INCONCLUSIVE", "undecided"}
+    assert {h.verdict for h in record.results["drift"].estimates} <= {"open", ""}
     assert any("log P does not fall" in note for note in record.results["drift"].notes)
     assert asked.command() == "llmgeom dynamics --model a/b --revisions step0,step8,step64 --probes '' --n 10 --offline"
     assert RunConfig(runs=("https://me:secret@h/x",)).command() == "llmgeom dynamics https://…@h/x"

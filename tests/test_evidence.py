@@ -28,6 +28,7 @@ from llmgeom.prompts.sula import CONDITIONS, TEMPLATES, Beta, Sula, TwoPoint, av
 from llmgeom.record import Record
 from llmgeom.run import observe, run_probes
 from tests.refusals import refused
+from tests.words import beyond
 
 LABELS = nonce.LABELS[:12]
 SOURCE = Sula(LABELS)
@@ -229,7 +230,7 @@ def test_the_reader_that_answered_is_found(batch, name, values):
     # Families overlap: a fitted reliability may come to the true one.
     assert found[name] <= min(found.values()) + 1e-3
     gain = next(h for h in claims.judge({"sula": result.lowered()})["sula"].estimates if h.name.startswith("Bayesian"))
-    assert gain.verdict == ("PASS" if bayesian else "FAIL"), gain.why
+    assert gain.verdict == ("holds" if bayesian else "ruled out"), gain.why
 
 
 def test_parameters_come_from_the_other_half_of_the_pairs(batch):
@@ -300,7 +301,7 @@ def test_entropy_that_follows_the_number_of_labels_alone_is_not_evidence(batch):
     p = 0.5 + 0.05 * k + 0.02 * rng.random(len(k))
     result = measure_evidence(batch, [says(p), *strangers(len(batch))])
     given = {h.name: h for h in result.estimates}["rho of H label and exact entropy, given k"]
-    assert abs(given.value) < 0.2 and given.verdict != "above null"
+    assert abs(given.value) < 0.2 and beyond(given) != "yes"
     exact = label_entropy(ExactAnswers(batch).log_p)
     assert scipy_stats.spearmanr(label_entropy(says(p).log_p)[k > 1], exact[k > 1])[0] > 0.2  # k would carry it
     # Deciles are the model's own: its answers rise along them, and what they are worth does not.
@@ -319,7 +320,7 @@ def test_what_is_said_before_any_evidence_enters_no_headline(batch):
 def test_an_answer_without_evidence_is_given_no_verdict_in_its_favour(batch):
     own, *untrained = strangers(len(batch), 21)
     for h in claims.judge({"sula": measure_evidence(batch, [own, *untrained]).lowered()})["sula"].estimates:
-        assert h.verdict != "PASS"
+        assert h.verdict != "holds"
 
 
 def test_controls_of_the_exact_answer_do_not_move_beyond_it():
@@ -390,9 +391,9 @@ def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}
     assert len(verdicts) == 4
     wanted = ("skill", "Bayesian over other observers", "rho of H label and exact entropy, given k")
-    assert all((verdicts[one] == "PASS") == learnt for one in wanted), verdicts
+    assert all((verdicts[one] == "holds") == learnt for one in wanted), verdicts
     if not learnt:
-        assert "PASS" not in verdicts.values(), verdicts
+        assert "holds" not in verdicts.values(), verdicts
 
 
 def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):

@@ -40,9 +40,9 @@ def measured(**changes) -> Measured:
         "each": (Quantity(("prompt",), "", "each"), np.array([7.0, 8.0, 9.0])),
         "whole": (Quantity((), "", "whole"), np.array(2.5)),
     }
-    claim = head(name="holds", verdict="PASS", claim=f"It holds {HOSTILE}.", value=-1.5, low=-2.5, high=-0.5)
+    claim = head(name="holds", verdict="holds", claim=f"It holds {HOSTILE}.", value=-1.5, low=-2.5, high=-0.5)
     given = {
-        "estimates": (head(name=HOSTILE, null=f"shuffled {HOSTILE}"), claim, head(name="none", verdict="no null")),
+        "estimates": (head(name=HOSTILE, null=f"shuffled {HOSTILE}"), claim, head(name="none", null="")),
         "quantities": {name: q for name, (q, _) in parts.items()},
         "arrays": {name: array for name, (_, array) in parts.items()},
         "warnings": (f"look out {HOSTILE}",),
@@ -113,7 +113,7 @@ def test_safetensors_holds_every_array_and_says_what_it_is(run):
         assert told["quantities"][f"toy.{name}"]["axes"] == list(record.results["toy"].quantities[name].axes)
     assert held["prompts.entropy"].tolist() == [1.5, 2.0, 0.25] and "prompts.text" not in held
     assert told["quantities"]["toy.heads"]["ticks"] == {"layer": [3, 7]}
-    assert told["estimates"]["toy"][1]["verdict"] == "PASS"
+    assert told["estimates"]["toy"][1]["verdict"] == "holds"
     assert told["record"]["facts"]["command"] == "llmgeom scan --domain math"
     before = (run / "record.safetensors").read_bytes()
     export(str(run), "safetensors")
@@ -181,7 +181,7 @@ def test_latex_closes_what_it_opens_whatever_the_names_are(run):
     assert len(cells(source)) == 2 + 3
     holds = next(row for row in cells(source) if row[0].strip() == "holds")
     assert [cell.strip() for cell in holds[1:3]] == ["$-1.5$~bits", "$[-2.5,\\,-0.5]$"]
-    assert holds[-1].strip() == "PASS" and "^{1}" in holds[3]
+    assert holds[-1].strip() == "holds" and "^{1}" in holds[3]
     none = next(row for row in cells(source) if row[0].strip() == "none")
     assert none[3].strip() == "--" and none[4].strip() == "--"
     assert (
@@ -218,7 +218,7 @@ def test_a_card_shows_claims_n_intervals_and_verdicts(run):
     shown = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
     expected = {r["name"]: r for r in table([Record.load(run)])}
     assert shown["holds"][0] == "-1.5 bits" and shown["holds"][1] == "-2.5 to -0.5"
-    assert shown["holds"][-1] == "PASS" and shown["holds"][-2] == expected["holds"]["n"]
+    assert shown["holds"][-1] == "holds" and shown["holds"][-2] == expected["holds"]["n"]
     assert shown["none"][2] == "none"
     assert "- holds: It holds 50%" in text and "### What could overturn this" in text
     assert "- other: no keys" in text and "    llmgeom scan --domain math" in text

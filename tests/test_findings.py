@@ -17,11 +17,11 @@ ORDER = "Values are ordered by uncertainty: their first component ranks prompts 
 
 
 def claim(name="|rho| of PC1 and entropy", verdict="open", value=0.4, spread=0.1, **other):
-    """A claim of an effect of 0.3 above a hurdle of 0.2; its control gives 0.05 to 0.2."""
+    """A claim of an effect of 0.3 above a control whose centre is 0.2; its control gives 0.05 to 0.2."""
     given = dict(
         unit="|rho|", low=value - spread, high=value + spread, method="jackknife", null_low=0.05, null_high=0.2,
-        null="re-initialised (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, margin=0.2,
-        effect=0.3, needed=120,
+        null="re-initialised (20 draws)", p=0.04, n=75, clusters=70, verdict=verdict, claim=ORDER, centre=0.2,
+        margin=0.25, effect=0.3, needed=120,
     )  # fmt: skip
     return Estimate(name=name, value=value, **(given | other))
 
@@ -143,7 +143,7 @@ def test_an_unknown_word_is_refused():
         said(made)
 
 
-def test_the_common_scale_has_the_hurdle_at_0_and_the_claimed_effect_at_1():
+def test_the_common_scale_has_the_control_at_0_and_the_claimed_effect_at_1():
     def at(value, **other):
         (one,) = outcomes([record(claim(**other))], ["x"])
         return one.scaled(value)

@@ -35,6 +35,7 @@ from llmgeom.run import run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
+from tests.words import beyond
 
 RECALL = load_task("recall")
 
@@ -230,8 +231,8 @@ def test_a_model_that_writes_hypotheses_where_they_are_read_out():
     record = run_probes(coinciding(1.0), RECALL.truncated(60, 0), {"hypothesis_frame": hypothesis_frame})
     measured = record.results["hypothesis_frame"]
     found = {h.name: h for h in measured.estimates}
-    assert found[VALUE_OUT].verdict == "above null" and found[VALUE_OUT].value > 0.4
-    assert found[KEY_VALUE].verdict != "above null"
+    assert beyond(found[VALUE_OUT]) == "yes" and found[VALUE_OUT].value > 0.4
+    assert beyond(found[KEY_VALUE]) != "yes"
     # Each head has half of the coordinates: the cosine is the root of a half, its sign the head's.
     assert measured.arrays["match"][1].mean() == pytest.approx(0.5**0.5, abs=0.1)
     opposite = frames_of(coinciding(-1.0), list(range(8, 16))).measures(np.arange(8))
@@ -264,7 +265,7 @@ def test_untrained_models_are_above_the_null_about_as_rarely_as_they_should():
     for i, own in enumerate(pool):
         others = tuple(pool[(i + j) % 40] for j in range(1, 21))
         for h in measure_frames(own, others).estimates:
-            above[h.name] += h.verdict == "above null"
+            above[h.name] += beyond(h) == "yes"
             assert h.null.startswith(UNTRAINED)
     # At 5 % 2 of 40 are expected; 6 or more come with probability 1.4 %.
     assert max(above.values()) <= 5, above

@@ -37,6 +37,7 @@ from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.refusals import refused
+from tests.words import beyond
 
 torch.set_num_threads(1)
 TASK = wind_tunnels.load_task("bijection:vocab=4,pairs=4")
@@ -136,19 +137,18 @@ def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(rec
 
 def test_its_claim_passes_and_after_the_first_layer_nothing_is_left(record):
     found = {h.name: h for h in record.results[PROBE].estimates}
-    assert found[FRAME].verdict == "INCONCLUSIVE" and found[FRAME].p == 1 / 4, "three untrained controls decide nothing"
+    assert found[FRAME].verdict == "open" and found[FRAME].p == 0.5, "three untrained controls decide nothing"
     assert found[f"{FRAME}, over the total effect"].value == pytest.approx(1)
-    assert found[f"{FRAME}, over the total effect"].verdict == "above null"
-    assert found[f"frame {DECLARED_LAYERS[1]}"].verdict != "above null"
+    assert beyond(found[f"frame {DECLARED_LAYERS[1]}"]) != "yes"
     assert found[f"frame {DECLARED_LAYERS[1]}, over the total effect"].value == pytest.approx(0, abs=1e-6)
     passed = examine(Bayes(), TASK, n=60, nulls=20, layers=(0,))
-    assert {h.name: h.verdict for h in passed.results[PROBE].estimates}[FRAME] == "PASS"
+    assert {h.name: h.verdict for h in passed.results[PROBE].estimates}[FRAME] == "holds"
 
 
 def test_of_a_model_that_does_not_follow_the_evidence_nothing_is_claimed():
     made = examine(Bayes(deaf=True), TASK, n=60, nulls=2, layers=(0,)).results[PROBE]
     assert {h.name for h in made.estimates} == {TOTAL, FRAME} and not any(h.claim for h in made.estimates)
-    assert made.estimates[0].value == 0 and "PASS" not in {h.verdict for h in made.estimates}
+    assert made.estimates[0].value == 0 and "holds" not in {h.verdict for h in made.estimates}
     assert "the answers do not follow the evidence: the total effect is 0 bits" in made.notes[0]
     assert made.warnings[0].startswith("the total effect is 0 bits, too little for 'frame at the embedding'")
 
@@ -443,7 +443,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     assert record.facts["interchange"]["layers"] == [1] and record.results[PROBE].ticks["layer"] == (1,)
     assert record.source["split"] == "held-out" and record.source["name"] == "hmm:steps=5"
     assert record.facts["command"].endswith("--n 40 --layers 1 --controls 3 --nulls 2")
-    assert "only 2 draws of each null" in record.warnings[0]
+    assert "only 2 draws of each control" in record.warnings[0]
     after = f"frame {DECLARED_LAYERS[1]}"
     assert (
         {TOTAL, after}

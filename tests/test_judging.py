@@ -70,7 +70,7 @@ def test_p_against_a_bound_is_the_one_sided_t_test(compare, bound, side, scale):
     h = pose(entry(test), test, over_seeds(VALUES, "bits", scale), 1)
     f = np.log if scale == "log" else np.asarray
     expected = stats.ttest_1samp(f(VALUES), f(bound), alternative=side).pvalue
-    assert (h.p, h.p_claim) == pytest.approx((expected, expected))
+    assert h.p == pytest.approx(expected)
     assert h.margin == bound and h.effect == 0.1 and h.published == "as printed" and h.name == "q"
 
 
@@ -81,7 +81,7 @@ def test_p_within_a_range_is_the_larger_of_two_one_sided_tests(scale):
     f = np.log if scale == "log" else np.asarray
     tests = [(0.25, "greater"), (0.38, "less")]
     p = [stats.ttest_1samp(f(VALUES), f(end), alternative=side).pvalue for end, side in tests]
-    assert h.p_claim == pytest.approx(max(p)) and (h.margin_low, h.margin) == pytest.approx((0.25, 0.38))
+    assert h.p == pytest.approx(max(p)) and (h.margin_low, h.margin) == pytest.approx((0.25, 0.38))
 
 
 def test_what_fits_passes_what_does_not_fails_and_noise_is_inconclusive():
@@ -91,9 +91,9 @@ def test_what_fits_passes_what_does_not_fails_and_noise_is_inconclusive():
         asks("below", bound=0.5),
         asks("within", values=[0.3], tolerance=0.1, scale="log"),
     ):
-        assert [verdict(x, test).verdict for x in (near, far, noisy)] == ["PASS", "FAIL", "INCONCLUSIVE"]
+        assert [verdict(x, test).verdict for x in (near, far, noisy)] == ["holds", "ruled out", "open"]
     above = asks("above", bound=0.5)
-    assert [verdict(x, above).verdict for x in (far, near, noisy)] == ["PASS", "FAIL", "INCONCLUSIVE"]
+    assert [verdict(x, above).verdict for x in (far, near, noisy)] == ["holds", "ruled out", "open"]
     h = verdict(noisy, above)
     wanted = needed_n_mean(0.1, float(np.std(noisy, ddof=1)), level=0.95)
     assert h.needed == wanted and f"needs n >= {wanted} units" in h.why
@@ -105,34 +105,35 @@ def test_what_fits_passes_what_does_not_fails_and_noise_is_inconclusive():
 
 def test_a_bound_is_failed_where_the_smallest_difference_of_interest_is_excluded():
     """Alike and precise: neither above nor below, and surely not above by as much as matters."""
-    assert verdict((1.0, 1.001, 0.999), asks("above", bound=1.0)).verdict == "FAIL"
-    assert verdict((1.0, 1.001, 0.999), asks("below", bound=1.0)).verdict == "FAIL"
-    assert verdict((1.05, 1.051, 1.049), asks("above", bound=1.0)).verdict == "PASS"
+    assert verdict((1.0, 1.001, 0.999), asks("above", bound=1.0)).verdict == "ruled out"
+    assert verdict((1.0, 1.001, 0.999), asks("below", bound=1.0)).verdict == "ruled out"
+    assert verdict((1.05, 1.051, 1.049), asks("above", bound=1.0)).verdict == "small"
+    assert verdict((1.2, 1.21, 1.19), asks("above", bound=1.0)).verdict == "holds"
 
 
 def test_the_more_is_asked_the_harder_it_is_to_pass():
     test = asks("above", bound=0.28, tolerance=0.05)
     p = stats.ttest_1samp(VALUES, 0.28, alternative="greater").pvalue
     assert 0.05 / 10 < p < 0.05
-    assert verdict(VALUES, test).verdict == "PASS"
-    assert verdict(VALUES, test, others=9).verdict == "PASS"  # Holm: the others are certain, and go first
+    assert verdict(VALUES, test).verdict == "holds"
+    assert verdict(VALUES, test, others=9).verdict == "holds"  # Holm: the others are certain, and go first
     unsure = [row(entry(test, f"u{i}"), test, over_seeds(VALUES, "bits")) for i in range(10)]
-    assert {one.verdict for one in judged(unsure)} == {"INCONCLUSIVE"}
+    assert {one.verdict for one in judged(unsure)} == {"open"}
 
 
 def test_what_a_trivial_predictor_has_too_does_not_pass():
     below = asks("below", bound=0.5)
-    assert verdict(VALUES, below, null=("constant", 0.9)).verdict == "PASS"
-    assert verdict(VALUES, below, null=("constant", 0.30)).verdict == "FAIL"
+    assert verdict(VALUES, below, null=("constant", 0.9)).verdict == "holds"
+    assert verdict(VALUES, below, null=("constant", 0.30)).verdict == "ruled out"
     above = asks("above", bound=0.1)
-    assert verdict(VALUES, above, null=("constant", 0.2)).verdict == "PASS"
-    assert verdict(VALUES, above, null=("constant", 0.4)).verdict == "FAIL"
+    assert verdict(VALUES, above, null=("constant", 0.2)).verdict == "holds"
+    assert verdict(VALUES, above, null=("constant", 0.4)).verdict == "ruled out"
     within = asks("within", values=[0.3], tolerance=0.1)
     h = verdict(VALUES, within, null=("constant", 0.25))
-    assert h.verdict == "INCONCLUSIVE" and "constant lies in the printed range too" in h.why
-    assert verdict(VALUES, within, null=("constant", 0.45)).verdict == "PASS"
+    assert h.verdict == "open" and "constant lies in the printed range too" in h.why
+    assert verdict(VALUES, within, null=("constant", 0.45)).verdict == "holds"
     nothing = asks("within", values=[0.3], tolerance=0.1, nothing=True)
-    assert verdict(VALUES, nothing, null=("constant", 0.25)).verdict == "PASS"
+    assert verdict(VALUES, nothing, null=("constant", 0.25)).verdict == "holds"
 
 
 def test_under_the_null_few_pass():
@@ -145,7 +146,7 @@ def test_under_the_null_few_pass():
             row(entry(t, f"{i}"), t, over_seeds(rng.normal(1.0, 0.2, 4), "bits"))
             for i, t in enumerate([test] * 4 + [at_the_edge])
         ]
-        hits += any(one.verdict == "PASS" for one in judged(rows))
+        hits += any(one.verdict == "holds" for one in judged(rows))
     assert hits <= stats.binom.ppf(0.995, 300, 0.05)
 
 
@@ -154,7 +155,7 @@ def test_the_n_that_is_named_decides():
     rng, sd = np.random.default_rng(1), 0.15
     test = asks("above", bound=1.0)
     n = needed_n_mean(0.1, sd, level=0.95)
-    passed = sum(verdict(rng.normal(1.1, sd, n), test).verdict == "PASS" for _ in range(200))
+    passed = sum(verdict(rng.normal(1.1, sd, n), test).verdict == "holds" for _ in range(200))
     assert stats.binom.ppf(0.005, 200, 0.88) <= passed
 
 
@@ -170,43 +171,43 @@ def test_trainings_are_held_against_the_hardest_of_their_nulls():
     low, high = rng.normal(0, 0.01, 20), rng.normal(1.0, 0.01, 20)
     h = combined([drawn(0.9, low), drawn(0.92, high), drawn(0.91, low)])
     assert h.value == pytest.approx(0.91) and h.clusters == 3 and h.null_high == pytest.approx(high.max(), abs=0.01)
-    assert h.p == 1.0 and "hardest of 3 trainings" in h.null
+    assert h.p > 0.9 and "hardest of 3 trainings" in h.null
     test = asks("above", bound=0.5)
     (one,) = judged([row(entry(test), test, h)])
-    assert one.verdict == "FAIL"
+    assert one.verdict == "ruled out"
     (one,) = judged([row(entry(test), test, combined([drawn(v, low) for v in (0.9, 0.92, 0.91)]))])
-    assert one.verdict == "PASS"
+    assert one.verdict == "holds"
     below = asks("below", bound=0.5)
     mirrored = [drawn(-0.9, -low, side="lower"), drawn(-0.92, -high, side="lower"), drawn(-0.91, -low, side="lower")]
     (one,) = judged([row(entry(below), below, combined(mirrored))])
-    assert one.verdict == "FAIL"
+    assert one.verdict == "ruled out"
     with refused(ValueError, "upper"):
         pose(entry(below), below, h, 1)
 
 
-def test_a_rank_p_of_too_few_draws_does_not_pass():
-    few = np.random.default_rng(4).normal(0, 0.01, 5)
+def test_too_few_draws_decide_nothing():
+    few = np.random.default_rng(4).normal(0, 0.01, 4)
     h = combined([drawn(v, few) for v in (0.9, 0.92, 0.91)])
     test = asks("above", bound=0.5)
     (one,) = judged([row(entry(test), test, h)])
-    assert h.p == pytest.approx(1 / 6) and h.p_claim < 1e-3 and one.verdict == "INCONCLUSIVE"
+    assert h.p == pytest.approx(0.5) and one.verdict == "open"
 
 
 def test_a_claim_keeps_its_own_terms():
     test, rng = asks("claim"), np.random.default_rng(3)
     h = drawn(0.9, rng.normal(0, 0.01, 40), claim="It is so.")
     rows = [row(entry(test), test, h)]
-    assert judged(rows)[0].verdict == "PASS"
+    assert judged(rows)[0].verdict == "holds"
     unsure = row(entry(test), test, drawn(0.9, np.zeros(40), claim="It is so."))
     lacking = [row(unsure.entry, test, _inconclusive(unsure.estimate))]
     (one,) = judged(lacking)
-    assert one.verdict == "INCONCLUSIVE" and one.why == "needs 5 training seeds, has 2"
+    assert one.verdict == "open" and one.why == "needs 5 training seeds, has 2"
 
 
 def _inconclusive(h):
     import dataclasses
 
-    return dataclasses.replace(h, verdict="INCONCLUSIVE", why="needs 5 training seeds, has 2")
+    return dataclasses.replace(h, verdict="open", why="needs 5 training seeds, has 2")
 
 
 def test_what_was_not_measured_stays_not_tested():

@@ -22,6 +22,7 @@ from llmgeom.run import observe
 from llmgeom.stats.cosines import mean_abs_cosine, random_cosine
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
+from tests.words import beyond
 
 SMALL = {"vocab_size": 120, "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 64}
 
@@ -242,8 +243,8 @@ def test_planted_orthogonal_heads_are_found_where_they_are():
     # 8 axes repeated 5 times: 8 * 10 of 780 pairs are parallel, the rest orthogonal.
     assert result.by_head[2] == pytest.approx(80 / 780)
     found = heads(result)
-    assert found[COLUMNS].value < found[COLUMNS].null_low and found[COLUMNS].p < 0.05
-    assert found[BY_HEAD].verdict == found[SEEN].verdict == "below null"
+    assert found[COLUMNS].value < found[COLUMNS].null_low and found[COLUMNS].p < 0.1  # three layers
+    assert beyond(found[BY_HEAD]) == beyond(found[SEEN]) == "yes"
 
 
 def test_gaussian_models_lie_on_their_references_and_are_not_called_orthogonal():
@@ -255,12 +256,12 @@ def test_gaussian_models_lie_on_their_references_and_are_not_called_orthogonal()
     assert (result.head_gaussian, result.whole_gaussian) == (random_cosine(DIM), random_cosine(KV * DIM))
     assert result.tokens_simplex == pytest.approx(1 / 39)
     for seed in range(1, 4):
-        assert "below null" not in {h.verdict for h in probe.measure(view(seed=seed)).estimates}
+        assert "yes" not in {beyond(h) for h in probe.measure(view(seed=seed)).estimates}
 
 
 def test_what_untrained_models_have_too_is_not_below_null_and_less_than_they_have_is_said():
     same = heads(probe.measure(view(seed=2, planted=True, twin_planted=True)))
-    assert same[BY_HEAD].verdict != "below null"
+    assert beyond(same[BY_HEAD]) != "yes"
     result = probe.measure(view(seed=3, twin_planted=True))
     (said, *_) = result.notes
     assert said.startswith("less orthogonal than chance, above the whole band of the null: ")
@@ -271,7 +272,7 @@ def test_what_untrained_models_have_too_is_not_below_null_and_less_than_they_hav
 def test_orthogonal_classes_are_found_at_the_last_layer_and_not_before():
     result = probe.measure(view(seed=5, strength=4.0))
     row = heads(result)[CLASSES]
-    assert row.verdict == "below null" and (row.n, row.clusters) == (72, 36)
+    assert beyond(row) == "yes" and (row.n, row.clusters) == (72, 36)
     assert row.value == pytest.approx(result.class_simplex, rel=0.2) and result.class_simplex == pytest.approx(0.2)
     assert result.class_means[-1] < result.class_means_null[-1, 0]
     assert result.class_means_null[0, 0] < result.class_means[0] < result.class_means_null[0, 1]
@@ -360,7 +361,7 @@ def test_the_last_layers_are_told_from_the_others():
     own, untrained = reading(0.3), [reading(0.0) for _ in range(20)]
     (found,) = probe._depth(own, untrained)
     expected = own.columns[-2:, :, 0].mean() - own.columns[:-2, :, 0].mean()
-    assert found.value == pytest.approx(expected) and found.verdict == "above null" and found.n == 24
-    assert probe._depth(reading(-0.05), untrained)[0].verdict != "above null"
+    assert found.value == pytest.approx(expected) and beyond(found) == "yes" and found.n == 24
+    assert beyond(probe._depth(reading(-0.05), untrained)[0]) != "yes"
     one_layer = replace(own, columns=own.columns[:1])
     assert probe._depth(one_layer, untrained) == []

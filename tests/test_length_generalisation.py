@@ -89,7 +89,9 @@ def test_a_cliff_fails_with_the_ratio_of_the_means():
     mixed = [0.05] * H + [0.5, 0.9, 0.9]
     result, judged, kl = length_generalisation.measure(view(mixed)), found(view(mixed)), by_hand(mixed)
     within = kl[:, :H].mean()
-    assert judged[RATIO].verdict == "FAIL" and judged[RATIO].value == pytest.approx(kl[:, H].mean() / within, rel=1e-4)
+    assert judged[RATIO].verdict == "ruled out" and judged[RATIO].value == pytest.approx(
+        kl[:, H].mean() / within, rel=1e-4
+    )
     assert judged[LATER].value == pytest.approx(kl[:, H + 1 :].mean() / within, rel=1e-4)
     assert judged[PAST].value == pytest.approx(kl[:, H:].mean(), rel=1e-5)
     assert (result.within, result.first) == pytest.approx((within, kl[:, H].mean()), rel=1e-4)
@@ -104,15 +106,15 @@ def test_a_cliff_fails_with_the_ratio_of_the_means():
 
 
 def test_an_error_that_stays_passes_and_one_that_doubles_is_open():
-    assert found(view([0.05] * ASKED))[RATIO].verdict == "PASS"
-    assert found(view([0.05] * H + [0.01] * 3))[RATIO].verdict == "PASS"
+    assert found(view([0.05] * ASKED))[RATIO].verdict == "holds"
+    assert found(view([0.05] * H + [0.01] * 3))[RATIO].verdict == "holds"
     # What is mixed in so that the mean error is twice that within: neither side of 2 is excluded.
     level = by_hand([0.05] * ASKED)[:, :H].mean()
     shares = np.linspace(0.05, 0.2, 300)
     errors = [by_hand([share] * ASKED)[:, H].mean() for share in shares]
     twice = float(shares[np.searchsorted(errors, 2 * level)])
     judged = found(view([0.05] * H + [twice] * 3))[RATIO]
-    assert judged.verdict == "INCONCLUSIVE" and judged.value == pytest.approx(2, rel=0.02)
+    assert judged.verdict == "open" and judged.value == pytest.approx(2, rel=0.02)
 
 
 @pytest.mark.parametrize("share", [0.0, 0.8])
@@ -165,7 +167,7 @@ def test_grade_says_the_same_of_the_same_sequences():
     own = capture(batch, log_p)
     sample = Sample(own, np.zeros(360), (own,) * 20)
     scanned = found(ProbeInput(own, np.zeros(360), samples={WHOLE: sample}, observations=Reach(4, "bijection")))
-    assert graded.keys() == scanned.keys() and graded[RATIO].verdict == scanned[RATIO].verdict == "FAIL"
+    assert graded.keys() == scanned.keys() and graded[RATIO].verdict == scanned[RATIO].verdict == "ruled out"
     for name, one in graded.items():
         assert (one.value, one.low, one.high) == pytest.approx(
             (scanned[name].value, scanned[name].low, scanned[name].high), rel=1e-5

@@ -88,7 +88,7 @@ def test_shares_are_sums_over_layers():
 
 
 @pytest.mark.parametrize(
-    ("attention", "mlp", "verdict"), [(1, 4, "PASS"), (4, 1, "FAIL"), (0, 2, "PASS"), (2, 0, "FAIL")]
+    ("attention", "mlp", "verdict"), [(1, 4, "holds"), (4, 1, "ruled out"), (0, 2, "holds"), (2, 0, "opposite")]
 )
 def test_who_changes_the_answer_has_the_share(attention, mlp, verdict):
     own = drawn(attention, mlp, 3)
@@ -125,8 +125,8 @@ def test_an_untrained_model_does_not_pass_however_much_its_mlps_do():
         drawn_alike = [drawn(1, 9, 1000 * seed + i, size=np.exp(0.2 * rng.standard_normal())) for i in range(21)]
         found = judged(drawn_alike[0], drawn_alike[1:])[MLP_SHARE]
         assert found.value == pytest.approx(0.9, abs=0.03)
-        passed += found.verdict == "PASS"
-    assert not passed
+        passed += found.verdict == "holds"
+    assert passed <= 1  # one in forty may
 
 
 def test_evidence_that_is_not_lost_has_no_share():

@@ -275,7 +275,7 @@ def test_a_probe_of_one_s_own_passes_where_the_model_infers_and_nowhere_else(run
     assert float(exchanged.split()[-1]) > 0.95
     trained, untrained = (Record.load(run.folder / name).results["odds_line"] for name in SAVED["your_own"])
     (own,), (other,) = trained.estimates, untrained.estimates
-    assert own.verdict == "PASS" and own.value < 0.01 and other.verdict != "PASS"
+    assert own.verdict == "holds" and own.value < 0.01 and other.verdict != "holds"
     assert own.value == trained.arrays["missed"][-1] < trained.arrays["missed_null"][-1, 0]
 
 
@@ -294,7 +294,7 @@ def test_hostile_strings_leave_no_element_and_no_attribute_in_what_a_notebook_sh
 def test_what_a_notebook_shows_has_the_numbers_and_the_gaps():
     text = Tree(synthetic()._repr_html_()).text
     for words in ("0.412 fraction", "0.392 to 0.432", "0.110 to 0.190: untrained controls, 20 draws", "0.048",
-                  "75 prompts, 38 units", "above null", "undecided", "because the model has no tokenizer for digits",
+                  "75 prompts, 38 units", "because the model has no tokenizer for digits",
                   "a pocket model checks the instrument", "pocket:pythia @ step143000"):  # fmt: skip
         assert words in text, words
 

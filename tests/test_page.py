@@ -29,7 +29,7 @@ HOSTILE = (
 )
 
 
-def estimate(name, verdict="above null", value=0.412, spread=0.02, **other):
+def estimate(name, verdict="", value=0.412, spread=0.02, **other):
     """A plausible metric."""
     given = dict(
         unit="fraction", low=value - spread, high=value + spread, method="jackknife over templates", null_low=0.11,
@@ -57,7 +57,7 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         failure_modes="One outlier token can carry the whole first component.",
         estimates=(
             estimate("PC1 share, last layer"),
-            estimate("PC1+PC2 share", "undecided", 0.31, 0.2, why="n >= 120"),
+            estimate("PC1+PC2 share", "open", 0.31, 0.2, why="n >= 120", claim="Values lie near a plane."),
         ),
         quantities={
             "share": Quantity(("layer",), "fraction", "share of variance of PC1", Figure("curve", band="share_null")),
@@ -81,9 +81,9 @@ def synthetic(seed=0, layers=6, heads=4, n=75, hostile=(), name="pocket:pythia",
         null="Uniform attention over the prompt.",
         failure_modes="The first token is a sink.",
         estimates=(
-            estimate("mean focus", "below null", -1.25, 0.1, unit="bits", p=0.001),
-            estimate("focus change with depth", "not above null", 0.003, 0.004, unit="bits", p=0.41),
-            estimate("focus of the sink", "no null", 2.0, 0.0, unit="bits", p=1.0),
+            estimate("mean focus", "", -1.25, 0.1, unit="bits", p=0.001),
+            estimate("focus change with depth", "", 0.003, 0.004, unit="bits", p=0.41),
+            estimate("focus of the sink", "", 2.0, 0.0, unit="bits", p=1.0, null=""),
         ),
         quantities={
             "entropy": Quantity(("layer", "head"), "bits", "attention entropy", Figure("heatmap")),
@@ -222,8 +222,9 @@ def test_table_says_each_headline_and_each_gap():
         "null": "0.110 to 0.190: untrained controls, 20 draws",
         "p": "0.048",
         "n": "75 prompts, 38 units",
-        "verdict": "above null",
+        "verdict": "",
         "why": "",
+        "claim": "",
         "probe": "manifold",
         "calibration": "+12.8 null units; not calibrated",  # (.412 - .15) / .04 * 1.96
     }
@@ -241,7 +242,7 @@ def test_table_is_safe_to_print_to_a_terminal(hostile):
 def test_table_holds_two_records_side_by_side():
     rows = table([synthetic(), synthetic(source="math")])
     pairs = [(row["name"], row["record"]) for row in rows]
-    assert pairs[:2] == [("mean focus", "mixed"), ("mean focus", "math")]
+    assert pairs[:3] == [("PC1+PC2 share", "mixed"), ("PC1+PC2 share", "math"), ("mean focus", "mixed")]
     assert {row["record"] for row in table([synthetic(), synthetic()])} == {
         "pocket:pythia on mixed (run 1)",
         "pocket:pythia on mixed (run 2)",
@@ -250,7 +251,7 @@ def test_table_holds_two_records_side_by_side():
 
 def test_verdicts_are_plain_html_before_any_script():
     head = page([synthetic()]).split("<script")[0]
-    for words in ("above null", "below null", "undecided", "not above null", "no null", "0.392 to 0.432"):
+    for words in ("</span> open</b>", "0.392 to 0.432"):
         assert words in head
     assert "not measured, because the model has no tokenizer for digits" in head
     assert "pocket:pythia @ step143000" in head and "logits 0, rows 2.4e-07" in re.sub(
@@ -262,13 +263,13 @@ def test_each_claim_stands_above_its_own_verdicts():
     record = synthetic()
     measured = record.results["focus"]
     of = {
-        probe: replace(measured, estimates=(estimate("KL of the edit", "FAIL", claim=f"Claim of {probe}."),))
+        probe: replace(measured, estimates=(estimate("KL of the edit", "ruled out", claim=f"Claim of {probe}."),))
         for probe in ("a", "b")
     }
     record = replace(record, results=of, unmeasured={})
     for records in ([record], [record, record]):
-        rows = re.findall(r'<tr class="(claim|FAIL)">(?:<td colspan="8">(.*?)</td>)?', page(records))
-        verdicts = [("FAIL", "")] * len(records)
+        rows = re.findall(r'<tr class="(claim|ruled-out)">(?:<td colspan="8">(.*?)</td>)?', page(records))
+        verdicts = [("ruled-out", "")] * len(records)
         assert rows == [("claim", "Claim of a."), *verdicts, ("claim", "Claim of b."), *verdicts]
 
 
@@ -380,11 +381,11 @@ def test_a_page_needs_no_torch():
 def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_its_figure_holds():
     measured = synthetic().results["manifold"]
     value = float(measured.arrays["share"][3])
-    found = estimate("PC1 share, layer 3", "PASS", value, claim="Values lie near a line.")
+    found = estimate("PC1 share, layer 3", "holds", value, claim="Values lie near a line.")
     others = estimate("of another unit", value=value, unit="bits"), estimate("of another value", value=value * 1.00001)
     measured = replace(measured, estimates=(found, *others))
     held = draw(measured, "share", "f", 0, {}).caption
-    said = "At layer 3, the metric “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 units: PASS."
+    said = "At layer 3, the metric “PC1 share, layer 3”: {}, 95 % interval {} to {}, n = 75 prompts, 38 units: holds."
     assert said.format(*numbers(value, found.low, found.high)) in held and "another" not in held
     assert held.endswith("Claim: Values lie near a line.")
     # A figure from which no metric can be read says how many prompts it is of.

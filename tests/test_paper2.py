@@ -230,11 +230,11 @@ def verdict(value, controls):
 def test_the_verdict_can_go_either_way_and_the_hardest_control_decides():
     value = (100, 110, 90, 105, 95)
     slower, faster, alike = ([int(v * f) for v in value] for f in (2.0, 0.6, 1.0))
-    assert verdict(value, {"O": slower, "QK": slower}).verdict == "PASS"
+    assert verdict(value, {"O": slower, "QK": slower}).verdict == "holds"
     h = verdict(value, {"O": slower, "QK": faster})
-    assert h.verdict == "FAIL" and h.value == pytest.approx(0.6, abs=0.01) and "QK" in h.null
-    assert verdict(value, {"O": slower, "QK": (50, 220, 60, 230, 95)}).verdict == "INCONCLUSIVE"
-    assert verdict(value, {"O": alike}).verdict == "FAIL"
+    assert h.verdict == "ruled out" and h.value == pytest.approx(0.6, abs=0.01) and "QK" in h.null
+    assert verdict(value, {"O": slower, "QK": (50, 220, 60, 230, 95)}).verdict == "open"
+    assert verdict(value, {"O": alike}).verdict == "ruled out"
 
 
 def test_a_ratio_is_student_s_over_paired_seeds_on_the_log_scale():
@@ -285,7 +285,7 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     rows = {row["id"]: row for row in json.loads(result.stdout)["rows"]}
     assert rows["em-steps"]["verdict"] == "NOT TESTED" and "--quick" in rows["em-steps"]["why"]
     assert rows["em-equal-sum"]["metric"]["clusters"] == 5 and rows["gradient-law"]["verdict"] == "NOT TESTED"
-    assert {row["verdict"] for row in rows.values()} <= {"PASS", "FAIL", "INCONCLUSIVE", "NOT TESTED"}
+    assert {row["verdict"] for row in rows.values()} <= {"holds", "ruled out", "open", "NOT TESTED"}
     record = Record.load(tmp_path)
     measured = record.results["schedules"]
     found = dict(zip(measured.ticks["schedule"], measured.arrays["steps_seed"], strict=True))

@@ -16,6 +16,7 @@ from llmgeom.commands import dry_run as planning
 from llmgeom.commands import scan as scanning
 from llmgeom.model import running
 from llmgeom.stats import power
+from llmgeom.stats.verdicts import too_few
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
@@ -135,7 +136,7 @@ def test_each_claim_is_planned_by_its_own_design(tmp_path):
     assert share["interval_units"] <= share["needed_units"] <= share["needed_prompts"]
     rho = rows["|rho| of PC1 and entropy"]
     assert rho["interval_units"] == 120 and rho["any_layer_units"] == power.needed_in_any_layer(0.3, 4) > 120
-    assert rho["needed_units"] is None and "no number of units" in rho["why"] and rho["spread"] is None
+    assert rho["needed_units"] is None and "no n can decide" in rho["why"] and rho["spread"] is None
     # Of a weight matrix prompts tell nothing: its heads are what there is.
     columns = rows["columns of W_K"]
     assert columns["clusters"] == columns["most_units"] == 16 and columns["needed_prompts"] is None
@@ -157,8 +158,8 @@ def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path)
 
 
 def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monkeypatch):
-    rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=5, probes=("attention_focus",))
-    assert rows["focusing"]["why"] == "with 5 draws of each null no p is small enough; at least 20 are needed"
+    rows = findings(tmp_path, domains=("math",), limit=200, n=30, nulls=4, probes=("attention_focus",))
+    assert rows["focusing"]["why"] == too_few(4)
     monkeypatch.setattr(planning, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
     assert rows["focusing"]["why"] == "not planned: how much units differ was never measured"
@@ -202,7 +203,7 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     ):
         assert cell in line
     assert f"claims ({len(body['sources']['math']['claims'])}, Holm)" in shown and "any of 4 layers" in shown
-    assert shown.count("no number of units: draws of the null spread by") >= 1
+    assert shown.count("no n can decide: draws of the control themselves vary by") >= 1
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():

@@ -37,6 +37,7 @@ from llmgeom.wind_tunnels.tasks.coin import Coin
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
+from tests.words import beyond
 
 NEVER = -1e9  # a logit of probability 0
 
@@ -278,10 +279,10 @@ def test_the_posterior_itself_passes_everything():
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6, FEW), n=200, nulls=20)
     got = found(record, "posterior", KL)
-    assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p == got.p_claim < 1e-3
+    assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 1e-3
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
     assert {verdicts(record)[key] for key in (("posterior", KL), ("posterior", SKILL), ("posterior_memory", LESS))} == {
-        "PASS"
+        "holds"
     }
     assert found(record, "posterior_calibration", "calibration error").value < 1e-6
     arrays = record.results["posterior_calibration"].arrays
@@ -316,7 +317,7 @@ def test_the_uniform_model_is_the_uniform_predictor():
     np.testing.assert_allclose(own.trivial["uniform"].kl, own.own.kl, atol=1e-6)
     assert found(record, "posterior", "mae_abs").value == pytest.approx(np.mean(owed), abs=1e-6)
     words = verdicts(record)
-    assert words["posterior", KL] == words["posterior", SKILL] == "FAIL"
+    assert words["posterior", KL] == words["posterior", SKILL] == "ruled out"
     assert record.unmeasured["posterior_memory"].startswith("skill over ")  # it knows nothing of any
     assert any(w.startswith("bag of values is exact here") for w in record.warnings)
     assert len(record.results["posterior_calibration"].arrays["predicted"]) == 1  # nine of the tenths are empty
@@ -335,7 +336,7 @@ def test_errors_of_entropy_do_not_see_a_model_that_is_certain_of_the_wrong_thing
         p = (1 + heads) / (2 + np.arange(8))
         expected.append(p * np.log2(p / (1 - p)) + (1 - p) * np.log2((1 - p) / p))
     assert found(record, "posterior", KL).value == pytest.approx(np.mean(expected), abs=1e-5)
-    assert verdicts(record)["posterior", KL] == verdicts(record)["posterior", SKILL] == "FAIL"
+    assert verdicts(record)["posterior", KL] == verdicts(record)["posterior", SKILL] == "ruled out"
     assert record.unmeasured["posterior_memory"].startswith("memorisable: ")
     assert record.warnings[0].startswith("memorisable: the answer depends on the numbers of heads")
 
@@ -354,7 +355,7 @@ def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
     record = examine(of(task, saying(task, looked_up)), task, Told(task.title, 6, FEW), n=200, nulls=20)
     less = found(record, "posterior_memory", LESS)
     assert less.value == pytest.approx(np.mean([math.log2(6 / (6 - m)) for m in range(6)]), abs=1e-6)
-    assert less.verdict == "FAIL" and less.n == 400
+    assert less.verdict == "ruled out" and less.n == 400
     assert abs(found(record, "posterior_memory", "KL, seen").value) < 1e-6
 
     # A model that answers seen hypotheses no better than a trivial predictor shows nothing of its memory.
@@ -375,7 +376,7 @@ def test_past_the_horizon_is_told_apart():
         return torch.where(torch.arange(6)[:, None] < 4, near, flat)
 
     record = examine(of(task, saying(task, to_the_horizon)), task, Told(task.title, 4, FEW), n=100, nulls=20)
-    assert verdicts(record)["posterior", KL] == "PASS" and record.facts["horizon"] == 4
+    assert verdicts(record)["posterior", KL] == "holds" and record.facts["horizon"] == 4
     owed = [math.log2(6 / (6 - m)) for m in range(6)]
     past = record.results["posterior_horizon"]
     np.testing.assert_allclose(past.arrays["kl"], [0] * 4 + owed[4:], atol=1e-6)
@@ -459,7 +460,7 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
     for column, of_each in (("entropy", got.own.entropy), ("exact entropy", got.own.exact), ("KL", got.own.kl)):
         np.testing.assert_allclose(record.prompts[column], of_each[:, :4].mean(1), atol=1e-6)
     h = found(record, "posterior", KL)
-    assert h.p == h.p_claim > 0.5
+    assert h.p > 0.5
     untrained = [grade(of(task, noise(task, 1 + i)), task, 40, split="seen", trained=4).kl for i in range(2)]
     h = found(record, "posterior_memory", "KL, seen")
     assert (h.null_low, h.null_high) == pytest.approx((min(untrained), max(untrained)))
@@ -475,7 +476,7 @@ def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     for name in ("mae_abs", "mae_mean"):
         h, each = found(record, "posterior", name), [getattr(control, name) for control in untrained]
         assert (h.null_low, h.null_high) == pytest.approx((min(each), max(each)))
-    assert record.warnings == ("only 5 draws of each null: at least 20 are needed to decide at p < .05",)
+    assert record.warnings == ("only 5 draws of each control: how much they vary is badly known; 20 are usual",)
 
 
 def test_corrupted_labels_are_graded_against_both_answers():
@@ -484,8 +485,8 @@ def test_corrupted_labels_are_graded_against_both_answers():
     told = Told(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
     record = examine(of(task, says), task, told, n=400, nulls=20)
     words = verdicts(record)
-    assert words["posterior", KL] == "FAIL" and words["posterior_mixture", "KL to the mixture"] == "PASS"
-    assert words["posterior_mixture", f"{SKILL}, mixture"] == "PASS" and words["posterior_memory", LESS] == "PASS"
+    assert words["posterior", KL] == "ruled out" and words["posterior_mixture", "KL to the mixture"] == "holds"
+    assert words["posterior_mixture", f"{SKILL}, mixture"] == "holds" and words["posterior_memory", LESS] == "holds"
     owed = np.mean([math.log2(1 / (6 - m) / ((1 - p) / (6 - m) + p / 6)) for m in range(6)])
     assert found(record, "posterior", KL).value == pytest.approx(owed, abs=1e-6)
     # What was drawn is drawn again too: frequencies agree with the mixture.
@@ -576,7 +577,7 @@ def test_rows_are_read_in_the_precision_of_the_weights():
 def test_standardised_residuals_tell_a_model_that_is_too_sure():
     task = Mean()
     record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Told("x", 4), n=1000, nulls=20)
-    assert verdicts(record)["posterior", KL] == "PASS" and "never trained on this task, but on x" in record.warnings
+    assert verdicts(record)["posterior", KL] == "holds" and "never trained on this task, but on x" in record.warnings
     off = "|rms of standardised residuals - 1|"
     assert found(record, "posterior_calibration", off).value < 0.03
     sure = of(task, lambda rows: (task.log_predictive(rows) - torch.tensor([0, math.log(4)])).float())
@@ -658,7 +659,7 @@ def test_a_trained_model_is_graded_from_its_folder(tunnel, tmp_path):
     out, record = perform(RunConfig(model=str(tunnel), n=200, nulls=20, out=str(tmp_path / "run")))
     assert found(record, "posterior", SKILL).value > 0.9
     assert 0.001 < found(record, "posterior", KL).value < 0.1
-    assert found(record, "posterior", "mae_abs").verdict == "below null"
+    assert beyond(found(record, "posterior", "mae_abs")) == "yes"
     assert record.source["name"] == "bijection" and record.facts["trained on"] == "bijection"
     assert "training drew 16,000 sequences" in record.facts["sizes"]
     assert record.facts["command"] == f"llmgeom grade --model {tunnel} --n 200"
@@ -683,7 +684,7 @@ def test_the_first_snapshot_says_that_it_is_untrained(tunnel, tmp_path):
     asked = RunConfig(model=str(tunnel / "snapshots" / "step0"), n=50, nulls=20, out=str(tmp_path / "run"))
     record = perform(asked)[1]
     assert "untrained: the weights of step 0" in record.warnings
-    assert found(record, "posterior", KL).verdict == found(record, "posterior", SKILL).verdict == "FAIL"
+    assert found(record, "posterior", KL).verdict == found(record, "posterior", SKILL).verdict == "ruled out"
 
 
 def test_longer_sequences_of_the_same_task_have_a_horizon(tunnel, tmp_path):

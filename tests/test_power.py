@@ -14,7 +14,7 @@ from llmgeom.claims import Claim, Null, estimate, judge
 from llmgeom.probes.shared.representation_geometry import correlation
 from llmgeom.result import Measured
 from llmgeom.stats import resampling, tests
-from llmgeom.stats.power import SETS, Design, _hurdles, detectable, needed, needed_in_any_layer, power
+from llmgeom.stats.power import Design, detectable, needed, needed_in_any_layer, power
 
 MEAN = Claim(
     probe="toy", name="x", unit="fraction", side="upper", needed="mean", effect=0.1, claim="It holds.", scale="identity"
@@ -24,10 +24,10 @@ TWO_EACH = 2  # prompts of a unit
 
 
 def passes(found, claims: int) -> bool:
-    """Whether it is a PASS in a record whose other claims are nowhere near theirs."""
-    others = [replace(found, name=f"other {i}", p_claim=1.0) for i in range(claims - 1)]
+    """Whether it holds, or is small, in a record whose other claims are nowhere near theirs."""
+    others = [replace(found, name=f"other {i}", p=1.0) for i in range(claims - 1)]
     made = Measured("", "", "", "", "", (found, *others), {}, {})
-    return judge({"toy": made})["toy"].estimates[0].verdict == "PASS"
+    return judge({"toy": made})["toy"].estimates[0].verdict in ("holds", "small")
 
 
 def share_passed(experiment, many: int) -> float:
@@ -42,35 +42,30 @@ def clustered(rng, clusters: int, sd: float, alike: float = 0.7) -> tuple[np.nda
 
 
 def of_a_mean(design: Design, clusters: int, truth: float):
-    """One experiment: the mean of prompts in clusters, against draws around 0, permutations, or the number 0."""
+    """One experiment: the mean of prompts in clusters, a further draw and more, against draws or the number 0."""
     claim = design.claim
+    drawn = not claim.equivalence and design.null_margin != "fixed"
+    noise = design.spread / math.sqrt(clusters) if design.null_margin == "centre" else 0.0
 
     def experiment(rng) -> bool:
         x, unit = clustered(rng, clusters, design.spread)
-        x = x + (truth if claim.side == "upper" else -truth)
+        x = x + (truth if claim.side == "upper" else -truth) + rng.normal(0, design.null_spread) * drawn
         span, value = resampling.jackknife(np.mean, x, unit), float(x.mean())
-        draws = Null.of("untrained controls", value, rng.normal(0, design.null_spread, design.draws), claim.side)
-        nulls = [Null("a number", 0.0, 0.0, 0.0, tests.equivalence_p(value, span, 0.0, math.inf, clusters), 0)]
-        if design.null_margin == "centre":
-            error = design.spread / math.sqrt(clusters)
-            permuted = Null("permuted", -2 * error, 2 * error, 0.0, scipy_stats.norm.sf(value / error), 10_000)
-            nulls = [replace(draws, margin=draws.centre), permuted]
-        elif design.null_margin == "end" and not claim.equivalence:
-            nulls = [draws]
-        return passes(estimate(claim, value, span, nulls, n=len(x), clusters=clusters), design.claims)
+        draws = rng.normal(0, math.hypot(design.null_spread, noise), design.draws)
+        null = (
+            Null.of("untrained controls", value, draws, claim.side, noisy=noise > 0) if drawn else Null.number("0", 0.0)
+        )
+        return passes(estimate(claim, value, span, [null], n=len(x), clusters=clusters), design.claims)
 
     return experiment
-
-
-EXPECTED_MAX = scipy_stats.norm.expect(lambda z: 20 * z * scipy_stats.norm.cdf(z) ** 19)  # of twenty normal draws
 
 
 @pytest.mark.parametrize(
     ("changes", "null_spread", "claims", "null_margin"),
     [
-        ({}, 0.03, 8, "end"),
-        ({"side": "lower"}, 0.01, 1, "end"),
-        ({}, 0.02, 4, "centre"),
+        ({}, 0.01, 8, "end"),
+        ({"side": "lower"}, 0.005, 1, "end"),
+        ({}, 0.008, 4, "centre"),
         ({}, 0.0, 8, "fixed"),
         ({"equivalence": True, "effect": 0.0, "margin": 0.1}, 0.0, 8, "end"),
         ({"equivalence": True, "effect": 0.0, "margin": 0.1, "one_sided": True}, 0.0, 3, "end"),
@@ -79,8 +74,7 @@ EXPECTED_MAX = scipy_stats.norm.expect(lambda z: 20 * z * scipy_stats.norm.cdf(z
 def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_spread, claims, null_margin):
     design = Design(replace(MEAN, **changes), 0.2, null_spread, 20, claims, null_margin)
     clusters, claim = needed(design), design.claim
-    beyond = EXPECTED_MAX * null_spread if null_margin == "end" else 0.0
-    truth = 0.0 if claim.equivalence else 0.1 + beyond
+    truth = 0.0 if claim.equivalence else 0.1
     for n, low, high in ((clusters, 0.85, 0.95), (clusters // 2, 0.0, 0.72)):
         found = share_passed(of_a_mean(design, n, truth), 300)
         assert low < found < high
@@ -152,8 +146,8 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
 @pytest.mark.parametrize(
     "design",
     [
-        Design(MEAN, 0.3, 0.02, 20, 8),
-        Design(MEAN, 0.3, 0.02, 39, 3, "centre"),
+        Design(MEAN, 0.3, 0.01, 20, 8),
+        Design(MEAN, 0.3, 0.01, 39, 3, "centre"),
         Design(RHO, 0.0, 0.02, 40, 1),
         Design(replace(RHO, scale="fisher"), 0.0, 0.02, 20, 4),
         Design(replace(MEAN, equivalence=True, effect=0.0, margin=0.1), 0.3, 0.0, 20, 5),
@@ -169,31 +163,18 @@ def test_the_effect_found_with_the_units_needed_is_the_declared_one(design):
 
 
 def test_more_claims_wider_draws_and_larger_spreads_need_more():
-    base = Design(MEAN, 0.3, 0.04, 20, 1)
-    each = [replace(base, claims=8), replace(base, null_spread=0.06), replace(base, spread=0.4)]
+    base = Design(MEAN, 0.3, 0.01, 20, 1)
+    each = [replace(base, claims=8), replace(base, null_spread=0.02), replace(base, spread=0.4)]
     assert all(needed(one) > needed(base) for one in each)
     rho = Design(RHO, 0.0, 0.05, 20, 8)
     assert needed(replace(rho, null_spread=0.0)) < needed(rho) and needed(replace(rho, null_spread=0.1)) is None
     # Twenty draws as wide as the effect: no number of units makes them less.
     assert needed(replace(base, null_spread=0.12, claims=8)) is None
-    assert 0.1 < detectable(replace(base, null_spread=0.12, claims=8), 10**6) < 0.3
+    assert 0.1 < detectable(replace(base, null_spread=0.12, claims=8), 10**6) < 0.6
     assert power(base, 4) == 0  # no interval is made of fewer than five units
 
 
-@pytest.mark.parametrize(("draws", "claims"), [(20, 1), (20, 8), (45, 30)])
-@pytest.mark.parametrize("folded", [False, True])
-def test_a_hurdle_is_where_the_p_of_claims_become_small_enough(draws, claims, folded):
-    """By the p-values that judge: on either side of the hurdle, set by set of draws."""
-    z = np.random.default_rng(0).standard_normal((SETS, draws))
-    scale, there = ("folded", np.tanh) if folded else ("identity", np.asarray)
-    z = there(np.abs(z)) if folded else z
-    for drawn, hurdle in zip(z[:40], _hurdles(draws, claims, folded, True)[1], strict=False):
-        for value, clears in ((there(hurdle * 1.001), True), (there(hurdle * 0.999), False)):
-            corrected = tests.prediction_p(float(value), drawn, "upper", scale)
-            assert (corrected < 0.05 / claims and tests.tail_p(float(value), drawn, "upper") < 0.05) == clears
-
-
-@pytest.mark.parametrize(("draws", "can"), [(1, False), (5, False), (19, False), (20, True), (40, True)])
+@pytest.mark.parametrize(("draws", "can"), [(1, False), (4, False), (5, True), (20, True), (40, True)])
 def test_no_units_make_up_for_too_few_draws(draws, can):
     assert (needed(Design(MEAN, 0.3, 0.01, draws, 1)) is not None) == can
     assert (detectable(Design(RHO, 0.0, 0.01, draws, 1), 500) is not None) == can
@@ -201,5 +182,5 @@ def test_no_units_make_up_for_too_few_draws(draws, can):
 
 
 def test_a_correlation_leaves_no_room_beyond_one():
-    near = Design(replace(RHO, effect=0.7), 0.0, 0.9, 20, 1)
-    assert power(near, 10**5) == 0 and math.tanh(0.6745 * 0.9) + detectable(near, 10**5) < 1
+    near = Design(replace(RHO, effect=0.85), 0.0, 0.25, 20, 1)
+    assert power(near, 10**5) == 0 and math.tanh(0.6745 * 0.25) + detectable(near, 10**5) < 1

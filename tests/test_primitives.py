@@ -148,15 +148,11 @@ def test_the_table_is_what_was_graded(here):
     assert any("not reached at this budget" in line for line in found.lines())
 
 
-@pytest.mark.parametrize(
-    ("kl", "verdict"),
-    [((0.1, 0.11, 0.12), "below null"), ((1.9, 2.0, 2.1), "not below null"), ((0.1, 1, 2), "undecided")],
-)
-def test_a_verdict_is_students_t_against_the_best_trivial_predictor(kl, verdict):
+@pytest.mark.parametrize("kl", [(0.1, 0.11, 0.12), (1.9, 2.0, 2.1), (0.1, 1, 2)])
+def test_p_is_students_t_against_the_best_trivial_predictor(kl):
     cell = {"mae_abs": 0.0, "skill": 0.5, "cpu_seconds": 1.0, "best_trivial": "uniform", "kl_trivial": 1.0}
     grades = tuple(cell | {"kl": k, "lr": 1e-3, "parameters": 10} for k in kl)
     h = primitives.Cell("binding", "lstm", grades).estimate()
-    assert h.verdict == verdict
     assert h.p == pytest.approx(stats.ttest_1samp(kl, 1.0, alternative="less").pvalue)
 
 

@@ -20,6 +20,7 @@ from llmgeom.run import observe, run_probes
 from llmgeom.wind_tunnels import load_task
 from tests.families import FAMILIES
 from tests.refusals import refused
+from tests.words import beyond
 
 RECALL = load_task("recall:keys=12,values=12,queries=3")
 
@@ -91,7 +92,7 @@ def test_even_attention_has_no_excess_whatever_the_first_position_and_the_query_
     np.testing.assert_allclose(result.excess, 0, atol=1e-6)
     found = heads(result)
     for name in (LAST, CHANGE):
-        assert found[name].value == pytest.approx(0, abs=1e-6) and found[name].verdict == "not above null"
+        assert found[name].value == pytest.approx(0, abs=1e-6) and beyond(found[name]) == "no"
     np.testing.assert_allclose(result.first[1], 0.6 + np.mean([0.1 / (q + 1) for q in RECALL.query]), atol=1e-6)
     np.testing.assert_allclose(result.own[1], 0.3 + np.mean([0.1 / (q + 1) for q in RECALL.query]), atol=1e-6)
 
@@ -122,13 +123,13 @@ def test_attention_on_the_matching_pair_is_found_in_value_head_and_verdict():
     assert found[BEST].value == pytest.approx(result.content[1, 1], abs=1e-9)
     assert found[LAST].value == pytest.approx(result.excess[1].mean(), abs=1e-9)
     assert found[CHANGE].value == pytest.approx(result.excess[1].mean() - result.excess[0].mean(), abs=1e-9)
-    assert {found[name].verdict for name in (LAST, CHANGE, BEST)} == {"above null"}
+    assert {beyond(found[name]) for name in (LAST, CHANGE, BEST)} == {"yes"}
     assert result.notes[-1].endswith("on the other: L1H1, L1H1")
     assert result.excess[1, 1] < result.most < 1
     # Turned round, the last layer has lost what the first had.
     turned = heads(measured(RECALL, batch, [sharp, blank]))
-    assert turned[CHANGE].value == pytest.approx(-found[CHANGE].value) and turned[CHANGE].verdict == "not above null"
-    assert turned[BEST].value == pytest.approx(found[BEST].value) and turned[BEST].verdict == "above null"
+    assert turned[CHANGE].value == pytest.approx(-found[CHANGE].value) and beyond(turned[CHANGE]) == "no"
+    assert turned[BEST].value == pytest.approx(found[BEST].value) and beyond(turned[BEST]) == "yes"
 
 
 def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_and_not_above_its_null():
@@ -141,13 +142,13 @@ def test_attention_on_what_bears_in_another_sequence_is_above_untrained_models_a
     result = measured(task, batch, [rows, rows])
     found = heads(result)
     assert found[LAST].value > 0.15 and found[LAST].null.startswith("positions that bear in another sequence")
-    assert found[LAST].verdict != "above null" and found[BEST].verdict != "above null"
+    assert beyond(found[LAST]) != "yes" and beyond(found[BEST]) != "yes"
     # Exchanges hold the sampling noise themselves: the interval has their centre to clear, not their end.
-    assert found[LAST].null_low < found[LAST].margin < found[LAST].null_high
+    assert found[LAST].null_low < found[LAST].centre < found[LAST].null_high
     assert abs(result.content).max() < 0.05
     turned = replace(batch, posterior=batch.posterior.take(np.arange(79, -1, -1)))
     exchanged = measured(task, batch, [on_bearing(turned)])
-    assert heads(exchanged)[BEST].verdict != "above null" and abs(heads(exchanged)[BEST].value) < 0.1
+    assert beyond(heads(exchanged)[BEST]) != "yes" and abs(heads(exchanged)[BEST].value) < 0.1
 
 
 def test_where_the_same_places_bear_everywhere_the_headline_says_so():
@@ -156,7 +157,7 @@ def test_where_the_same_places_bear_everywhere_the_headline_says_so():
     result = measured(task, batch, [even(task, 40, 1), on_bearing(batch)])
     found = heads(result)
     assert set(found) == {LAST + PLACES, CHANGE + PLACES, SPREAD, RISE}
-    assert found[LAST + PLACES].verdict == "above null" and found[LAST + PLACES].null == "re-initialised (20 draws)"
+    assert beyond(found[LAST + PLACES]) == "yes" and found[LAST + PLACES].null == "re-initialised (20 draws)"
     assert found[CHANGE + PLACES].claim and not found[LAST + PLACES].claim
     assert "the same positions bear in every sequence" in result.notes[-1]
     np.testing.assert_allclose(result.content, 0, atol=1e-9)
@@ -228,7 +229,7 @@ def test_untrained_models_are_above_the_nulls_about_as_rarely_as_they_should(mon
         sample = Sample(seen[i], np.zeros(0), tuple(seen[j] for j in others))
         view = ProbeInput(cut, np.zeros(60), (), (), {WHOLE: sample}, read[i], tuple(read[j] for j in others), i)
         for name, h in heads(qk_alignment.measure(view)).items():
-            above[name] += h.verdict == "above null"
+            above[name] += beyond(h) == "yes"
     # At 5 % 1.5 of 30 are expected; 5 or more come with probability 1.6 %.
     assert max(above.values()) <= 4, above
 
@@ -272,8 +273,8 @@ def test_a_model_set_by_hand_to_look_at_the_matching_key():
     found = {h.name: h for h in record.results["qk_alignment"].estimates}
     for name in (LAST, CHANGE):
         assert found[name].value == pytest.approx(np.mean(expected), abs=1e-3)
-        assert found[name].verdict == "PASS"
-    assert found[BEST].verdict == "above null"
+        assert found[name].verdict == "holds"
+    assert beyond(found[BEST]) == "yes"
     # The matching key's cosine is 1, that of the others -1 / (width - 1).
     main = task.truncated(60, 0)
     some = [x.index(x[length - 1]) > 0 for x, length in zip(main.inputs.ids.tolist(), main.inputs.lengths, strict=True)]

@@ -114,7 +114,7 @@ def test_the_table_the_record_and_the_page_say_the_same(tiny, tmp_path):
     for name, one in rows.items():
         assert name in text and one.verdict in text
         if one.estimate:
-            assert made[one.entry.quantity].verdict == one.verdict in ("PASS", "FAIL", "INCONCLUSIVE")
+            assert made[one.entry.quantity].verdict == one.verdict in ("holds", "ruled out", "open")
             assert made[one.entry.quantity].published == "30 u"
     assert set(record.unmeasured) == {"paper1: gone", "paper1: keys"}
     assert record.facts["command"] == "llmgeom reproduce paper1 --quick"
@@ -347,7 +347,7 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
     )
     numbers = [table for table in found.tables if not isinstance(table, Audit)]
     verdicts = {table.label: [row.verdict for row in table.contents] for table in numbers}
-    assert verdicts == {"microsoft/phi-2": ["PASS", "PASS"], "pocket:phi": ["FAIL", "NOT TESTED"]}
+    assert verdicts == {"microsoft/phi-2": ["holds", "holds"], "pocket:phi": ["ruled out", "NOT TESTED"]}
     text = "\n".join(found.lines())
     assert "printed for phi-2 alone: give one of them with --model" in text and "pocket:phi was read" in text
     record = Record.load(out)
@@ -355,7 +355,7 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
     assert record.facts["command"] == "llmgeom reproduce paper3 --model microsoft/phi-2 --model pocket:phi"
     assert (out / "report.html").read_text().count("microsoft/phi-2") > 1
     told = [(row["subject"], row["id"], row["verdict"]) for row in found.to_dict()["rows"]]
-    assert told[1] == ("microsoft/phi-2", "own", "PASS") and json.dumps(found.to_dict())
+    assert told[1] == ("microsoft/phi-2", "own", "holds") and json.dumps(found.to_dict())
 
 
 def test_the_models_asked_for_by_default_are_the_pockets_and_at_the_papers_scale_the_published(tmp_path):
@@ -407,6 +407,6 @@ def test_quick_runs_offline_for_every_paper(paper, tmp_path, monkeypatch):
     rows = json.loads(result.stdout)["rows"]
     assert [row["id"] for row in rows if row["table"] == "numbers"] == [one.id for one in table(paper)]
     words = {row["verdict"] for row in rows if row["table"] == "numbers"}
-    assert words <= {"PASS", "FAIL", "INCONCLUSIVE", "NOT TESTED"} and {"PASS", "FAIL"} <= words
+    assert words <= {"holds", "ruled out", "open", "NOT TESTED"} and {"holds", "ruled out"} <= words
     assert all(row["why"] for row in rows) and (tmp_path / "report.html").stat().st_size > 10_000
     assert all(dataclasses.fields(Entry)[0].name in row for row in rows)

@@ -24,9 +24,7 @@ class Toy(Base):
 
 def head(**changes):
     base = dict(name="x", value=1.0, unit="bits", low=0.5, high=1.5, method="m", null_low=0.0, null_high=0.2)
-    return Estimate(
-        **{**base, "null": "untrained", "p": 0.01, "n": 10, "clusters": 5, "verdict": "above null", **changes}
-    )
+    return Estimate(**{**base, "null": "untrained", "p": 0.01, "n": 10, "clusters": 5, **changes})
 
 
 def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():

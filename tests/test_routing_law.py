@@ -19,6 +19,7 @@ from llmgeom.probe import ProbeInput
 from llmgeom.wind_tunnels.models.architectures import build
 from tests.families import FAMILIES, ragged
 from tests.refusals import refused
+from tests.words import beyond
 
 
 def made(follows: float, seed: int = 0, clusters: int = 12, pulled: float | None = None, scan: bool = False) -> Reading:
@@ -60,13 +61,13 @@ def said(ours: Reading, *theirs: Reading):
 def test_a_step_that_follows_is_above_chance_and_one_that_does_not_is_not():
     untrained = [made(0.5, seed) for seed in range(1, 21)]
     found, result = said(made(0.8), *untrained)
-    assert [found[name].verdict for name in (NEXT, PULLED, BEYOND)] == ["above null"] * 3
+    assert [beyond(found[name]) for name in (NEXT, PULLED, BEYOND)] == ["yes"] * 3
     assert found[NEXT].value == pytest.approx(0.8, abs=0.02) and found[NEXT].n == 99 and found[NEXT].clusters == 12
     assert PART not in found and not result.warnings
     found, _ = said(made(0.5, pulled=0.8), *untrained)
-    assert found[NEXT].verdict == found[BEYOND].verdict == "not above null" and found[PULLED].verdict == "above null"
+    assert beyond(found[NEXT]) == beyond(found[BEYOND]) == "no" and beyond(found[PULLED]) == "yes"
     found, _ = said(made(0.8), *[made(0.8, seed) for seed in range(1, 21)])
-    assert found[NEXT].verdict == "above null" and found[BEYOND].verdict == "not above null"
+    assert beyond(found[NEXT]) == "yes" and beyond(found[BEYOND]) == "no"
 
 
 def test_where_the_formulas_are_not_the_gradients_nothing_is_measured():
@@ -79,7 +80,7 @@ def test_where_no_score_has_a_gradient_the_step_is_still_told():
     ours = made(0.8)
     nothing = {"pull": 0 * ours.pull, "pulled": 0 * ours.pull, "shuffled": ours.shuffled * np.array([[1], [0]])}
     found, _ = said(replace(ours, **nothing))
-    assert found[NEXT].verdict == "above null" and found[PULLED].value == 0
+    assert beyond(found[NEXT]) == "yes" and found[PULLED].value == 0
 
 
 def test_a_scan_says_which_part_is_the_advantage_s_and_a_large_step_is_warned_of():

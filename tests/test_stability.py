@@ -182,7 +182,7 @@ def test_exit_code_3_is_asked_for(runs, prompts, monkeypatch):
 # ---- by hand --------------------------------------------------------------------------------------------------------
 
 
-def estimate(name: str, value: float, verdict: str = "undecided", claim: str = "", half: float = 0.1) -> Estimate:
+def estimate(name: str, value: float, verdict: str = "", claim: str = "", half: float = 0.1) -> Estimate:
     return Estimate(name, value, "fraction", value - half, value + half, "", 0, 0, "", 1, 9, 9, verdict, claim=claim)
 
 
@@ -192,29 +192,33 @@ def record(*estimates: Estimate) -> Record:
 
 
 def test_a_change_counts_in_half_the_width_of_the_main_interval():
-    own = record(estimate("a", 0.5), estimate("b", 0.5, half=0.0), estimate("c", 0.5, "PASS", "It holds."))
-    there = record(estimate("a", 0.45), estimate("b", 0.7), estimate("c", 0.9, "FAIL", "It holds."), estimate("d", 1))
+    own = record(estimate("a", 0.5), estimate("b", 0.5, half=0.0), estimate("c", 0.5, "holds", "It holds."))
+    there = record(
+        estimate("a", 0.45), estimate("b", 0.7), estimate("c", 0.9, "ruled out", "It holds."), estimate("d", 1)
+    )
     less = record(estimate("a", 0.8, half=9.0))
     rows = {row.metric: row for row in compared("s", own, {"x": there, "y": less})}
     assert rows["a"].changes == pytest.approx({"x": 0.5, "y": 3.0}) and rows["a"].flips == ()
     assert rows["b"].changes == {}  # an interval without width has no unit
-    assert rows["c"].flips == ("x", "y") and rows["c"].others == {"x": "FAIL", "y": "not measured"}
+    assert rows["c"].flips == ("x", "y") and rows["c"].others == {"x": "ruled out", "y": "not measured"}
     assert rows["c"].claim and not rows["a"].claim
-    assert (rows["d"].verdict, rows["d"].others["x"], rows["d"].flips) == ("not measured", "undecided", ("x",))
+    assert (rows["d"].verdict, rows["d"].others["x"], rows["d"].flips) == ("not measured", "", ("x",))
 
 
 def test_claims_are_warned_of_before_measurements_and_only_on_their_own_page():
     rows = [
-        Row("s", "toy", "a", False, "undecided", {"bfloat16": "above null", "with BOS": "undecided"}, {}),
-        Row("s", "toy", "b", True, "PASS", {"bfloat16": "FAIL", "with BOS": "INCONCLUSIVE"}, {"bfloat16": 2.0}),
-        Row("t", "toy", "b", True, "PASS", {"bfloat16": "FAIL", "with BOS": "PASS"}, {}),
+        Row("s", "toy", "a", False, "", {"bfloat16": "not measured", "with BOS": ""}, {}),
+        Row("s", "toy", "b", True, "holds", {"bfloat16": "ruled out", "with BOS": "open"}, {"bfloat16": 2.0}),
+        Row("t", "toy", "b", True, "holds", {"bfloat16": "ruled out", "with BOS": "holds"}, {}),
     ]
     found = Stability(tuple(rows), {"quarter batches": "why not"})
     assert found.warnings("s") == (
-        "unstable: b is PASS here, and FAIL in bfloat16, INCONCLUSIVE with BOS",
-        "unstable: a is undecided here, and above null in bfloat16",
+        "unstable: b is holds here, and ruled out in bfloat16, open with BOS",
+        "unstable: a is measured here, and not measured in bfloat16",
     )
-    assert found.warnings("t") == ("unstable: b is PASS here, and FAIL in bfloat16",) and found.warnings("u") == ()
+    assert (
+        found.warnings("t") == ("unstable: b is holds here, and ruled out in bfloat16",) and found.warnings("u") == ()
+    )
     counts = found.facts("s")["stability"]
     assert counts == {
         "bfloat16": "2 of 2 verdicts flip",

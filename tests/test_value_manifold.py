@@ -21,6 +21,7 @@ from llmgeom.probes.shared.representation_geometry import PARTIAL, R2, RHO
 from llmgeom.probes.value_manifold import DIMENSION, ORDER, SECOND
 from llmgeom.stats.ridge_probe import decodability, folds
 from tests.refusals import refused
+from tests.words import beyond
 
 N, LAYERS, KV, WIDTH, UNTRAINED = 80, 2, 2, 16, 20
 
@@ -62,7 +63,7 @@ def measured(strength: float, seed: int, twin_strength: float = 0.0):
 
 
 def verdicts(result) -> dict[str, str]:
-    return {h.name: h.verdict for h in result.estimates}
+    return {h.name: beyond(h) for h in result.estimates}
 
 
 def last(of: Capture, layer: int = LAYERS - 1) -> np.ndarray:
@@ -92,9 +93,9 @@ def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
 
 def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():
     result, found = measured(1.5, 1).parts[""], verdicts(measured(1.5, 1))
-    assert found["PC1 share"] == "above null"
-    assert found["participation ratio"] == "below null"
-    assert found[RHO] == found[R2] == found[ORDER] == "above null"
+    assert found["PC1 share"] == "yes"
+    assert found["participation ratio"] == "yes"
+    assert found[RHO] == found[R2] == found[ORDER] == "yes"
     assert result.pc1[-1] > result.pc1_null[-1, 1]
     assert result.pc1[0] < result.pc1_null[0, 1] * 1.3
     assert result.r2[-1] > 0.8 > 0.1 > result.r2[0]
@@ -108,19 +109,19 @@ def test_an_axis_of_little_variance_is_decoded_though_the_first_component_misses
     x = last(shown.capture) + 4 * rng.standard_normal((N, 1)) * rng.standard_normal(KV * WIDTH)
     x += 0.8 * factor[:, None] * rng.standard_normal(KV * WIDTH)
     found = verdicts(value_manifold.measure(replace(shown, capture=with_last(shown.capture, x))))
-    assert found[RHO] != "above null"
-    assert found[R2] == "above null"
+    assert found[RHO] != "yes"
+    assert found[R2] == "yes"
 
 
 def test_noise_is_not_called_a_manifold():
     for seed in (10, 11):
-        assert not {"above null", "below null"} & set(verdicts(measured(0.0, seed)).values())
+        assert "yes" not in verdicts(measured(0.0, seed)).values()
 
 
 def test_what_an_untrained_model_has_too_is_not_above_its_null():
     found = verdicts(measured(1.5, 2, twin_strength=1.5))
     for name in ("PC1 share", RHO, R2, ORDER):
-        assert found[name] != "above null", name
+        assert found[name] != "yes", name
 
 
 def test_a_curve_is_below_its_gaussian_unless_twins_are_curved_too():
@@ -135,13 +136,13 @@ def test_a_curve_is_below_its_gaussian_unless_twins_are_curved_too():
 
     bent = replace(shown, capture=with_last(shown.capture, curved(0)))
     result = value_manifold.measure(bent).parts[""]
-    assert verdicts(result)[DIMENSION] == "below null"
+    assert verdicts(result)[DIMENSION] == "yes"
     estimate = next(h for h in result.estimates if h.name == DIMENSION)
     assert estimate.value == pytest.approx(float(result.dimension / result.dimension_gaussian))
     assert estimate.n == estimate.clusters == N // 2
     assert result.dimension_mle < result.dimension_mle_gaussian
     untrained = tuple(with_last(control, curved(1 + i)) for i, control in enumerate(shown.untrained))
-    assert verdicts(value_manifold.measure(replace(bent, untrained=untrained)))[DIMENSION] != "below null"
+    assert verdicts(value_manifold.measure(replace(bent, untrained=untrained)))[DIMENSION] != "yes"
 
 
 def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_token():
@@ -157,9 +158,9 @@ def test_a_correlation_that_the_final_token_carries_is_gone_given_the_final_toke
     noise = tuple(capture(values(rng, None)) for _ in range(UNTRAINED))
     found = {h.name: h for h in value_manifold.measure(ProbeInput(main, entropy, noise, noise)).estimates}
     assert found[RHO].value > 0.9
-    assert found[RHO].verdict == "above null"
+    assert beyond(found[RHO]) == "yes"
     given = found[f"{RHO}, {PARTIAL}"]
-    assert given.value < 0.3 and given.verdict != "above null"
+    assert given.value < 0.3 and beyond(given) != "yes"
 
 
 def test_each_second_sample_has_its_own_correlation():
@@ -176,8 +177,8 @@ def test_each_second_sample_has_its_own_correlation():
             score = PCA().fit_transform(StandardScaler().fit_transform(last(samples[name].capture)))[:, 0]
             expected = abs(spearmanr(score, samples[name].entropy)[0])
             assert found[f"{RHO}, {name}"].value == pytest.approx(expected)
-    assert found[f"{RHO}, {UNSTRATIFIED}"].verdict == "above null"
-    assert found[RHO].verdict != "above null"
+    assert beyond(found[f"{RHO}, {UNSTRATIFIED}"]) == "yes"
+    assert beyond(found[RHO]) != "yes"
     assert f"{RHO}, {ONE_TOKEN}" not in found
     assert any(w.startswith(f"{RHO}, {ONE_TOKEN}: not measured, because") for w in result.warnings)
 
@@ -250,5 +251,5 @@ def test_what_an_untrained_model_s_own_values_say_of_its_own_entropy_is_a_null_t
         left, taken = (
             next(h for h in value_manifold.measure(seen).estimates if h.name == name) for seen in (main, held)
         )
-        assert left.verdict == "above null" and left.value == taken.value
-        assert taken.verdict != "above null" and taken.null == "re-initialised, own entropy (20 draws)"
+        assert beyond(left) == "yes" and left.value == taken.value
+        assert beyond(taken) != "yes" and taken.null == "re-initialised, own entropy (20 draws)"

@@ -49,6 +49,7 @@ PEARSON = 2 * np.sin(np.pi * 0.6 / 6)  # the Pearson correlation of normals whos
 # of two untrained models are sometimes alike (`prediction_p`). The largest over the claim's nulls keeps its level.
 HEAVY = 0.0131
 DOMAIN, N, LONGEST = "qa", 50, 16
+SHOWN = ("holds", "small")
 
 
 # Real models on real prompts
@@ -303,8 +304,8 @@ def holds(events: int, n: int, rate: float = 0.05, most: float = 0.07) -> bool:
 
 
 def beyond(h: Estimate) -> bool:
-    """The word above (or below) its null, whatever became of it as a claim."""
-    return h.p < 0.05 and (h.low > h.margin if h.side == "upper" else h.high < h.margin)
+    """Whether the value lies beyond its hardest control, without correction."""
+    return h.p < 0.025
 
 
 def of_each(found: list[Trial]) -> dict[str, list[Estimate]]:
@@ -326,12 +327,12 @@ def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitio
     found = untrained(repetitions, seeds)
     wrong = []
     for of, estimates in of_each(found).items():
-        seen = [count(f"above or below null, untrained {repetitions}", of, [beyond(h) for h in estimates])]
+        seen = [count(f"beyond the control, untrained {repetitions}", of, [beyond(h) for h in estimates])]
         if estimates[0].claim:
-            seen.append(count(f"PASS, untrained {repetitions}", of, [h.verdict == "PASS" for h in estimates]))
+            seen.append(count(f"holds or small, untrained {repetitions}", of, [h.verdict in SHOWN for h in estimates]))
         wrong += [(of, *numbers) for numbers in seen if not holds(*numbers)]
-    any_pass = [any(h.verdict == "PASS" for h in trial.estimates.values()) for trial in found]
-    if not holds(*count(f"PASS, untrained {repetitions}", "any claim of a record", any_pass)):
+    any_pass = [any(h.verdict in SHOWN for h in trial.estimates.values()) for trial in found]
+    if not holds(*count(f"holds or small, untrained {repetitions}", "any claim of a record", any_pass)):
         wrong.append(("any claim", sum(any_pass), len(any_pass)))
     assert not wrong
 
@@ -364,7 +365,7 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
         for trial in found:
             for name, h in trial.estimates.items():
                 if h.claim and not h.equivalence:
-                    largest[name].append(h.p_claim < level)
+                    largest[name].append(h.p < level)
         assert len(largest) > 2
         for name, small in largest.items():
             tested = scipy_stats.binomtest(sum(small), len(small), level, alternative="greater")
@@ -393,8 +394,8 @@ def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
     for name in ("PC1+PC2 share", "|rho| of PC1 and entropy"):
         estimates = every[f"value_manifold: {name}"]
         for word, power, events in (
-            ("above null", 0.7, [beyond(h) for h in estimates]),
-            ("PASS", 0.5, [h.verdict == "PASS" for h in estimates]),
+            ("beyond", 0.7, [beyond(h) for h in estimates]),
+            ("holds or small", 0.5, [h.verdict in SHOWN for h in estimates]),
         ):
             numbers = count(f"{word}, planted {repetitions}", f"value_manifold: {name}", events)
             assert bounds(*numbers)[1] >= power, (name, word, numbers)

@@ -24,16 +24,15 @@ from llmgeom.progress import Progress
 from llmgeom.provenance import took, versions
 from llmgeom.record import Record
 from llmgeom.reports.text import grid, visible
-from llmgeom.result import Estimate, Figure, Result, Verdict, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.auc import Area, area, rank_correlation, rate, threshold, told_apart
+from llmgeom.stats.rule import ALPHA
 from llmgeom.validity import Calibration, Signature, null_units
 
 NEGATIVES: tuple[Kind, ...] = ("no inference", "untrained", "position only", "bag of values", "stopped")
 SMALLEST = 0.75  # an area under which a number is said not to tell kinds apart
 LEAST_KL = 1e-6  # bits, below which float32 does not tell models apart
 DULL = "does not tell models that infer from models trained as long that do not"
-WORDS: dict[str, Verdict] = {"yes": "above null", "no": "not above null", "reversed": "below null",
-                             "undecided": "undecided"}  # fmt: skip
 ELSEWHERE = {
     "sula": "reads labels in words; a tunnel has no tokenizer",
     "ablation_pc1": "edits values at the end of prompts",
@@ -60,7 +59,7 @@ class Told:
 
     score   in units of its own null (`null_units`) where all subjects have one, else value less the null's middle, the
             way that is asked counted as above 0.
-    found   did its verdict say that it is there: PASS, or beyond its null the way that is asked?
+    found   is it there: a claim that holds or is small; another number beyond its control (p < .025)?
     """
 
     score: np.ndarray
@@ -101,8 +100,8 @@ class Told:
 
 
 def _estimate(h: Mapping[str, Any]) -> Estimate:
-    given = {key: value for key, value in h.items() if key != "claim"}
-    return Estimate(name="", method="", null="", **given)
+    given = {key: value for key, value in h.items() if key not in ("claim", "verdict")}
+    return Estimate(name="", method="", null="its control", **given)
 
 
 def _sign(h: Mapping[str, Any]) -> int:
@@ -110,7 +109,7 @@ def _sign(h: Mapping[str, Any]) -> int:
 
 
 def _found(h: Mapping[str, Any]) -> bool:
-    return h["verdict"] in ("PASS", "above null" if h["side"] == "upper" else "below null")
+    return h["verdict"] in ("holds", "small") if h["claim"] else h["p"] < ALPHA
 
 
 def calibration(given: Sequence[Mapping[str, Any]]) -> Calibration:
@@ -242,7 +241,7 @@ class Found:
     def lines(self) -> list[str]:
         """What does not discriminate, then the table."""
         about = self.table.bench
-        head = ("AUC", "95 %", "tells", "untrained", "position", "bag", "false +", "at most", "verdict +", "PASS etc.",
+        head = ("AUC", "95 %", "tells", "untrained", "position", "bag", "false +", "at most", "found +", "of trained",
                 "nearness")  # fmt: skip
         rows = [_row(one) for one in self.table.signatures if one.area is not None]
         subjects = ", ".join(f"{n} {kind}" for kind, n in about["subjects"].items())
@@ -254,7 +253,8 @@ class Found:
             "AUC: trained to the posterior against trained without inference; untrained, position only, bag of values: "
             "AUC against those",
             "false +: odd-seed models without inference above the threshold of even seeds, and its upper 97.5 % bound",
-            "verdict +: models without inference of which the verdict says it is there; PASS etc.: of trained ones",
+            "found +: models without inference in which it is found (a claim that holds or is small, another number",
+            "beyond its control); of trained: the same of trained ones",
             "nearness: rank correlation with -log KL to the posterior among trained and stopped models",
             *map(visible, _left_out(self.table)),
         ]
@@ -307,7 +307,7 @@ def measured(table: Calibration) -> Bench:
         ),
         found=np.array([[one["k"] / one["n"] for one in row] for row in shares]).reshape(len(rows), -1),
         estimates=tuple(map(_as_headline, rows)),
-        notes=_left_out(table),
+        notes=(*map(_word, rows), *_left_out(table)),
         ticks={
             "metric": tuple(map(_called, rows)),
             "against": tuple(against),
@@ -316,14 +316,18 @@ def measured(table: Calibration) -> Bench:
     )
 
 
-def _as_headline(one: Signature) -> Estimate:
-    main = one.numbers["areas"]["no inference"]
+def _word(one: Signature) -> str:
     why = {
         "yes": "above one half: on these tasks by a rank test and Holm, on others by the interval",
         "no": f"an area of {SMALLEST} is excluded: it does not tell them apart",
         "reversed": "below one half, on these tasks and by the interval: it is higher in models that do not infer",
         "undecided": f"neither one half nor {SMALLEST} is excluded; more tasks would tell",
     }[one.word]
+    return f"{_called(one)}: {one.word}, {why}"
+
+
+def _as_headline(one: Signature) -> Estimate:
+    main = one.numbers["areas"]["no inference"]
     return Estimate(
         name=_called(one),
         value=main["value"],
@@ -337,8 +341,7 @@ def _as_headline(one: Signature) -> Estimate:
         p=main["p"],
         n=main["positives"] + main["negatives"],
         clusters=main["clusters"],
-        verdict=WORDS[one.word],
-        why=why,
+        centre=0.5,
         margin=0.5,
         effect=SMALLEST - 0.5,
         counts="models",

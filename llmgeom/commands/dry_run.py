@@ -37,7 +37,9 @@ from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
 from llmgeom.reports.text import grid
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.stats.rule import LEAST_DRAWS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
+from llmgeom.stats.verdicts import no_n, too_few
 
 # Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
 # takes than its products, and for how many small operations a layer it waits. Bytes of a report, and held by libraries.
@@ -324,11 +326,9 @@ def _interval(design: power.Design) -> int:
 
 
 def _never(design: power.Design) -> str:
-    limit = power.detectable(design, power.MOST_UNITS)
-    if limit is None:
-        return f"with {design.draws} draws of each null no p is small enough; at least 20 are needed"
-    lost = f"draws of the null spread by {design.null_spread:g}, and less than {limit:.2g} is lost among them"
-    return f"no number of units: {lost}"
+    if design.draws < LEAST_DRAWS:
+        return too_few(design.draws)
+    return no_n(design.null_spread, design.claim.unit if design.claim.needed == "mean" else "on Fisher's scale")
 
 
 def _judged(source: Source, claim: Claim) -> bool:
@@ -392,7 +392,7 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
             f"(templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
-        head = ("effect", "interval", "PASS", f"any of {layers} layers", "found", "spread", "of draws")
+        head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
         yield from grid(f"claims ({len(row['claims'])}, Holm)", head, [_cells(one) for one in row["claims"]])
         for why in dict.fromkeys(one["why"] for one in row["claims"] if one["why"]):
             yield f"{'; '.join(one['name'] for one in row['claims'] if one['why'] == why)}: {why}"
@@ -401,8 +401,8 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
 
 
 LEGEND = (
-    "Units that find the effect in 9 of 10 scans: by the interval alone; for PASS, every null and Holm over all claims",
-    "included; by the best layer's p, corrected for looking at all. An effect counts from what the nulls reach. Found:",
+    "Units that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over all claims",
+    "included; by the best layer's p, corrected for looking at all. An effect counts from a control's centre. Found:",
     "the smallest effect that the units asked for find. Assumed: the spread between units and of draws of the null, as",
     "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
 )

@@ -7,18 +7,21 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import click
 
+from llmgeom.errors import UserError
 from llmgeom.flags import flag
 from llmgeom.progress import bar, first_word
+from llmgeom.result import WORDS
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from llmgeom.record import Record
 
+FAILING = (*WORDS, "unmeasured")
 DIGEST_WIDTH, FILE_WIDTH = 100, 150  # columns
 # A claim's word is a chip; the colour repeats the outcome, never the sign.
 STYLES = {
@@ -59,9 +62,16 @@ class VerdictOutput(Output):
 
     verbose: int = flag(0, "Print every reason and the self-check. Twice: tracebacks too.", short="-v", group="Output")
     table: bool = flag(False, "Print every number with its interval and its control.", group="Output")
-    fail_on: tuple[Literal["FAIL", "INCONCLUSIVE", "not above null", "undecided", "unmeasured"], ...] = flag(
-        (), "Exit with 3 if a verdict is this. Repeat for several.", group="Output"
+    fail_on: tuple[str, ...] = flag(
+        (), f"Exit with 3 if a verdict is one of: {', '.join(FAILING)}. Repeat, or put commas between.", group="Output"
     )
+
+    def __post_init__(self) -> None:
+        words = tuple(word.strip() for text in self.fail_on for word in text.split(","))
+        for word in words:
+            if word not in FAILING:
+                raise UserError(f"--fail-on {word}: expected {' or '.join(FAILING)}")
+        object.__setattr__(self, "fail_on", words)
 
 
 def print_json(body: dict[str, Any]) -> None:

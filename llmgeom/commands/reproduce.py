@@ -126,7 +126,7 @@ class RunConfig(DrawsConfig, LoadConfig):
     ],
 )
 def main(asked: RunConfig, output: Output) -> int:
-    """Measure every published number of a paper, and compare: PASS, FAIL, INCONCLUSIVE or NOT TESTED, and why.
+    """Measure every published number of a paper, and compare: a word for each that is tested, and why.
 
     WHAT: paper1, paper2, paper3, or predictions, which tests what the papers predict on one model.
     """

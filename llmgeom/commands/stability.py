@@ -131,8 +131,8 @@ class Stability:
     def warnings(self, record: str) -> tuple[str, ...]:
         """A sentence a verdict that flips, for the page of that record; claims first."""
         return tuple(
-            f"unstable: {row.metric} is {row.verdict} here, and "
-            + ", ".join(f"{row.others[name]} {_spelt(name)}" for name in row.flips)
+            f"unstable: {row.metric} is {row.verdict or 'measured'} here, and "
+            + ", ".join(f"{row.others[name] or 'measured'} {_spelt(name)}" for name in row.flips)
             for row in sorted(self.flipped, key=lambda row: not row.claim)
             if row.record == record
         )

@@ -174,7 +174,7 @@ class Section:
             return
         own, null = (np.array([ratio.value for ratio in each]) for each in (found, others))
         value, low, high = geometric_mean(own)
-        nulls = [claims.Null("1, both at once; training seeds", 1.0, 1.0, 1.0, lower_mean_p(np.log(own)), len(own))]
+        nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
         if len(null):
             centre, least, most = geometric_mean(null)
             nulls.append(
@@ -287,7 +287,7 @@ def sections(courses: Sequence[Course]) -> dict[str, Measured]:
 def _final(h: Estimate, lacking: Mapping[str, str]) -> Estimate:
     if h.name not in lacking:
         return h
-    return replace(h, verdict="INCONCLUSIVE" if h.claim else "undecided", why=lacking[h.name])
+    return replace(h, verdict="open", why=lacking[h.name]) if h.claim else h
 
 
 def _drift(courses: Sequence[Course]) -> Section:

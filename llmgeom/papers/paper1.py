@@ -32,8 +32,11 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
+from llmgeom.stats.controls import excess
 from llmgeom.stats.information import bits, entropy
+from llmgeom.stats.resampling import Interval
 from llmgeom.stats.ridge_probe import decodability, folds
+from llmgeom.stats.rule import Rule
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.tasks.hmm import HMM
 from llmgeom.wind_tunnels.tasks.recurrence import Recurrence
@@ -302,7 +305,10 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
     h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
     null = Null.of("re-initialised", h.value, np.array(by_seed[0][1:]))
     h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
-    return replace(h, margin=null.margin, p=null.p, verdict="undecided")
+    compared = excess(
+        Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method), null, h.clusters
+    )
+    return replace(h, centre=compared.centre, margin=compared.hurdle, p=compared.p)
 
 
 def _exact_entropy(capture: Capture) -> np.ndarray:

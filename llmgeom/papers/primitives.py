@@ -148,7 +148,6 @@ class Cell:
         """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
         kl, trivial, (low, high) = self.of("kl"), self.median("kl_trivial"), self.interval
         p = equivalence_p(float(kl.mean()), Interval(low, high, 0.95, ""), -np.inf, trivial, len(kl))
-        below, above = high < trivial and p < 0.05, low > trivial
         return Estimate(
             name=f"{self.primitive}, {self.arch}: KL to the posterior",
             value=float(kl.mean()),
@@ -162,9 +161,8 @@ class Cell:
             p=p,
             n=len(kl),
             clusters=len(kl),
-            verdict="below null" if below else "not below null" if above else "undecided",
-            why=f"{self.verdict}: median {self.median('kl'):.4f} bits, skill {self.median('skill'):.3f}",
             side="lower",
+            centre=trivial,
             margin=trivial,
             counts="seeds",
         )

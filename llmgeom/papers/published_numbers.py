@@ -29,7 +29,7 @@ class Check:
         compare: "within": in the range of `values`, wider by `tolerance` on either side. "above", "below": beyond
             `bound` and beyond the null. "claim": the verdict of the claim that is measured (`llmgeom list claims`).
         values: Printed numbers in `unit`; by model if they were printed for some models only.
-        tolerance: For a bound the smallest difference of interest: FAIL if the interval excludes one as large.
+        tolerance: For a bound the smallest difference of interest: without it "ruled out" or "small".
         scale: "log" for ratios: intervals and p are then those of the logarithm.
         quick: Whether --quick can decide it.
         nothing: The paper says that nothing was learnt: the trivial predictor belongs into the range.

@@ -139,9 +139,9 @@ class Table:
     TEXT: ClassVar[Measured] = Measured(
         title="Published numbers",
         meaning="Each printed number, measured here, beside what a predictor that does not infer or a model that was "
-        "not trained has. PASS, FAIL and INCONCLUSIVE are about the range that the entry asks for.",
+        "not trained has. The words holds, small, ruled out and open are about the range that the entry asks for.",
         computed="See the definition of each entry below. Verdicts: two one-sided tests on the interval, Holm over all "
-        "entries measured; FAIL where the interval excludes the range, by the declared tolerance.",
+        "entries measured; ruled out where the interval excludes the range, by the declared tolerance.",
         null="Beside each value; a value that must lie above or below a bound must clear its null, too.",
         failure_modes="An entry that fails here fails at this size and budget: where one is scale-free its definition "
         "says why it compares, where none is it is not tested.",
@@ -164,7 +164,7 @@ class Table:
             return ("", "", "", "", "", row.verdict)
         value, interval, _, n = _plain_cells(h)
         ends = " to ".join(dict.fromkeys(numbers(h.null_low, h.null_high)))
-        null = "" if h.null == NO_NULL else textwrap.shorten(f"{ends} {h.null}", 50, placeholder=" …")
+        null = "" if h.null in ("", NO_NULL) else textwrap.shorten(f"{ends} {h.null}", 50, placeholder=" …")
         return value, interval, row.test.text(self.label) if row.test else "", null, n, h.verdict
 
     def about(self, entry: Entry) -> list[str]:
@@ -233,16 +233,18 @@ class Audit(Table):
         return [f"printed {entry.published}", entry.why]
 
     def estimates(self) -> tuple[Estimate, ...]:
-        # Without their claims, so that a page leaves the rows in pairs; the verdict's word stays.
+        # Without claims and verdicts, so that a page leaves the rows in pairs; the notes give the verdicts.
+        plain: dict[str, Any] = {"claim": "", "verdict": "", "why": ""}
         pairs = [
-            (row.as_published and replace(row.as_published, name=f"{row.entry.id}: as published", claim=""),
-             row.estimate and replace(row.estimate, name=f"{row.entry.id}: {row.estimate.name}", claim=""))
+            (row.as_published and replace(row.as_published, name=f"{row.entry.id}: as published", **plain),
+             row.estimate and replace(row.estimate, name=f"{row.entry.id}: {row.estimate.name}", **plain))
             for row in self.contents
         ]  # fmt: skip
         return tuple(h for pair in pairs for h in pair if h)
 
     def note(self, row: Row) -> str:
-        return f"{row.entry.quantity}, printed: {row.entry.published}. {row.entry.why}."
+        verdict = f" {row.verdict}: {row.why}." if row.verdict else ""
+        return f"{row.entry.quantity}, printed: {row.entry.published}. {row.entry.why}.{verdict}"
 
 
 @dataclass(frozen=True)
@@ -254,8 +256,8 @@ class Predictions(Table):
     TEXT = replace(
         Table.TEXT,
         title="The papers' predictions",
-        meaning="Each prediction that one model can decide, by a sound metric. PASS and FAIL are verdicts of claims, "
-        "by Holm over all of them; other words are those of measurements.",
+        meaning="Each prediction that one model can decide, by a sound metric. Claims have a verdict, by Holm over all "
+        "of them; other numbers have none.",
         computed="See the runs in this page's folder: scans of mixed and maths prompts, evidence, ablation.",
         null="Each metric has its own null.",
         failure_modes="A prediction that fails here is about this model, not about others.",

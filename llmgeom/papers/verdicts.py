@@ -13,7 +13,7 @@ from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
 from llmgeom.result import Estimate, Measured
 from llmgeom.stats.resampling import Draws, Interval, student_quantile
-from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean
+from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean, outside_p
 
 NO_NULL = "the number in the claim"  # the null's name of a value that is compared with a printed number alone
 LEAST_ERROR = 1e-12  # the smallest standard error, for values that are exactly equal
@@ -73,7 +73,7 @@ def over_seeds(
     error = max(max(y.std(ddof=1), least) / math.sqrt(len(y)), LEAST_ERROR)
     ends = y.mean() + error * student_quantile(len(y)) * np.array([0, -1, 1])
     value, low, high = np.exp(ends) if scale == "log" else ends
-    name, at = null or (NO_NULL, float(value))
+    name, at = null or ("", float(value))
     return Estimate(
         name="",
         value=float(value),
@@ -84,12 +84,11 @@ def over_seeds(
         null_low=at,
         null_high=at,
         null=name,
-        p=0.0,
+        p=0.0,  # compared with no control yet: see `pose`
         n=len(x),
         clusters=len(x),
-        verdict="no null",
+        centre=at,
         margin=at,
-        p_claim=0.0,
         counts="trainings",
     )
 
@@ -97,12 +96,11 @@ def over_seeds(
 def combined(estimates: Sequence[Estimate]) -> Estimate:
     """The mean of one metric over several trainings, with the null that is hardest to beat."""
     mean = over_seeds([h.value for h in estimates], estimates[0].unit)
-    hardest = max(estimates, key=lambda h: h.margin if h.side == "upper" else -h.margin)
+    hardest = max(estimates, key=lambda h: (h.p, h.centre if h.side == "upper" else -h.centre))
     return replace(
         mean,
         null=f"{hardest.null}, the hardest of {len(estimates)} trainings",
-        **{name: getattr(hardest, name) for name in ("null_low", "null_high", "margin", "side", "verdict")},
-        **{name: max(getattr(h, name) for h in estimates) for name in ("p", "p_claim")},
+        **{name: getattr(hardest, name) for name in ("null_low", "null_high", "centre", "margin", "side", "p")},
     )
 
 
@@ -112,7 +110,7 @@ def combined(estimates: Sequence[Estimate]) -> Estimate:
 def judged(rows: Sequence[Row], model: str = "") -> list[Row]:
     """The rows with verdicts of `llmgeom.claims.judge`, by Holm over all that were measured.
 
-    A number whose null lies in the printed range too is INCONCLUSIVE, whatever the number of seeds.
+    A number whose control lies in the printed range too is open, whatever the number of seeds.
     """
     tests = sum(row.test is not None and row.estimate is not None for row in rows)
     posed = tuple(pose(row.entry, row.test, row.estimate, tests, model) for row in rows if row.test and row.estimate)
@@ -125,49 +123,55 @@ def judged(rows: Sequence[Row], model: str = "") -> list[Row]:
 def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") -> Estimate:
     """The metric as the entry tests it: what its interval must clear, its p, and the n for the declared tolerance.
 
-    For the region (a, b) of the test, p is that of `equivalence_p`. "above" and "below" also ask the value to clear its
-    null: a or b is then the null's end if that is farther. n: `needed_n_mean` for a difference of `tolerance`, at a
-    level divided by the number of tests.
+    For the region (a, b) of the test, p is that of `equivalence_p`. "above" and "below" also ask the value to beat its
+    control: p is then the larger of the two, and a or b the control's centre if that is farther. The tolerance counts
+    from there: a value past a by less is "small". A printed bound has no other side: a value on the wrong side of it is
+    "ruled out". n: `needed_n_mean` for a difference of `tolerance`, at a level divided by the number of tests.
     """
     h = replace(h, name=entry.quantity, published=entry.published, source=entry.source)
     if test.compare == "claim":
         return h
     near, far = test.region(model)
     side: claims.Side = "lower" if test.compare == "below" else "upper"
-    if test.compare != "within" and h.null != NO_NULL:
-        if h.verdict != "no null" and h.side != side:
+    if test.compare != "within" and h.null:
+        if h.p and h.side != side:
             raise ValueError(f"{entry.id}: {test.compare}, but the null was made for the {h.side} side")
-        near, far = (max(near, h.margin), far) if side == "upper" else (near, min(far, h.margin))
+        near, far = (max(near, h.centre), far) if side == "upper" else (near, min(far, h.centre))
     scaled = math.log if test.scale == "log" else float
     low, value, high, a, b = (
         scaled(x) if math.isfinite(x) and (test.scale != "log" or x > 0) else math.copysign(math.inf, x or -1)
         for x in (h.low, h.value, h.high, near, far)
     )
-    p = equivalence_p(value, Interval(low, high, 0.95, h.method), a, b, h.clusters)
+    span = Interval(low, high, 0.95, h.method)
+    p = equivalence_p(value, span, a, b, h.clusters)
     sd = max((high - low) / 2 / student_quantile(h.clusters), LEAST_ERROR) * math.sqrt(h.clusters)
     end = far if math.isfinite(far) else near
     step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
     h = replace(h, claim=_claim(entry, test, model), side=side, effect=test.tolerance, unit=test.unit)
     h = replace(h, needed=needed_n_mean(step, sd, level=1 - 0.05 / max(tests, 1)))
     if test.compare == "within":
-        return replace(h, equivalence=True, margin_low=near, margin=far, p=p, p_claim=p)
-    margin = near if side == "upper" else far
-    return replace(h, equivalence=False, margin=margin, p=max(h.p, p), p_claim=max(h.p_claim, p))
+        outside = outside_p(value, span, a, b, h.clusters)
+        h = replace(h, equivalence=True, margin_low=near, margin=far, p=p, p_excluded=outside)
+        return replace(h, null=h.null or NO_NULL)
+    past = (-math.inf, a + step) if side == "upper" else (b - step, math.inf)
+    excluded = equivalence_p(value, span, *past, h.clusters)
+    h = replace(h, equivalence=False, centre=near if side == "upper" else far, margin=near if side == "upper" else far)
+    return replace(h, p=max(h.p, p), p_excluded=excluded, null=h.null or NO_NULL)
 
 
 def _claim(entry: Entry, test: Check, model: str) -> str:
-    """The sentence that PASS confirms."""
+    """The sentence that "holds" confirms."""
     if test.compare == "within":
         return f"{entry.quantity}: {test.text(model)} {test.unit}, the printed range and its tolerance"
     return f"{entry.quantity}: {test.text(model)} {test.unit}, and beyond its null"
 
 
 def _final(row: Row, test: Check, measured: Estimate, h: Estimate, model: str) -> Row:
-    if test.compare == "claim" and measured.verdict == "INCONCLUSIVE":
-        h = replace(h, verdict="INCONCLUSIVE", why=measured.why)  # e.g. of too few trainings, whatever their p
-    if h.verdict == "PASS" and test.compare == "within" and not test.nothing and h.null != NO_NULL:
+    if test.compare == "claim" and measured.verdict == "open":
+        h = replace(h, verdict="open", why=measured.why)  # e.g. of too few trainings, whatever their p
+    if h.verdict == "holds" and test.compare == "within" and not test.nothing and h.null != NO_NULL:
         near, far = test.region(model)
         if near <= h.null_high and h.null_low <= far:
             why = f"{h.null} lies in the printed range too: that number cannot decide, whatever n is"
-            h = replace(h, verdict="INCONCLUSIVE", why=why)
+            h = replace(h, verdict="open", why=why)
     return replace(row, estimate=h, why=h.why)

@@ -17,7 +17,6 @@ from scipy.stats import t as student
 
 from llmgeom.stats.resampling import jackknife_error
 from llmgeom.stats.tests import holm
-from llmgeom.stats.verdicts import ALPHA
 
 LEVEL = 0.95
 Scores = Float[np.ndarray, " subject"]
@@ -198,9 +197,9 @@ def told_apart(found: Sequence[Area], smallest: float = 0.75) -> list[str]:
     "reversed", likewise below; "no", an area of `smallest` is excluded; "undecided"."""
     words = []
     for one, p in zip(found, holm(np.array([one.p for one in found])), strict=True):
-        if p < ALPHA and one.low > 0.5:
+        if p < 1 - LEVEL and one.low > 0.5:
             words.append("yes")
-        elif p < ALPHA and one.high < 0.5:
+        elif p < 1 - LEVEL and one.high < 0.5:
             words.append("reversed")
         else:
             words.append("no" if one.high < smallest else "undecided")

@@ -1,51 +1,112 @@
-"""How many units a claim needs to PASS where its effect is there, and which effect is found with those there are.
+"""How many clusters a claim needs to hold where its effect is there, and which effect a number of clusters finds.
 
-PASS asks three things of a value v measured on u units, the null being m draws (`claims.judge`): A, its 95 % interval
-clears the margin; B, its rank p against the draws is under .05; C, so is its p by Holm's correction. Of K claims Holm
-holds the smallest p against .05 / K: a plan takes that for each, and a claim that passes beside others needs less.
+A claim holds where the excess of its value over a control's centre is significant by Student's t, Holm's correction
+included (`llmgeom.stats.controls.excess`). With K claims Holm compares the smallest p with .025 / K; a plan takes that
+for every claim. With e the standard error of the value on n clusters, tau the spread of m draws of the control, and an
+effect d between the value and a further draw, t is Student's with non-centrality d / sqrt(e^2 + tau^2 (1 + 1 / m)), and
+(a normal approximation of it; derived here)
 
-With e the standard error of v, the draws tau z, z standard normal (|z| where the sign is dropped) and the truth T the
-expected margin + effect, v is normal around T, and given the draws PASS has the probability (derived here)
+    P(holds) = Phi((d / sqrt(e^2 + tau^2 (1 + 1 / m)) - q) / sqrt(1 + q^2 / (2 f))),
 
-    min(P(A), Phi((T - h) / e)),    P(A) = Phi(((T - margin) / e - q) / sqrt(1 + q^2 / (2 (u - 1)))),
-
-h the higher of the hurdles B and C: the draw that leaves fewer than .05 (m + 1) - 1 above it, and mean + t sd
-sqrt(1 + 1 / m) of the draws on the claim's scale, t the quantile 1 - .05 / K of Student's distribution with m - 1
-degrees of freedom (`prediction_p`); q Student's quantile of the interval, the root for e being an estimate.
-`power` is the mean over 2,000 sets of draws, the same in every call. More units make e small and leave tau as it is:
-where untrained models differ much from one another, no number of units is enough.
+q the quantile 1 - .025 / K of Student's t with Welch's degrees of freedom f. More clusters make e small and leave tau
+as it is: where untrained models differ much from one another, no number of clusters is enough.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Literal
 
 import numpy as np
 
-from llmgeom.stats.resampling import LEAST_CLUSTERS, band
-from llmgeom.stats.verdicts import ALPHA, Rule
+from llmgeom.stats.resampling import LEAST_CLUSTERS, student_quantile
+from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
 
-SETS = 2000
 POWER = 0.9
 MOST_UNITS = 10**6  # more are no plan
-HALF_NORMAL = 0.67449  # the median of |z|
+HALF_MEDIAN = 0.67449  # the median of |z|
+ROOT_MEAN, ROOT_SD = 0.82216, 0.34915  # mean and standard deviation of sqrt(|z|), z standard normal
 Margin = Literal["end", "centre", "fixed"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """An experiment in units of the declared effect.
+
+    Attributes:
+        noise: Standard deviation between clusters: the value's standard error is noise / sqrt(n).
+        spread: True standard deviation between draws of the control.
+        draws: Their number; 0 for a control that is a number.
+        noisy: The draws have the value's sampling noise besides.
+        claims: The claims of the record.
+        sides: 2 for a claim of equivalence that has two sides to win; 1 otherwise.
+    """
+
+    noise: float
+    spread: float
+    draws: int
+    noisy: bool = False
+    claims: int = 1
+    sides: int = 1
+
+    def power(self, clusters: int) -> float:
+        """Probability of "holds" where the effect is as declared; of an equivalence claim, where there is none."""
+        if clusters < LEAST_CLUSTERS or 0 < self.draws < LEAST_DRAWS:
+            return 0.0
+        error, spread = self.noise**2 / clusters, self.spread**2 + self.noisy * self.noise**2 / clusters
+        found = _holds(1.0, error, spread, clusters, self)
+        return max(0.0, 2 * found - 1) if self.sides == 2 else found
+
+
+def _holds(step: float, error: float, spread: float, clusters: int, of: Setting, actual: float | None = None) -> float:
+    """P(holds) for an effect of `step`, from the variances of the value (as its interval has it) and of the draws.
+
+    `actual` is the variance of the excess itself where it is another than the rule's. Of noisy draws the rule takes the
+    larger of two estimates: the mean over 500 pairs of them, the same in every call.
+    """
+    from scipy.stats import norm, t
+
+    m = of.draws
+    own, others = np.float64(error), np.float64(spread * (1 + 1 / m) if m else 0.0)
+    if of.noisy and m:
+        chi_own, chi_drawn = _chi_squares(clusters - 1, m - 1)
+        own, drawn = error * chi_own, spread * chi_drawn
+        own, others = np.where(drawn >= own, 0.0, own), np.where(drawn >= own, drawn * (1 + 1 / m), drawn / m)
+    whole = own + others
+    if not np.all(whole > 0):
+        return float(step > 0)
+    degrees = whole**2 / (own**2 / (clusters - 1) + others**2 / max(m - 1, 1))
+    quantile = t.isf(ALPHA / of.claims, degrees)
+    if of.noisy and m:
+        actual = spread * (1 + 1 / m) if actual is None else actual
+        return float(norm.cdf((step - quantile * np.sqrt(whole)) / math.sqrt(actual)).mean())
+    return float(norm.cdf((step / np.sqrt(whole) - quantile) / np.sqrt(1 + quantile**2 / (2 * degrees))))
+
+
+@cache
+def _chi_squares(*freedoms: int) -> tuple[np.ndarray, ...]:
+    """[500] estimates of a variance of 1 with these degrees of freedom, independent of each other."""
+    rng = np.random.default_rng(0)
+    return tuple(rng.chisquare(freedom, 500) / freedom for freedom in freedoms)
 
 
 @dataclass(frozen=True)
 class Design:
     """The rule of a claim, and what is assumed of the experiment that is to decide it.
 
-    spread       s, sd between units in the claim's unit: e = s / sqrt(u). Of a rank correlation it is known: on
-                 Fisher's scale e^2 = (1 + rho^2 / 2) / (u - 3) (Bonett and Wright, 2000).
-    null_spread  tau, sd between draws of the null that is hardest to beat, in the claim's unit; of a rank correlation,
-                 of their true values on Fisher's scale: each has a sampling error of variance 1 / (u - 3) besides.
-    draws        m.
-    claims       K, the claims of the record.
-    null_margin  what the interval must clear: the far end of the draws, their centre, or a fixed number.
+    Attributes:
+        claim: The rule.
+        spread: Standard deviation between clusters in the claim's unit. Of a rank correlation it is known: on Fisher's
+            scale the value's variance is (1 + rho^2 / 2) / (n - 3) (Bonett and Wright, 2000).
+        null_spread: Standard deviation between draws of the control that is hardest to beat, in the claim's unit; of a
+            rank correlation, of their true values on Fisher's scale: each has a sampling error of variance 1 / (n - 3)
+            besides.
+        draws: How many.
+        claims: The claims of the record.
+        null_margin: "end": draws of models; "centre": draws with the value's sampling noise too; "fixed": a number.
     """
 
     claim: Rule
@@ -60,72 +121,61 @@ class Design:
         other = replace(self.claim, margin=effect) if self.claim.equivalence else replace(self.claim, effect=effect)
         return replace(self, claim=other)
 
+    @property
+    def setting(self) -> Setting:
+        """The same in units of the effect, for a mean."""
+        claim, size = self.claim, self.claim.smallest
+        if claim.equivalence or self.null_margin == "fixed":
+            sides = 2 if claim.equivalence and not claim.one_sided else 1
+            return Setting(self.spread / size, 0.0, 0, False, self.claims, sides)
+        noisy = self.null_margin == "centre"
+        return Setting(self.spread / size, self.null_spread / size, self.draws, noisy, self.claims)
+
 
 def power(design: Design, clusters: int) -> float:
-    """Probability of PASS where the effect is as declared; of an equivalence claim, where there is none.
-
-    An equivalence claim has two sides to win, unless it is `one_sided`: 2 P(A) - 1, its margin in the effect's place.
-    """
-    from scipy.stats import norm, t
-
-    claim, freedom = design.claim, clusters - 1
-    if clusters < LEAST_CLUSTERS:
-        return 0.0
-    interval, corrected = t.isf(0.025, freedom), t.isf(ALPHA / design.claims, freedom)
-    if claim.needed == "correlation":
-        tau, centre, folded = design.null_spread, True, claim.scale == "folded"
-        truth = claim.effect + (math.tanh(HALF_NORMAL * tau) if folded else 0.0)
-        if truth >= 1:
-            return 0.0
-        at, error = math.atanh(truth), math.sqrt((1 + truth**2 / 2) / (clusters - 3))
-        # Permutations, a null too, ask less than draws do that have the same sampling error.
-        scale, least = math.sqrt(tau**2 + 1 / (clusters - 3)), -math.inf
-    else:
-        scale, centre, folded, least = design.null_spread, design.null_margin == "centre", False, -math.inf
-        at, error = claim.smallest, design.spread / math.sqrt(clusters)
-        if claim.equivalence or design.null_margin == "fixed":  # the corrected p is Student's, as the interval is
-            one = float(_clears(at / error, max(interval, corrected), freedom))
-            return max(0.0, 2 * one - 1) if claim.equivalence and not claim.one_sided else one
-        if centre:  # permutations of units are a null too, and spread as the value does
-            least = norm.isf(ALPHA / design.claims) * error
-    margin, hurdle = (scale * one for one in _hurdles(design.draws, design.claims, folded, centre))
-    if not centre:
-        at += margin.mean()
-    passed = norm.cdf((at - np.maximum(hurdle, least)) / error)
-    return float(np.minimum(_clears((at - margin) / error, interval, freedom), passed).mean())
-
-
-def _clears(distance: float | np.ndarray, quantile: float, freedom: int) -> float | np.ndarray:
-    """P((x + distance) / r > quantile), r an estimate of the sd of x, a standard normal: noncentral t, nearly."""
+    """Probability of "holds" where the effect is as declared; of an equivalence claim, where there is none."""
     from scipy.stats import norm
 
-    return norm.cdf((distance - quantile) / math.sqrt(1 + quantile**2 / (2 * freedom)))
-
-
-@cache
-def _hurdles(draws: int, claims: int, folded: bool, centre: bool) -> tuple[np.ndarray, np.ndarray]:
-    """[set] the margin and the higher of the hurdles B and C, for draws of sd 1; infinite where B cannot be taken."""
-    from scipy.stats import t
-
-    z = np.random.default_rng(0).standard_normal((SETS, max(draws, 2)))
-    z = np.sort(np.abs(z) if folded else z, axis=1)
-    margin = np.median(z, axis=1) if centre else np.array([band(one)[1] for one in z])
-    above = math.ceil(ALPHA * (draws + 1) - 1e-9) - 2  # draws that may be as large as the value
-    if above < 0:
-        return margin, np.full(SETS, np.inf)
-    on = np.sqrt(z) if folded else z
-    tail = on.mean(1) + t.isf(ALPHA / claims, draws - 1) * math.sqrt(1 + 1 / draws) * on.std(1, ddof=1)
-    return margin, np.maximum(z[:, -1 - above], tail**2 if folded else tail)
+    claim = design.claim
+    if claim.needed != "correlation":
+        return design.setting.power(clusters)
+    if clusters < LEAST_CLUSTERS or design.draws < LEAST_DRAWS:
+        return 0.0
+    width = math.sqrt(design.null_spread**2 + 1 / (clusters - 3))  # of the draws, on Fisher's scale
+    folded = claim.scale == "folded"
+    truth = claim.effect + (math.tanh(HALF_MEDIAN * width) if folded else 0.0)
+    if truth >= 1:
+        return 0.0
+    at, error = math.atanh(truth), (1 + truth**2 / 2) / (clusters - 3)
+    of = Setting(0.0, 0.0, design.draws, True, design.claims)
+    # Permutations are a control too; of a correlation without sign their p has both sides.
+    permuted = float(norm.cdf(at / math.sqrt(error) - norm.isf(ALPHA / design.claims / (1 + folded))))
+    if not folded:
+        return min(permuted, _holds(at, error, width**2, clusters, of))
+    quantile = student_quantile(clusters)  # the error from the lower end of the interval, which is the longer one
+    below = (math.sqrt(at) - math.sqrt(max(at - quantile * math.sqrt(error), 0.0))) / quantile
+    above = math.sqrt(at) - ROOT_MEAN * math.sqrt(width)
+    actual = (error + design.null_spread**2) / (4 * at) + ROOT_SD**2 * width / design.draws
+    return min(permuted, _holds(above, below**2, ROOT_SD**2 * width, clusters, of, actual))
 
 
 def needed(design: Design, wanted: float = POWER) -> int | None:
-    """The fewest units with that power; None where no number has it."""
+    """The fewest clusters with that power; None where no number has it."""
+    return _fewest(lambda clusters: power(design, clusters), wanted)
+
+
+def needed_units(setting: Setting, wanted: float = POWER) -> int | None:
+    """The fewest clusters with that power, of a setting; None where no number has it."""
+    return _fewest(setting.power, wanted)
+
+
+def _fewest(of: Callable[[int], float], wanted: float) -> int | None:
     few, many = LEAST_CLUSTERS - 1, MOST_UNITS
-    if power(design, many) < wanted:
+    if of(many) < wanted:
         return None
     while many - few > 1:
         middle = (few + many) // 2
-        few, many = (few, middle) if power(design, middle) >= wanted else (middle, many)
+        few, many = (few, middle) if of(middle) >= wanted else (middle, many)
     return many
 
 
@@ -134,8 +184,8 @@ def detectable(design: Design, clusters: int, wanted: float = POWER) -> float | 
     None where none is, up to a hundred times the declared one, or a correlation of 1."""
     low, high = 0.0, 100 * design.claim.smallest
     if design.claim.needed == "correlation":
-        high = 1 - math.tanh(HALF_NORMAL * design.null_spread) - 1e-3
-    if power(design.of(high), clusters) < wanted:
+        high = 1 - math.tanh(HALF_MEDIAN * math.sqrt(design.null_spread**2 + 1 / max(clusters - 3, 1))) - 1e-3
+    if high <= 0 or power(design.of(high), clusters) < wanted:
         return None
     while high - low > 1e-3 * high:
         middle = (low + high) / 2
@@ -144,7 +194,7 @@ def detectable(design: Design, clusters: int, wanted: float = POWER) -> float | 
 
 
 def needed_in_any_layer(effect: float, layers: int, wanted: float = POWER) -> int:
-    """Units at which the rank correlation of one layer of several, of the declared size, has a p under .05 after
+    """Clusters at which the rank correlation of one layer of several, of the declared size, has a p under .05 after
     correction for having looked at them all (`max_statistic`).
 
     n = 3 + ((z_L + z_b) s / atanh(effect))^2, s^2 = 1 + effect^2 / 2, z_b the normal quantile of the power and z_L that
@@ -153,5 +203,5 @@ def needed_in_any_layer(effect: float, layers: int, wanted: float = POWER) -> in
     """
     from scipy.stats import norm
 
-    z = norm.isf((1 - (1 - ALPHA) ** (1 / layers)) / 2) + norm.ppf(wanted)
+    z = norm.isf((1 - 0.95 ** (1 / layers)) / 2) + norm.ppf(wanted)
     return math.ceil(3 + (z * math.sqrt(1 + effect**2 / 2) / math.atanh(effect)) ** 2)

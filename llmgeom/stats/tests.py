@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -193,10 +194,7 @@ def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scal
     from scipy.stats import t
 
     null, sign = null_draws(null_values), 1 if side == "upper" else -1
-    if scale == "log" and min(observed, null.min()) <= 0:
-        raise UserError(f"{min(observed, null.min()):.3g} has no logarithm: declare scale 'identity' for this metric")
-    forward = {**{name: pair[0] for name, pair in TRANSFORMS.items()}, "folded": _folded}[scale]
-    value, draws = forward(np.float64(observed)), forward(null)
+    value, draws = on_scale(observed, scale), on_scale(null, scale)
     m, sd = len(draws), draws.std(ddof=1) if len(draws) > 1 else 0.0
     if sd <= TIE * max(1.0, abs(draws).max()):
         return tail_p(observed, null, side)
@@ -206,6 +204,21 @@ def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scal
 
 def _folded(rho):
     return np.sqrt(TRANSFORMS["fisher"][0](np.abs(rho)))
+
+
+SCALES: dict[str, tuple[Callable, Callable]] = {
+    **TRANSFORMS,
+    "folded": (_folded, lambda root: np.tanh(np.square(np.maximum(root, 0.0)))),
+}
+
+
+def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
+    """Values on a scale of `prediction_p`. Raises UserError for one that is not positive on the logarithmic scale."""
+    x = np.asarray(values, dtype=np.float64)
+    require_finite(np.atleast_1d(x), "a comparison with a control", "draw")
+    if scale == "log" and x.min() <= 0:
+        raise UserError(f"{x.min():.3g} has no logarithm: declare scale 'identity' for this metric")
+    return np.asarray(SCALES[scale][0](x))
 
 
 def equivalence_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
@@ -225,6 +238,24 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
         return float(t.sf(room / reach * quantile, clusters - 1))
 
     return max(past(value - near, value - interval.low), past(far - value, interval.high - value), LEAST_P)
+
+
+def outside_p(value: float, interval: Interval, near: float, far: float, clusters: int) -> float:
+    """p of a one-sided test, on the side of the value, that it does not lie outside near and far; at least 1e-6.
+
+    The smaller of P(T > (v - far) / s) and P(T > (near - v) / s), with v, s and T as in `equivalence_p`. At either end
+    of a range that is wide against s only one of the two can reject, so that p = .025 happens there in .025.
+    """
+    from scipy.stats import t
+
+    def past(room: float, reach: float) -> float:
+        if clusters < 2 or room <= 0:
+            return 1.0
+        return (
+            float(t.sf(room / reach * student_quantile(clusters, interval.level), clusters - 1)) if reach > 0 else 0.0
+        )
+
+    return max(min(past(value - far, value - interval.low), past(near - value, interval.high - value)), LEAST_P)
 
 
 def two_sided_p(value: float, error: float, clusters: int) -> float:
@@ -261,7 +292,7 @@ def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
 
 
 def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Units at which `claims.estimate` calls a rank correlation of the declared size "above null" with this power.
+    """Clusters at which a rank correlation of the declared size is told from 0 at this level with this power.
 
     n = 3 + ((z_a + z_b) s / atanh(effect))^2 + z_a^2 / 2; z_a and z_b the normal quantiles of (1 + level) / 2 and of
     power, s^2 = 1 + effect^2 / 2: rho on Fisher's scale has variance s^2 / (n - 3) (Bonett and Wright, 2000). The last

@@ -101,8 +101,8 @@ def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:
             f"no edit has the same variance: all other components carry {axis.variance_left:.2f} of the axis's. "
             "Compared with edits of the same size alone, the result is a measurement and no claim"
         )
-    # Where there is less to lose than the effect of interest, FAIL is nearly certain in advance; where a tenth of it is
-    # less than the margin, so is equivalence.
+    # Where there is less to lose than the effect of interest, "ruled out" is nearly certain in advance; where a tenth
+    # of it is less than the margin, so is equivalence.
     decidable = {
         KL: axis.scale > declared(probe)[KL].effect,
         EQUAL: axis.scale / 10 > declared(probe)[EQUAL].margin,

@@ -13,8 +13,7 @@ from llmgeom.errors import UserError
 from llmgeom.probes.interventions.component_ablation import AblationEffects, Method
 from llmgeom.probes.interventions.patching import estimate_against
 from llmgeom.result import Estimate
-from llmgeom.stats.resampling import Interval, Transform, jackknife
-from llmgeom.stats.tests import equivalence_p
+from llmgeom.stats.resampling import Transform, jackknife
 
 UNTRAINED = "untrained controls"
 LARGEST, SHARE, SECOND = "largest head", "share of the largest head", "second head over the largest"
@@ -118,16 +117,9 @@ def estimates(
         interval = jackknife(partial(quotient, fraction), rows, clusters, transform)
         interval = replace(interval, high=min(interval.high, 1.0)) if claim.unit == "fraction" else interval
         value, null = quotient(fraction), {UNTRAINED: np.array([quotient(control[name]) for control in untrained])}
-        bounds = [_bound(claim, value, interval, len(set(clusters)))] if claim.claim and name in BOUNDS else []
+        bounds = [Null.number("the number in the claim", BOUNDS[name])] if claim.claim and name in BOUNDS else []
         made.append(estimate_against(claim, value, interval, null, clusters, *bounds))
     return tuple(made)
-
-
-def _bound(claim: Claim, value: float, interval: Interval, clusters: int) -> Null:
-    """The number in a claim's sentence, as a null without draws: Student's p that the value is not past it."""
-    bound = BOUNDS[claim.name]
-    near, far = (bound, np.inf) if claim.side == "upper" else (-np.inf, bound)
-    return Null("the number in the claim", bound, bound, bound, equivalence_p(value, interval, near, far, clusters), 0)
 
 
 # ---- attention against MLPs -----------------------------------------------------------------------------------------
@@ -194,5 +186,4 @@ def _mlp_share(
     value, total = mlp_part(parts), parts.mean(-1).sum()
     interval = jackknife(lambda rows: mlp_part(parts[..., rows]), np.arange(len(clusters)), clusters)
     null = {UNTRAINED: np.array([mlp_part(branches(control, effect), total) for control in untrained])}
-    half = Null.half(value, interval, len(set(clusters)))
-    return estimate_against(claim, value, interval, null, clusters, half)
+    return estimate_against(claim, value, interval, null, clusters, Null.half())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -116,11 +116,10 @@ def _estimates(
     for column in (1, 0, 2):
         claim = claims[STATISTICS[column] + over]
         null = Null.of(UNTRAINED, gains[column], untrained[:, column], claim.side)
-        # Where untrained models lose, to lose less is no gain.
-        margin = max(null.margin, 0.0) if claim.side == "upper" else min(null.margin, 0.0)
         clusters = min(len(set(domain.clusters)), len(set(mixed.clusters)))
-        null = replace(null, margin=margin)
-        yield estimate(claim, gains[column], intervals[column], [null], n=len(domain.entropy), clusters=clusters)
+        # Where untrained models lose, to lose less is no gain.
+        nulls = [null, Null.number("no gain", 0.0)]
+        yield estimate(claim, gains[column], intervals[column], nulls, n=len(domain.entropy), clusters=clusters)
 
 
 def gain_interval(domain: tuple[float, Interval], mixed: tuple[float, Interval]) -> Interval:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
@@ -92,10 +92,9 @@ def near(
     transform: Transform = "identity",
 ) -> Estimate:
     """Estimate of a statistic of rows that is claimed to lie within the declared margin of `centre`."""
-    at = Null(null, centre, centre, centre, 1.0, 0)
+    at = Null.number(null, centre)
     rows = np.arange(len(own))
-    made = compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, {}, [at], transform=transform)
-    return replace(made, p=made.p_claim)
+    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, {}, [at], transform=transform)
 
 
 def mean(rows: np.ndarray) -> float:

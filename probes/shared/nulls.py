@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Clusters, Interval, Transform, band, jackknife
 from llmgeom.stats.tests import Side, tail_p
 
-UNTRAINED, SHUFFLED = "re-initialised", "shuffled prompts"
+UNTRAINED, SHUFFLED, NO_CONTEXT = "re-initialised", "shuffled prompts", "without context"
 
 Statistic = Callable[[Any, Any], float]  # of data and of the rows to use, an index array or slice(None)
 
@@ -28,6 +27,7 @@ def compare(
     *,
     transform: Transform = "identity",
     interval: Interval | None = None,
+    without: tuple[Any, Any, Clusters] | None = None,
 ) -> Estimate:
     """Estimate of a statistic, with an interval over clusters and one null for each kind of control.
 
@@ -40,6 +40,7 @@ def compare(
         nulls: further nulls.
         transform: scale of the jackknife.
         interval: in place of the jackknife.
+        without: the model's data on the prompts that controls read, those without context, and the cluster of each row.
     """
     rows = np.arange(len(clusters))
     value = statistic(data, rows)
@@ -48,24 +49,26 @@ def compare(
         for name, draws in controls.items()
     ]
     interval = interval or jackknife(lambda kept: statistic(data, kept), rows, clusters, transform)
+    if without is not None:
+        own, cut, theirs = without
+        difference = jackknife(lambda kept: statistic(own, kept) - statistic(cut, kept), np.arange(len(theirs)), theirs)
+        # Of more prompts than the controls read, the difference is that over theirs.
+        excess = statistic(own, np.arange(len(theirs))) - statistic(cut, np.arange(len(theirs)))
+        drawn.append(Null.paired(NO_CONTEXT, value, value - excess, difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
 
 
 def centred_null(name: str, value: float, draws: np.ndarray, side: Side = "upper") -> Null:
-    """Null whose draws carry the sampling noise of the value itself.
-
-    p is against all draws, and the interval must clear only their median: to ask both of one interval would count that
-    noise twice.
-    """
-    return replace(Null.of(name, value, draws, side), margin=float(np.median(draws)))
+    """Null whose draws carry the sampling noise of the value itself, which then is counted once."""
+    return Null.of(name, value, draws, side, noisy=True)
 
 
 def permutation_null(
-    name: str, value: float, draws: np.ndarray, side: Side = "upper", margin: float | None = None
+    name: str, value: float, draws: np.ndarray, side: Side = "upper", centre: float | None = None
 ) -> Null:
-    """Null of permuted labels or rows, whose rank p is fine enough as it is; by default its margin is its median."""
-    margin = float(np.median(draws)) if margin is None else margin
-    return Null(name, *band(draws), margin, tail_p(value, draws, side), len(draws))
+    """Null of permuted labels or rows, whose rank p is fine enough as it is; by default its centre is its median."""
+    centre = float(np.median(draws)) if centre is None else centre
+    return Null(name, *band(draws), centre, tail_p(value, draws, side), len(draws))
 
 
 def null_band(draws: Mapping[str, Iterable[Any]], side: Side = "upper") -> np.ndarray:

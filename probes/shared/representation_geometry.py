@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -13,11 +13,20 @@ from llmgeom.claims import Claim, Null, estimate
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import ProbeInput
-from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, centred_null, null_band, permutation_null
+from llmgeom.probes.shared.nulls import (
+    NO_CONTEXT,
+    SHUFFLED,
+    UNTRAINED,
+    centred_null,
+    null_band,
+    permutation_null,
+)
+from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import share_intervals, shares
-from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, permuted_decodability, read
+from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interval, folds, permuted_decodability, read
 from llmgeom.stats.tests import Test, correlation_interval, correlation_test, max_statistic, spearman
 
 PERMUTATIONS = 10_000
@@ -41,15 +50,29 @@ class GeometryResult(Result):
         "layer", "components", "participation ratio", Figure("curve", band="participation_null")
     )
     participation_null: np.ndarray = quantity("layer bound", "components", "null band of the participation ratio")
-    rho: np.ndarray = quantity("layer", "|rho|", "|Spearman| of PC1 and entropy", Figure("curve", band="rho_null"))
-    rho_null: np.ndarray = quantity("layer bound", "|rho|", "|Spearman| of PC1 and entropy, re-initialised models")
-    rho_p: np.ndarray = quantity(
+    rho: np.ndarray | None = quantity(
+        "layer",
+        "|rho|",
+        "|Spearman| of PC1 and entropy; dashed: without context",
+        Figure("curve", band="rho_null", beside="rho_no_context"),
+    )
+    rho_null: np.ndarray | None = quantity(
+        "layer bound", "|rho|", "|Spearman| of PC1 and entropy, re-initialised models"
+    )
+    rho_no_context: np.ndarray | None = quantity(
+        "layer", "|rho|", "|Spearman| of PC1 and entropy, trained model without context"
+    )
+    rho_p: np.ndarray | None = quantity(
         "layer", "p", "p of |Spearman| against permuted templates, corrected for all layers", Figure("curve")
     )
-    r2: np.ndarray = quantity(
-        "layer", "R2", "held-out R2 of entropy, read from other templates", Figure("curve", band="r2_null")
+    r2: np.ndarray | None = quantity(
+        "layer",
+        "R2",
+        "held-out R2 of entropy, read from other templates; dashed: without context",
+        Figure("curve", band="r2_null", beside="r2_no_context"),
     )
-    r2_null: np.ndarray = quantity("layer bound", "R2", "held-out R2 of entropy, re-initialised models")
+    r2_null: np.ndarray | None = quantity("layer bound", "R2", "held-out R2 of entropy, re-initialised models")
+    r2_no_context: np.ndarray | None = quantity("layer", "R2", "held-out R2 of entropy, trained model without context")
     scores: np.ndarray = quantity(
         "prompt component",
         "standardised units",
@@ -62,6 +85,7 @@ class GeometryResult(Result):
     constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
     estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -98,10 +122,11 @@ class Geometry:
     """One site of a model and its controls.
 
     Attributes:
-        fields: of a GeometryResult, but estimates and warnings.
+        fields: of a GeometryResult, but estimates, warnings and what is unmeasured.
         estimates, warnings: the metrics of the last layer, and coordinates that do not vary.
         layers: [layer] summaries of the model.
         untrained: [draw][layer] summaries of the re-initialised models.
+        unmeasured: metric -> why, where entropy does not vary.
     """
 
     fields: Mapping[str, np.ndarray]
@@ -109,6 +134,7 @@ class Geometry:
     warnings: tuple[str, ...]
     layers: list[PCASummary]
     untrained: list[list[PCASummary]]
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], prefix: str = "") -> Geometry:
@@ -126,69 +152,149 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     last = last_layer(view.capture, site)
     if not varies(last):
         raise UserError(f"the {site.value} vectors of the last layer are the same for all {len(last)} prompts")
-    entropy, fold = view.entropy, folds(view.clusters, view.seed)
-    layers, probes = [], []
-    for x in layer_matrices(view.capture, site):
-        layers.append(PCASummary.of(x))
-        probes.append(read(x, entropy[:, None], fold))
-    untrained: list[list[PCASummary]] = []
-    untrained_r2: list[list[float]] = []
-    own_r2: list[float] = []
-    for control in view.untrained:
-        pairs = [(PCASummary.of(x), decodability(x, entropy, fold)) for x in layer_matrices(control, site)]
-        untrained.append([summary for summary, _ in pairs])
-        untrained_r2.append([r2 for _, r2 in pairs])
-        own_r2.append(decodability(last_layer(control, site), entropy_of(control), fold))
-    shuffled = [[PCASummary.of(x) for x in layer_matrices(capture, site)] for capture in view.shuffled]
+    layers = [PCASummary.of(x) for x in layer_matrices(view.capture, site)]
+    draws = {
+        name: [[PCASummary.of(x) for x in layer_matrices(capture, site)] for capture in captures]
+        for name, captures in ((UNTRAINED, view.untrained), (SHUFFLED, view.shuffled))
+    }
     nulls = {
-        name: np.array([[summary.numbers for summary in draw] for draw in draws])
-        for name, draws in ((UNTRAINED, untrained), (SHUFFLED, shuffled))
+        name: np.array([[summary.numbers for summary in draw] for draw in summaries])
+        for name, summaries in draws.items()
     }
     numbers = np.array([summary.numbers for summary in layers])
-    rho, rho_p, test = _over_layers(layers, view)
     fields = {
-        "rho": rho,
-        "rho_null": null_band({UNTRAINED: [[s.rho(entropy) for s in draw] for draw in untrained]}),
-        "rho_p": rho_p,
-        "r2": np.array([probe.r2[0] for probe in probes]),
-        "r2_null": null_band({UNTRAINED: untrained_r2}),
         "scores": layers[-1].scores,
         "layer_scores": aligned_signs([summary.scores for summary in layers]),
         "constant": np.array([summary.dropped for summary in layers]),
+        **dict.fromkeys(("rho", "rho_null", "rho_no_context", "rho_p", "r2", "r2_null", "r2_no_context")),
     }
     size = {"n": len(last), "clusters": len(set(view.clusters))}
     estimates = []
     intervals = share_intervals(last, view.clusters)
-    for column, (field, name) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
-        claim, value = claims[prefix + name], layers[-1].numbers[column]
-        fields[field] = numbers[:, column]
-        fields[f"{field}_null"] = null_band({key: draws[:, :, column] for key, draws in nulls.items()}, claim.side)
-        drawn = [Null.of(key, value, draws[:, -1, column], claim.side) for key, draws in nulls.items()]
+    for column, (name, metric) in enumerate(zip(("pc1", "pc12", "participation"), SHARES, strict=True)):
+        claim, value = claims[prefix + metric], layers[-1].numbers[column]
+        fields[name] = numbers[:, column]
+        fields[f"{name}_null"] = null_band({key: found[:, :, column] for key, found in nulls.items()}, claim.side)
+        drawn = [Null.of(key, value, found[:, -1, column], claim.side) for key, found in nulls.items()]
         estimates.append(estimate(claim, value, intervals[column], drawn, **size))
-    scores, controls = layers[-1].scores[:, 0], [draw[-1] for draw in untrained]
-    draws = control_rhos(view.untrained, controls, entropy)
-    estimates.append(correlation(claims[prefix + RHO], scores, entropy, view.clusters, test, draws))
-    covariates = length_and_token(view.capture)
-    if covariates.shape[1]:
-        test = correlation_test(scores, entropy, view.clusters, PERMUTATIONS, view.seed, covariates)
-        claim, draws = claims[f"{prefix}{RHO}, {PARTIAL}"], control_rhos(view.untrained, controls, entropy, covariates)
-        estimates.append(correlation(claim, scores, entropy, view.clusters, test, draws, covariates))
-    value = float(probes[-1].r2[0])
-    permuted = permuted_decodability(last, entropy, fold, view.clusters, RIDGE_PERMUTATIONS, view.seed)
-    r2_nulls = untrained_nulls(value, {UNTRAINED: np.array(untrained_r2)[:, -1], OWN_ENTROPY: np.array(own_r2)})
-    # The interval must clear 0, which is as good as the mean.
-    r2_nulls.append(permutation_null("permuted templates", value, permuted, margin=0.0))
-    interval = decodability_interval(last, probes[-1], view.clusters)
-    estimates.append(estimate(claims[prefix + R2], value, interval, r2_nulls, **size))
-    return Geometry(fields, tuple(estimates), tuple(_constant(site, layers)), layers, untrained)
+    unmeasured = {}
+    try:
+        entropy = EntropyGeometry.of(view, site, layers, draws[UNTRAINED])
+        fields |= entropy.fields
+        estimates += entropy.estimates(claims, prefix)
+    except Constant as reason:
+        names = [f"{prefix}{name}" for name in (RHO, f"{RHO}, {PARTIAL}", R2)]
+        unmeasured = {name: str(reason) for name in names if name in claims}
+    warnings = tuple(_constant(site, layers))
+    return Geometry(fields, tuple(estimates), warnings, layers, draws[UNTRAINED], unmeasured)
 
 
-def _over_layers(layers: list[PCASummary], view: ProbeInput) -> tuple[np.ndarray, np.ndarray, Test]:
+@dataclass(frozen=True)
+class EntropyGeometry:
+    """How the vectors of one site hold entropy, in the model and in every control.
+
+    Attributes:
+        view: what the probe reads.
+        target: the entropy.
+        fields: curves over layers, of a GeometryResult.
+        last: [row coordinate] the last layer's vectors, less the mean at their position where the target is exact.
+        probe: the read-out of the target from them.
+        scores: [row] their PC1.
+        test: of |rho| at the last layer.
+        untrained: [draw] summaries of the last layer. untrained_r2: R2 of the target, and of the control's own entropy.
+        cut: the last layer's vectors without context with their read-out; None where there is no such control, or where
+            they are what is cut.
+    """
+
+    view: ProbeInput
+    target: Target
+    fields: Mapping[str, np.ndarray]
+    last: np.ndarray
+    probe: Readout
+    scores: np.ndarray
+    test: Test
+    untrained: list[PCASummary]
+    untrained_r2: Mapping[str, np.ndarray]
+    cut: tuple[np.ndarray, Readout] | None
+
+    @classmethod
+    def of(
+        cls, view: ProbeInput, site: Site, layers: list[PCASummary], untrained: list[list[PCASummary]]
+    ) -> EntropyGeometry:
+        """Read every layer of the model and of its controls. Raises Constant where entropy does not vary."""
+        target, fold = Target.of(view.capture, view.entropy).require(), folds(view.clusters, view.seed)
+        y = target.values
+
+        def matrices(capture: Capture) -> list[np.ndarray]:
+            return [target.within(x) for x in layer_matrices(capture, site)]
+
+        if target.exact:  # the spectrum is that of all rows; what is correlated is within position
+            layers = [PCASummary.of(x) for x in matrices(view.capture)]
+            untrained = [[PCASummary.of(x) for x in matrices(control)] for control in view.untrained]
+        probes = [read(x, y[:, None], fold) for x in matrices(view.capture)]
+        r2 = np.array([[decodability(x, y, fold) for x in matrices(control)] for control in view.untrained])
+        untrained_r2 = {UNTRAINED: r2[:, -1]}
+        if not target.exact:
+            own = [decodability(last_layer(one, site), entropy_of(one), fold) for one in view.untrained]
+            untrained_r2[OWN_ENTROPY] = np.array(own)
+        rho, rho_p, test = _over_layers(layers, target, view)
+        fields = {
+            "rho": rho,
+            "rho_null": null_band({UNTRAINED: [[s.rho(y) for s in draw] for draw in untrained]}),
+            "rho_p": rho_p,
+            "r2": np.array([probe.r2[0] for probe in probes]),
+            "r2_null": null_band({UNTRAINED: r2}),
+        }
+        cut = None
+        if view.no_context is not None and site is Site.ATTENTION_WRITE:
+            # The edit sets what attention writes to a constant: it holds nothing, by construction.
+            fields |= {name: np.zeros(len(layers)) for name in ("rho_no_context", "r2_no_context")}
+        elif view.no_context is not None:
+            without = matrices(view.no_context)
+            reads = [read(x, y[:, None], fold) for x in without]
+            fields["rho_no_context"] = np.array([PCASummary.of(x).rho(y) for x in without])
+            fields["r2_no_context"] = np.array([one.r2[0] for one in reads])
+            cut = without[-1], reads[-1]
+        last = matrices(view.capture)[-1]
+        final = [draw[-1] for draw in untrained]
+        return cls(view, target, fields, last, probes[-1], layers[-1].scores[:, 0], test, final, untrained_r2, cut)
+
+    def estimates(self, claims: Mapping[str, Claim], prefix: str) -> Iterator[Estimate]:
+        """|rho|, the same given length and final token, and held-out R2, at the last layer."""
+        view, y, clusters = self.view, self.target.values, self.view.clusters
+        yield self.rho(claims[prefix + RHO], self.test)
+        covariates = length_and_token(view.capture)
+        if covariates.shape[1]:
+            test = correlation_test(self.scores, y, clusters, PERMUTATIONS, view.seed, covariates)
+            yield self.rho(claims[f"{prefix}{RHO}, {PARTIAL}"], test, covariates)
+        value, fold = float(self.probe.r2[0]), self.probe.fold
+        permuted = permuted_decodability(self.last, y, fold, clusters, RIDGE_PERMUTATIONS, view.seed)
+        nulls = untrained_nulls(value, self.untrained_r2)
+        # The interval must clear 0, which is as good as the mean.
+        nulls.append(permutation_null("permuted templates", value, permuted, centre=0.0))
+        interval = decodability_interval(self.last, self.probe, clusters)
+        if self.cut is not None:
+            paired = decodability_interval(self.last, self.probe, clusters, less=self.cut)
+            nulls.append(Null.paired(NO_CONTEXT, value, float(self.cut[1].r2[0]), paired))
+        elif view.no_context is not None:
+            nulls.append(Null.paired(NO_CONTEXT, value, 0.0, interval))
+        yield estimate(claims[prefix + R2], value, interval, nulls, n=len(y), clusters=len(set(clusters)))
+
+    def rho(self, claim: Claim, test: Test, covariates: np.ndarray | None = None) -> Estimate:
+        """|rho| of the last layer's PC1, perhaps given covariates."""
+        y, clusters = self.target.values, self.view.clusters
+        draws = control_rhos(self.view.untrained, self.untrained, y, covariates, own=not self.target.exact)
+        without = np.zeros(len(y)) if self.cut is None else PCASummary.of(self.cut[0]).scores[:, 0]
+        paired = None if self.view.no_context is None else without
+        return correlation(claim, self.scores, y, clusters, test, draws, covariates, paired)
+
+
+def _over_layers(layers: list[PCASummary], target: Target, view: ProbeInput) -> tuple[np.ndarray, np.ndarray, Test]:
     """|rho| and its corrected p at every layer, 0 and 1 where nothing varies; the last layer's own test."""
     rho, p = np.zeros(len(layers)), np.ones(len(layers))
     varying = [layer for layer, summary in enumerate(layers) if summary.scores.any()]
     scores = np.stack([layers[layer].scores[:, 0] for layer in varying])
-    tests, corrected = max_statistic(scores, view.entropy, view.clusters, PERMUTATIONS, view.seed)
+    tests, corrected = max_statistic(scores, target.values, view.clusters, PERMUTATIONS, view.seed)
     rho[varying], p[varying] = [test.value for test in tests], corrected
     return rho, p, tests[-1]
 
@@ -198,13 +304,14 @@ def control_rhos(
     summaries: Sequence[PCASummary],
     entropy: np.ndarray,
     covariates: np.ndarray | None = None,
+    own: bool = True,
 ) -> dict[str, np.ndarray]:
-    """[draw] |rho| of each control's PC1 with the trained model's entropy, and with its own."""
+    """[draw] |rho| of each control's PC1 with the target, and where this is the model's `own` entropy with its own."""
     pairs = list(zip(captures, summaries, strict=True))
-    return {
-        UNTRAINED: np.array([summary.rho(entropy, covariates) for _, summary in pairs]),
-        OWN_ENTROPY: np.array([summary.rho(entropy_of(capture), covariates) for capture, summary in pairs]),
-    }
+    draws = {UNTRAINED: np.array([summary.rho(entropy, covariates) for _, summary in pairs])}
+    if own:
+        draws[OWN_ENTROPY] = np.array([summary.rho(entropy_of(capture), covariates) for capture, summary in pairs])
+    return draws
 
 
 def correlation(
@@ -215,12 +322,40 @@ def correlation(
     test: Test,
     untrained: Mapping[str, np.ndarray],
     covariates: np.ndarray | None = None,
+    without: np.ndarray | None = None,
 ) -> Estimate:
-    """Estimate of a |rho|, against untrained controls (name -> draws) and permuted templates."""
+    """Estimate of a |rho|, against controls.
+
+    Args:
+        claim: of the metric.
+        scores: [row] of the model. entropy: [row] the target. clusters: [row].
+        test: |rho| against permuted templates.
+        untrained: name -> |rho| of each draw.
+        covariates: [row column] what is held fixed.
+        without: [row] scores of the model without context; all 0 where these hold nothing.
+    """
     permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
     interval = correlation_interval(scores, entropy, clusters, covariates)
     nulls = [*untrained_nulls(test.value, untrained), permuted]
+    if without is not None:
+        nulls.append(_rho_without(scores, without, entropy, clusters, covariates))
     return estimate(claim, test.value, interval, nulls, n=test.n, clusters=test.clusters)
+
+
+def _rho_without(
+    scores: np.ndarray, without: np.ndarray, entropy: np.ndarray, clusters: np.ndarray, covariates: np.ndarray | None
+) -> Null:
+    """The same |rho| without context, with the paired difference: each in the direction that all rows gave it."""
+
+    def rho(of: np.ndarray, rows: np.ndarray) -> float:
+        held = None if covariates is None else covariates[rows]
+        return spearman(of[rows], entropy[rows], held) if of.any() else 0.0
+
+    every = np.arange(len(entropy))
+    own, other = rho(scores, every), rho(without, every)
+    signs = np.sign(own), np.sign(other)
+    difference = jackknife(lambda rows: signs[0] * rho(scores, rows) - signs[1] * rho(without, rows), every, clusters)
+    return Null.paired(NO_CONTEXT, abs(own), abs(other), difference)
 
 
 def untrained_nulls(value: float, draws: Mapping[str, np.ndarray]) -> list[Null]:

@@ -1,0 +1,224 @@
+"""Controls that a value is compared with, and the excess of the value over the control that is hardest to beat.
+
+The excess is counted from the centre of a control. Its standard error has two parts: the sampling noise of the value,
+from its interval over clusters, and the spread between draws of the control, since a further untrained model would lie
+elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from llmgeom.stats.power import Setting
+from llmgeom.stats.resampling import TIE, Interval, band, student_quantile
+from llmgeom.stats.rule import ALPHA, LEAST_DRAWS, Rule
+from llmgeom.stats.tests import LEAST_P, SCALES, Scale, Side, on_scale
+
+FINE = 1000  # draws of a permutation from which on p = 1 / (1 + draws) only says that p is small
+FAR = 1e9  # a hurdle that nothing clears: an Estimate holds finite numbers
+
+
+@dataclass(frozen=True)
+class Null:
+    """A control that a value is compared with.
+
+    Attributes:
+        name: What a reader calls it.
+        low, high: Its 95 % band.
+        centre: Its middle, from which the declared effect counts; of a sample it is taken on the claim's scale.
+        p: One-sided p-value of the value, where the control has its own (a permutation's rank p); else None.
+        draws: How many there are; 0 for a number.
+        sample: The draws, where they are the same statistic through the same pipeline.
+        side: The side that the draws were compared on.
+        noisy: The draws vary by the value's sampling noise too, which then is not counted a second time.
+        difference: Interval of value less control, of one deterministic control; see `paired`.
+    """
+
+    name: str
+    low: float
+    high: float
+    centre: float
+    p: float | None = None
+    draws: int = 0
+    sample: tuple[float, ...] = ()
+    side: Side | None = None
+    noisy: bool = False
+    difference: Interval | None = None
+
+    @classmethod
+    def of(cls, name: str, value: float, draws: np.ndarray, side: Side = "upper", noisy: bool = False) -> Null:
+        """A control made of draws: the same statistic of further models through the same pipeline.
+
+        Args:
+            name: What a reader calls it.
+            value: The value itself; `excess` compares it.
+            draws: The statistic of each draw.
+            side: The side that the claim asks for.
+            noisy: See the attribute.
+        """
+        low, high = band(draws)
+        return cls(name, low, high, float(np.median(draws)), None, len(draws), tuple(map(float, draws)), side, noisy)
+
+    @classmethod
+    def number(cls, name: str, at: float) -> Null:
+        """A number that nobody drew, such as one half, which the share of a majority exceeds."""
+        return cls(name, at, at, at)
+
+    @classmethod
+    def half(cls) -> Null:
+        """The number one half."""
+        return cls.number("one half", 0.5)
+
+    @classmethod
+    def paired(cls, name: str, value: float, centre: float, difference: Interval) -> Null:
+        """One deterministic control, e.g. the same weights without context, read on the same prompts as the value.
+
+        Args:
+            name: What a reader calls it.
+            value: The statistic of the model.
+            centre: The statistic of the control.
+            difference: Interval of value less centre, with both recomputed for each cluster left out.
+        """
+        low, high = value - difference.high, value - difference.low
+        return cls(name, low, high, centre, difference=difference)
+
+
+@dataclass(frozen=True)
+class Excess:
+    """A value less a control's centre, compared with its standard error.
+
+    Attributes:
+        null: The control.
+        centre: Its middle in the metric's unit.
+        hurdle: The value that has p = .025 against it, before correction.
+        p: One-sided p that the value is not beyond the control.
+        p_excluded: One-sided p that the value is as far beyond the centre as the declared effect; 1 without room.
+        p_opposite: One-sided p that the value is not beyond the control on the other side.
+        distance: Excess over standard error: the least is the hardest control.
+        room: Whether centre and effect together are a value that the metric can have.
+        setting: Noise of the value and spread of the draws in units of the effect, for the n that decides.
+    """
+
+    null: Null
+    centre: float
+    hurdle: float
+    p: float
+    p_excluded: float
+    p_opposite: float
+    distance: float
+    room: bool
+    setting: Setting
+
+
+def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: int) -> Excess:
+    """The value against one control.
+
+    On the rule's scale g, with e the standard error of g(value) from its interval (u - 1 degrees of freedom, u
+    clusters) and m draws of mean c and standard deviation s,
+
+        t = (g(value) - c) / sqrt(e^2 + s^2 (1 + 1 / m)),
+
+    which has Student's distribution where the value is a further draw, measured with error e; degrees of freedom by
+    Welch (1947) and Satterthwaite (1946). Of `noisy` draws s^2 holds e^2 already: max(e^2, s^2) + s^2 / m. A control
+    without draws has s = 0. The same error stands under the distance from c to the declared effect. An interval that is
+    not symmetric on g has two errors, and each comparison takes the end that faces it.
+
+    Raises:
+        UserError: A value or a draw has no logarithm, on the scale "log".
+    """
+    from scipy.stats import t
+
+    sign = 1 if rule.side == "upper" else -1
+    scale: Scale = "identity" if null.difference else rule.scale
+    if scale == "log" and not null.sample and null.centre <= 0:
+        scale = "identity"  # a number that has no logarithm is compared as it stands
+    back = SCALES[scale][1]
+    at = float(on_scale(value, scale))
+    drawn = on_scale(np.array(null.sample), scale) if null.sample else np.array([])
+    middle = float(drawn.mean()) if len(drawn) else float(on_scale(null.centre, scale))
+    m, spread = len(drawn), float(drawn.std(ddof=1)) if len(drawn) > 1 else 0.0
+    if spread <= TIE * max(1.0, abs(drawn).max(initial=0.0)):
+        spread = 0.0
+    below, above = _errors(value, null, interval, clusters, scale)
+    near, far = (below, above) if sign > 0 else (above, below)
+
+    def error(noise: float) -> tuple[float, float]:
+        """Standard error of the excess, and its degrees of freedom."""
+        parts = (noise**2, spread**2 * (1 + 1 / m) if m else 0.0)
+        if null.noisy and m:
+            parts = (0.0, parts[1]) if spread >= noise else (noise**2, spread**2 / m)
+        whole = sum(parts)
+        if 0 < m < LEAST_DRAWS or not math.isfinite(whole):
+            return math.inf, 1.0  # few draws, or one cluster, say nothing about a tail
+        degrees = (
+            whole**2 / sum(part**2 / d for part, d in zip(parts, (clusters - 1, m - 1), strict=True) if part)
+            if whole
+            else 1
+        )
+        return math.sqrt(whole), degrees
+
+    def tail(distance: float, noise: float) -> float:
+        size, degrees = error(noise)
+        if not size:
+            return LEAST_P / 10 if distance > 0 else 1.0
+        return float(t.sf(distance / size, degrees))
+
+    distance = sign * (at - middle)
+    p, p_opposite = tail(distance, near), tail(-distance, far)
+    centre = float(back(middle))
+    room = rule.room(centre)
+    step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
+    p_excluded = tail(step - distance, far) if room else 1.0
+    size, degrees = error(near)
+    hurdle = float(back(middle + sign * t.isf(ALPHA, degrees) * size)) if math.isfinite(size) else sign * FAR
+    if null.p is not None:
+        floor = null.draws >= FINE and null.p <= 1 / (1 + null.draws) + TIE
+        p = min(null.p, p) if floor else null.p
+        hurdle = null.high if sign > 0 else null.low
+    ratio = distance / size if size else math.copysign(math.inf, distance) if distance else 0.0
+    return Excess(
+        null, centre, hurdle, p, p_excluded, p_opposite, ratio, room, _setting(step, near, spread, null, clusters)
+    )
+
+
+def _errors(value: float, null: Null, interval: Interval, clusters: int, scale: Scale) -> tuple[float, float]:
+    """Standard errors of the value on a scale, below and above it; infinite for a single cluster.
+
+    An end that is not on the scale (0 on the logarithmic one) is replaced by the slope of the scale at the value.
+    """
+    if clusters < 2:
+        return math.inf, math.inf
+    span, point = (null.difference, value - null.centre) if null.difference else (interval, value)
+    quantile = student_quantile(clusters, span.level)
+    forward = SCALES[scale][0]
+
+    def reach(end: float) -> float:
+        size = abs(end - point)
+        if scale == "log" and end <= 0:
+            return size / point / quantile
+        return abs(float(forward(np.float64(end))) - float(forward(np.float64(point)))) / quantile
+
+    return reach(span.low), reach(span.high)
+
+
+def _setting(step: float, noise: float, spread: float, null: Null, clusters: int) -> Setting:
+    """Noise of one cluster and spread of the draws in units of the effect's step on the scale."""
+    if step <= 0 or not math.isfinite(noise):
+        return Setting(0.0, 0.0, 0)
+    if null.noisy and null.sample:
+        return Setting(noise * clusters**0.5 / step, max(spread**2 - noise**2, 0.0) ** 0.5 / step, null.draws, True)
+    return Setting(noise * clusters**0.5 / step, spread / step, len(null.sample))
+
+
+def hardest(rule: Rule, value: float, interval: Interval, nulls: Sequence[Null], clusters: int) -> Excess:
+    """The comparison with the control that is hardest to beat: the largest p, then the least excess over its error.
+
+    p_opposite is the largest over all controls: a value between two controls is not on the other side of both.
+    """
+    every = [excess(rule, value, interval, null, clusters) for null in nulls]
+    decisive = max(every, key=lambda x: (x.p, -x.distance))
+    return replace(decisive, p_opposite=max(x.p_opposite for x in every))

@@ -1,0 +1,85 @@
+"""What a metric of entropy is compared with: the exact predictive entropy where there is one, within position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Capture
+from llmgeom.stats.information import bits
+
+LEAST_SPREAD = 0.05  # bits; declared, so that no metric ranks rounding
+
+
+class Constant(UserError):
+    """The entropy hardly varies: a scale-free metric of it would rank numerical residue."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The entropy of each row, in bits, as metrics of entropy use it.
+
+    Where the batch has an exact posterior it is the entropy of the exact prediction, and rows are compared within their
+    position alone: the mean over the rows at the same position is taken off the target and off the vectors, and the
+    rest is pooled. A function of position is 0 then and explains nothing; intervals and permutations go by cluster as
+    always. Elsewhere it is the model's own next-token entropy, as it stands.
+
+    Attributes:
+        values: [row] bits.
+        group: [row] number of the row's position; 0 in all rows where there is no exact posterior.
+        exact: whether it is the exact entropy.
+    """
+
+    values: np.ndarray
+    group: np.ndarray
+    exact: bool
+
+    @classmethod
+    def of(cls, capture: Capture, entropy: np.ndarray) -> Target:
+        """The target of a sample.
+
+        Args:
+            capture: of the model.
+            entropy: [row] the model's own entropy, bits.
+        """
+        posterior = capture.batch.posterior
+        if posterior is None:
+            return cls(np.asarray(entropy, dtype=np.float64), np.zeros(len(entropy), dtype=np.int64), False)
+        group = np.unique(capture.position.numpy(), return_inverse=True)[1]
+        exact = bits(posterior.flat.entropy.double().numpy())
+        return cls(centred(exact, group), group, True)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation in bits, within position where the target is exact."""
+        positions = int(self.group.max()) + 1
+        free = len(self.values) - positions
+        return float(np.sqrt(np.square(centred(self.values, self.group)).sum() / free)) if free > 0 else 0.0
+
+    @property
+    def constant(self) -> str:
+        """Why no metric of entropy is measured; empty where the entropy varies."""
+        if self.spread >= LEAST_SPREAD:
+            return ""
+        what = "the exact entropy does not vary within a position" if self.exact else "entropy does not vary"
+        return f"not measured: {what} (sd {self.spread:.2g} bits, {LEAST_SPREAD:g} needed)"
+
+    def require(self) -> Target:
+        """Itself. Raises Constant where it does not vary."""
+        if self.constant:
+            raise Constant(self.constant)
+        return self
+
+    def within(self, x: np.ndarray) -> np.ndarray:
+        """Vectors [row coordinate] less their mean at the same position; as they are where there is one group."""
+        return centred(x, self.group) if self.exact else x
+
+
+def centred(x: np.ndarray, group: np.ndarray) -> np.ndarray:
+    """x [row ...] less the mean over the rows of the same group."""
+    sums = np.zeros((int(group.max()) + 1, *x.shape[1:]))
+    np.add.at(sums, group, x)
+    counts = np.bincount(group).reshape(-1, *[1] * (x.ndim - 1))
+    return x - (sums / counts)[group]

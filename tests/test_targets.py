@@ -1,0 +1,138 @@
+"""Metrics of entropy use the exact entropy within position, are refused where it does not vary, and need context."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.claims import entries
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.probe import entropy_bits
+from llmgeom.probes import known
+from llmgeom.probes.shared.representation_geometry import R2, RHO
+from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, centred
+from llmgeom.prompts import pool as pools
+from llmgeom.prompts.domains import Domain
+from llmgeom.run import run_probes
+from llmgeom.wind_tunnels import load_task
+from tests.test_belief_clusters import tunnel_subject
+
+# What a trained look-up of the last token must not pass.
+OF_CONTEXT = {
+    (claim.probe, claim.name)
+    for claim in entries()
+    if claim.claim
+    and (
+        claim.probe in ("attention_focus", "belief_clusters")
+        or (claim.probe == "value_manifold" and ("entropy" in claim.name or RHO in claim.name))
+    )
+}
+CONFIRMED = ("holds", "small")
+
+
+def domain_sample(subject: Subject, domain: str, seed: int, n: int = 60) -> Batch:
+    pool = Domain(domain).sample(5 * n, seed)
+    return pools.stratify(pool, subject.entropy(pool), n, seed=seed)
+
+
+def without_attention(name: str) -> Subject:
+    """A pocket model whose attention writes nothing: W_O and its bias are 0."""
+    subject = Subject.load(f"pocket:{name}", device="cpu")
+    with torch.no_grad():
+        for block in subject.blocks:
+            inner = dict(block.attention.named_children())
+            output = next(inner[key] for key in ("o_proj", "dense", "c_proj", "out_proj") if key in inner)
+            for parameter in output.parameters():
+                parameter.zero_()
+    return subject
+
+
+def test_the_target_is_the_exact_entropy_less_its_mean_at_the_position():
+    """The oracle sums p log p in numpy, row by row."""
+    batch = load_task("coin:flips=12").truncated(40, 0)
+    subject = tunnel_subject("gpt2", load_task("coin:flips=12"), 0)
+    capture = subject.capture(batch, {Site.ENTROPY})
+    target = Target.of(capture, entropy_bits(capture))
+    p = batch.posterior.predictive[:, 0].double().exp().numpy()
+    exact = np.array([-sum(x * np.log2(x) for x in row if x > 0) for row in p])
+    position = capture.position.numpy()
+    expected = exact - np.array([exact[position == at].mean() for at in position])
+    np.testing.assert_allclose(target.values, expected, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(batch.columns["exact_entropy"]), exact, atol=1e-5)
+
+
+def test_a_function_of_position_explains_nothing_within_it():
+    group = np.repeat([0, 1, 2], 5)
+    vectors = np.random.default_rng(0).normal(size=(3, 4))[group]
+    assert np.abs(centred(vectors, group)).max() < 1e-12
+
+
+def test_the_spread_is_the_pooled_standard_deviation_within_position():
+    rng = np.random.default_rng(1)
+    group = np.repeat(np.arange(4), 500)
+    target = Target(centred(0.3 * rng.normal(size=2000), group), group, True)
+    assert target.spread == pytest.approx(0.3, rel=0.05) and not target.constant
+    assert replace(target, values=target.values / 10).constant.endswith(f"{LEAST_SPREAD:g} needed)")
+
+
+def test_a_task_whose_exact_entropy_is_a_function_of_position_is_not_measured():
+    """In the bijection without replacement the number of pairs that were shown decides the entropy."""
+    task = load_task("bijection:vocab=6,pairs=5")
+    subject = tunnel_subject("gpt2", load_task("bijection:vocab=6,pairs=5"), 0)
+    capture = subject.capture(batch := task.truncated(60, 0), {Site.ENTROPY})
+    with pytest.raises(Constant, match="does not vary"):
+        Target.of(capture, entropy_bits(capture)).require()
+    record = run_probes(subject, batch, known(["value_manifold"]), controls=2)
+    names = {estimate.name for estimate in record.results["value_manifold"].estimates}
+    assert not names & {RHO, R2} and {"PC1 share"} <= names
+    why = record.unmeasured[f"value_manifold: {R2}"]
+    assert why.startswith("not measured: the exact entropy does not vary within a position (sd 0") and "r2" not in {
+        name for name in record.results["value_manifold"].arrays
+    }
+
+
+def test_a_model_that_answers_the_marginal_is_not_measured_on_its_own_entropy():
+    """As models trained on exchanged targets do: their entropy varies by rounding, which a rank would follow."""
+    subject = Subject.load("pocket:llama", device="cpu")
+    batch = domain_sample(subject, "math", 0)
+    with torch.no_grad():
+        subject.model.lm_head.weight *= 1e-3
+    record = run_probes(subject, batch, known(["value_manifold"]), controls=2)
+    names = {estimate.name for estimate in record.results["value_manifold"].estimates}
+    of_entropy = {name for probe, name in OF_CONTEXT if probe == "value_manifold"}
+    assert of_entropy and not names & of_entropy
+    assert {f"value_manifold: {name}" for name in of_entropy} <= set(record.unmeasured)
+    assert "entropy does not vary (sd " in record.unmeasured[f"value_manifold: {R2}"]
+
+
+def words_without_attention(name: str, domain: str, seed: int, controls: int) -> dict[str, str]:
+    """The word of each claim about context, of a model whose attention writes nothing."""
+    subject = without_attention(name)
+    batch = domain_sample(subject, domain, seed)
+    probes = known(["value_manifold", "attention_focus", "belief_clusters"])
+    record = run_probes(subject, batch, probes, controls=controls, seed=seed)
+    return {
+        f"{probe}: {h.name}": h.verdict
+        for probe, measured in record.results.items()
+        for h in measured.estimates
+        if (probe, h.name) in OF_CONTEXT
+    }
+
+
+def test_with_attention_cut_no_claim_about_context_holds():
+    words = words_without_attention("llama", "math", 0, 20)
+    assert len(words) >= 4 and not [name for name, word in words.items() if word in CONFIRMED], words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("domain", ["mixed", "math"])
+@pytest.mark.parametrize("name", ["llama", "llama-noicl", "mistral", "phi", "pythia"])
+def test_with_attention_cut_no_claim_about_context_holds_in_any_pocket_model(name, domain, seed):
+    words = words_without_attention(name, domain, seed, 20)
+    assert len(words) >= 4 and not [claim for claim, word in words.items() if word in CONFIRMED], words
