@@ -28,7 +28,7 @@ PAIRED, SHARE = ("value_manifold", RHO), ("value_manifold", "PC1 share")
 
 def head(name, value, half=0.1, clusters=30, **other) -> Estimate:
     given = dict(unit="fraction", low=value - half, high=value + half, method="jackknife", null_low=0.0, null_high=0.1)
-    given |= dict(null="none", p=0.01, n=2 * clusters, clusters=clusters, verdict="above null", effect=0.3)
+    given |= dict(null="none", p=0.01, n=2 * clusters, clusters=clusters, effect=0.3)
     return Estimate(name=name, value=value, **(given | other))
 
 

@@ -32,7 +32,6 @@ from llmgeom.stats.label_scores import METRICS, chance, coded, moved
 from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import band
-from llmgeom.stats.tests import equivalence_p
 from llmgeom.stats.verdicts import Null
 
 PERMUTATIONS = 199
@@ -151,10 +150,7 @@ class _Measurement:
         for name, (one, places) in self.single.items():
             lost = deletions(one, places, self.clusters, self.confounds)
             found = interval(own.value - one.value, without - lost, self.clusters)
-            # The control's own noise is in the paired difference, so that the interval must clear its value alone.
-            p = equivalence_p(own.value - one.value, found, 0.0, np.inf, without.shape[1])
-            at = one.value - centres[strongest]
-            nulls.append(Null(name, at, at, at, p, 0))
+            nulls.append(Null.paired(name, excess, one.value - centres[strongest], found))
             span = found if name == strongest else span
         for name, draws in self.draws.items():
             nulls.append(centred_null(name, excess, np.array([one.value for one in draws]) - centres[strongest]))
