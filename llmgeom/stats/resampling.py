@@ -93,8 +93,8 @@ def tail_safe_interval(values: Real[np.ndarray, " row"], usual: float, largest: 
     P(X > c) for the second, each with half of the error; the lower end is Student's for the first term. Even when no
     value exceeds c, about largest ln(4 / (1 - level)) / n is added: without an assumption on the tail, no smaller sample
     excludes such values. Derived here.
-
-    Raises:
+    value exceeds c, about largest ln(4 / (1 - level)) / n is added: without an assumption on the tail, no smaller
+    sample excludes such values. Derived here.
         ValueError: a value lies outside 0 .. largest, or `usual` does.
     """
     from scipy.stats import beta, t
