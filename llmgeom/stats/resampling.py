@@ -91,10 +91,10 @@ def tail_safe_interval(values: Real[np.ndarray, " row"], usual: float, largest: 
     sample of 1,000 has none in 37 % of cases. With c = `usual`, mean = E min(X, c) + E max(X - c, 0). The upper end is
     Student's for the first term plus (largest - c) times the exact binomial (Clopper and Pearson 1934) upper end of
     P(X > c) for the second, each with half of the error; the lower end is Student's for the first term. Even when no
-    value exceeds c, about largest ln(4 / (1 - level)) / n is added: without an assumption on the tail, no smaller sample
-    excludes such values. Derived here.
     value exceeds c, about largest ln(4 / (1 - level)) / n is added: without an assumption on the tail, no smaller
     sample excludes such values. Derived here.
+
+    Raises:
         ValueError: a value lies outside 0 .. largest, or `usual` does.
     """
     from scipy.stats import beta, t
