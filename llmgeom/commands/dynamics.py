@@ -17,11 +17,13 @@ from llmgeom.cache.shards import captures_folder
 from llmgeom.commands.config import Config, check_folder, command, safe
 from llmgeom.commands.output import VerdictOutput, show_record
 from llmgeom.dynamics.drift import SEEDS, drifts, state
-from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Course, Run, sections
+from llmgeom.dynamics.runs import RISE, Run, require_distinct, rises
+from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Course, sections
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, argument, flag
 from llmgeom.model.attention_gradients import signals
+from llmgeom.model.loading import OFFLOADED
 from llmgeom.probe import WHOLE
 from llmgeom.probes.posterior.scores import evaluation_batch
 from llmgeom.progress import Progress
@@ -51,8 +53,10 @@ class RunConfig(Config):
     seeds: int = flag(SEEDS, "With --task: trainings of each kind.", least=1, most=1000)
     quick: bool = flag(False, "With --task: a quarter of the steps.")
     model: str | None = flag(None, "A hub id, instead of RUNS.")
-    revisions: tuple[str, ...] = flag((), "With --model: stepN,stepM,... in ascending order.", listed=True)
-    domain: str = flag("mixed", "With --model: the prompts that every revision reads.")
+    revisions: tuple[str, ...] = flag(
+        (), "Of --model, or of each hub id in RUNS: step0,step512,main=143000 in ascending order.", listed=True
+    )
+    domain: str = flag("mixed", "Of language models: the prompts that every snapshot reads.")
     probes: tuple[str, ...] | None = flag(
         None, "Names with commas between, or all; '' for none. [default: as `llmgeom scan`]", listed=True
     )
@@ -70,7 +74,7 @@ class RunConfig(Config):
         super().__post_init__()
         if sum(map(bool, (self.runs, self.model, self.task))) != 1:
             raise UserError("give folders of `llmgeom train`, or --model with --revisions, or --task; one of the three")
-        if bool(self.model) != bool(self.revisions):
+        if (self.model and not self.revisions) or (self.task and self.revisions):
             raise UserError(
                 "--model and --revisions go together: --model EleutherAI/pythia-410m --revisions step0,step512"
             )
@@ -93,7 +97,8 @@ class RunConfig(Config):
 def main(asked: RunConfig, output: VerdictOutput) -> int:
     """Follow training: what settles first, attention, values or the answers? Scan every snapshot, too.
 
-    RUNS: folders of `llmgeom train --schedule constant`, one for each seed, and of `--corrupt 1` as their null.
+    RUNS: folders of `llmgeom train --schedule constant`, one for each seed, and of `--corrupt 1` as their null; or
+    folders with checkpoint-N inside, as trainers write them; or, with --revisions, hub models trained with other seeds.
     """
     return show_record(perform, asked, output, table)
 
@@ -104,8 +109,9 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, R
     OUT/stepN holds the record of each snapshot; the same command goes on after the last one that is there.
     """
     started = time.time()
-    modules = probes.known(probes.chosen(asked.probes, prompts=bool(asked.model)))
+    probes.chosen(asked.probes)  # an unknown name is refused before anything is trained
     runs = _runs(asked, progress)
+    modules = probes.known(probes.chosen(asked.probes, prompts=not runs[0].task))
     spec = digest(
         {
             "runs": [[run.name, run.steps, dict(run.training)] for run in runs],
@@ -137,7 +143,7 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, R
             "runs": [run.name for run in runs],
             "steps": list(steps),
         },
-        warnings=tuple(_warnings(runs, modules, asked)),
+        warnings=tuple(_warnings(runs, courses, modules, asked)),
         run=took(started),
     )
     record.save(out)
@@ -175,8 +181,10 @@ def _runs(asked: RunConfig, progress: Progress | None) -> list[Run]:
     """The runs, those that learn first. Raises UserError where they cannot be followed together."""
     if asked.model:
         return [Run.at(asked.model, asked.revisions)]
-    folders = _trained(asked, progress) if asked.task else asked.runs
-    runs = sorted(map(Run.of, folders), key=lambda run: run.random)
+    if asked.revisions:
+        runs = [Run.at(model, asked.revisions) for model in asked.runs]
+    else:
+        runs = sorted(map(Run.of, _trained(asked, progress) if asked.task else asked.runs), key=lambda run: run.random)
     first = runs[0]
     if first.random:
         raise UserError(f"{first.name} and all others had random targets (--corrupt 1); give a run that learns, too")
@@ -187,7 +195,7 @@ def _runs(asked: RunConfig, progress: Progress | None) -> list[Run]:
                     f"{other.name} has another {what.rstrip('s')} than {first.name} ({_short(theirs)}, not "
                     f"{_short(ours)}); only runs that differ in seed and --corrupt are followed together"
                 )
-    taken = [(run.random, run.training.get("seed")) for run in runs]
+    taken = [(run.random, run.training["seed"]) for run in runs if run.training]
     if len(set(taken)) < len(taken):
         raise UserError("two runs have the same seed; they are no two draws: train each with a --seed of its own")
     return _named_apart(runs)
@@ -249,8 +257,12 @@ def _follow(
     for run in runs:
         batch = probe_batch(task, asked, run.corrupt)
         states, pull = [], []
+        weights: dict[str, str] = {}  # of this run: a run on random targets begins where one that learns does
         for place in range(len(run.steps)):
             subject = run.load(place, **asked.options)
+            if subject.weight_hash != OFFLOADED:
+                weights[run.called(place)] = subject.weight_hash
+                require_distinct(weights)
             try:
                 if DRIFT not in unmeasured:
                     states.append(state(subject, batch, task, store))
@@ -267,7 +279,12 @@ def _follow(
         if len(unmeasured) == 2:
             return [], unmeasured
         courses.append(
-            Course(run, None if DRIFT in unmeasured else drifts(states), () if GRADIENTS in unmeasured else tuple(pull))
+            Course(
+                run,
+                None if DRIFT in unmeasured else drifts(states),
+                () if GRADIENTS in unmeasured else tuple(pull),
+                tuple(one.loss for one in states if one.loss is not None),
+            )
         )
     return courses, unmeasured
 
@@ -321,7 +338,15 @@ def _scans(
     return records
 
 
-def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: RunConfig) -> Iterator[str]:
+def _warnings(
+    runs: Sequence[Run], courses: Sequence[Course], modules: Mapping[str, Any], asked: RunConfig
+) -> Iterator[str]:
+    for course in courses:
+        for first, second in rises(course.run.steps, course.losses) if course.losses else ():
+            yield (
+                f"{course.run.name}: the loss on the prompts rises by more than {RISE} nats a token from step {first} "
+                f"to step {second}; one of the two may hold the weights of another step"
+            )
     rates = sorted({str(run.training.get("schedule")) for run in runs if run.training})
     if "cosine" in rates:
         yield (
@@ -329,7 +354,7 @@ def _warnings(runs: Sequence[Run], modules: Mapping[str, Any], asked: RunConfig)
             "learnt; train with --schedule constant"
         )
     if not any(run.training for run in runs):
-        yield "hub revisions: one training and no random-target models; its learning rate fell as its authors chose"
+        yield "no random-target models of these trainings; their learning rate fell as their authors chose"
     elif not any(run.random for run in runs):
         yield "no random-target runs (--corrupt 1): how far weights drift with nothing to learn is not known"
     if modules and len(runs) > 1:

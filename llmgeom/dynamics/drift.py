@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
+from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import score_model
 from llmgeom.stats.information import bits, kl
@@ -29,23 +32,36 @@ class State:
     value       one a layer, [row kv_head head_dim]: the values at every position, as attention reads them.
     log_probs   [row outcome], nats: answers at the final token of each prompt; None in a tunnel.
     kl          bits, KL(exact || model), mean over queries; None where no exact answer is known.
+    loss        nats a token of the prompts themselves; None in a tunnel.
     """
 
     attention: tuple[np.ndarray, ...]
     value: tuple[np.ndarray, ...]
     log_probs: np.ndarray | None = None
     kl: float | None = None
+    loss: float | None = None
 
 
 def state(subject: Subject, batch: Batch, task: Task | None, store: str | None = None) -> State:
     """Of a tunnel's batch the attention at its queries; of prompts, at every position, since all were trained on."""
-    found = subject.capture(batch, {Site.ATTENTION, Site.VALUE}, positions="all", store=store)
+    observers = [Observer("loss", _losses, version="1", row_bytes=4)] if task is None else []
+    found = subject.capture(batch, {Site.ATTENTION, Site.VALUE}, positions="all", store=store, observers=observers)
     asked = slice(None) if batch.query is None else batch.query[found.prompt, found.position]
     rows = tuple(layer[asked].float().numpy() for layer in found.layers(Site.ATTENTION))
     values = tuple(layer.float().numpy() for layer in found.layers(Site.VALUE))
     if task is not None:
         return State(rows, values, kl=float(score_model(subject, task, batch).kl[:, : task.trained_queries].mean()))
-    return State(rows, values, subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy())
+    inner = (found.position < subject.tokens(batch).lengths[found.prompt] - 1).numpy()
+    loss = float(found.observed("loss.nats").double().numpy()[inner].mean())
+    return State(rows, values, subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy(), loss=loss)
+
+
+def _losses(step: Step) -> dict[str, Tensor]:
+    """[row] nats of the token that follows each position; 0 after the last."""
+    last = step.position == step.lengths[step.prompt] - 1
+    following = step.tokens[step.prompt, torch.where(last, step.position, step.position + 1)]
+    nats = -step.log_probs.gather(1, following[:, None].to(step.log_probs.device))[:, 0]
+    return {"nats": nats.masked_fill(last, 0.0)}
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmgeom import claims
 from llmgeom.dynamics.drift import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, settled
+from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
-from llmgeom.model import hub
 from llmgeom.model.attention_gradients import Signals
-from llmgeom.model.subject import Subject
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 from llmgeom.stats.tests import lower_mean_p
-from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
 
 DRIFT, GRADIENTS = "drift", "gradients"
 HALF = 0.5
@@ -28,77 +23,16 @@ NO_END = -claims.NO_END  # of an interval over one training seed
 
 
 @dataclass(frozen=True)
-class Run:
-    """The snapshots of one training, in order: what `Subject.load` is given for each, and how it was trained.
-
-    task      empty for a language model; training: the facts that `llmgeom train` left, empty where there are none.
-    """
-
-    name: str
-    steps: tuple[int, ...]
-    places: tuple[tuple[str, str | None], ...]
-    task: str = ""
-    training: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(cls, folder: str) -> Run:
-        """A folder that `llmgeom train` finished. Raises UserError for any other, and one of fewer than 3 snapshots."""
-        path = Path(folder)
-        if not (path / TRAINING).exists():
-            raise UserError(f"{folder} is no finished run of `llmgeom train` (it has no training.json)")
-        facts = read_facts(path / TRAINING, ("training", "step", "task"))
-        training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
-        found = {
-            int(one.name.removeprefix("step")): str(one)
-            for one in path.glob("snapshots/step*")
-            if re.fullmatch(r"step\d{1,18}", one.name) and (one / TRAINING).exists()
-        }
-        found = {step: found[step] for step in sorted(found) if step < last} | {last: str(path)}
-        cls._enough(folder, found, "llmgeom train --snapshots 12")
-        places = tuple((place, None) for place in found.values())
-        return cls(path.resolve().name, tuple(found), places, task, training)
-
-    @classmethod
-    def at(cls, model: str, revisions: Sequence[str]) -> Run:
-        """Revisions of a hub model, named stepN, in ascending order; the last is the reference."""
-        steps = []
-        for revision in revisions:
-            found = re.fullmatch(r"step(\d+)", revision)
-            if not found:
-                raise UserError(f"--revisions {revision}: expected a revision named stepN, as Pythia's are")
-            steps.append(int(found[1]))
-        if steps != sorted(set(steps)):
-            raise UserError(f"--revisions {','.join(revisions)}: expected ascending steps; the last is the reference")
-        cls._enough(model, steps, "name more of them")
-        return cls(model, tuple(steps), tuple((model, revision) for revision in revisions))
-
-    @staticmethod
-    def _enough(what: str, steps: Any, remedy: str) -> None:
-        if len(steps) < 3:
-            count = {1: "no snapshot but its end", 2: "two snapshots"}.get(len(steps), "no snapshots")
-            raise UserError(f"{what} has {count}; what happens between takes at least 3: {remedy}")
-
-    @property
-    def corrupt(self) -> float:
-        return float(self.training.get("corrupt", 0.0))
-
-    @property
-    def random(self) -> bool:
-        """Were its targets random, so that there was nothing to learn?"""
-        return self.corrupt == 1.0
-
-    def load(self, place: int, **options: Any) -> Subject:
-        model, revision = self.places[place]
-        return Subject.load(model, revision, **options)
-
-
-@dataclass(frozen=True)
 class Course:
-    """What one run did: its drifts, and how strongly the loss pulled at each snapshot; None and empty where not had."""
+    """What one run did: its drifts, and at each snapshot the gradients and a language model's loss on the prompts.
+
+    None and empty where they are not measured.
+    """
 
     run: Run
     drifts: Drifts | None
     signals: tuple[Signals, ...] = ()
+    losses: tuple[float, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
         """[step]. Raises UserError where drifts were not had."""

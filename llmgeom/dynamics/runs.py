@@ -1,0 +1,165 @@
+"""The snapshots of a training: of `llmgeom train`, of a trainer's output folder, or revisions of a hub model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmgeom.errors import UserError
+from llmgeom.model import hub
+from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
+
+FEWEST = 3
+# Suites whose branches are known to hold the weights of another step.
+UPSTREAM = "EleutherAI/pythia issues 195, 198, 203, 205 and 206; allenai/OLMo issue 915"
+RISE = 0.5  # nats a token; fine-tuning on other texts may raise the loss on the prompts more slowly
+
+
+@dataclass(frozen=True)
+class Run:
+    """The snapshots of one training, in order.
+
+    Attributes:
+        name: what the page calls it.
+        steps: ascending; the last snapshot is the reference.
+        places: for each snapshot the model and revision that `Subject.load` takes.
+        task: of a wind tunnel; empty for a language model.
+        training: the facts that `llmgeom train` left; empty where there are none.
+    """
+
+    name: str
+    steps: tuple[int, ...]
+    places: tuple[tuple[str, str | None], ...]
+    task: str = ""
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, folder: str) -> Run:
+        """A folder that `llmgeom train` finished, or one with checkpoint-N folders as trainers write them.
+
+        Raises:
+            UserError: any other folder; fewer than 3 snapshots.
+        """
+        path = Path(folder)
+        if (path / TRAINING).exists():
+            return cls._of_training(path, folder)
+        found = sorted(
+            (int(one.name.removeprefix("checkpoint-")), str(one))
+            for one in path.glob("checkpoint-*")
+            if re.fullmatch(r"checkpoint-\d{1,18}", one.name) and (one / "config.json").exists()
+        )
+        if not found:
+            raise UserError(
+                f"{folder} is no finished run of `llmgeom train` (it has no {TRAINING}) and holds no checkpoint-N "
+                "folders of a trainer; give one of the two, or hub models with --revisions"
+            )
+        steps = tuple(step for step, _ in found)
+        _require_enough(folder, steps, "save more checkpoints (save_strategy, save_steps)")
+        return cls(path.resolve().name, steps, tuple((place, None) for _, place in found))
+
+    @classmethod
+    def _of_training(cls, path: Path, folder: str) -> Run:
+        facts = read_facts(path / TRAINING, ("training", "step", "task"))
+        training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
+        found = {
+            int(one.name.removeprefix("step")): str(one)
+            for one in path.glob("snapshots/step*")
+            if re.fullmatch(r"step\d{1,18}", one.name) and (one / TRAINING).exists()
+        }
+        found = {step: found[step] for step in sorted(found) if step < last} | {last: str(path)}
+        _require_enough(folder, tuple(found), "llmgeom train --snapshots 12")
+        places = tuple((place, None) for place in found.values())
+        return cls(path.resolve().name, tuple(found), places, task, training)
+
+    @classmethod
+    def at(cls, model: str, revisions: Sequence[str]) -> Run:
+        """Revisions of a hub model in ascending order of their steps; the last is the reference.
+
+        Args:
+            revisions: names that hold their step (`revision_step`), or NAME=STEP.
+        """
+        pairs = [revision_step(revision) for revision in revisions]
+        steps = tuple(step for _, step in pairs)
+        if list(steps) != sorted(set(steps)):
+            raise UserError(f"--revisions {','.join(revisions)}: expected ascending steps; the last is the reference")
+        _require_enough(model, steps, "name more of them")
+        return cls(model, steps, tuple((model, name) for name, _ in pairs))
+
+    @property
+    def corrupt(self) -> float:
+        """The fraction of targets that were drawn at random."""
+        return float(self.training.get("corrupt", 0.0))
+
+    @property
+    def random(self) -> bool:
+        """Whether all targets were random, so that there was nothing to learn."""
+        return self.corrupt == 1.0
+
+    def load(self, place: int, **options: Any) -> Subject:
+        """The snapshot at a place of `steps`."""
+        model, revision = self.places[place]
+        return Subject.load(model, revision, **options)
+
+    def called(self, place: int) -> str:
+        """A snapshot as a person names it."""
+        model, revision = self.places[place]
+        return f"{model} at {revision}" if revision else model
+
+
+def revision_step(revision: str) -> tuple[str, int]:
+    """Name and training step of a revision.
+
+    `step512`, `checkpoint-500`, `stage1-step1000-tokens5B` and `iter_2000` hold their step: the number after "step",
+    "checkpoint" or "iter", or the only number there is. Any other name takes it after "=": `main=143000`.
+
+    Raises:
+        UserError: the name holds no step.
+    """
+    name, given, step = revision.rpartition("=")
+    if given and name and step.isdecimal():
+        return name, int(step)
+    numbers = re.findall(r"(?:step|checkpoint|iter)[-_]?(\d{1,18})", revision) or re.findall(r"\d{1,18}", revision)
+    if len(numbers) != 1:
+        raise UserError(f"--revisions {revision}: its step cannot be read from its name; give {revision}=STEP")
+    return revision, int(numbers[0])
+
+
+def require_distinct(weights: Mapping[str, str]) -> None:
+    """Raise UserError where two snapshots hold the same weights under two names.
+
+    A curve over training would then show a step that never was.
+
+    Args:
+        weights: name of each snapshot -> sha256 of its weights.
+    """
+    first: dict[str, str] = {}
+    for name, digest in weights.items():
+        if digest in first:
+            raise UserError(
+                f"{first[digest]} and {name} hold the same weights (sha256 {digest[:12]}): one of the two names is "
+                f"wrong; leave it out. Suites where this is known: {UPSTREAM}"
+            )
+        first[digest] = name
+
+
+def rises(steps: Sequence[int], losses: Sequence[float]) -> list[tuple[int, int]]:
+    """Pairs of successive steps between which the loss rises by more than RISE nats a token.
+
+    The loss on fixed prompts falls in training, but for noise. A branch that holds the weights of a much later step
+    stands out as a rise after it, one that holds those of an earlier step as a rise before it. Derived here.
+    """
+    pairs = zip(steps[:-1], steps[1:], np.diff(losses), strict=True)
+    return [(first, second) for first, second, rise in pairs if rise > RISE]
+
+
+def _require_enough(what: str, steps: Iterable[int], remedy: str) -> None:
+    count = len(tuple(steps))
+    if count < FEWEST:
+        words = {1: "no snapshot but its end", 2: "two snapshots"}.get(count, "no snapshots")
+        raise UserError(f"{what} has {words}; what happens between takes at least {FEWEST}: {remedy}")
