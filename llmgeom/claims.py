@@ -138,6 +138,8 @@ def _entry(entry: Mapping, where: str) -> Claim:
     if missing:
         raise ValueError(f"{where}: {', '.join(missing)} missing")
     made = Claim(**entry)
+    if not made.least < made.most:
+        raise ValueError(f"{where}: least {made.least:g} and most {made.most:g}; give the smaller end as least")
     amount, other = ("margin", "effect") if made.equivalence else ("effect", "margin")
     if not getattr(made, amount) > 0 or other in entry or made.smallest == float("inf"):
         raise ValueError(f"{where}: give {amount}, a number above 0, and no {other}")
@@ -195,8 +197,8 @@ def estimate(
         counts=claim.counts,
     )
     if claim.equivalence:
-        common = _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
-    return replace(common, needed=units_needed(common, 1))
+        return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
+    return common
 
 
 def _equivalent(h: Estimate, interval: Interval, centres: list[float], one_sided: bool) -> Estimate:
@@ -243,7 +245,8 @@ def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
 def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> Estimate:
     beaten, excluded, opposite = adjusted
     h = replace(h, adjusted=beaten, adjusted_excluded=excluded, adjusted_opposite=opposite)
-    h = replace(h, needed=units_needed(h, claims))
+    if word(h, claims)[0] == "open":
+        h = replace(h, needed=units_needed(h, claims))
     verdict, why = word(h, claims)
     return replace(h, verdict=verdict, why=why)
 

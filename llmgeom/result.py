@@ -96,7 +96,7 @@ class Estimate:
                      p, p_excluded and p_opposite after Holm over the claims of the record; 1 before.
     noise, null_spread, draws, noisy
                      what the n that decides is computed from, see `stats.power.Setting`.
-    needed           how many clusters find the declared effect with 90 % power; 0 where no number does.
+    needed           of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
     name: str

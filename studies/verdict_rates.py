@@ -1,0 +1,97 @@
+"""How often each of the five words is given where the truth is known: the table of docs/claims.md.
+
+    python -m studies.verdict_rates [TRIALS]
+
+A trial is one record of K claims. Each claim has a value, the mean of n clusters of standard deviation `noise`, and m
+draws of its control, of standard deviation `spread`; the declared effect is 1. The true value lies a multiple of the
+effect above the control's centre ("centre") or above one further draw of the control ("draw"). The words come from
+`claims.estimate` and `claims.judge`, the functions that judge a scan.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal
+
+import numpy as np
+
+from llmgeom.claims import Claim, Null, estimate, judge
+from llmgeom.result import WORDS, Measured
+from llmgeom.stats.resampling import Interval, student_quantile
+
+EFFECTS = {"none": 0.0, "half": 0.5, "exact": 1.0, "twice": 2.0}
+RULE = Claim(probe="toy", name="x", unit="", side="upper", effect=1.0, needed="mean", scale="identity", claim="It is.")
+
+
+@dataclass(frozen=True)
+class World:
+    """What is true, and how it is measured.
+
+    Attributes:
+        clusters: n.
+        draws: m, of the control.
+        claims: K, in one record; all have the same truth.
+        spread: Standard deviation between draws of the control, in units of the declared effect.
+        noise: Standard deviation between clusters, in the same unit.
+        start: Where the effect counts from: the control's centre, or one further draw of it.
+    """
+
+    clusters: int
+    draws: int = 20
+    claims: int = 1
+    spread: float = 0.2
+    noise: float = 2.0
+    start: Literal["centre", "draw"] = "draw"
+
+    def words(self, effect: float, rng: np.random.Generator, nearer: float | None = None) -> list[str]:
+        """The words of one record; with `nearer` each claim has a second control, whose centre lies there."""
+        found = []
+        for name in range(self.claims):
+            truth = effect + (rng.normal(0, self.spread) if self.start == "draw" else 0.0)
+            x = rng.normal(truth, self.noise, self.clusters)
+            half = student_quantile(self.clusters) * x.std(ddof=1) / math.sqrt(self.clusters)
+            span, value = Interval(x.mean() - half, x.mean() + half, 0.95, ""), float(x.mean())
+            centres = (0.0,) if nearer is None else (0.0, nearer)
+            nulls = [Null.of(f"control {at}", value, rng.normal(at, self.spread, self.draws)) for at in centres]
+            made = estimate(RULE, value, span, nulls, n=self.clusters, clusters=self.clusters)
+            found.append(replace(made, name=str(name)))
+        judged = judge({"toy": Measured("", "", "", "", "", tuple(found), {}, {})})
+        return [h.verdict for h in judged["toy"].estimates]
+
+    def rates(self, effect: float, trials: int, seed: int = 0) -> dict[str, float]:
+        """The share of claims that get each word."""
+        rng = np.random.default_rng(seed)
+        count = Counter(word for _ in range(trials) for word in self.words(effect, rng))
+        return {word: count[word] / (trials * self.claims) for word in WORDS}
+
+
+def worlds() -> Iterator[World]:
+    """Those of the table."""
+    for clusters, draws, claims in product((40, 640), (20, 100), (1, 8)):
+        yield World(clusters, draws, claims)
+    yield World(40, 20, 1, start="centre")
+    yield World(640, 20, 8, start="centre")
+    yield World(40, 20, 1, spread=0.6)
+    yield World(640, 100, 8, spread=0.6)
+
+
+def lines(chosen: Iterable[World], trials: int) -> Iterator[str]:
+    """The table in Markdown: percentages of claims, of about `trials` claims a row."""
+    yield f"| n | draws | claims | spread | from | effect | {' | '.join(WORDS)} |"
+    yield "|" + "---|" * (6 + len(WORDS))
+    for world in chosen:
+        for name, effect in EFFECTS.items():
+            rates = world.rates(effect, max(trials // world.claims, 1))
+            cells = [f"{100 * rates[word]:.1f}" for word in WORDS]
+            about = (world.clusters, world.draws, world.claims, world.spread, world.start, name)
+            yield f"| {' | '.join(map(str, about))} | {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    for line in lines(worlds(), int(sys.argv[1]) if len(sys.argv) > 1 else 4000):
+        print(line, flush=True)

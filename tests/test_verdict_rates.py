@@ -1,0 +1,78 @@
+"""The rates of the five words where the truth is known: the table of docs/claims.md at fewer trials."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.stats import binom
+
+from llmgeom.result import WORDS
+from studies.verdict_rates import EFFECTS, World, worlds
+
+TRIALS = 800
+WORLDS = [
+    World(40, 20, 1),
+    World(640, 100, 8),
+    World(640, 20, 1, spread=0.6),
+    World(12, 20, 1, spread=0.05),
+    World(160, 20, 1, start="centre"),
+]
+
+
+def most(rate: float) -> float:
+    """A share that a true rate exceeds in one of a thousand simulations."""
+    return binom.ppf(0.999, TRIALS, rate) / TRIALS
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=str)
+def test_wrong_words_are_as_rare_as_they_are_said_to_be(world):
+    rates = {name: world.rates(effect, TRIALS // world.claims) for name, effect in EFFECTS.items()}
+    assert all(sum(found.values()) == pytest.approx(1) for found in rates.values())
+    assert rates["none"]["holds"] + rates["none"]["small"] <= most(0.025)
+    assert rates["none"]["opposite"] <= most(0.025)
+    assert rates["exact"]["ruled out"] <= most(0.025) and rates["twice"]["small"] <= most(0.025)
+    assert rates["twice"]["ruled out"] <= most(0.001) and rates["exact"]["opposite"] <= most(0.001)
+
+
+def test_the_words_are_given_where_they_are_due():
+    precise = World(2500, 100, 1, spread=0.02, noise=1.0, start="centre")
+    due = {"none": "ruled out", "half": "small", "exact": "holds", "twice": "holds"}
+    for name, word in due.items():
+        assert precise.rates(EFFECTS[name], 100)[word] > 0.9
+    assert precise.rates(-1.0, 100)["opposite"] > 0.9
+    assert replace(precise, spread=1.0).rates(0.0, 100)["open"] > 0.8  # no n can decide
+
+
+def test_in_few_records_without_any_effect_does_any_claim_hold():
+    world, rng = World(40, 20, 8), np.random.default_rng(1)
+    records = [set(world.words(0.0, rng)) for _ in range(200)]
+    for words in ({"holds", "small"}, {"opposite"}):
+        assert sum(bool(found & words) for found in records) <= binom.ppf(0.999, 200, 0.025)
+
+
+def test_two_controls_are_both_beaten_or_the_claim_does_not_hold():
+    """The value lies the exact effect above one control and at the centre of the other."""
+    rng, count = np.random.default_rng(2), 0
+    for _ in range(300):
+        count += World(40, 20, 1).words(1.0, rng, nearer=1.0)[0] in ("holds", "small")
+    assert count <= binom.ppf(0.999, 300, 0.025)
+
+
+def test_the_table_in_the_docs_is_of_these_worlds_and_keeps_its_promises():
+    text = (Path(__file__).parents[1] / "docs/claims.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) \| (\w+) \| (\w+) \| (.*) \|$", text, re.MULTILINE)
+    assert [row[:6] for row in rows] == [
+        (str(w.clusters), str(w.draws), str(w.claims), str(w.spread), w.start, name)
+        for w in worlds()
+        for name in EFFECTS
+    ]
+    for *_, effect, cells in rows:
+        rates = dict(zip(WORDS, map(float, cells.split(" | ")), strict=True))
+        assert sum(rates.values()) == pytest.approx(100, abs=0.3)
+        assert effect != "none" or rates["holds"] + rates["small"] <= 100 * binom.ppf(0.999, 4000, 0.025) / 4000
+        assert effect != "exact" or rates["ruled out"] <= 5
+        assert effect != "twice" or rates["small"] <= 5
