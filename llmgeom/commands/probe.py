@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -12,7 +13,9 @@ from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
 
 if TYPE_CHECKING:
+    from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
+    from llmgeom.probe import Probe
     from llmgeom.probes.labels.probe import LabelProbe
     from llmgeom.progress import Progress
     from llmgeom.record import Record
@@ -30,11 +33,17 @@ class RunConfig(config.ModelConfig):
 
     prompts: str | None = flag(None, "Prompts with their labels: .jsonl, .csv or .parquet.", group="Prompts")
     target: str | None = flag(None, "The column to read.", group="Prompts")
+    answers: str | None = flag(
+        None, "Instead of --target: the column of right answers, scored by log-probability.", group="Prompts"
+    )
     cluster: str | None = flag(
         None, "Column whose equal values stay on one side of every split. [default: template, or each row]",
         group="Prompts",
     )  # fmt: skip
     kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "What the label is.", group="Measure")
+    estimator: Literal["ridge", "logistic", "means"] = flag(
+        "ridge", "means: along the difference of class means.", group="Measure"
+    )
     given: tuple[str, ...] = flag(
         AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True, group="Measure"
     )
@@ -57,7 +66,7 @@ class RunConfig(config.ModelConfig):
         layers = None if self.layers == "all" else config.numbers("--layers", self.layers, "all", "2,4")
         given = () if self.given == ("none",) else tuple(dict.fromkeys(self.given))
         sites = tuple(dict.fromkeys(Site(site) for site in self.sites))
-        return LabelProbe(self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given)
+        return LabelProbe(self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given, self.estimator)
 
 
 @config.command(
@@ -74,45 +83,88 @@ def main(asked: RunConfig, output: VerdictOutput) -> int:
 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom probe`: check, load, measure, save the record and its page; (folder, record)."""
-    from llmgeom.cache.shards import captures_folder
     from llmgeom.files import digest
-    from llmgeom.probes.labels.directions import SavedDirection
-    from llmgeom.probes.labels.target import read_target
     from llmgeom.prompts import files
-    from llmgeom.run import run_probes
 
     if not asked.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
-    probe = asked.probe()
+    if asked.answers and asked.target:
+        raise UserError("--answers and --target are two measurements of two captures: give one, then the other")
     batch = files.read(asked.prompts, asked.cluster)
+    measure = _answers(asked, batch) if asked.answers else _label(asked, batch)
+    located = asked.locate()
+    content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
+    spec = asked.spec(located, content=content)
+    what = f"answers-{asked.answers}" if asked.answers else f"probe-{asked.target}"
+    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, config.safe(what), spec)
+    config.check_folder(out, spec)
+    record = measure(subject or asked.load(located), spec, progress)
+    if asked.target:
+        from llmgeom.probes.labels.directions import SavedDirection
+
+        if direction := SavedDirection.of(record, LABEL):
+            direction.save(out / "direction.safetensors")
+    config.keep(record, out)
+    return out, record
+
+
+Measure = Callable[["Subject", str, "Progress | None"], "Record"]  # of a model, the hash of the run, and progress
+
+
+def _label(asked: RunConfig, batch: Batch) -> Measure:
+    """The probe of a label, checked against the columns."""
+    from llmgeom.probes.labels.target import read_target
+
+    probe = asked.probe()
     read_target(batch, probe.target, probe.kind)
     for name in probe.given:
         if name not in AUTOMATIC:
             batch.column(name)
         if name == asked.target:
             raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
-    located = asked.locate()
-    content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
-    spec = asked.spec(located, content=content)
-    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, f"probe-{asked.target}", spec)
-    config.check_folder(out, spec)
-    subject = subject or asked.load(located)
-    record = run_probes(
+
+    def measure(subject: Subject, spec: str, progress: Progress | None) -> Record:
+        facts = {"spec": spec, "command": asked.command(), "target": asked.target}
+        record = _run(asked, subject, batch, LABEL, probe, facts, progress)
+        return replace(record, prompts=_predicted(record))
+
+    return measure
+
+
+def _answers(asked: RunConfig, batch: Batch) -> Measure:
+    """The probe of given answers, checked against the column."""
+    from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded, prompt_columns, read_answers
+
+    column = str(asked.answers)
+    answers = read_answers(batch, column)
+
+    def measure(subject: Subject, spec: str, progress: Progress | None) -> Record:
+        facts = {"spec": spec, "command": asked.command(), "answers": column}
+        many = expanded(subject, batch, answers, column)
+        record = _run(asked, subject, many, PROBE, AnswersProbe(answers, column), facts, progress)
+        prompts = prompt_columns(batch, record, answers, column)
+        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
+
+    return measure
+
+
+def _run(
+    asked: RunConfig, subject: Subject, batch: Batch, name: str, probe: Probe, facts: dict, progress: Progress | None
+) -> Record:
+    from llmgeom.cache.shards import captures_folder
+    from llmgeom.run import run_probes
+
+    return run_probes(
         subject,
         batch,
-        {LABEL: probe},
+        {name: probe},
         controls=asked.nulls,
         seed=asked.seed,
         batch_tokens=asked.batch_tokens,
         store=str(captures_folder()),
         progress=progress,
-        facts={"spec": spec, "command": asked.command(), "target": asked.target},
+        facts=facts,
     )
-    record = replace(record, prompts=_predicted(record))
-    if direction := SavedDirection.of(record, LABEL):
-        direction.save(out / "direction.safetensors")
-    config.keep(record, out)
-    return out, record
 
 
 def _predicted(record: Record) -> dict[str, tuple]:

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, Int, Shaped
 
 from llmgeom.errors import UserError
-from llmgeom.stats import ridge_probe
+from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import Kind, score
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
@@ -39,6 +39,7 @@ class HeldOut:
     """
 
     kind: Kind
+    estimator: label_estimators.Name
     truth: np.ndarray
     fold: np.ndarray
     prediction: np.ndarray
@@ -63,6 +64,7 @@ def held_out(
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
     orders: Int[np.ndarray, "draw row"] | None = None,
+    estimator: label_estimators.Name = "ridge",
 ) -> HeldOut:
     """Predict each fold from the others, at every place and at the place that the others choose.
 
@@ -76,6 +78,7 @@ def held_out(
         fold: Of each row; clusters stay whole.
         confounds: What x is replaced by its residual on, inside the folds.
         orders: Orders of the label in which nothing can be read, from `label_scores.moved`.
+        estimator: How the label is read.
 
     Raises:
         UserError: values that are not finite; a column that is constant outside a fold.
@@ -86,7 +89,7 @@ def held_out(
     folds = int(fold.max()) + 1
     at, errors, penalties = [], [], []
     for place in places:
-        read = ridge_probe.read(place(), columns.reshape(len(truth), -1), fold, confounds)
+        read = label_estimators.read(estimator, place(), columns.reshape(len(truth), -1), fold, confounds)
         at.append(read.prediction.reshape(columns.shape))
         errors.append(read.error.reshape(folds, draws, width).sum(2))
         penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
@@ -99,6 +102,7 @@ def held_out(
     every = np.array([scored(one) for one in at])
     return HeldOut(
         kind,
+        estimator,
         truth,
         fold,
         prediction[:, 0],
@@ -153,7 +157,7 @@ def interval(
     With the fits held fixed the jackknife error lacks the noise of the fits: it is too small. With new fits it counts
     what is quadratic in the data twice (Efron and Stein, 1981): it is too large. The interval takes their geometric
     mean. Simulated (AUROC of 0.5 to 0.8, 100 to 300 rows, 12 to 128 coordinates, 120 samples of each): fits held fixed
-    cover 86-91 %, new fits 97-100 %; the mean is 1.03 to 1.2 times the error that would cover 95 %.
+    cover 86-91 %, new fits 97-100 %, their mean 94-98 %.
     """
     count = len(set(np.asarray(clusters).tolist()))
     error = float(np.exp(np.mean([np.log(max(jackknife_error(way), TIE)) for way in without])))
@@ -237,6 +241,14 @@ def _refitted(
             out, rest = np.flatnonzero(own.fold == held), np.flatnonzero(own.fold != held)
             residual = residuals(x, confounds, own.fold != held)
             z, new = standardised(residual[rest], residual[out])
+            if own.estimator != "ridge":
+                fit, root = label_estimators.ESTIMATORS[own.estimator].fit, np.sqrt(z.shape[1])
+                for g in range(len(fitted)):
+                    kept = group[rest] != g
+                    for column, one in enumerate(penalty[held]):
+                        y = own.truth[rest][kept, column]
+                        fitted[g, out, column] = fit(z[kept] * root, y, new * root, one)
+                continue
             inner, outer, y = z @ z.T, new @ z.T, own.truth[rest]
             for g in range(len(fitted)):
                 kept = np.flatnonzero(group[rest] != g)

@@ -27,14 +27,14 @@ from llmgeom.probes.labels.results import (
 from llmgeom.probes.labels.target import Target, Wanted, read_target
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, centred_null, permutation_null
 from llmgeom.result import Estimate
-from llmgeom.stats import ridge_probe
+from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import METRICS, chance, coded, moved
 from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import band
 from llmgeom.stats.verdicts import Null
 
-PERMUTATIONS = 199
+PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 39}  # a fit by iteration each: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
@@ -51,6 +51,7 @@ class LabelProbe:
         sites: where it is read.
         layers: which layers; None for all.
         given: confounds that are removed.
+        estimator: how it is read.
     """
 
     target: str
@@ -58,6 +59,7 @@ class LabelProbe:
     sites: tuple[Site, ...] = (Site.RESIDUAL,)
     layers: tuple[int, ...] | None = None
     given: tuple[str, ...] = ()
+    estimator: label_estimators.Name = "ridge"
 
     @property
     def NEEDS(self) -> Needs:
@@ -101,15 +103,16 @@ class _Measurement:
     def __init__(self, probe: LabelProbe, data: ProbeInput) -> None:
         self.probe, self.data = probe, data
         self.target: Target = read_target(data.capture.batch, probe.target, probe.kind)
+        if probe.estimator == "logistic" and self.target.kind == "number":
+            raise UserError(f"--estimator logistic: column {probe.target!r} is a number; give ridge or means")
         rows = data.capture.prompt.numpy()
         self.label, self.clusters = self.target.label[rows], data.clusters
         self.truth = coded(self.target.kind, self.label)
         self.fold = stratified_folds(self.target.kind, self.label, self.clusters, data.seed)
         self.confounds = design(data.capture, probe.given)
         self.places = probe.places(data.capture)
-        self.own = self.read(
-            list(self.places.values()), orders=moved(self.label, self.clusters, PERMUTATIONS, data.seed)
-        )
+        orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed)
+        self.own = self.read(list(self.places.values()), orders=orders)
         self.single = self.single_controls()
         self.draws = {
             name: [self.read(list(probe.places(one).values())) for one in captures]
@@ -120,7 +123,7 @@ class _Measurement:
     def read(self, places: Sequence[Place], confounds: bool = True, orders: np.ndarray | None = None) -> HeldOut:
         """The label read from these places through the one pipeline."""
         given = self.confounds if confounds else None
-        return held_out(self.target.kind, self.truth, places, self.fold, given, orders)
+        return held_out(self.target.kind, self.truth, places, self.fold, given, orders, self.probe.estimator)
 
     def single_controls(self) -> dict[str, tuple[HeldOut, list[Place]]]:
         """The controls of one draw, each with its places."""

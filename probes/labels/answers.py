@@ -1,0 +1,245 @@
+"""Given answers, scored by their log-probability after each prompt: accuracy and calibration, without generation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.claims import declared, estimate
+from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.model.passes import Observer, Step
+from llmgeom.model.subject import Subject
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.shared.nulls import permutation_null
+from llmgeom.record import Record
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.calibration import BINS, brier, calibrated_errors, calibration_error, ranking, reliability
+from llmgeom.stats.label_scores import moved
+from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
+from llmgeom.stats.verdicts import Null
+
+PROBE = "answers"
+PROMPT, RIGHT = "prompt", "right"  # columns of the expanded batch
+MOST = 20  # different answers
+DRAWS = 199
+CLAIMS = declared(PROBE)
+
+
+def next_token(step: Step) -> dict[str, torch.Tensor]:
+    """[row] float32, nats: log-probability of the token that follows each queried position."""
+    prompt, position = step.prompt.cpu(), step.position.cpu()
+    following = step.tokens.cpu()[prompt, position + 1]
+    return {"log_prob": step.log_probs.cpu()[torch.arange(len(following)), following]}
+
+
+NEXT = Observer("answer", next_token, row_bytes=4)
+
+
+@dataclass(frozen=True)
+class Answers(Result):
+    """How likely, how right and how calibrated the answers are."""
+
+    TITLE = "Given answers"
+    TEXT = Path(__file__).parents[1] / "texts" / "answers.md"
+
+    share: np.ndarray = quantity(
+        "confidence",
+        "fraction",
+        "share of right answers, by confidence",
+        Figure("curve", interval="share_interval", beside="confidence"),
+    )
+    share_interval: np.ndarray = quantity("confidence bound", "fraction", "95 % interval, prompts as independent")
+    confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
+    count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
+    log_prob: np.ndarray = quantity("prompt answer", "nats", "log-probability of each answer, all its tokens")
+    entropy: np.ndarray = quantity("prompt", "bits", "next-token entropy before the answer")
+    tokens: np.ndarray = quantity("prompt", "count", "tokens of each prompt")
+    estimates: tuple[Estimate, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class AnswersProbe:
+    """Scores the answers of a batch that `expanded` made.
+
+    Attributes:
+        answers: what is scored, in the order of the batch.
+        column: where the right answers stand.
+    """
+
+    answers: tuple[str, ...]
+    column: str
+
+    @property
+    def NEEDS(self) -> Needs:
+        """The observer alone; controls are made of the answers themselves."""
+        return Needs(untrained=False, shuffled=False, no_context=False, all_prompts=True, observers=(NEXT,))
+
+    def measure(self, data: ProbeInput) -> Answers:
+        """Accuracy, calibration and ranking, with intervals by cluster."""
+        capture, width = data.capture, len(self.answers)
+        inputs = len(capture.lengths)
+        rows = capture.prompt.numpy()
+        total = np.bincount(rows, capture.observed("answer.log_prob").double().numpy(), inputs).reshape(-1, width)
+        first = np.unique(rows, return_index=True)[1][::width]  # the row before each prompt's first answer
+        right = np.array(capture.batch.columns[RIGHT], dtype=np.int64)[::width]
+        clusters = np.array(capture.batch.cluster)[::width]
+        tokens = capture.position.numpy()[first] + 1
+        return self._result(total, data.entropy[first], tokens, right, clusters, data.seed)
+
+    def _result(
+        self,
+        log_prob: np.ndarray,
+        entropy: np.ndarray,
+        tokens: np.ndarray,
+        right: np.ndarray,
+        clusters: np.ndarray,
+        seed: int,
+    ) -> Answers:
+        probability = np.exp(log_prob - log_prob.max(1, keepdims=True))
+        probability /= probability.sum(1, keepdims=True)
+        said, sure = probability.argmax(1), probability.max(1)
+        orders = moved(right, clusters, DRAWS, seed)
+        rows = np.arange(len(right))
+
+        def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
+            """`statistic` of rows and of the right answers there; by default against right answers in another order."""
+            value = statistic(rows, right)
+            span = jackknife(lambda kept: statistic(kept, right[kept]), rows, clusters)
+            if null:
+                draws = calibrated_errors(sure, DRAWS, seed)
+            else:
+                draws = np.array([statistic(rows, right[order]) for order in orders])
+            other: Null = permutation_null(null or "right answers in another order", value, draws, CLAIMS[name].side)
+            return estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
+
+        mean, share, count = reliability(sure, said == right)
+        spans = _binomial(share, count)
+        common = int(np.bincount(right, minlength=len(self.answers)).max())
+        return Answers(
+            share=share,
+            share_interval=spans,
+            confidence=mean,
+            count=count.astype(np.float64),
+            log_prob=log_prob,
+            entropy=entropy,
+            tokens=tokens.astype(np.float64),
+            estimates=(
+                measured("accuracy", lambda kept, truth: float((said[kept] == truth).mean())),
+                measured(
+                    "calibration error (ECE)",
+                    lambda kept, truth: calibration_error(sure[kept], said[kept] == truth),
+                    "a calibrated model of these confidences",
+                ),
+                measured("Brier score", lambda kept, truth: brier(probability[kept], truth)),
+                measured(
+                    "AUROC of the largest probability", lambda kept, truth: ranking(sure[kept], said[kept] == truth)
+                ),
+                measured("AUROC of low entropy", lambda kept, truth: ranking(-entropy[kept], said[kept] == truth)),
+            ),
+            notes=(
+                f"answers: {', '.join(map(repr, self.answers))}; right ones in column {self.column!r}",
+                f"the most common answer is right for {common / len(right):.2f} of the prompts",
+                f"at most {BINS} bins of equally many prompts",
+            ),
+            ticks={"confidence": tuple(f"{value:.2f}" for value in mean), "answer": self.answers},
+        )
+
+
+def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
+    """The different answers of a column.
+
+    Raises:
+        UserError: one answer, more than 20, a blank one, or fewer than 5 clusters.
+    """
+    cells = [str(cell) for cell in batch.column(column)]
+    answers = tuple(sorted(set(cells)))
+    if not 2 <= len(answers) <= MOST:
+        raise UserError(
+            f"--answers {column}: the column holds {len(answers)} different answers; 2 to {MOST} are expected, since "
+            "every answer is scored after every prompt"
+        )
+    if any(not answer.strip() for answer in answers):
+        raise UserError(f"--answers {column}: one answer is blank; write what the model should say")
+    if len(set(batch.cluster)) < LEAST_CLUSTERS:
+        raise UserError(f"--answers {column}: {len(set(batch.cluster))} clusters; at least {LEAST_CLUSTERS} are needed")
+    return answers
+
+
+def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str) -> Batch:
+    """Every prompt followed by every answer; queried at the positions whose next token belongs to the answer.
+
+    An answer follows after one space. Its tokens are those that the whole text has beyond the prompt's own; where the
+    tokenizer joins prompt and answer, the answer is tokenized alone and appended.
+
+    Raises:
+        UserError: a model without a tokenizer; an answer without tokens.
+    """
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
+    text = batch.text
+    whole = [f"{prompt.rstrip()} {answer.strip()}" for prompt in text for answer in answers]
+    before = subject.tokens(replace(batch, inputs=type(batch.inputs)(tuple(prompt.rstrip() for prompt in text)))).real
+    many = batch.take([i for i in range(len(batch)) for _ in answers])
+    after = subject.tokens(replace(many, inputs=type(batch.inputs)(tuple(whole)))).real
+    alone = {
+        answer: subject.tokenizer(f" {answer.strip()}", add_special_tokens=False)["input_ids"] for answer in answers
+    }
+    sequences, starts = [], []
+    for i, ids in enumerate(after):
+        prompt, answer = before[i // len(answers)], answers[i % len(answers)]
+        joined = ids if ids[: len(prompt)] == prompt and len(ids) > len(prompt) else [*prompt, *alone[answer]]
+        if len(joined) == len(prompt):
+            raise UserError(f"--answers {column}: {answer!r} has no tokens")
+        sequences.append(torch.tensor(joined))
+        starts.append(len(prompt) - 1)
+    padded = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    lengths = torch.tensor([len(one) for one in sequences])
+    place = torch.arange(padded.shape[1])
+    query = (place >= torch.tensor(starts)[:, None]) & (place < lengths[:, None] - 1)
+    cells = [str(cell) for cell in batch.column(column)]
+    return Batch(
+        Tokens(padded, lengths),
+        many.cluster,
+        {**batch.source, "answers": column},
+        query=query,
+        columns={
+            PROMPT: tuple(i for i in range(len(batch)) for _ in answers),
+            RIGHT: tuple(answers.index(cell) for cell in cells for _ in answers),
+        },
+    )
+
+
+def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column: str) -> dict[str, tuple]:
+    """The prompt table: the prompts as they were given, the model's answer, and the probability of the right one."""
+    n = len(batch)
+    kept = {name: tuple("" if c is None else c for c in cells) for name, cells in batch.columns.items()}
+    table = {"tags": ("",) * n, "domain": ("",) * n, **kept, "template": batch.cluster, "text": batch.text}
+    if PROBE not in record.results:
+        return {**table, "entropy": (0.0,) * n, "tokens": (0,) * n}
+    arrays = record.results[PROBE].arrays
+    log_prob = arrays["log_prob"]
+    probability = np.exp(log_prob - np.logaddexp.reduce(log_prob, axis=1, keepdims=True))
+    right = [answers.index(str(cell)) for cell in batch.column(column)]
+    return {
+        **table,
+        "entropy": tuple(arrays["entropy"].round(6).tolist()),
+        "tokens": tuple(arrays["tokens"].astype(int).tolist()),
+        "likeliest answer": tuple(answers[i] for i in probability.argmax(1)),
+        "p of the right answer": tuple(probability[np.arange(n), right].round(6).tolist()),
+    }
+
+
+def _binomial(share: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """[bin bound] Wilson's interval of a share, 95 %."""
+    z = 1.959964
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return np.stack([centre - half, centre + half], 1)

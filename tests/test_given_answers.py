@@ -1,0 +1,133 @@
+"""Given answers: log-probabilities against a plain forward pass, calibration against scikit-learn and by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import brier_score_loss, roc_auc_score
+
+from llmgeom.commands.probe import RunConfig, perform
+from llmgeom.errors import UserError
+from llmgeom.probes.labels.answers import AnswersProbe, read_answers
+from llmgeom.prompts import files
+from llmgeom.stats.calibration import bins, brier, calibrated_errors, calibration_error, ranking, reliability
+from tests.refusals import refused
+
+ANSWERS = ("the river", "town", "water")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("answers") / "asked.jsonl"
+    rows = [
+        {"text": f"On day {i} {who} walked along to", "template": f"t{i // 2}", "right": str(rng.choice(ANSWERS))}
+        for i, who in enumerate(["Ana", "the old man", "a friend", "my sister"] * 6)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return RunConfig(model="pocket:llama").load()
+
+
+@pytest.fixture(scope="module")
+def run(prompts, subject, tmp_path_factory):
+    place = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMGEOM_CACHE", str(place / "cache"))
+        asked = RunConfig(model="pocket:llama", prompts=str(prompts), answers="right", out=str(place / "run"))
+        yield perform(asked, subject=subject)[1]
+
+
+def test_log_probabilities_are_those_of_a_plain_forward_pass(run, prompts, subject):
+    found = run.results["answers"].arrays["log_prob"]
+    assert run.results["answers"].ticks["answer"] == ANSWERS
+    for i, text in enumerate(files.read(str(prompts)).text):
+        before = subject.tokenizer(text)["input_ids"]
+        for k, answer in enumerate(ANSWERS):
+            ids = subject.tokenizer(f"{text} {answer}")["input_ids"]
+            assert ids[: len(before)] == before
+            with torch.no_grad():
+                log_p = subject.model(torch.tensor([ids])).logits[0].double().log_softmax(-1)
+            expected = sum(float(log_p[at - 1, ids[at]]) for at in range(len(before), len(ids)))
+            assert found[i, k] == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_table_holds_prompts_with_the_models_answer(run, prompts):
+    rows = [json.loads(line) for line in prompts.read_text(encoding="utf-8").splitlines()]
+    assert run.prompts["text"] == tuple(row["text"] for row in rows)
+    log_prob = run.results["answers"].arrays["log_prob"]
+    p = np.exp(log_prob) / np.exp(log_prob).sum(1, keepdims=True)
+    right = np.array([ANSWERS.index(row["right"]) for row in rows])
+    np.testing.assert_allclose(run.prompts["p of the right answer"], p[np.arange(24), right], atol=1e-6)
+    accuracy = next(e for e in run.results["answers"].estimates if e.name == "accuracy")
+    said = [ANSWERS.index(one) for one in run.prompts["likeliest answer"]]
+    assert accuracy.value == pytest.approx(np.mean(said == right)) and accuracy.clusters == 12
+    assert accuracy.low <= accuracy.value <= accuracy.high
+
+
+def test_scores_are_scikit_learns():
+    rng = np.random.default_rng(1)
+    p, right = rng.random(90).round(2), rng.random(90) < 0.4
+    both = np.stack([1 - p, p], 1)
+    # scikit-learn's binary score counts one of the two answers.
+    assert brier(both, right.astype(int)) == pytest.approx(2 * brier_score_loss(right, p))
+    assert ranking(p, right) == pytest.approx(roc_auc_score(right, p))
+
+
+def test_the_calibration_error_by_hand():
+    confidence = np.array([0.6] * 10 + [0.9] * 10)
+    right = np.array([True] * 3 + [False] * 7 + [True] * 8 + [False] * 2)
+    assert calibration_error(confidence, right) == pytest.approx((0.3 + 0.1) / 2)
+    assert len(set(bins(confidence).tolist())) == 2  # equal confidences share a bin
+    mean, share, count = reliability(confidence, right)
+    assert (mean.round(12).tolist(), share.tolist(), count.tolist()) == ([0.6, 0.9], [0.3, 0.8], [10, 10])
+
+
+def test_bins_hold_equally_many():
+    assert np.bincount(bins(np.random.default_rng(0).random(100))).tolist() == [10] * 10
+
+
+def test_a_calibrated_model_lies_within_its_null_and_one_too_sure_above_it():
+    rng = np.random.default_rng(2)
+    p = rng.uniform(0.5, 1, 300)
+    null = calibrated_errors(p, 199, 0)
+    inside = [calibration_error(p, rng.random(300) < p) < np.quantile(null, 0.95) for _ in range(200)]
+    assert 0.9 <= np.mean(inside) <= 0.99
+    assert calibration_error(p, rng.random(300) < p - 0.2) > null.max()
+
+
+@pytest.mark.parametrize(("shift", "above"), [(0.0, False), (1.0, True)])
+def test_accuracy_is_above_permuted_answers_only_where_the_model_knows(shift, above):
+    rng = np.random.default_rng(3)
+    right = rng.integers(0, 3, 120)
+    log_prob = rng.standard_normal((120, 3)) + 2 * shift * (right[:, None] == np.arange(3))
+    probe = AnswersProbe(ANSWERS, "right")
+    result = probe._result(log_prob, rng.random(120), np.full(120, 7), right, np.arange(120) // 2, 0)
+    accuracy, _, score, sure, _ = result.estimates
+    assert (accuracy.p < 0.01) == above and (score.p < 0.01) == above and (sure.value > 0.6) == above
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (["yes"] * 10, ("1 different",)),
+        ([f"a{i}" for i in range(30)], ("30 different", "20")),
+        (["yes", " "] * 5, ("blank",)),
+    ],
+)
+def test_answers_that_cannot_be_scored_are_refused(column, words):
+    frame = {"text": [f"p {i}" for i in range(len(column))], "right": column}
+    with refused(UserError, "right", *words):
+        read_answers(files.from_frame(frame), "right")
+
+
+def test_answers_and_a_target_are_two_runs(prompts):
+    with refused(UserError, "--answers", "--target"):
+        perform(RunConfig(model="pocket:llama", prompts=str(prompts), answers="right", target="right"))
