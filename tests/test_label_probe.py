@@ -338,6 +338,28 @@ def test_intervals_cover_the_expected_score(strength):
     assert (high - low).mean() / 2 < 1.5 * 1.98 * value.std()  # and is not much wider than it must be
 
 
+def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
+    """Three groups: with one direction for all, each is predicted from the others; with three, none is."""
+
+    def measured(shared: bool):
+        data = World(n=180, strength=0.0, controls=5).data(7)
+        rng = np.random.default_rng(8)
+        group = np.repeat(["x", "y", "z"], 60)
+        label = np.array([cell == "b" for cell in data.capture.batch.columns["label"]]) * 2 - 1
+        x = rng.standard_normal((180, DIM))
+        for i, name in enumerate("xyz"):
+            x[group == name, 0 if shared else i] += 1.5 * label[group == name]
+        batch = replace(data.capture.batch, columns={**data.capture.batch.columns, "group": tuple(group)})
+        capture = replace(data.capture, batch=batch, tensors={(Site.RESIDUAL, 0): torch.from_numpy(x)})
+        probe = LabelProbe("label", layers=(0,), transfer="group")
+        return probe.measure(replace(data, capture=capture)).lowered()
+
+    one, several = measured(True), measured(False)
+    assert one.ticks["value"] == ("x", "y", "z")
+    assert one.arrays["transfer_score"].min() > 0.85
+    assert several.arrays["transfer_score"].max() < 0.7 < several.arrays["transfer_within"].min()
+
+
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +448,7 @@ def test_sums_over_folds_give_the_numbers_of_the_eigendecomposition(monkeypatch)
     fold, confounds = ridge_probe.folds(np.arange(300) // 3, 0), rng.standard_normal((300, 2))
     few = ridge_probe.read(x, y, fold, confounds)
     monkeypatch.setattr(ridge_probe, "TALL", 100)
+    monkeypatch.setattr(ridge_probe, "TALL_PENALTIES", ridge_probe.PENALTIES)
     many = ridge_probe.read(x, y, fold, confounds)
     np.testing.assert_array_equal(many.penalty, few.penalty)
     np.testing.assert_allclose(many.prediction, few.prediction, rtol=1e-7, atol=1e-7)

@@ -47,6 +47,7 @@ class RunConfig(config.ModelConfig):
     given: tuple[str, ...] = flag(
         AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True, group="Measure"
     )
+    transfer: str | None = flag(None, "Column each of whose values is also predicted from the others.", group="Measure")
     sites: tuple[str, ...] = flag(("residual",), f"Where it is read: {', '.join(SITES)}.", listed=True, group="Measure")
     layers: str = flag("all", "all, or numbers with commas between.", group="Measure")
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
@@ -66,7 +67,9 @@ class RunConfig(config.ModelConfig):
         layers = None if self.layers == "all" else config.numbers("--layers", self.layers, "all", "2,4")
         given = () if self.given == ("none",) else tuple(dict.fromkeys(self.given))
         sites = tuple(dict.fromkeys(Site(site) for site in self.sites))
-        return LabelProbe(self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given, self.estimator)
+        return LabelProbe(
+            self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given, self.estimator, self.transfer
+        )
 
 
 @config.command(
@@ -118,10 +121,12 @@ def _label(asked: RunConfig, batch: Batch) -> Measure:
     probe = asked.probe()
     read_target(batch, probe.target, probe.kind)
     for name in probe.given:
+        if name == probe.target:
+            raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
         if name not in AUTOMATIC:
             batch.column(name)
-        if name == asked.target:
-            raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
+    if probe.transfer is not None:
+        batch.column(probe.transfer)
 
     def measure(subject: Subject, spec: str, progress: Progress | None) -> Record:
         facts = {"spec": spec, "command": asked.command(), "target": asked.target}

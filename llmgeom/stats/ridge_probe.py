@@ -19,6 +19,7 @@ FOLDS = 5
 GROUPS = 25
 TALL = 2000  # rows from which sums over folds cost less than one eigendecomposition and its blocks
 PENALTIES = 10.0 ** np.arange(-3, 4.01, 0.5)
+TALL_PENALTIES = PENALTIES[::2]  # with many rows each costs a factorisation: every other one
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def read(
         residual = residuals(x, confounds, rest)
         z, new = standardised(residual[rest], residual[out])
         if rest.sum() > max(TALL, 2 * z.shape[1]) and z.shape[1]:
-            prediction[out], penalty[held], error[held] = tall_ridge.read(z, new, y[rest] - mean, fold[rest], PENALTIES)
+            prediction[out], penalty[held], error[held] = tall_ridge.read(
+                z, new, y[rest] - mean, fold[rest], TALL_PENALTIES
+            )
         else:
             values, vectors = _eigen(z)
             errors = _inner_errors(values, vectors, y[rest] - mean, fold[rest])

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Tokens
-from llmgeom.claims import declared, estimate
+from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
@@ -21,7 +21,6 @@ from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.calibration import BINS, brier, calibrated_errors, calibration_error, ranking, reliability
 from llmgeom.stats.label_scores import moved
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
-from llmgeom.stats.verdicts import Null
 
 PROBE = "answers"
 PROMPT, RIGHT = "prompt", "right"  # columns of the expanded batch

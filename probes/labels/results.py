@@ -65,6 +65,19 @@ class Confounds(Part):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Transfer(Part):
+    """Each value of a column predicted by a probe that was fitted to the others."""
+
+    score: np.ndarray = quantity(
+        "value",
+        "score",
+        "score on the prompts of each value, of a probe fitted to the other values",
+        Figure("curve", beside="within"),
+    )
+    within: np.ndarray = quantity("value", "score", "score on the same prompts with folds over all values")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Confusion(Part):
     """Classes as they are and as the held-out predictions have them."""
 
