@@ -39,7 +39,7 @@ for name, corrupt in runs.items():
 # %% [markdown]
 # ## Every snapshot
 #
-# One run is no evidence: verdicts need five training seeds of each kind, and here all are INCONCLUSIVE. For the whole
+# One run is no evidence: verdicts need five training seeds of each kind, and here all are open. For the whole
 # experiment, `llmgeom dynamics --task bijection`.
 
 # %%

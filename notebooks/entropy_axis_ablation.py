@@ -59,7 +59,7 @@ with bar() as progress:
 record
 
 # %% [markdown]
-# *KL of the edit* PASS: the axis is used, more than both controls. *beside equal edits* PASS: it does no more than they
+# *KL of the edit* holds: the axis is used, more than both controls. *against equal edits* holds: it does no more than they
 # do; it is a read-out and no bottleneck. Neither: the verdict says how many templates would settle it. Where the values
 # as a whole have too little to lose for an answer, a warning says so, and the metric is a measurement and no claim.
 #
@@ -75,7 +75,7 @@ drawn["ablation_pc1"]["kl"]
 # ## The positive control
 #
 # Nothing above means anything if the instrument is blind. The direction that the output weights turn into the
-# log-odds of the two likeliest tokens must move these log-odds more than random edits as large. If this does not PASS,
+# log-odds of the two likeliest tokens must move these log-odds more than random edits as large. If this does not hold,
 # the record warns.
 
 # %%

@@ -68,14 +68,14 @@ record
 # A metric that the papers stand on is a claim, written down with its smallest effect of interest before anything was
 # measured (`llmgeom list claims`):
 #
-# - **PASS**: the interval clears every null, and p < .05 after Holm's correction over the claims of this record.
-# - **FAIL**: an effect of the declared size is excluded. Never for lack of prompts.
-# - **INCONCLUSIVE**: neither; the verdict says how many templates would settle it.
+# - **holds**: the value lies beyond every control (p < .025 after Holm's correction over the claims of this record).
+# - **small**: it does, and an effect of the declared size is excluded.
+# - **ruled out**: no control is beaten, and an effect of the declared size is excluded. Never for lack of prompts.
+# - **opposite**: it lies beyond every control on the other side.
+# - **open**: neither; the reason says how many templates would settle it, or why no number would.
 #
-# The others are measurements: *above null* (or *below null*) when the interval clears the null and p < .05 against
-# every null; *not above null* when the declared effect is excluded; *undecided* otherwise; *no null* where there is
-# nothing to hold it against. n counts prompts; prompts of one template are not independent, so the interval and p go by
-# units, that is, templates.
+# The others are measurements: a value, its interval and its control, without a verdict. n counts prompts; prompts of
+# one template are not independent, so the interval and p go by clusters, that is, templates.
 #
 # ## Figures
 #

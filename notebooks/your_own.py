@@ -128,7 +128,7 @@ for name, scores in found.trivial.items():
 # and what they miss is little: the question is whether the trained model misses less.
 #
 # A verdict needs a `Claim`: its side and the smallest effect of interest, written down before measuring. With a
-# sentence in `claim` it can PASS or FAIL. In a checkout it stands in a file of `llmgeom/claims/`, the rest of this
+# sentence in `claim` it gets a verdict. In a checkout it stands in a file of `llmgeom/claims/`, the rest of this
 # cell is `probes/odds_line.py`, and `llmgeom scan` finds it by being there.
 
 # %%

@@ -118,7 +118,7 @@ def test_each_condition_changes_one_thing_and_nothing_else(runs):
 def test_every_condition_has_captures_of_its_own(runs):
     """As many folders of the store as there are different passes: none is taken for another condition's."""
     captures = runs["plain"][0].parent / "cache" / "captures"
-    scan = 1 + 2 * int(NULLS)
+    scan = 2 + 2 * int(NULLS)  # the model with context and without, untrained controls, shuffles
     counts = Counter(
         (json.loads((one.parents[1] / "run.json").read_text())["spec"]["dtype"], told["about"]["shards"] > 1)
         for one in captures.glob("*/*/spec.json")
