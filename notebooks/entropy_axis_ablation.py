@@ -59,8 +59,8 @@ with bar() as progress:
 record
 
 # %% [markdown]
-# *KL of the edit* holds: the axis is used, more than both controls. *against equal edits* holds: it does no more than they
-# do; it is a read-out and no bottleneck. Neither: the verdict says how many templates would settle it. Where the values
+# *KL of the edit* holds: the axis is used, more than both controls. *against equal edits* holds: it does no more than
+# they do; it is a read-out and no bottleneck. Neither: the verdict says how many templates would settle it. Where the values
 # as a whole have too little to lose for an answer, a warning says so, and the metric is a measurement and no claim.
 #
 # ## Dose
