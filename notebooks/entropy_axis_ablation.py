@@ -60,8 +60,8 @@ record
 
 # %% [markdown]
 # *KL of the edit* holds: the axis is used, more than both controls. *against equal edits* holds: it does no more than
-# they do; it is a read-out and no bottleneck. Neither: the verdict says how many templates would settle it. Where the values
-# as a whole have too little to lose for an answer, a warning says so, and the metric is a measurement and no claim.
+# they do; it is a read-out and no bottleneck. Open: the verdict says how many templates would settle it. Where the
+# values as a whole have too little to lose for an answer, a warning says so, and the metric is no claim.
 #
 # ## Dose
 #
