@@ -76,7 +76,9 @@ def test_the_curve_is_scikit_learns_on_the_captured_activations(run, prompts, su
         raw = measured.arrays["residual_controls"][0, layer]
         assert measured.ticks["control"][0] == "this model, confounds left in"
         assert raw == pytest.approx(expected, rel=1e-4, abs=1e-4)
-    assert [e.name for e in measured.estimates[:2]] == ["R2 over the strongest control", "R2"]
+    assert [e.name for e in measured.estimates] == ["R2", "R2, confounds left in"]
+    assert measured.estimates[0].verdict in ("holds", "small", "ruled out", "opposite", "open")
+    assert measured.estimates[1].verdict == ""
     assert (out / "report.html").stat().st_size > 10_000
     assert Record.load(out).results["label"].notes == measured.notes
 
@@ -112,7 +114,7 @@ def test_another_column_is_measured_from_the_same_captures(run, prompts, subject
     monkeypatch.setattr(Subject, "untrained", lambda *_: pytest.fail("a control was built again"))
     asked = RunConfig(model="pocket:pythia", prompts=str(prompts), target="coin", nulls=2, out=str(place / "coin"))
     _, other = perform(asked, subject=subject)
-    assert other.results["label"].estimates[1].name == "AUROC"
+    assert other.results["label"].estimates[0].name == "AUROC"
     assert "coin" in other.results["label"].notes[0] and "words" in record.results["label"].notes[0]
 
 

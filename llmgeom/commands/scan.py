@@ -58,7 +58,7 @@ class RunConfig(config.ModelConfig):
         group="Prompts",
     )
     prompts_file: str | None = flag(
-        None, "Your own prompts: .jsonl, .txt, hf:DATASET, or - for standard input.", name="--prompts", group="Prompts"
+        None, "Your own prompts: .jsonl, .csv, .parquet, .txt, hf:DATASET, or -.", name="--prompts", group="Prompts"
     )
     prompts_from: str | None = flag(None, "Use the prompts of an earlier run folder.", group="Prompts")
     n: int | None = flag(

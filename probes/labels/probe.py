@@ -143,28 +143,22 @@ class _Measurement:
     # -- the estimates
 
     def estimates(self, raw: HeldOut) -> tuple[Estimate, ...]:
-        """The claim, and the score itself with and without confounds."""
-        metric, own = METRICS[self.target.kind], self.own
-        counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
+        """The claim: the score against every control, confounds removed; and the score with confounds left in."""
+        own = self.own
         without = deletions(own, list(self.places.values()), self.clusters, self.confounds)
-        centres = {PERMUTED: float(np.median(own.moved))}
-        centres |= {name: one.value for name, (one, _) in self.single.items()}
-        centres |= {name: float(np.median([one.value for one in draws])) for name, draws in self.draws.items()}
-        strongest = max(centres, key=lambda name: centres[name])
-        excess, nulls, span = own.value - centres[strongest], [], None
+        nulls = [permutation_null(PERMUTED, own.value, own.moved)]
         for name, (one, places) in self.single.items():
             lost = deletions(one, places, self.clusters, self.confounds)
-            found = interval(own.value - one.value, without - lost, self.clusters)
-            nulls.append(Null.paired(name, excess, one.value - centres[strongest], found))
-            span = found if name == strongest else span
+            difference = interval(own.value - one.value, without - lost, self.clusters)
+            nulls.append(Null.paired(name, own.value, one.value, difference))
         for name, draws in self.draws.items():
-            nulls.append(centred_null(name, excess, np.array([one.value for one in draws]) - centres[strongest]))
-        nulls.append(permutation_null(PERMUTED, excess, own.moved - centres[strongest]))
-        span = span or interval(excess, without - centres[strongest], self.clusters)
-        over = estimate(CLAIMS[f"{metric} over the strongest control"], excess, span, nulls, **counts)
-        return over, self.alone(), self.alone(", confounds left in", raw)
+            nulls.append(centred_null(name, own.value, np.array([one.value for one in draws])))
+        span = interval(own.value, without, self.clusters)
+        counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
+        judged = estimate(CLAIMS[METRICS[self.target.kind]], own.value, span, nulls, **counts)
+        return judged, self.alone(", confounds left in", raw)
 
-    def alone(self, what: str = "", read: HeldOut | None = None) -> Estimate:
+    def alone(self, what: str, read: HeldOut | None = None) -> Estimate:
         """The score itself against labels in another order; `read` is a reading with confounds left in."""
         one, given = (self.own, self.confounds) if read is None else (read, None)
         span = interval(one.value, deletions(one, list(self.places.values()), self.clusters, given), self.clusters)
@@ -335,13 +329,14 @@ class _Measurement:
         where = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
         given = ", ".join(self.probe.given) or "nothing"
         positive = f"; {classes[1]!r} is the positive value" if kind == "binary" else ""
-        own, over = self.own, estimates[0]
+        own, judged = self.own, estimates[0]
+        reach = judged.margin - judged.centre + 1.28 / 1.96 * (judged.high - judged.low) / 2
         return [
             f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else ""),
             f"given {given}; place chosen in each fold: {where}",
             f"selectivity, the score less that of labels in another order: {own.value - np.median(own.moved):.2f}",
-            # (z_.975 + z_.9) standard errors, from the interval's half width of about z_.975 of them; derived here.
-            f"an excess of about {(over.high - over.low) / 2 * 3.24 / 1.96:.2f} would be found with 90 % power here",
+            # z_.9 = 1.28 errors beyond the hurdle, of which the interval's half width holds 1.96; derived here.
+            f"found with 90 % power here: a score that is {reach:.2f} above the strongest control",
         ]
 
     def doubts(self) -> tuple[str, ...]:
