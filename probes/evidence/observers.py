@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
+from scipy.special import expit, logit
 
 from llmgeom.batch import Batch
 from llmgeom.stats import conjugate
-from llmgeom.stats.information import bits
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,21 @@ class Shown:
         """[prompt] how many labels were shown."""
         return (self.labels >= 0).sum(1)
 
+    @cached_property
+    def signs(self) -> np.ndarray:
+        """[prompt k] 1 for the first label, -1 for the second, 0 for padding."""
+        return np.select([self.labels == 0, self.labels == 1], [1.0, -1.0], 0.0)
+
+    @cached_property
+    def age(self) -> np.ndarray:
+        """[prompt k] how many labels came later; 0 for padding, which has sign 0."""
+        return np.maximum(self.k[:, None] - 1 - np.arange(self.labels.shape[1]), 0)
+
+    @property
+    def stated(self) -> bool:
+        """Whether every prompt states its reliability."""
+        return bool(np.isfinite(self.reliability).all())
+
 
 @dataclass(frozen=True)
 class Observer:
@@ -63,95 +78,111 @@ class Observer:
     Attributes:
         bayesian: whether the rule is Bayes' rule under some prior.
         rule: (what was shown, parameters ...) -> P(first) [prompt].
-        start, bounds: first guess and range of each parameter.
+        names: of the parameters. start, bounds: first guess and range of each.
     """
 
     name: str
     bayesian: bool
     rule: Callable[..., np.ndarray]
+    names: tuple[str, ...] = ()
     start: tuple[float, ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
 
 
-def observers() -> tuple[Observer, ...]:
-    """The exact observer, Bayesian ones under other priors, and some that are not Bayesian."""
-
-    def conjugate_rule(predictive: Callable, *fixed: float) -> Callable[..., np.ndarray]:
-        return lambda shown, *fitted: np.exp(predictive(*shown.counts, *(fixed or fitted))[:, 0])
-
-    def majority(shown: Shown, error: float) -> np.ndarray:
-        return 0.5 + (0.5 - error) * np.sign(np.subtract(*shown.counts))
-
-    def last(shown: Shown, error: float) -> np.ndarray:
-        final = shown.labels[np.arange(len(shown.labels)), shown.k - 1]
-        return np.where(final == 0, 1 - error, error)
-
-    def recent(shown: Shown, keep: float, before: float) -> np.ndarray:
-        age = shown.k[:, None] - 1 - np.arange(shown.labels.shape[1])
-        weight = np.where(shown.labels >= 0, keep ** np.maximum(age, 0), 0)
-        return (before + (weight * (shown.labels == 0)).sum(1)) / (2 * before + weight.sum(1))
-
-    share, count = (1e-3, 0.499), (1e-2, 50.0)
-    two_point, beta = conjugate.two_point, conjugate.beta_bernoulli
-    return (
-        Observer("exact", True, lambda shown: np.exp(shown.exact[:, 0])),
-        Observer("two-point 0.9", True, conjugate_rule(two_point, 0.9)),
-        Observer("Beta(1, 1)", True, conjugate_rule(beta, 1.0, 1.0)),
-        Observer("KT, Beta(1/2, 1/2)", True, conjugate_rule(beta, 0.5, 0.5)),
-        Observer("fitted Beta", True, conjugate_rule(beta), (1.0, 1.0), (count, count)),
-        Observer("fitted reliability", True, conjugate_rule(two_point), (0.8,), ((0.501, 0.999),)),
-        Observer("majority", False, majority, (0.2,), (share,)),
-        # A weight of at most .8 a label: at 1 it would count like a Beta prior, which is Bayesian.
-        Observer("recency-weighted", False, recent, (0.6, 1.0), ((0.0, 0.8), count)),
-        Observer("copy-last", False, last, (0.2,), (share,)),
-        Observer("unigram", False, lambda shown, p: np.full(len(shown.labels), p), (0.5,), ((1e-3, 0.999),)),
-    )
+# ---- Bayesian -------------------------------------------------------------------------------------------------------
 
 
-def divergence(
-    log_p: Float[np.ndarray, "prompt outcome"], log_q: Float[np.ndarray, "prompt outcome"]
-) -> Float[np.ndarray, " prompt"]:
-    """KL(p || q) in bits, for p without zeros."""
-    return bits((np.exp(log_p) * (log_p - log_q)).sum(-1))
+def _exact(shown: Shown) -> np.ndarray:
+    return np.exp(shown.exact[:, 0])
 
 
-def losses(
-    observer: Observer,
-    shown: Shown,
-    log_p: Float[np.ndarray, "prompt 2"],
-    half: Bool[np.ndarray, " prompt"],
-) -> Float[np.ndarray, " prompt"]:
-    """KL(model || observer) in bits, with parameters fitted on the rows of the other half."""
-    from scipy.optimize import minimize
-
-    def loss(rows: np.ndarray, values: Sequence[float]) -> np.ndarray:
-        p = np.clip(observer.rule(shown.take(rows), *values), 1e-9, 1 - 1e-9)
-        return divergence(log_p[rows], np.log(np.stack([p, 1 - p], 1)))
-
-    scores = np.empty(len(log_p))
-    for part in (False, True):
-        fit, score = np.flatnonzero(half != part), np.flatnonzero(half == part)
-        values: Sequence[float] = observer.start
-        if values:
-            values = minimize(
-                lambda v, fit=fit: loss(fit, v).mean(), observer.start, method="L-BFGS-B", bounds=observer.bounds
-            ).x
-        scores[score] = loss(score, values)
-    return scores
+def _beta(shown: Shown, a: float, b: float) -> np.ndarray:
+    return np.exp(conjugate.beta_bernoulli(*shown.counts, a, b)[:, 0])
 
 
-def advantage(scores: np.ndarray, half: np.ndarray, bayesian: Sequence[bool]) -> np.ndarray:
-    """[prompt] bits by which the best other observer loses to the best Bayesian one; scores [observer prompt] in bits.
+def _two_point(shown: Shown, reliability: float | np.ndarray) -> np.ndarray:
+    """r P + (1 - r)(1 - P), P the belief: log odds of the prior plus (n1 - n2) log(r / (1 - r))."""
+    prior = np.where(np.isfinite(shown.prior), shown.prior, 0.5)
+    belief = expit(logit(prior) + np.subtract(*shown.counts) * logit(reliability))
+    return reliability * belief + (1 - reliability) * (1 - belief)
 
-    The best of a kind is chosen on the prompts of one half and scored on those of the other.
-    """
-    gain = np.empty(scores.shape[1])
-    for part in (False, True):
-        choose, score = half != part, half == part
-        best = {
-            kind: min((i for i, is_bayesian in enumerate(bayesian) if is_bayesian is kind),
-                      key=lambda i: scores[i, choose].mean())
-            for kind in (True, False)
-        }  # fmt: skip
-        gain[score] = scores[best[False], score] - scores[best[True], score]
-    return gain
+
+def _misread(shown: Shown, weight: float) -> np.ndarray:
+    """Two-point with the stated log odds of the reliability multiplied by a weight."""
+    return _two_point(shown, expit(weight * logit(shown.reliability)))
+
+
+# ---- others ---------------------------------------------------------------------------------------------------------
+
+
+def _weighed(shown: Shown, weight: np.ndarray, slope: float, bias: float, lapse: float) -> np.ndarray:
+    """lapse + (1 - 2 lapse) / (1 + exp(-bias - slope sum_i weight_i x_i)), x_i = 1 or -1 for label i."""
+    return lapse + (1 - 2 * lapse) * expit(bias + slope * (weight * shown.signs).sum(1))
+
+
+def _counter(shown: Shown, slope: float, bias: float) -> np.ndarray:
+    return _weighed(shown, np.ones(1), slope, bias, 0.0)
+
+
+def _saturating(shown: Shown, slope: float, bias: float, lapse: float) -> np.ndarray:
+    return _weighed(shown, np.ones(1), slope, bias, lapse)
+
+
+def _forgetting(shown: Shown, slope: float, bias: float, lapse: float, discount: float) -> np.ndarray:
+    return _weighed(shown, discount**shown.age, slope, bias, lapse)
+
+
+def _primacy(shown: Shown, slope: float, bias: float, lapse: float, discount: float) -> np.ndarray:
+    return _weighed(shown, discount ** np.arange(shown.labels.shape[1]), slope, bias, lapse)
+
+
+def _forgetting_shares(shown: Shown, discount: float, before: float) -> np.ndarray:
+    """(before + sum of discount^age over first labels) / (2 before + sum over all)."""
+    weight = discount**shown.age * (shown.labels >= 0)
+    return (before + (weight * (shown.labels == 0)).sum(1)) / (2 * before + weight.sum(1))
+
+
+def _majority(shown: Shown, error: float) -> np.ndarray:
+    return 0.5 + (0.5 - error) * np.sign(np.subtract(*shown.counts))
+
+
+def _copy_last(shown: Shown, error: float) -> np.ndarray:
+    final = shown.labels[np.arange(len(shown.labels)), shown.k - 1]
+    return np.where(final == 0, 1 - error, error)
+
+
+def _copy_random(shown: Shown, error: float) -> np.ndarray:
+    return error + (1 - 2 * error) * shown.counts[0] / np.maximum(shown.k, 1)
+
+
+def _constant(shown: Shown, p: float) -> np.ndarray:
+    return np.full(len(shown.labels), p)
+
+
+SHARE, COUNT, SLOPE, BIAS = (1e-3, 0.499), (1e-2, 50.0), (-6.0, 6.0), (-4.0, 4.0)
+LAPSE, DISCOUNT = (0.0, 0.45), (0.0, 1.5)  # above 1, earlier labels weigh more: an interval may reach over 1
+SATURATING, FORGETTING = "saturating counter", "forgetting"
+WEIGHED = ("slope", "bias", "lapse", "discount")
+ALWAYS = (
+    Observer("exact", True, _exact),
+    Observer("two-point 0.9", True, lambda shown: _two_point(shown, 0.9)),
+    Observer("Beta(1, 1)", True, lambda shown: _beta(shown, 1.0, 1.0)),
+    Observer("KT, Beta(1/2, 1/2)", True, lambda shown: _beta(shown, 0.5, 0.5)),
+    Observer("fitted Beta", True, _beta, ("a", "b"), (1.0, 1.0), (COUNT, COUNT)),
+    Observer("fitted reliability", True, _two_point, ("reliability",), (0.8,), ((0.501, 0.999),)),
+    Observer("logit-linear counter", False, _counter, WEIGHED[:2], (0.5, 0.0), (SLOPE, BIAS)),
+    Observer(SATURATING, False, _saturating, WEIGHED[:3], (1.0, 0.0, 0.1), (SLOPE, BIAS, LAPSE)),
+    Observer(FORGETTING, False, _forgetting, WEIGHED, (1.0, 0.0, 0.1, 0.8), (SLOPE, BIAS, LAPSE, DISCOUNT)),
+    Observer("primacy", False, _primacy, WEIGHED, (1.0, 0.0, 0.1, 0.8), (SLOPE, BIAS, LAPSE, (0.0, 1.0))),
+    Observer("forgetting shares", False, _forgetting_shares, ("discount", "before"), (0.6, 1.0), ((0.0, 1.0), COUNT)),
+    Observer("majority", False, _majority, ("error",), (0.2,), (SHARE,)),
+    Observer("copy-last", False, _copy_last, ("error",), (0.2,), (SHARE,)),
+    Observer("copy-random", False, _copy_random, ("error",), (0.1,), ((0.0, 0.499),)),
+    Observer("constant", False, _constant, ("p",), (0.5,), ((1e-3, 0.999),)),
+)
+WHERE_STATED = (Observer("stated reliability, weighed", True, _misread, ("weight",), (1.0,), ((0.05, 5.0),)),)
+
+
+def observers(shown: Shown) -> tuple[Observer, ...]:
+    """Every observer that can read these prompts."""
+    return (*ALWAYS, *(WHERE_STATED if shown.stated else ()))
