@@ -149,7 +149,7 @@ def test_three_labels_are_a_simplex(batch):
     log_p = np.log(rng.dirichlet([1.0, 1.0, 1.0], n) * 0.97 + 0.01)
     three = replace(
         batch,
-        columns={"k": batch.columns["k"], "answers": tuple(tuple(words[i] for i in row) for row in chosen)},
+        columns={"k": batch.columns["k"], "marks": tuple(" ".join(words[i] for i in row) for row in chosen)},
         posterior=Posterior(torch.from_numpy(log_p)[:, None]),
         cluster=tuple("-".join(words[i] for i in sorted(row)) for row in chosen),
     )

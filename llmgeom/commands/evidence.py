@@ -16,7 +16,7 @@ from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Probe
-from llmgeom.probes.evidence import belief, controls, published, skill
+from llmgeom.probes.evidence import belief, controls, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.progress import Progress
 from llmgeom.prompts import nonce
@@ -26,7 +26,12 @@ from llmgeom.run import CONTROLS, run_probes
 
 Protocol = Literal["sound", "published"]
 PROBES: dict[Protocol, dict[str, Probe]] = {
-    "sound": {skill.EVIDENCE: skill, belief.BELIEF: belief, controls.CONTROLS: controls},
+    "sound": {
+        skill.EVIDENCE: skill,
+        which_observer.OBSERVERS: which_observer,
+        belief.BELIEF: belief,
+        controls.CONTROLS: controls,
+    },
     "published": {published.PROBE: published},
 }
 

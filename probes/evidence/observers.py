@@ -32,13 +32,13 @@ class Shown:
 
     @classmethod
     def of(cls, batch: Batch) -> Shown:
-        """From a batch with the column `seen`, and where prompts state them `reliability` and `prior`."""
+        """From a batch with the column `seen`, and where prompts state them `reliability` and `prior` (in tenths)."""
         rows = [[int(label) for label in row] for row in batch.columns["seen"]]
         labels = np.full((len(rows), max(map(len, rows))), -1)
         for into, row in zip(labels, rows, strict=True):
             into[: len(row)] = row
         absent = (np.nan,) * len(rows)
-        stated = (np.array(batch.columns.get(name, absent), dtype=float) for name in ("reliability", "prior"))
+        stated = (np.array(batch.columns.get(name, absent), dtype=float) / 10 for name in ("reliability", "prior"))
         return cls(labels, batch.exact.predictive[:, -1].double().numpy(), *stated)
 
     def take(self, rows: np.ndarray) -> Shown:

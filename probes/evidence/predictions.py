@@ -23,7 +23,7 @@ MAIN = ""
 # Samples with the same draws as the main one, each changed in one way; see prompts/sula.py.
 MOVED, ENDS, PUBLISHED = ("remap", "permuted", "swap"), ("consistent", "alternating"), ("shuffled", "no words")
 VARIANTS = (*MOVED, *ENDS, *PUBLISHED)
-ANSWERS = "answers"  # column of a batch: the labels of each prompt, a tuple of words
+MARKS = "marks"  # column of a batch: the labels of each prompt, with spaces between
 FIRST, SECOND = "first", "second"  # the same as two columns
 
 
@@ -82,16 +82,16 @@ LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}))
 def label_words(batch: Batch) -> list[tuple[str, ...]]:
     """The labels of each prompt, in the order of the exact answer's outcomes.
 
-    They are the column `answers`, or the columns `first` and `second`.
+    They are the columns `first` and `second`, or the column `marks`, words with spaces between.
 
     Raises:
         UserError: the prompts have no labels.
     """
-    if ANSWERS in batch.columns:
-        return [tuple(row) for row in batch.columns[ANSWERS]]
-    if not {FIRST, SECOND} <= batch.columns.keys():
-        raise UserError(f"prompts of {batch.source.get('name', 'this source')} have no labels: no column {ANSWERS!r}")
-    return list(zip(batch.columns[FIRST], batch.columns[SECOND], strict=True))
+    if {FIRST, SECOND} <= batch.columns.keys():
+        return list(zip(batch.columns[FIRST], batch.columns[SECOND], strict=True))
+    if MARKS not in batch.columns:
+        raise UserError(f"prompts of {batch.source.get('name', 'this source')} have no labels: no column {MARKS!r}")
+    return [tuple(row.split()) for row in batch.columns[MARKS]]
 
 
 def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:

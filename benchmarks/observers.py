@@ -1,0 +1,106 @@
+"""Who is taken for whom: simulated observers, and what `llmgeom evidence` says of each.
+
+`python benchmarks/observers.py --out FILE` writes one row for each simulated observer and design; docs/sula.md shows
+them. A data set has the default size: 50 prompts for each k of 1, 2, 4, 8 (`two-point`: reliability .9, prior 1/2), or
+k of 1, 2, 4, 8 with a stated reliability of .3, .6 or .9 and a stated prior of .2, .5 or .8 (`stated`). A simulated
+answer is the rule's log odds plus independent normal noise of sd .25, the same for every observer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+from scipy.special import expit, logit
+
+from llmgeom.probes.evidence.observer_fit import Contest, attainable, called, lack_of_fit, lack_of_fit_draws
+from llmgeom.probes.evidence.observers import Observer, Shown, observers
+from llmgeom.stats import conjugate
+from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.tests import tail_p
+
+KS, EACH, CLUSTERS, NOISE, DRAWS = (1, 2, 4, 8), 50, 60, 0.25, 39
+DESIGNS = ("two-point", "stated")
+# Each simulated observer: the rule that answers and its parameters.
+SIMULATED: dict[str, tuple[str, tuple[float, ...]]] = {
+    "exact": ("exact", ()),
+    "Bayes, reliability .7": ("fitted reliability", (0.7,)),
+    "Beta(1, 1)": ("Beta(1, 1)", ()),
+    "counter, slope .5": ("logit-linear counter", (0.5, 0.0)),
+    "counter, slope 2.2": ("logit-linear counter", (2.197, 0.0)),
+    "saturating counter": ("saturating counter", (0.7, 0.0, 0.1)),
+    "forgetting": ("forgetting", (1.5, 0.0, 0.1, 0.6)),
+    "primacy": ("primacy", (1.5, 0.0, 0.1, 0.6)),
+    "majority": ("majority", (0.2,)),
+    "copy-last": ("copy-last", (0.2,)),
+    "copy-random": ("copy-random", (0.05,)),
+    "constant": ("constant", (0.5,)),
+}
+
+
+def drawn(design: str, rng: np.random.Generator) -> tuple[Shown, np.ndarray]:
+    """What one data set shows, and the cluster of each prompt."""
+    k = np.repeat(KS, EACH)
+    n, nothing = len(k), np.full(len(k), np.nan)
+    stated = design == "stated"
+    reliability = rng.choice([0.3, 0.6, 0.9], n) if stated else np.full(n, 0.9)
+    prior = rng.choice([0.2, 0.5, 0.8], n) if stated else np.full(n, 0.5)
+    right = rng.random(n) >= prior
+    labels = np.where(rng.random((n, max(KS))) < reliability[:, None], right[:, None], ~right[:, None]).astype(int)
+    labels[np.arange(max(KS)) >= k[:, None]] = -1
+    n1, n2 = ((labels == label).sum(1) for label in (0, 1))
+    exact = conjugate.two_point(n1, n2, reliability, prior)
+    clusters = np.concatenate([rng.permutation(CLUSTERS)[:EACH] for _ in KS])
+    return Shown(labels, exact, *((reliability, prior) if stated else (nothing, nothing))), clusters
+
+
+def answers(rule: Observer, values: tuple[float, ...], shown: Shown, rng: np.random.Generator) -> np.ndarray:
+    """P(first) of a simulated observer."""
+    return expit(logit(np.clip(rule.rule(shown, *values), 1e-6, 1 - 1e-6)) + NOISE * rng.standard_normal(len(shown.k)))
+
+
+def judged(shown: Shown, p: np.ndarray, clusters: np.ndarray, seed: int) -> tuple[str, str]:
+    """The observer that the answers are taken for, and what the model is called."""
+    contest = Contest(observers(shown), shown, p, clusters)
+    best = contest.best(bayesian=True)
+    misfit = tail_p(lack_of_fit(best, shown, p), lack_of_fit_draws(best, shown, p, DRAWS, seed), "upper")
+    possible = attainable(contest.rules, shown, clusters)
+    return contest.winner.name, called(jackknife(np.mean, contest.gain, clusters), possible, misfit)
+
+
+def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str, int]]:
+    """Of `sets` data sets of one simulated observer: how often it is taken for each observer, and called each word."""
+    taken: Counter[str] = Counter()
+    words: Counter[str] = Counter()
+    for i in range(sets):
+        rng = np.random.default_rng([seed, DESIGNS.index(design), list(SIMULATED).index(name), i])
+        shown, clusters = drawn(design, rng)
+        of, values = SIMULATED[name]
+        (rule,) = (one for one in observers(shown) if one.name == of)
+        winner, word = judged(shown, answers(rule, values, shown, rng), clusters, i)
+        taken[winner] += 1
+        words[word] += 1
+    return {"taken": dict(taken), "called": dict(words)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sets", type=int, default=100)
+    parser.add_argument("--design", choices=DESIGNS, action="append")
+    asked = parser.parse_args()
+    rows = json.loads(asked.out.read_text()) if asked.out.exists() else {}
+    for design in asked.design or DESIGNS:
+        for name in SIMULATED:
+            key = f"{design}: {name}"
+            if key not in rows:
+                rows[key] = row(design, name, asked.sets)
+                asked.out.write_text(json.dumps(rows, indent=1))
+                print(key, rows[key], flush=True)
+
+
+if __name__ == "__main__":
+    main()

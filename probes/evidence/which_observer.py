@@ -1,0 +1,158 @@
+"""Which observer model predicts a model's answers: Bayes' rule or a rival, with an absolute fit and the weight given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import UserError
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.estimates import UNTRAINED
+from llmgeom.probes.evidence.observer_fit import (
+    LEAST_GAIN,
+    Contest,
+    attainable,
+    called,
+    fitted,
+    lack_of_fit,
+    lack_of_fit_draws,
+    parameter_intervals,
+)
+from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
+from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.resampling import Interval, jackknife
+
+OBSERVERS = "sula_observers"
+BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesian observer"
+SIMULATED = "simulated observers"
+DRAWS = 99
+CLAIMS = declared(OBSERVERS)
+NEEDS = Needs(
+    shuffled=False,
+    no_context=False,
+    exact=True,
+    observers=(LABELS,),
+    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed(Result):
+    """How well each observer predicts the model's answers, and the parameters with which the rivals do."""
+
+    TITLE = "Observer models (SULA)"
+    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
+
+    observer: np.ndarray = quantity(
+        "observer",
+        "bits",
+        "KL(model || observer) per label, held-out clusters",
+        Figure("curve", interval="observer_interval"),
+    )
+    observer_interval: np.ndarray = quantity("observer bound", "bits", "95 % interval over clusters")
+    parameter: np.ndarray = quantity(
+        "parameter", "of the rule", "fitted to all answers", Figure("curve", interval="parameter_interval")
+    )
+    parameter_interval: np.ndarray = quantity("parameter bound", "of the rule", "95 % interval over clusters")
+    exact_parameter: np.ndarray = quantity("parameter", "of the rule", "the same fitted to the exact answers")
+    attainable: float = quantity("", "bits", "advantage per label of Bayesian observers for a model that is exact")
+    gain: np.ndarray = quantity(
+        "bound", "bits", "interval of the advantage per label of the best Bayesian observer over the best rival"
+    )
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measure(data: ProbeInput) -> Observed:
+    """The observers on the model's answers, and on those of its untrained controls.
+
+    Raises:
+        UserError: fewer than 5 clusters, or more than two labels.
+    """
+    models = (data.observations, *data.control_observations)
+    return measure_observers(data.capture.batch, [model.p for model in models], data.seed)
+
+
+def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Observed:
+    """The same from P(first), [prompt], of the model and then of its untrained controls."""
+    truth = ExactAnswers(batch)
+    if truth.log_p.shape[1] != 2:
+        raise UserError(f"observer models answer with two labels; these prompts have {truth.log_p.shape[1]}")
+    rows, clusters = truth.observed, truth.cluster[truth.observed]
+    shown = Shown.of(batch).take(rows)
+    rules = observers(shown)
+    own, *untrained = (Contest(rules, shown, one[rows], clusters) for one in p)
+    possible, best = attainable(rules, shown, clusters), own.best(bayesian=True)
+    gain = jackknife(np.mean, own.gain, clusters)
+    misfit = lack_of_fit(best, shown, own.p)
+    simulated = Null.of(SIMULATED, misfit, lack_of_fit_draws(best, shown, own.p, DRAWS, seed), CLAIMS[MISFIT].side)
+
+    def lacking(kept: np.ndarray) -> float:
+        return lack_of_fit(best, shown.take(kept), own.p[kept])
+
+    span = jackknife(lacking, np.arange(len(rows)), clusters)
+    size = {"n": len(rows), "clusters": len(set(clusters))}
+    made = [estimate(CLAIMS[MISFIT], misfit, span, [simulated], **size)]
+    if possible > LEAST_GAIN:
+        draws = np.array([control.gain.mean() for control in untrained]) / possible
+        share = own.gain / possible
+        null = Null.of(UNTRAINED, share.mean(), draws, CLAIMS[BAYES].side)
+        made.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
+    names, values, intervals, exact = _parameters(rules, shown, own.p, clusters)
+    return Observed(
+        observer=own.scores.mean(1),
+        observer_interval=_ends(jackknife(np.mean, row, clusters) for row in own.scores),
+        parameter=values,
+        parameter_interval=intervals,
+        exact_parameter=exact,
+        attainable=possible,
+        gain=np.array([gain.low, gain.high]),
+        estimates=tuple(made),
+        ticks={"observer": tuple(rule.name for rule in rules), "parameter": names},
+        warnings=tuple(_open(possible, own)),
+        notes=(
+            f"taken for: {own.winner.name}; called: {called(gain, possible, simulated.p)}",
+            *(f"{name}: {v:.3g} [{low:.3g}, {high:.3g}], of the exact answers {e:.3g}"
+              for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
+        ),
+    )  # fmt: skip
+
+
+def _open(possible: float, contest: Contest) -> Iterator[str]:
+    if possible <= LEAST_GAIN:
+        equal = contest.best(bayesian=False)
+        yield (
+            f"{BAYES}: open, this design cannot part Bayes' rule from a rival: with the right parameters a counter gives "
+            f"the exact answers; the best rival is {equal.name}; see its slope, and use prompts that state their reliability"
+        )
+
+
+def _parameters(
+    rules: Sequence[Observer], shown: Shown, p: np.ndarray, clusters: np.ndarray
+) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]:
+    """Names, values, intervals and exact values of the parameters of the saturating counter and of forgetting."""
+    names: list[str] = []
+    values: list[float] = []
+    exact: list[float] = []
+    spans = []
+    truth = np.exp(shown.exact[:, 0])
+    for rule in rules:
+        if rule.name in (SATURATING, FORGETTING):
+            found, intervals = parameter_intervals(rule, shown, p, clusters)
+            names += [f"{rule.name}: {name}" for name in rule.names]
+            values += found
+            exact += fitted(rule, shown, truth)
+            spans += intervals
+    return tuple(names), np.array(values), _ends(spans), np.array(exact)
+
+
+def _ends(spans: Iterable[Interval]) -> np.ndarray:
+    return np.array([[span.low, span.high] for span in spans])
