@@ -22,7 +22,7 @@ from llmgeom.stats import conjugate
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.tests import tail_p
 
-KS, EACH, CLUSTERS, NOISE, DRAWS = (1, 2, 4, 8), 50, 60, 0.25, 39
+KS, EACH, CLUSTERS, NOISE, DRAWS = (1, 2, 4, 8), 50, 60, 0.25, 99
 DESIGNS = ("two-point", "stated")
 # Each simulated observer: the rule that answers and its parameters.
 SIMULATED: dict[str, tuple[str, tuple[float, ...]]] = {

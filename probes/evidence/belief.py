@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from llmgeom.stats.tests import correlation_interval, spearman
 BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
-SHUFFLED = "shuffled evidence"
+SHUFFLED, NO_CONTEXT = "shuffled evidence", "without context"
 PERMUTATIONS = 199
 LEAST_SPREAD = 0.05  # nats: standard deviation of the exact log odds below which there is nothing to read
 CLAIMS = declared(BELIEF)
@@ -53,10 +53,13 @@ class Belief(Result):
         "depth",
         "R2",
         "exact log odds read from the label-aligned coordinate, other labels and clusters",
-        Figure("curve", band="along_null", interval="along_interval"),
+        Figure("curve", band="along_null", interval="along_interval", beside="without_context"),
     )
     along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
     along_null: np.ndarray = quantity("depth bound", "R2", "null band of the same")
+    without_context: np.ndarray = quantity(
+        "depth", "R2", "the same of the trained weights without context; 0 where the model has no such control"
+    )
     shuffled: np.ndarray = quantity("depth bound", "R2", "band of the same with evidence of other prompts")
     slope: np.ndarray = quantity("depth", "nats", "slope of the line: log odds for one unit of the coordinate")
     coordinate: np.ndarray = quantity(
@@ -93,10 +96,12 @@ class Inside:
             token at each depth (the input of each layer, then the output of the last), u_j the row of the output
             embedding of the prompt's label j.
         value: [prompt coordinate].
+        embedding: the labels' rows of the output embedding, as `rows_of_labels` returns them.
     """
 
     along: np.ndarray
     value: np.ndarray
+    embedding: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
 def inside(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Inside:
@@ -110,7 +115,7 @@ def inside(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray])
         x = layer.double().numpy()
         size = np.linalg.norm(x, axis=1, keepdims=True)
         along.append(np.einsum("pd,pld->pl", x / np.where(size > 0, size, 1), rows))
-    return Inside(np.stack(along), capture.observed("values.last").double().numpy())
+    return Inside(np.stack(along), capture.observed("values.last").double().numpy(), embedding)
 
 
 NEEDS = Needs(
@@ -129,11 +134,17 @@ def measure(data: ProbeInput) -> Belief:
     Raises:
         UserError: fewer than 5 clusters, or exact log odds that hardly vary.
     """
-    return measure_belief(data.capture.batch, (data.observations, *data.control_observations), data.seed)
+    without = data.no_context and inside({MAIN: data.no_context}, data.observations.embedding)
+    return measure_belief(data.capture.batch, (data.observations, *data.control_observations), data.seed, without)
 
 
-def measure_belief(batch: Batch, models: Sequence[Inside], seed: int) -> Belief:
-    """The same from what is read of the model and then of its untrained controls."""
+def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: Inside | None = None) -> Belief:
+    """The same from what is read of the model and then of its untrained controls.
+
+    Args:
+        batch: the prompts. models: the model, then its untrained controls. seed: of the folds.
+        without: the model without context; None where it has no such control.
+    """
     truth = ExactAnswers(batch)
     rows, own = truth.observed, models[0].along
     odds, stratum, cluster = _centred_odds(truth), truth.k[rows], truth.cluster[rows]
@@ -154,8 +165,10 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int) -> Belief:
         claim, value = CLAIMS[name], float(values[depth])
         nulls = [
             Null.of(UNTRAINED, value, null[:, depth], claim.side),
-            Null.of(SHUFFLED, value, shuffled[depth], claim.side),
+            Null.of(SHUFFLED, value, shuffled[depth], claim.side, noisy=True),
         ]
+        if without is not None:
+            nulls.append(_without_context(line, own[depth][rows], without.along[depth][rows], cluster))
         return estimate(claim, value, spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
 
     last, middle = len(own) - 1, len(own) // 2
@@ -164,6 +177,7 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int) -> Belief:
         along=values,
         along_interval=np.array([[span.low, span.high] for span in spans]),
         along_null=layer_band({UNTRAINED: null}),
+        without_context=np.array([line.r2(z[rows]) for z in without.along]) if without else np.zeros(len(own)),
         shuffled=layer_band({SHUFFLED: shuffled.T}),
         slope=np.array([line.slope(z[rows]) for z in own]),
         coordinate=np.stack([odds[:, 0], line.predicted(own[last][rows])[:, 0]], 1),
@@ -185,6 +199,15 @@ def _centred_odds(truth: ExactAnswers) -> np.ndarray:
     if not np.isfinite(log_p).all():
         raise UserError("an exact probability of 0 has no log odds; leave out the prompts that exclude a label")
     return log_p - log_p.mean(1, keepdims=True)
+
+
+def _without_context(line: shared_line.Line, own: np.ndarray, cut: np.ndarray, cluster: np.ndarray) -> Null:
+    """The model without context as a control; both R2 are computed anew for each cluster that is left out."""
+    value, centre = line.r2(own), line.r2(cut)
+    difference = jackknife(
+        lambda kept: line.subset_r2(own, kept) - line.subset_r2(cut, kept), np.arange(len(own)), cluster
+    )
+    return Null.paired(NO_CONTEXT, value, centre, difference)
 
 
 def _folds(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:

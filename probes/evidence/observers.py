@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -178,11 +178,18 @@ ALWAYS = (
     Observer("majority", False, _majority, ("error",), (0.2,), (SHARE,)),
     Observer("copy-last", False, _copy_last, ("error",), (0.2,), (SHARE,)),
     Observer("copy-random", False, _copy_random, ("error",), (0.1,), ((0.0, 0.499),)),
+    Observer("indifferent", False, lambda shown: _constant(shown, 0.5)),
     Observer("constant", False, _constant, ("p",), (0.5,), ((1e-3, 0.999),)),
 )
+EXACT = ALWAYS[0]
 WHERE_STATED = (Observer("stated reliability, weighed", True, _misread, ("weight",), (1.0,), ((0.05, 5.0),)),)
 
 
 def observers(shown: Shown) -> tuple[Observer, ...]:
-    """Every observer that can read these prompts."""
-    return (*ALWAYS, *(WHERE_STATED if shown.stated else ()))
+    """Every observer that can read these prompts.
+
+    Where prompts state their reliability, whoever does not use it is no Bayesian observer there, whatever its rule.
+    """
+    if not shown.stated:
+        return ALWAYS
+    return (EXACT, *WHERE_STATED, *(replace(rule, bayesian=False) for rule in ALWAYS[1:]))

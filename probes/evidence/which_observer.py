@@ -1,4 +1,4 @@
-"""Which observer model predicts a model's answers: Bayes' rule or a rival, with an absolute fit and the weight given."""
+"""Which observer model predicts a model's answers: Bayes' rule or a rival, with an absolute fit."""
 
 from __future__ import annotations
 
@@ -130,8 +130,9 @@ def _open(possible: float, contest: Contest) -> Iterator[str]:
     if possible <= LEAST_GAIN:
         equal = contest.best(bayesian=False)
         yield (
-            f"{BAYES}: open, this design cannot part Bayes' rule from a rival: with the right parameters a counter gives "
-            f"the exact answers; the best rival is {equal.name}; see its slope, and use prompts that state their reliability"
+            f"{BAYES}: open, this design cannot part Bayes' rule from a counter: one with fitting parameters gives the "
+            f"exact answers (best rival: {equal.name}). Compare its parameters with those of the exact answers, or "
+            "use prompts that state their reliability"
         )
 
 
