@@ -27,6 +27,7 @@ from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, 
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.tests import tail_p
 
 OBSERVERS = "sula_observers"
 BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesian observer"
@@ -93,7 +94,8 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     possible, best = attainable(rules, shown, clusters), own.best(bayesian=True)
     gain = jackknife(np.mean, own.gain, clusters)
     misfit = lack_of_fit(best, shown, own.p)
-    simulated = Null.of(SIMULATED, misfit, lack_of_fit_draws(best, shown, own.p, DRAWS, seed), CLAIMS[MISFIT].side)
+    draws = lack_of_fit_draws(best, shown, own.p, DRAWS, seed)
+    simulated = Null.of(SIMULATED, misfit, draws, CLAIMS[MISFIT].side, noisy=True)
 
     def lacking(kept: np.ndarray) -> float:
         return lack_of_fit(best, shown.take(kept), own.p[kept])
@@ -102,9 +104,9 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     size = {"n": len(rows), "clusters": len(set(clusters))}
     made = [estimate(CLAIMS[MISFIT], misfit, span, [simulated], **size)]
     if possible > LEAST_GAIN:
-        draws = np.array([control.gain.mean() for control in untrained]) / possible
+        theirs = np.array([control.gain.mean() for control in untrained]) / possible
         share = own.gain / possible
-        null = Null.of(UNTRAINED, share.mean(), draws, CLAIMS[BAYES].side)
+        null = Null.of(UNTRAINED, share.mean(), theirs, CLAIMS[BAYES].side)
         made.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
     names, values, intervals, exact = _parameters(rules, shown, own.p, clusters)
     return Observed(
@@ -119,7 +121,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
         ticks={"observer": tuple(rule.name for rule in rules), "parameter": names},
         warnings=tuple(_open(possible, own)),
         notes=(
-            f"taken for: {own.winner.name}; called: {called(gain, possible, simulated.p)}",
+            f"taken for: {own.winner.name}; called: {called(gain, possible, tail_p(misfit, draws))}",
             *(f"{name}: {v:.3g} [{low:.3g}, {high:.3g}], of the exact answers {e:.3g}"
               for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
         ),
