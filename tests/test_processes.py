@@ -125,7 +125,7 @@ def test_neither_position_nor_word_nor_surface_nor_length_predicts_the_answer(sp
     h = np.array(batch.columns["exact_entropy"])
     lengths = np.array([len(ids) for ids in pocket(list(batch.text))["input_ids"]], dtype=float)
     surface = np.array(batch.columns["surface"])
-    word = np.array([row.split() for row in batch.columns["marks"]])
+    word = np.array(batch.columns["answers"])
     for number in np.unique(k):
         rows = k == number
         by_place = p[rows] - 1 / process.answers
@@ -149,8 +149,8 @@ def test_surfaces_and_clusters_are_balanced_and_clusters_share_no_word(spec, poc
     assert len(set.union(*sets)) == sum(map(len, sets)) and len(sets) >= words.LEAST_SETS
     together = nonce.pairs(nonce.Part.TRAINED)
     assert not [pair for pair in together for one in sets if {*pair} <= one]
-    for i, marks in enumerate(batch.columns["marks"]):
-        assert sorted(marks.split()) == sorted(batch.cluster[i].split("-"))
+    for i, marks in enumerate(batch.columns["answers"]):
+        assert sorted(marks) == sorted(batch.cluster[i].split("-"))
 
 
 def test_a_seed_gives_the_same_sequences_whatever_the_tokenizer(pocket):
@@ -280,8 +280,8 @@ def test_answers_are_one_token_each_in_every_tokenizer(kind):
     tokenizer = KINDS[kind]()
     batch = load_process("dirichlet").sample(24, 0, tokenizer)
     assert batch.exact.answers.shape == (120, 1, 3)
-    for text, marks, ids in zip(batch.text, batch.columns["marks"], batch.exact.answers[:, 0].tolist(), strict=True):
-        for mark, token in zip(marks.split(), ids, strict=True):
+    for text, marks, ids in zip(batch.text, batch.columns["answers"], batch.exact.answers[:, 0].tolist(), strict=True):
+        for mark, token in zip(marks, ids, strict=True):
             assert tokenizer(f"{text} {mark}")["input_ids"] == [*tokenizer(text)["input_ids"], token]
             assert tokenizer.decode([token]).strip() == mark
         assert len(set(ids)) == 3

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
-from llmgeom.errors import UserError, redact
+from llmgeom.errors import NO_TOKENIZER, UserError, redact
 from llmgeom.files import digest, remove_unfinished
 from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags
 from llmgeom.model import hub
@@ -110,6 +110,24 @@ class ModelConfig(LoadConfig, NamedModel):
     def locate(self) -> hub.Located:
         """Where the model is. Raises UserError if it is not there."""
         return hub.locate(self.model, self.revision, offline=self.offline, trust_remote_code=self.trust_remote_code)
+
+    def tokenizer(self, located: hub.Located) -> tuple[Any, int | None]:
+        """The tokenizer of the model and its longest input in tokens, without weights. Raises UserError."""
+        import transformers
+
+        from llmgeom.model.loading import undisturbed
+
+        if hub.tunnel(located.path):
+            raise UserError(f"{located.name} {NO_TOKENIZER}")
+        shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
+        shared["trust_remote_code"] = self.trust_remote_code
+        try:
+            with undisturbed(located.local_only):
+                tokenizer = transformers.AutoTokenizer.from_pretrained(located.path, **shared)
+                config = transformers.AutoConfig.from_pretrained(located.path, **shared)
+        except Exception as error:
+            raise hub.explain(error, located) from error
+        return tokenizer, getattr(config.get_text_config(), "max_position_embeddings", None)
 
     def load(self, located: hub.Located | None = None) -> Subject:
         """The model, checked. Pass what `locate` returned: the run's hash and the weights are then of one commit."""

@@ -39,6 +39,7 @@ SEQUENCES = 200  # of a task: they cost nothing
 Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
 # Seconds of each stage of a scan of pocket:pythia, two cores, from an empty cache: each stage's share of the time.
 STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
+EXACT_TARGET = "entropy is that of the exact answer under the process, not the model's own"
 FINAL = "the"  # the word that stands in the most templates of every domain
 
 
@@ -55,6 +56,12 @@ class RunConfig(config.ModelConfig):
         (),
         "Task of a wind tunnel, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
         name="--task",
+        group="Prompts",
+    )
+    processes: tuple[str, ...] = flag(
+        (),
+        "Evidence in text with an exact answer, e.g. markov (`llmgeom list processes`). Repeat for several.",
+        name="--process",
         group="Prompts",
     )
     prompts_file: str | None = flag(
@@ -203,10 +210,11 @@ class Plan:
 
 
 def _content(pool: Batch) -> Mapping[str, Any]:
-    """What decides the prompts of a pool: a task's spec, or the texts themselves."""
+    """What decides the prompts of a pool: a task's spec, or the texts themselves, with a process's spec."""
     if pool.source.get("kind") == "task":
         return pool.source
-    return {"text": pool.text, "cluster": pool.cluster}
+    spec = {"process": pool.source} if pool.source.get("kind") == "process" else {}
+    return {"text": pool.text, "cluster": pool.cluster, **spec}
 
 
 def prepare(asked: RunConfig, write: bool = True) -> Plan:
@@ -214,9 +222,10 @@ def prepare(asked: RunConfig, write: bool = True) -> Plan:
 
     Raises UserError.
     """
-    given = (asked.domains, asked.tasks, asked.prompts_file is not None, asked.prompts_from is not None)
+    files = (asked.prompts_file is not None, asked.prompts_from is not None)
+    given = (asked.domains, asked.tasks, asked.processes, *files)
     if sum(map(bool, given)) > 1:
-        raise UserError("--domain, --task, --prompts and --prompts-from exclude each other; give one")
+        raise UserError("--domain, --task, --process, --prompts and --prompts-from exclude each other; give one")
     documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
     own = asked.prompts_file is not None or asked.prompts_from is not None
     if asked.n is not None and own and not documents_asked:
@@ -227,8 +236,8 @@ def prepare(asked: RunConfig, write: bool = True) -> Plan:
     chosen = probes.chosen(asked.probes, asked.protocol, prompts=not asked.tasks)
     if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
         raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
-    pools = _pools(asked)
-    stratify = documents_asked or not (own or asked.tasks)
+    pools = _pools(asked, located)
+    stratify = documents_asked or not (own or asked.tasks or asked.processes)
     plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
     if asked.out is None:
         specs = digest({name: plan.spec(name) for name in pools})
@@ -238,7 +247,7 @@ def prepare(asked: RunConfig, write: bool = True) -> Plan:
     return plan
 
 
-def _pools(asked: RunConfig) -> dict[str, Batch]:
+def _pools(asked: RunConfig, located: hub.Located) -> dict[str, Batch]:
     from llmgeom.prompts import documents, domains, files
 
     if asked.prompts_file is not None and asked.prompts_file.startswith(DOCUMENTS):
@@ -248,6 +257,8 @@ def _pools(asked: RunConfig) -> dict[str, Batch]:
         if len(pool) < least:
             raise UserError(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
         return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
+    if asked.processes:
+        return _evidence(asked, located)
     if asked.tasks:
         from llmgeom import wind_tunnels
 
@@ -274,6 +285,19 @@ def _pools(asked: RunConfig) -> dict[str, Batch]:
             raise UserError(f"--n {asked.n}: {name} gives a pool of {size} prompts; ask for at most that")
         pools[name] = domain.sample(size, asked.seed)
     return pools
+
+
+def _evidence(asked: RunConfig, located: hub.Located) -> dict[str, Batch]:
+    """Prompts of each process, in words that are single tokens of the model's tokenizer."""
+    from llmgeom.prompts.processes import load_process
+
+    processes = [load_process(spec) for spec in asked.processes]
+    tokenizer, positions = asked.tokenizer(located)
+    n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
+    return {
+        process.title: process.sample(max(n // len(process.KS), 1), asked.seed, tokenizer, positions=positions)
+        for process in processes
+    }
 
 
 def perform(
@@ -364,6 +388,8 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
 
         of = pool.source
         return pool, {WHOLE: wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
+    if pool.source["kind"] == "process":
+        return pool, {}, [EXACT_TARGET]
     if not plan.stratify:
         return pool, {}, []
 
