@@ -72,6 +72,7 @@ class Posterior:
 
     outcomes   the token of each outcome; empty where what is asked is a real number, and where tokens differ by input.
     answers    [batch query outcome] int64: the token of each outcome, where they differ by input (processes in text).
+    trivial    log-probabilities [batch query outcome] of observers that do not infer, by name.
     bearing    [batch query seq] bool, where the task says so: the positions up to the query on which the answer
                depends there (Paper I's feasible positions).
     """
@@ -81,6 +82,7 @@ class Posterior:
     outcomes: tuple[int, ...] = ()
     bearing: Tensor | None = None
     answers: Tensor | None = None
+    trivial: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def categorical(self) -> bool:
@@ -110,7 +112,8 @@ class Posterior:
     def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
         optional = {"belief": self.belief, "bearing": self.bearing, "answers": self.answers}
         picked = {name: None if each is None else pick(each) for name, each in optional.items()}
-        return replace(self, predictive=pick(self.predictive), **picked)
+        trivial = {name: pick(each) for name, each in self.trivial.items()}
+        return replace(self, predictive=pick(self.predictive), trivial=trivial, **picked)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,9 @@ def _facts_hash(batch: Batch) -> str:
     }
     tensors = {"query": batch.query, "target": batch.target}
     if batch.posterior is not None:
-        tensors |= {"predictive": batch.posterior.predictive, "belief": batch.posterior.belief}
+        posterior = batch.posterior
+        tensors |= {"predictive": posterior.predictive, "belief": posterior.belief, "answers": posterior.answers}
+        tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
     facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
     return digest({**facts, "source": dict(batch.source)})
 

@@ -191,7 +191,12 @@ class Process(ABC):
             source={"kind": "process", "name": self.title, **about},
             target=torch.tensor([draw.following for draw in draws])[:, None],
             columns=columns,
-            posterior=Posterior(predictive[:, None], None if belief is None else belief[:, None], answers=answers),
+            posterior=Posterior(
+                predictive[:, None],
+                None if belief is None else belief[:, None],
+                answers=answers,
+                trivial={name: torch.from_numpy(log_p)[:, None] for name, log_p in self.trivial(draws).items()},
+            ),
         )
 
     def _check(self, n: int, ks: Sequence[int], surfaces: Sequence[str]) -> None:

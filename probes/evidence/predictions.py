@@ -95,11 +95,13 @@ def label_words(batch: Batch) -> list[tuple[str, ...]]:
 
 
 def label_ids(tokenizer: Any, batch: Batch) -> Int[Tensor, "prompt label"]:
-    """Token ids of the labels of each prompt, each after a space.
+    """Token ids of the labels of each prompt, each after a space; those of the posterior, where it has them.
 
     Raises:
         UserError: a label is several tokens, or the prompts have no labels.
     """
+    if batch.posterior is not None and batch.posterior.answers is not None:
+        return batch.posterior.answers[:, -1]
     rows = label_words(batch)
     words = sorted({word for row in rows for word in row})
     ids = {word: tokenizer(f" {word}", add_special_tokens=False)["input_ids"] for word in words}

@@ -1,0 +1,217 @@
+"""Answers to a process in text: how near to the exact ones, and nearer than any observer that does not infer?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.errors import UserError
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.estimates import UNTRAINED, mean_by
+from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats import information
+from llmgeom.stats.information import best_constant, bits
+from llmgeom.stats.resampling import Interval, jackknife
+
+PROCESS = "process"
+SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
+DIVERGENCE, MASS = "KL(exact || answer)", "mass of the answers"
+CONSTANT, MODEL = "best constant for each k", "this model"
+SHUFFLED, NO_CONTEXT = "evidence of other prompts", "without context"
+EXCHANGES = 200
+LEAST_GAP = 0.01  # bits that an observer must lose for a skill over it to have a meaning
+CLAIMS = declared(PROCESS)
+NEEDS = Needs(
+    shuffled=False,
+    exact=True,
+    observers=(LABELS,),
+    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Result):
+    """The model's answers against the exact ones, by k and by surface, and against observers that do not infer."""
+
+    TITLE = "Answers to a process in text"
+    TEXT = Path(__file__).parents[1] / "texts" / "process_answers.md"
+
+    k: np.ndarray = quantity("k", "observations", "number of observations before the question")
+    divergence: np.ndarray = quantity(
+        "k",
+        "bits",
+        "KL(exact || the model's answer), renormalised over the answers",
+        Figure("curve", band="divergence_null", interval="divergence_interval"),
+    )
+    divergence_interval: np.ndarray = quantity("k bound", "bits", "95 % interval over clusters")
+    divergence_null: np.ndarray = quantity("k bound", "bits", "null band of the same")
+    entropy: np.ndarray = quantity(
+        "k", "bits", "entropy of the model's answer, mean over prompts", Figure("curve", beside="entropy_exact")
+    )
+    entropy_exact: np.ndarray = quantity("k", "bits", "entropy of the exact answer")
+    mass: np.ndarray = quantity("k", "fraction", "probability of all answers together", Figure("curve"))
+    observer: np.ndarray = quantity(
+        "observer",
+        "bits",
+        "KL(exact || observer), prompts with evidence",
+        Figure("curve", interval="observer_interval"),
+    )
+    observer_interval: np.ndarray = quantity("observer bound", "bits", "95 % interval over clusters")
+    surface: np.ndarray = quantity(
+        "surface", "skill", "skill over the best constant, within surface", Figure("curve", interval="surface_interval")
+    )
+    surface_interval: np.ndarray = quantity("surface bound", "skill", "95 % interval over clusters")
+    predicted: np.ndarray = quantity("decile", "probability", "the model's probability of an answer, by its deciles")
+    exact: np.ndarray = quantity(
+        "decile", "probability", "exact probability of the same answers", Figure("curve", beside="predicted")
+    )
+    drawn: np.ndarray = quantity("decile", "fraction", "how often the same answers were drawn")
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+def measure(data: ProbeInput) -> Answers:
+    """Divergence, skill and calibration. Raises UserError for prompts that show no evidence."""
+    models = (data.observations, *data.control_observations)
+    return measure_answers(data.capture.batch, models, data.no_context_observations, data.seed)
+
+
+def measure_answers(
+    batch: Batch, models: Sequence[LabelPredictions], no_context: LabelPredictions | None = None, seed: int = 0
+) -> Answers:
+    """The same from the predictions of the model, then of its untrained controls, and of the model without context.
+
+    Raises:
+        UserError: no prompt shows evidence, or the exact answer is the same whatever is shown.
+    """
+    truth, own = ExactAnswers(batch), models[0]
+    rows, cluster = truth.observed, truth.cluster
+    if not len(rows):
+        raise UserError("no prompt shows evidence: give a number of observations above 0")
+    lost = [_lost(truth.log_p, model.log_p) for model in models]
+    cut = None if no_context is None else _lost(truth.log_p, no_context.log_p)
+    observers = {CONSTANT: _lost(truth.log_p, best_constant(truth.log_p, truth.k))}
+    assert batch.posterior is not None  # NEEDS.exact
+    for name, log_p in batch.posterior.trivial.items():
+        observers[name] = _lost(truth.log_p, log_p[:, -1].numpy())
+    if observers[CONSTANT][rows].mean() < LEAST_GAP:
+        raise UserError(
+            f"the exact answer hardly depends on what is shown: the best constant loses "
+            f"{observers[CONSTANT][rows].mean():.2g} bits; show more observations"
+        )
+    best = min(observers, key=lambda name: float(observers[name][rows].mean()))
+    exchanged = _exchanged(truth, own.log_p, seed)
+
+    def skill(values: np.ndarray, baseline: np.ndarray, chosen: np.ndarray) -> float:
+        return information.skill(values[chosen], baseline[chosen])
+
+    def claimed(name: str, baseline: np.ndarray) -> Estimate:
+        claim, value = CLAIMS[name], skill(lost[0], baseline, rows)
+        span = jackknife(partial(skill, lost[0], baseline), rows, cluster[rows])
+        # Another prompt's exact answer has another baseline: the draw is scored as the model is, against its own.
+        nulls = [
+            Null.of(UNTRAINED, value, np.array([skill(x, baseline, rows) for x in lost[1:]]), claim.side),
+            Null.of(SHUFFLED, value, np.array([skill(x, baseline, rows) for x in exchanged]), claim.side),
+        ]
+        if cut is not None:
+            apart = jackknife(
+                lambda chosen: skill(lost[0], baseline, chosen) - skill(cut, baseline, chosen), rows, cluster[rows]
+            )
+            nulls.append(Null.paired(NO_CONTEXT, value, skill(cut, baseline, rows), apart))
+        return estimate(claim, value, span, nulls, n=len(rows), clusters=len(set(cluster[rows])))
+
+    def plain(name: str, values: Sequence[np.ndarray]) -> Estimate:
+        claim, mean = CLAIMS[name], float(values[0][rows].mean())
+        null = Null.of(UNTRAINED, mean, np.array([x[rows].mean() for x in values[1:]]), claim.side)
+        span = jackknife(lambda chosen: float(values[0][chosen].mean()), rows, cluster[rows])
+        return estimate(claim, mean, span, [null], n=len(rows), clusters=len(set(cluster[rows])))
+
+    estimates = [claimed(SKILL, observers[CONSTANT])]
+    gap = float(observers[best][rows].mean())
+    if gap >= LEAST_GAP:
+        estimates.append(claimed(INFERENCE, observers[best]))
+    estimates += [plain(DIVERGENCE, lost), plain(MASS, [model.mass for model in models])]
+    surfaces = np.array(batch.columns.get("surface", ("one",) * len(batch)))
+    names = sorted(set(surfaces))
+    within = [_within(partial(skill, lost[0], observers[CONSTANT]), rows, surfaces, one, cluster) for one in names]
+    by_k = [np.flatnonzero(truth.k == number) for number in truth.ks]
+    p, exact, drawn = _flat(own, truth, rows)
+    deciles = np.array_split(np.argsort(p, kind="stable"), 10)
+    compared = {MODEL: lost[0], **observers}
+    return Answers(
+        k=np.array(truth.ks, dtype=float),
+        divergence=mean_by(truth.k, lost[0]),
+        divergence_interval=np.array([_span(lost[0], at, cluster) for at in by_k]),
+        divergence_null=layer_band({UNTRAINED: np.stack([mean_by(truth.k, x) for x in lost[1:]])}),
+        entropy=mean_by(truth.k, bits(information.entropy(own.log_p))),
+        entropy_exact=mean_by(truth.k, bits(information.entropy(truth.log_p))),
+        mass=mean_by(truth.k, own.mass),
+        observer=np.array([x[rows].mean() for x in compared.values()]),
+        observer_interval=np.array([_span(x, rows, cluster) for x in compared.values()]),
+        surface=np.array([value for value, _ in within]),
+        surface_interval=np.array([[span.low, span.high] for _, span in within]),
+        predicted=np.array([p[at].mean() for at in deciles]),
+        exact=np.array([exact[at].mean() for at in deciles]),
+        drawn=np.array([drawn[at].mean() for at in deciles]),
+        estimates=tuple(estimates),
+        ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": tuple(names)},
+        warnings=tuple(_doubts(own.mass[rows].mean(), best, gap)),
+        notes=(f"best observer that does not infer: {best}, {gap:.4f} bits from exact",)
+        + ("k = 0 enters no metric: there is nothing to weigh",) * (0 in truth.ks),
+    )
+
+
+def _lost(exact: np.ndarray, log_p: np.ndarray) -> np.ndarray:
+    """[prompt] KL(exact || answer) in bits."""
+    return bits(information.kl(exact, log_p))
+
+
+def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
+    """[draw prompt] bits: the model's answers, each given to another prompt with as many observations."""
+    rng, order = np.random.default_rng([seed, 23]), np.tile(np.arange(len(log_p)), (EXCHANGES, 1))
+    for number in truth.ks:
+        at = np.flatnonzero(truth.k == number)
+        order[:, at] = rng.permuted(np.tile(at, (EXCHANGES, 1)), axis=1)
+    return np.stack([_lost(truth.log_p, log_p[one]) for one in order])
+
+
+def _span(values: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> list[float]:
+    """95 % interval of a mean over some prompts."""
+    interval = jackknife(lambda chosen: float(values[chosen].mean()), rows, cluster[rows])
+    return [interval.low, interval.high]
+
+
+def _within(
+    statistic: partial, rows: np.ndarray, surfaces: np.ndarray, one: str, cluster: np.ndarray
+) -> tuple[float, Interval]:
+    here = rows[surfaces[rows] == one]
+    return statistic(here), jackknife(statistic, here, cluster[here])
+
+
+def _flat(own: LabelPredictions, truth: ExactAnswers, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each answer of each prompt: the model's probability, the exact one, and whether it was drawn."""
+    p, exact = np.exp(own.log_p[rows]), np.exp(truth.log_p[rows])
+    target = truth.batch.target
+    assert target is not None  # a process draws what follows
+    drawn = target[:, -1].numpy()[rows, None] == np.arange(p.shape[1])
+    return p.ravel(), exact.ravel(), drawn.ravel().astype(float)
+
+
+def _doubts(mass: float, best: str, gap: float) -> list[str]:
+    doubts = []
+    if gap < LEAST_GAP:
+        doubts.append(
+            f"{INFERENCE}: not measured, because {best} is {gap:.4f} bits from exact: these prompts cannot tell the two"
+        )
+    if mass < 0.5:
+        doubts.append(f"the answers have {mass:.1%} of the model's probability: what is compared is a small part of it")
+    return doubts
