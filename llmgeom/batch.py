@@ -87,7 +87,7 @@ class Posterior:
     @property
     def categorical(self) -> bool:
         """Whether what is asked is one of several outcomes, not a real number."""
-        return bool(self.outcomes) or self.answers is not None
+        return bool(self.outcomes or self.trivial) or self.belief is not None or self.answers is not None
 
     def take(self, index: Any) -> Posterior:
         """Of the inputs `index`, in that order."""
@@ -100,7 +100,7 @@ class Posterior:
     @property
     def entropy(self) -> Tensor:
         """Entropy of `predictive` in nats, [batch query]; of a Gaussian log(2 pi e v) / 2, which may be below 0."""
-        if not self.outcomes:
+        if not self.categorical:
             return (math.log(2 * math.pi * math.e) + self.predictive[..., 1]) / 2
         return entropy(self.predictive)
 

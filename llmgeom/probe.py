@@ -13,7 +13,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
 from llmgeom.result import Result
-from llmgeom.stats.information import bits, entropy
+from llmgeom.stats.information import bits
 
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
@@ -82,8 +82,7 @@ class ProbeInput:
 
     Attributes:
         capture: the model on the main sample.
-        entropy: [row] float64, bits: the trained model's next-token entropy at each queried position; of a process in
-            text that of the exact answer.
+        entropy: [row] float64, bits: the trained model's next-token entropy at each queried position.
         untrained: the same sample in each untrained control.
         shuffled: the model on the prompts with all tokens but the final one in random order, one capture a draw.
         samples: further samples by name: those of NEEDS.samples that the source can give.
@@ -153,9 +152,7 @@ def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result]], FunctionPr
 
 
 def entropy_bits(capture: Capture) -> np.ndarray:
-    """[row] float64, bits: the model's next-token entropy; of a process in text that of the exact answer."""
-    if capture.batch.source.get("kind") == "process":
-        return np.abs(bits(entropy(capture.exact.predictive)).numpy())
+    """[row] float64: next-token entropy in bits."""
     return bits(capture.entropy.double().numpy())
 
 

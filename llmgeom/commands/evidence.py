@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
-from llmgeom.commands.output import VerdictOutput, show_record
+from llmgeom.commands.output import VerdictOutput, show, show_record
 from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.files import digest, write_whole
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Probe
-from llmgeom.probes.evidence import belief, controls, published, skill, which_observer
+from llmgeom.probes.evidence import answers, belief, controls, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
-from llmgeom.progress import Progress
+from llmgeom.progress import Progress, bar, first_word, prefixed
 from llmgeom.prompts import nonce
+from llmgeom.prompts.process import Process
+from llmgeom.prompts.processes import load_process, names
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
 from llmgeom.record import Record
 from llmgeom.run import CONTROLS, run_probes
 
 Protocol = Literal["sound", "published"]
+KS = (0, 1, 2, 4, 8)
 PROBES: dict[Protocol, dict[str, Probe]] = {
     "sound": {
         skill.EVIDENCE: skill,
@@ -108,6 +112,14 @@ class RunConfig(config.ModelConfig):
 
     VERB: ClassVar[str] = "evidence"
 
+    processes: tuple[str, ...] = flag(
+        (),
+        "Evidence of another process, e.g. markov:labels=3 (`llmgeom list processes`), or all. Repeat for several.",
+        name="--process",
+        group="Process",
+    )
+    surfaces: tuple[str, ...] = flag((), "With --process: list, sentences, code. [default: all]", listed=True,
+                                     name="--surface", group="Process")  # fmt: skip
     prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
     template: Literal["colon", "is", "plain", "instructed"] | None = flag(
         None,
@@ -115,7 +127,9 @@ class RunConfig(config.ModelConfig):
         " [default: colon; plain with --protocol published]",
     )
     protocol: Protocol = flag("sound", "published: the papers' own definitions, flaws included.")
-    ks: tuple[int, ...] = flag((0, 1, 2, 4, 8), "Numbers of labelled words shown.", name="--k", listed=True)
+    ks: tuple[int, ...] = flag(
+        (), "Numbers of labelled words shown. [default: 0,1,2,4,8; of a process its own]", name="--k", listed=True
+    )
     labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
     nulls: int = flag(20, "Untrained controls.", least=1)
@@ -130,10 +144,14 @@ class RunConfig(config.ModelConfig):
     examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
 )
 def main(asked: RunConfig, output: VerdictOutput) -> int:
-    """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol).
+    """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol, or --process).
 
     The answers are compared with the exact posterior, with controls and with simpler readers.
     """
+    if asked.processes:
+        return show_processes(asked, output)
+    if asked.surfaces:
+        raise UserError(f"--surface {','.join(asked.surfaces)} is of --process; SULA has --template")
     return show_record(perform, asked, output)
 
 
@@ -141,14 +159,15 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     """The whole of `llmgeom evidence`: check, load, examine, save the record and its page; (folder, record)."""
     given, protocol = prior(asked.prior), asked.protocol
     template = asked.template or ("colon" if protocol == "sound" else published.TEMPLATE)
-    Sula(asked.labels or nonce.LABELS[:16], given, template, asked.ks)  # refused before anything is loaded
+    ks = asked.ks or KS
+    Sula(asked.labels or nonce.LABELS[:16], given, template, ks)  # refused before anything is loaded
     located = asked.locate()
     spec = asked.spec(located)
     what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
     out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what.replace(":", "-"), spec)
     config.check_folder(out, spec)
     subject = subject or asked.load(located)
-    source = Sula(asked.labels or available(subject.tokenizer), given, template, asked.ks)
+    source = Sula(asked.labels or available(subject.tokenizer), given, template, ks)
     record = examine(
         subject,
         source,
@@ -163,3 +182,84 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     )
     config.keep(record, out)
     return out, record
+
+
+# ---- other processes: one record for each ---------------------------------------------------------------------------
+
+OF_PROCESS: dict[str, Probe] = {answers.ANSWERS: answers, belief.BELIEF: belief}
+OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
+
+
+def show_processes(asked: RunConfig, output: VerdictOutput) -> int:
+    """Ask the model about every process, and print the words and the page."""
+    first_word(f"evidence of {asked.model}: drawing prompts, then the model", output.silent)
+    with bar(output.silent) as progress:
+        out, records = perform_processes(asked, progress)
+    return show(out, records, output)
+
+
+def perform_processes(
+    asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, list[Record]]:
+    """Check, load, ask and save: a record for each process and one page; (folder, records).
+
+    Args:
+        asked: the RunConfig of `llmgeom evidence`, with processes.
+        progress: called as progress(stage, done, total).
+        subject: the model; loaded unless given.
+
+    Raises:
+        UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
+            tokenizer or longest input cannot take.
+    """
+    chosen = chosen_processes(asked)
+    located = asked.locate()
+    spec = asked.spec(located)
+    what = "+".join(process.title for process in chosen)
+    what = "all-processes" if len(chosen) == len(names()) else config.safe(what)
+    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    folders = [out / config.safe(process.title) if len(chosen) > 1 else out for process in chosen]
+    for process, folder in zip(chosen, folders, strict=True):
+        config.check_folder(folder, digest({"run": spec, "process": process.title}))
+    subject = subject or asked.load(located)
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
+    records = []
+    for process, folder in zip(chosen, folders, strict=True):
+        records.append(_record(asked, process, subject, digest({"run": spec, "process": process.title}), progress))
+        records[-1].save(folder)
+    from llmgeom.reports import page
+
+    write_whole(out / "report.html", page(records).encode())
+    return out, records
+
+
+def chosen_processes(asked: RunConfig) -> list[Process]:
+    """The processes of a configuration, `all` for every one. Raises UserError."""
+    defaults = {f.name: f.default for f in fields(asked)}
+    for name in OF_SULA:
+        if getattr(asked, name) != defaults[name]:
+            raise UserError(
+                f"--{name} is of the SULA protocol: with --process give the process's own fields, "
+                "e.g. two-point:reliability=0.8"
+            )
+    specs = [spec for given in asked.processes for spec in (names() if given == "all" else (given,))]
+    return [load_process(spec) for spec in dict.fromkeys(specs)]
+
+
+def _record(asked: RunConfig, process: Process, subject: Subject, spec: str, progress: Progress | None) -> Record:
+    positions = subject.facts["positions"]
+    batch = process.sample(
+        asked.n, asked.seed, subject.tokenizer, ks=asked.ks, surfaces=asked.surfaces, positions=positions
+    )
+    return run_probes(
+        subject,
+        batch,
+        OF_PROCESS,
+        controls=asked.nulls,
+        seed=asked.seed,
+        batch_tokens=asked.batch_tokens,
+        store=str(captures_folder()),
+        progress=prefixed(progress, process.title),
+        facts={"spec": spec, "command": asked.command()},
+    )

@@ -39,7 +39,6 @@ SEQUENCES = 200  # of a task: they cost nothing
 Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
 # Seconds of each stage of a scan of pocket:pythia, two cores, from an empty cache: each stage's share of the time.
 STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
-EXACT_TARGET = "entropy is that of the exact answer under the process, not the model's own"
 FINAL = "the"  # the word that stands in the most templates of every domain
 
 
@@ -388,8 +387,6 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
 
         of = pool.source
         return pool, {WHOLE: wind_tunnels.load_task(of["name"]).sample(of["n"], of["seed"], of["split"])}, []
-    if pool.source["kind"] == "process":
-        return pool, {}, [EXACT_TARGET]
     if not plan.stratify:
         return pool, {}, []
 

@@ -117,7 +117,6 @@ def measure_answers(
     def claimed(name: str, baseline: np.ndarray) -> Estimate:
         claim, value = CLAIMS[name], skill(lost[0], baseline, rows)
         span = jackknife(partial(skill, lost[0], baseline), rows, cluster[rows])
-        # Another prompt's exact answer has another baseline: the draw is scored as the model is, against its own.
         nulls = [
             Null.of(UNTRAINED, value, np.array([skill(x, baseline, rows) for x in lost[1:]]), claim.side),
             Null.of(SHUFFLED, value, np.array([skill(x, baseline, rows) for x in exchanged]), claim.side),

@@ -22,9 +22,10 @@ class Target:
     """The entropy of each row, in bits, as metrics of entropy use it.
 
     Where the batch has an exact posterior it is the entropy of the exact prediction, and rows are compared within their
-    position alone: the mean over the rows at the same position is taken off the target and off the vectors, and the
-    rest is pooled. A function of position is 0 then and explains nothing; intervals and permutations go by cluster as
-    always. Elsewhere it is the model's own next-token entropy, as it stands.
+    position alone (of evidence in text: within their number of observations): the mean over the rows at the same
+    position is taken off the target and off the vectors, and the rest is pooled. A function of position is 0 then and
+    explains nothing; intervals and permutations go by cluster as always. Elsewhere it is the model's own next-token
+    entropy, as it stands.
 
     Attributes:
         values: [row] bits.
@@ -47,7 +48,9 @@ class Target:
         posterior = capture.batch.posterior
         if posterior is None:
             return cls(np.asarray(entropy, dtype=np.float64), np.zeros(len(entropy), dtype=np.int64), False)
-        group = np.unique(capture.position.numpy(), return_inverse=True)[1]
+        steps = capture.batch.columns.get("k")  # of evidence in text, whose items differ in tokens
+        where = capture.position.numpy() if steps is None else np.array(steps)[capture.prompt.numpy()]
+        group = np.unique(where, return_inverse=True)[1]
         exact = bits(posterior.flat.entropy.double().numpy())
         return cls(centred(exact, group), group, True)
 
