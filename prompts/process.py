@@ -188,7 +188,7 @@ class Process(ABC):
         return Batch(
             inputs=Text(text),
             cluster=cluster,
-            source={"kind": "process", "name": self.title, **about},
+            source={"kind": "process", "name": self.title, "primitive": self.PRIMITIVE, **about},
             target=torch.tensor([draw.following for draw in draws])[:, None],
             columns=columns,
             posterior=Posterior(

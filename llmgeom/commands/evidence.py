@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
+
+import click
 
 from llmgeom.batch import Batch
 from llmgeom.cache.shards import captures_folder
@@ -25,6 +27,7 @@ from llmgeom.prompts.process import Process
 from llmgeom.prompts.processes import load_process, names
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
 from llmgeom.record import Record
+from llmgeom.reports.text import grid
 from llmgeom.run import CONTROLS, run_probes
 
 Protocol = Literal["sound", "published"]
@@ -195,7 +198,26 @@ def show_processes(asked: RunConfig, output: VerdictOutput) -> int:
     first_word(f"evidence of {asked.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent) as progress:
         out, records = perform_processes(asked, progress)
+    if len(records) > 1 and not output.json:
+        click.echo("\n".join([*profile(records), ""]))
     return show(out, records, output)
+
+
+def profile(records: Sequence[Record]) -> list[str]:
+    """The profile of a model: what each process takes, and with its interval and word whether the model uses its
+    evidence and whether it infers."""
+    rows = []
+    for record in records:
+        found = (
+            {h.name: h for h in record.results[answers.ANSWERS].estimates} if answers.ANSWERS in record.results else {}
+        )
+        cells = [
+            f"{h.value:.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}" if (h := found.get(name)) else "not measured"
+            for name in (answers.SKILL, answers.INFERENCE)
+        ]
+        rows.append((record.source["primitive"], record.source["name"], *cells))
+    head = ("process", "uses the evidence (skill)", "infers (skill over trivial observers)")
+    return list(grid("takes", head, sorted(rows)))
 
 
 def perform_processes(
