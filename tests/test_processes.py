@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,10 +15,14 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import hub
+from llmgeom.model.attention_gradients import asked
+from llmgeom.model.tokenizing import encode
+from llmgeom.probes.shared.targets import Target
 from llmgeom.prompts import marks as words
 from llmgeom.prompts import nonce
 from llmgeom.prompts.process import draws_of
 from llmgeom.prompts.processes import load_process, names
+from llmgeom.prompts.sula import Sula
 from llmgeom.prompts.surfaces import SURFACES
 from llmgeom.stats.information import best_constant, bits, kl
 from tests import processes as oracle
@@ -212,6 +217,53 @@ def test_the_stated_numbers_part_equal_counts():
     for k, n1, row in zip(batch.columns["k"], batch.columns["n1"], exact, strict=True):
         by_counts.setdefault((k, n1), set()).add(round(float(row[0]), 9))
     assert min(len(answers) for counts, answers in by_counts.items() if counts[0] > 0) >= 3
+
+
+# ---- as the rest of llmgeom reads them ------------------------------------------------------------------------------
+
+
+def test_answers_and_observers_stay_with_their_prompts(pocket):
+    batch = load_process("markov").sample(12, 0, pocket)
+    order = [30, 2, 17]
+    taken, flat = batch.take(order).exact, batch.exact.flat
+    for new, old in enumerate(order):
+        words = pocket.convert_tokens_to_ids([f" {word}" for word in batch.columns["answers"][old]])
+        assert taken.answers[new, 0].tolist() == flat.answers[old].tolist() == words
+        for name, log_p in taken.trivial.items():
+            assert torch.equal(log_p[new, 0], batch.exact.trivial[name][old, 0])
+            assert torch.equal(flat.trivial[name][old], batch.exact.trivial[name][old, 0])
+
+
+def test_the_target_of_gradients_is_the_token_of_the_outcome_drawn(pocket):
+    batch = load_process("dirichlet").sample(6, 0, pocket)
+    tokens = encode(batch, pocket, {"features": None, "vocabulary": len(pocket)}, "pocket")
+    where, target = asked(batch, tokens)
+    assert where.sum(1).tolist() == [1] * len(batch) and torch.equal(where.int().argmax(1), tokens.lengths - 1)
+    drawn = [words[i] for words, i in zip(batch.columns["answers"], batch.target[:, 0].tolist(), strict=True)]
+    assert [pocket.decode([token]).strip() for token in target.tolist()] == drawn
+
+
+@pytest.mark.parametrize(
+    "source", [load_process("dirichlet"), Sula(nonce.LABELS[:16], ks=(1, 2, 4))], ids=["K", "SULA"]
+)
+def test_the_exact_entropy_is_that_of_outcomes_and_of_no_gaussian(source):
+    batch = source.sample(40, 0)
+    p = batch.exact.predictive[:, 0].exp().numpy()
+    nats = batch.exact.entropy[:, 0].numpy()
+    np.testing.assert_allclose(nats, -(p * np.log(p)).sum(1), rtol=1e-12)
+
+
+def test_entropy_is_compared_among_prompts_with_as_many_observations(pocket):
+    """The target has mean 0 at each k, though prompts of one k differ in length."""
+    batch = load_process("dirichlet").sample(20, 0, pocket)
+    lengths = [len(ids) for ids in pocket(list(batch.text))["input_ids"]]
+    position = torch.tensor(lengths) - 1
+    capture = SimpleNamespace(batch=batch, position=position, prompt=torch.arange(len(batch)))
+    target, k = Target.of(capture, np.zeros(len(batch))), np.array(batch.columns["k"])
+    h = np.array(batch.columns["exact_entropy"])
+    assert target.exact and len(set(lengths)) > len(set(k))
+    for number in set(k):
+        np.testing.assert_allclose(target.values[k == number], h[k == number] - h[k == number].mean(), atol=2e-6)
 
 
 # ---- tokenizers -----------------------------------------------------------------------------------------------------
