@@ -25,7 +25,7 @@ from llmgeom.errors import UserError, unknown
 from llmgeom.flags import changed_fields
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import shuffled
-from llmgeom.prompts.marks import answer_tokens, mark_sets
+from llmgeom.prompts.marks import LEAST_SETS, answer_tokens, mark_sets
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.surfaces import ORDINALS, SURFACES
 from llmgeom.stats.information import bits, entropy
@@ -169,11 +169,13 @@ class Process(ABC):
         draws, rows = [], []
         for k in ks:
             turn = shuffled(Random(f"llmgeom/process/{seed}/{k}"), range(len(sets)))
+            turn = turn[: max(LEAST_SETS, -(-n // len(surfaces)))]  # as many sets as stand in every surface
             for i in range(n):
                 rng = Random(f"llmgeom/process/{self.title}/{seed}/{k}/{i}")
-                marks = shuffled(rng, sets[turn[(i // len(surfaces)) % len(sets)]])
+                block, place = divmod(i, len(turn))
+                marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
                 draws.append(self.draw(k, rng))
-                rows.append(self._row(draws[-1], k, surfaces[i % len(surfaces)], marks, rng))
+                rows.append(self._row(draws[-1], k, surface, marks, rng))
         text, cluster = (tuple(row.pop(name) for row in rows) for name in ("text", "cluster"))
         marks = [row["answers"] for row in rows]
         answers = None

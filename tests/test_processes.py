@@ -150,12 +150,22 @@ def test_neither_position_nor_word_nor_surface_nor_length_predicts_the_answer(sp
 def test_surfaces_and_clusters_are_balanced_and_clusters_share_no_word(spec, pocket):
     batch = load_process(spec).sample(60, 0, pocket)
     assert len(set(Counter(batch.columns["surface"]).values())) == 1
+    crossed = Counter(zip(batch.columns["k"], batch.cluster, batch.columns["surface"], strict=True))
+    sizes = Counter((k, cluster) for k, cluster, _ in crossed)
+    assert set(crossed.values()) == {1} and set(sizes.values()) == {3}  # every set stands once in every surface
     sets = [set(cluster.split("-")) for cluster in dict.fromkeys(batch.cluster)]
     assert len(set.union(*sets)) == sum(map(len, sets)) and len(sets) >= words.LEAST_SETS
     together = nonce.pairs(nonce.Part.TRAINED)
     assert not [pair for pair in together for one in sets if {*pair} <= one]
     for i, marks in enumerate(batch.columns["answers"]):
         assert sorted(marks) == sorted(batch.cluster[i].split("-"))
+
+
+def test_few_prompts_still_have_the_five_clusters_of_an_interval(pocket):
+    batch = load_process("beta").sample(10, 0, pocket)
+    for k in set(batch.columns["k"]):
+        here = [i for i, other in enumerate(batch.columns["k"]) if other == k]
+        assert len({batch.cluster[i] for i in here}) == 5 and len({batch.columns["surface"][i] for i in here}) == 3
 
 
 def test_a_seed_gives_the_same_sequences_whatever_the_tokenizer(pocket):

@@ -18,7 +18,7 @@ from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, Labe
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
-from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
 
 PROCESS = "process"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
@@ -139,7 +139,7 @@ def measure_answers(
     if gap >= LEAST_GAP:
         estimates.append(claimed(INFERENCE, observers[best]))
     estimates += [plain(DIVERGENCE, lost), plain(MASS, [model.mass for model in models])]
-    surfaces = np.array(batch.columns.get("surface", ("one",) * len(batch)))
+    surfaces, pooled = _surfaces(batch, rows)
     names = sorted(set(surfaces))
     within = [_within(partial(skill, lost[0], observers[CONSTANT]), rows, surfaces, one, cluster) for one in names]
     by_k = [np.flatnonzero(truth.k == number) for number in truth.ks]
@@ -165,6 +165,7 @@ def measure_answers(
         ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": tuple(names)},
         warnings=tuple(_doubts(own.mass[rows].mean(), best, gap)),
         notes=(f"best observer that does not infer: {best}, {gap:.4f} bits from exact",)
+        + ("surfaces are pooled: one of them has fewer than 5 sets of labels",) * pooled
         + ("k = 0 enters no metric: there is nothing to weigh",) * (0 in truth.ks),
     )
 
@@ -194,6 +195,15 @@ def _within(
 ) -> tuple[float, Interval]:
     here = rows[surfaces[rows] == one]
     return statistic(here), jackknife(statistic, here, cluster[here])
+
+
+def _surfaces(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, bool]:
+    """[prompt] the surface, or "all" where one of them has too few clusters for an interval; and whether it is that."""
+    surfaces, cluster = np.array(batch.columns.get("surface", ("all",) * len(batch))), np.array(batch.cluster)[rows]
+    fewest = min(len(set(cluster[surfaces[rows] == one])) for one in set(surfaces))
+    if fewest >= LEAST_CLUSTERS:
+        return surfaces, False
+    return np.full(len(batch), "all"), True
 
 
 def _flat(own: LabelPredictions, truth: ExactAnswers, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
