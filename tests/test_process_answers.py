@@ -166,7 +166,7 @@ def test_the_probabilities_are_those_that_the_model_gives(run):
         q = logits.softmax(-1)[ids].tolist()
         mass.append(sum(q))
         lost.append(sum(a * math.log2(a * sum(q) / b) for a, b in zip(p, q, strict=True) if a > 0))
-    result = record.results[answers.ANSWERS]
+    result = record.results[answers.PROCESS]
     found = {estimate.name: estimate.value for estimate in result.estimates}
     assert found[answers.DIVERGENCE] == pytest.approx(np.mean(lost), rel=1e-4)
     assert found[answers.MASS] == pytest.approx(np.mean(mass), rel=1e-4)
@@ -176,7 +176,7 @@ def test_several_processes_make_a_record_each_and_one_page(run):
     folder, printed = run
     assert (folder / "report.html").is_file() and printed["report"] == str(folder / "report.html")
     record = Record.load(folder / "two-point")
-    assert answers.ANSWERS in record.results and "sula_belief" in record.results
+    assert answers.PROCESS in record.results and "sula_belief" in record.results
     assert record.source["kind"] == "process" and record.source["name"] == "two-point"
     # An exact probability of 0 has no log odds: said, not passed over.
     assert "log odds" in Record.load(folder / "recall-labels-3").unmeasured["sula_belief"]
@@ -186,7 +186,7 @@ def test_the_profile_says_what_each_process_takes_with_its_word(run):
     folder, _ = run
     records = [Record.load(folder / name) for name in ("two-point", "recall-labels-3")]
     lines = [line.split() for line in profile(records) if line]
-    found = {h.name: h for h in records[1].results[answers.ANSWERS].estimates}
+    found = {h.name: h for h in records[1].results[answers.PROCESS].estimates}
     assert [line[:2] for line in lines[1:]] == [["accumulate", "two-point"], ["bind", "recall:labels=3"]]
     skill = found[answers.SKILL]
     assert f"{skill.value:.2f} [{skill.low:.2f}, {skill.high:.2f}] {skill.verdict}" in " ".join(lines[2])

@@ -189,7 +189,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
 
 # ---- other processes: one record for each ---------------------------------------------------------------------------
 
-OF_PROCESS: dict[str, Probe] = {answers.ANSWERS: answers, belief.BELIEF: belief}
+OF_PROCESS: dict[str, Probe] = {answers.PROCESS: answers, belief.BELIEF: belief}
 OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
 
 
@@ -209,7 +209,7 @@ def profile(records: Sequence[Record]) -> list[str]:
     rows = []
     for record in records:
         found = (
-            {h.name: h for h in record.results[answers.ANSWERS].estimates} if answers.ANSWERS in record.results else {}
+            {h.name: h for h in record.results[answers.PROCESS].estimates} if answers.PROCESS in record.results else {}
         )
         cells = [
             f"{h.value:.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}" if (h := found.get(name)) else "not measured"
