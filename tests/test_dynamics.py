@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from click.testing import CliRunner
 from scipy import stats
 
+from llmgeom import claims
 from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands import dynamics
@@ -29,8 +31,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.result import Estimate
-from llmgeom.stats.resampling import geometric_mean
-from llmgeom.stats.tests import lower_mean_p
+from llmgeom.stats.resampling import Interval, geometric_mean
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
@@ -48,7 +49,10 @@ STEPS = (0, 1, 2, 5, 12)
 
 
 def less_p(own, other=None):
-    return lower_mean_p(np.log(own), None if other is None else np.log(other))
+    """One-sided p by scipy: Student's against 1, Welch's against the others; at least 1e-6."""
+    if other is None:
+        return max(stats.ttest_1samp(np.log(own), 0, alternative="less").pvalue, 1e-6)
+    return max(stats.ttest_ind(np.log(own), np.log(other), equal_var=False, alternative="less").pvalue, 1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -185,13 +189,16 @@ def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
 def test_ratios_are_students_t_and_welchs_of_logarithms():
     rng = np.random.default_rng(1)
     own, other = np.exp(rng.normal(-0.3, 0.4, 6)), np.exp(rng.normal(0.2, 0.9, 5))
-    assert less_p(own) == pytest.approx(stats.ttest_1samp(np.log(own), 0, alternative="less").pvalue)
-    welch = stats.ttest_ind(np.log(own), np.log(other), equal_var=False, alternative="less").pvalue
-    assert less_p(own, other) == pytest.approx(welch)
-    low, high = stats.t.interval(0.95, 5, loc=np.log(own).mean(), scale=stats.sem(np.log(own)))
-    assert geometric_mean(own) == pytest.approx((stats.gmean(own), np.exp(low), np.exp(high)))
-    assert less_p(own[:1]) == 1 == less_p(own, other[:1])
-    assert less_p(np.full(5, 0.5)) == pytest.approx(1e-6) and less_p(np.full(5, 2.0)) == 1
+    value, low, high = geometric_mean(own)
+    ends = stats.t.interval(0.95, 5, loc=np.log(own).mean(), scale=stats.sem(np.log(own)))
+    assert (value, low, high) == pytest.approx((stats.gmean(own), *np.exp(ends)))
+    claim, span = claims.declared("drift")["frame over values"], Interval(low, high, 0.95, "")
+    nulls = [claims.Null.number("1", 1.0)], [replace(claims.Null.of("x", value, other, "lower"), mean=True)]
+    alone, welch = (claims.estimate(claim, value, span, control, n=6, clusters=6) for control in nulls)
+    assert alone.p == pytest.approx(less_p(own)) and welch.p == pytest.approx(less_p(own, other))
+    shifted = np.log(other) + math.log(1 - 0.2 / stats.gmean(other))  # the declared effect below their mean
+    greater = stats.ttest_ind(np.log(own), shifted, equal_var=False, alternative="greater").pvalue
+    assert welch.p_excluded == pytest.approx(greater) and welch.centre == pytest.approx(stats.gmean(other))
 
 
 def course(seed: int, corrupt: float, frame: float, value: float, precision: float, noise: float = 0.1) -> Course:

@@ -15,7 +15,6 @@ from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import Signals
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
-from llmgeom.stats.tests import lower_mean_p
 
 DRIFT, GRADIENTS = "drift", "gradients"
 HALF = 0.5
@@ -110,17 +109,9 @@ class Section:
         value, low, high = geometric_mean(own)
         nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
         if len(null):
-            centre, least, most = geometric_mean(null)
-            nulls.append(
-                claims.Null(
-                    "mean of random-target models",
-                    least,
-                    most,
-                    centre,
-                    lower_mean_p(np.log(own), np.log(null)),
-                    len(null),
-                )
-            )
+            _, least, most = geometric_mean(null)
+            drawn = claims.Null.of("mean of random-target models", value, null, "lower")
+            nulls.append(replace(drawn, low=least, high=most, mean=True))
         span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
         if len(own) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")

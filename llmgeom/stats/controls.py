@@ -35,6 +35,7 @@ class Null:
         sample: The draws, where they are the same statistic through the same pipeline.
         side: The side that the draws were compared on.
         noisy: The draws vary by the value's sampling noise too, which then is not counted a second time.
+        mean: The value is a mean over trainings, compared with the mean of the draws and not with a further draw.
         difference: Interval of value less control, of one deterministic control; see `paired`.
     """
 
@@ -47,6 +48,7 @@ class Null:
     sample: tuple[float, ...] = ()
     side: Side | None = None
     noisy: bool = False
+    mean: bool = False
     difference: Interval | None = None
 
     @classmethod
@@ -124,7 +126,8 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
 
     which has Student's distribution where the value is a further draw, measured with error e; degrees of freedom by
     Welch (1947) and Satterthwaite (1946). Of `noisy` draws s^2 holds e^2 already: max(e^2, s^2) + s^2 / m. A control
-    without draws has s = 0. The same error stands under the distance from c to the declared effect. An interval that is
+    without draws has s = 0. Where the control is the `mean` of m trainings, s^2 / m stands for s^2 (1 + 1 / m): Welch's
+    test. The same error stands under the distance from c to the declared effect. An interval that is
     not symmetric on g has two errors, and each comparison takes the end that faces it.
 
     Raises:
@@ -148,7 +151,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
 
     def error(noise: float) -> tuple[float, float]:
         """Standard error of the excess, and its degrees of freedom."""
-        parts = (noise**2, spread**2 * (1 + 1 / m) if m else 0.0)
+        parts = (noise**2, spread**2 * ((not null.mean) + 1 / m) if m else 0.0)
         if null.noisy and m:
             parts = (0.0, parts[1]) if spread >= noise else (noise**2, spread**2 / m)
         whole = sum(parts)

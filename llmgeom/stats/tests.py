@@ -265,24 +265,6 @@ def two_sided_p(value: float, error: float, clusters: int) -> float:
     return 2 * float(t.sf(abs(value) / error, clusters - 1)) if error > 0 else float(value == 0)
 
 
-def lower_mean_p(values: Draws, others: Draws | None = None) -> float:
-    """One-sided p that the mean of `values` is no lower than 0, or than that of `others` (Welch, 1947).
-
-    1 where one side has fewer than two values.
-    """
-    from scipy.stats import t
-
-    groups = [np.asarray(x, dtype=np.float64) for x in (values, others) if x is not None]
-    if min(map(len, groups)) < 2:
-        return 1.0
-    gap = groups[0].mean() - (groups[1].mean() if others is not None else 0.0)
-    parts = [x.var(ddof=1) / len(x) for x in groups]
-    if not sum(parts):
-        return LEAST_P if gap < 0 else 1.0
-    degrees = sum(parts) ** 2 / sum(part**2 / (len(x) - 1) for part, x in zip(parts, groups, strict=True))
-    return max(float(t.cdf(gap / math.sqrt(sum(parts)), degrees)), LEAST_P)
-
-
 def holm(p_values: Draws) -> Float[np.ndarray, " test"]:
     """Holm's adjusted p-values: the i-th smallest (from 0) of m times m - i, never below the one before, at most 1."""
     p = np.asarray(p_values, dtype=np.float64)
