@@ -194,7 +194,10 @@ def test_exactly_one_word_for_every_claim(expected, given):
 
 def test_the_reason_names_the_control_the_p_and_the_effect():
     (h,) = judged(strong())
-    assert h.why == "0.9 [0.8, 1] lies above hard (20 draws), 0.45, p = 0.001 by Holm over 1 claim"
+    assert (
+        h.why
+        == f"0.9 [0.8, 1] lies above hard (20 draws), 0.45 (hurdle {h.margin:.3g}), p = 0.001 by Holm over 1 claim"
+    )
     assert judged(strong(p_excluded=0.01))[0].why.endswith("0.45 + 0.1, the effect of interest, is excluded, p = 0.01")
     assert "excludes 0.45 + 0.1" in judged(strong(p=0.5, p_excluded=0.01))[0].why
     assert "no room: 0.45 + 0.1" in judged(strong(room=False))[0].why

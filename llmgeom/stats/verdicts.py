@@ -56,7 +56,8 @@ def word(h: Numbers, claims: int) -> tuple[str, str]:
         return _equivalence_word(h, holm)
     way, other, plus = ("above", "below", "+") if h.side == "upper" else ("below", "above", "-")
     effect = f"{h.centre:.3g} {plus} {h.effect:.3g}"
-    shown = f"{_interval(h)} lies {way} {h.null}, {h.centre:.3g}, p = {h.adjusted:.2g} {holm}"
+    control = f"{h.null}, {h.centre:.3g} (hurdle {h.margin:.3g})"
+    shown = f"{_interval(h)} lies {way} {control}, p = {h.adjusted:.2g} {holm}"
     if h.adjusted_opposite < ALPHA:
         return "opposite", f"{_interval(h)} lies {other} every control, p = {h.adjusted_opposite:.2g} {holm}"
     if not h.room:
@@ -70,7 +71,7 @@ def word(h: Numbers, claims: int) -> tuple[str, str]:
         tested = f"p = {h.adjusted_excluded:.2g} {holm}"
         return "ruled out", f"{_interval(h)} excludes {effect}, the effect of interest, {tested}"
     return "open", (
-        f"{_interval(h)} is neither shown to lie {way} {h.null}, {h.centre:.3g} (p = {h.adjusted:.2g} {holm}), "
+        f"{_interval(h)} is neither shown to lie {way} {control}, p = {h.adjusted:.2g} {holm}, "
         f"nor to exclude {effect} (p = {h.adjusted_excluded:.2g}); {_wanted(h)}"
     )
 
