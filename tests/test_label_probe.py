@@ -342,6 +342,32 @@ def test_intervals_cover_the_expected_score(strength):
     assert (high - low).mean() / 2 < 1.5 * 1.98 * value.std()  # and is not much wider than it must be
 
 
+def test_of_many_prompts_the_claim_is_that_of_the_part_that_controls_read():
+    """All prompts are read too: the score there is that of a probe that is given all of them and no controls."""
+    data = World(strength=1.0, n=160).data(4)
+    part = torch.arange(0, 160, 4).repeat_interleave(2) + torch.tensor([0, 1]).repeat(40)  # half of the clusters
+
+    def taken(capture: Capture) -> Capture:
+        return capture.take(part)
+
+    few = replace(
+        data,
+        capture=taken(data.capture),
+        entropy=data.entropy[part.numpy()],
+        untrained=tuple(map(taken, data.untrained)),
+        shuffled=tuple(map(taken, data.shuffled)),
+        no_context=taken(data.no_context),
+    )
+    whole = replace(data, untrained=(), shuffled=(), no_context=None, subset=few)
+    claimed, left_in, every = LabelProbe("label").measure(whole).estimates
+    assert (claimed, left_in) == LabelProbe("label").measure(few).estimates
+    alone = LabelProbe("label").measure(replace(data, untrained=(), shuffled=()))
+    assert every.name == "AUROC, all prompts" and every.n == 160
+    assert every.value == alone.estimates[0].value
+    arrays = LabelProbe("label").measure(whole).lowered().arrays
+    np.testing.assert_array_equal(arrays["residual_all_prompts_score"], alone.lowered().arrays["residual_score"])
+
+
 def test_transfer_tells_a_direction_that_all_values_share_from_one_each():
     """Three groups: with one direction for all, each is predicted from the others; with three, none is."""
 

@@ -19,6 +19,8 @@ from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.prompts import files
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
+from llmgeom.reports import page
+from llmgeom.reports.figures import figures
 from llmgeom.stats import ridge_probe
 from tests.refusals import refused
 from tests.test_label_probe import sklearn_predictions
@@ -92,6 +94,25 @@ def test_columns_reach_the_record_as_what_they_are(run, prompts):
     prediction = np.array(record.prompts["held-out prediction"])
     residual = record.results["label"].arrays["probe_residual"]
     np.testing.assert_allclose(np.array(record.prompts["words"]) - prediction, residual, atol=1e-5)
+
+
+def test_every_control_is_a_line_of_the_one_chart(run):
+    (_, record), _ = run
+    measured = record.results["label"]
+    chart = figures(record)["label"]["residual_score"]
+    lines = {trace.name: trace for trace in chart.data}
+    for name, values in zip(measured.ticks["control"], measured.arrays["residual_controls"], strict=True):
+        np.testing.assert_allclose(lines[name].y, values, rtol=1e-3, atol=1e-3)
+    assert len({lines[name].line.color for name in measured.ticks["control"]}) == len(measured.ticks["control"])
+    np.testing.assert_allclose(lines["this model"].y, measured.arrays["residual_score"], rtol=1e-3, atol=1e-3)
+
+
+def test_names_and_cells_of_columns_cannot_leave_the_page(run):
+    (_, record), _ = run
+    bad = "</script><script>alert(1)</script><img src=x onerror=alert(2)>"
+    hostile = record.prompts | {bad: (bad,) * N, f"number {bad}": tuple(range(N))}
+    text = page([replace(record, prompts=hostile)])
+    assert "<script>alert" not in text and "<img src=x" not in text and "alert(1)" in text
 
 
 def test_the_direction_is_saved_with_its_place(run, subject):
