@@ -12,6 +12,7 @@ from typing import Any
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
+from llmgeom.prompts import columns
 from llmgeom.prompts.files import LONGEST
 from llmgeom.prompts.overlap import Distinct
 
@@ -27,13 +28,14 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
     Documents are streamed from the split "train" (or test, or validation) through a seeded shuffling buffer of 5,000;
     a prompt is the first 8 to 48 words of a document, the number drawn from the seed, never the whole of it. Documents
     without text, of fewer than 9 words, with NUL, or sharing more than 60 % of their word trigrams with an earlier
-    prompt are passed over. The unit is the document. COLUMN is "text" by default, else the only column of strings.
+    prompt are passed over. The unit is the document; its other columns are kept, but for
+    lists and objects. COLUMN is "text" by default, else the only column of strings.
     Raises UserError with the remedy: no network, no such data set, a config or a column that is missing.
     """
     name, config, column = _parse(spec)
     rows, facts = _open(spec, name, config, seed, offline)
     rng, distinct = Random(f"llmgeom/documents/{seed}"), Distinct()
-    texts, clusters = [], []
+    texts, clusters, taken = [], [], []
     for number, row in enumerate(_told(spec, islice(rows, 50 * n))):
         column = column or _column(spec, row)
         if column in row and row[column] is None:
@@ -47,17 +49,17 @@ def read(spec: str, n: int, seed: int = 0, *, offline: bool = False) -> Batch:
         if prompt and distinct.add(prompt):
             texts.append(prompt)
             clusters.append(f"document-{number + 1}")
+            taken.append({name: cell for name, cell in row.items() if name != column})
         if len(texts) == n:
             break
     if not texts:
         raise UserError(f"{spec} gave no document of 9 words or more in column {column!r}; name another column")
-    blank = ("",) * len(texts)
-    return Batch(
-        inputs=Text(tuple(texts)),
-        cluster=tuple(clusters),
-        source={"kind": "documents", "name": spec, "n": len(texts), "seed": seed, "column": column, **facts},
-        columns={"domain": (name,) * len(texts), "template": tuple(clusters), "tags": blank},
-    )
+    own = {"domain": (name,) * len(texts), "template": tuple(clusters), "tags": ("",) * len(texts)}
+    further, left_out = columns.kept(taken, frozenset({"text", *own}))
+    source = {"kind": "documents", "name": spec, "n": len(texts), "seed": seed, "column": column, **facts}
+    if left_out:
+        source["columns left out"] = "; ".join(left_out)
+    return Batch(Text(tuple(texts)), tuple(clusters), source, columns=own | further)
 
 
 def _parse(spec: str) -> tuple[str, str | None, str | None]:

@@ -53,6 +53,16 @@ def spec(tmp_path_factory) -> str:
     return jsonl(tmp_path_factory.mktemp("set"), [{"id": i, "text": text} for i, text in enumerate(DOCUMENTS)])
 
 
+def test_other_columns_of_the_documents_are_kept(tmp_path):
+    rows = [{"text": text, "label": i % 3, "who": "ab"[i % 2], "spans": [i]} for i, text in enumerate(DOCUMENTS)]
+    batch = documents.read(jsonl(tmp_path / "labelled", rows), 20, seed=0)
+    of = {row["text"]: row for row in rows}
+    for prompt, label, who in zip(batch.text, batch.columns["label"], batch.columns["who"], strict=True):
+        (row,) = (row for text, row in of.items() if text.startswith(prompt))
+        assert (label, who) == (row["label"], row["who"])
+    assert "spans" not in batch.columns and "spans" in batch.source["columns left out"]
+
+
 def test_a_prompt_is_the_opening_of_a_document_and_never_all_of_it(spec):
     batch = documents.read(spec, 60, seed=0)
     assert len(batch) == 60

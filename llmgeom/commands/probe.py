@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 SITES = ("residual", "value", "key", "query", "z", "attention_write", "mlp_write")
 LABEL = "label"  # the probe's name in a record
 AUTOMATIC = ("length", "final_token")
+MOST_DOCUMENTS = 1000  # of a data set: as many as the controls read
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class RunConfig(config.ModelConfig):
 
     VERB: ClassVar[str] = "probe"
 
-    prompts: str | None = flag(None, "Prompts with their labels: .jsonl, .csv or .parquet.", group="Prompts")
+    prompts: str | None = flag(None, "Prompts with labels: .jsonl, .csv, .parquet or hf:DATASET.", group="Prompts")
     target: str | None = flag(None, "The column to read.", group="Prompts")
     answers: str | None = flag(
         None, "Instead of --target: the column of right answers, scored by log-probability.", group="Prompts"
@@ -87,13 +88,18 @@ def main(asked: RunConfig, output: VerdictOutput) -> int:
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """The whole of `llmgeom probe`: check, load, measure, save the record and its page; (folder, record)."""
     from llmgeom.files import digest
-    from llmgeom.prompts import files
+    from llmgeom.prompts import documents, files
 
     if not asked.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if asked.answers and asked.target:
         raise UserError("--answers and --target are two measurements of two captures: give one, then the other")
-    batch = files.read(asked.prompts, asked.cluster)
+    if asked.prompts.startswith(documents.PREFIX):
+        if asked.cluster:
+            raise UserError(f"--cluster {asked.cluster}: of a data set each document is its own cluster; leave it out")
+        batch = documents.read(asked.prompts, MOST_DOCUMENTS, asked.seed, offline=asked.offline)
+    else:
+        batch = files.read(asked.prompts, asked.cluster)
     measure = _answers(asked, batch) if asked.answers else _label(asked, batch)
     located = asked.locate()
     content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
