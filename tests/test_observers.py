@@ -11,6 +11,7 @@ import pytest
 from scipy.special import expit, logit
 
 from llmgeom.batch import Batch, Posterior, Text
+from llmgeom.commands import evidence
 from llmgeom.errors import UserError
 from llmgeom.probes.evidence.observer_fit import (
     BAYESIAN,
@@ -263,3 +264,22 @@ def test_more_than_two_labels_are_refused(batch):
     many = Batch(batch.inputs, batch.cluster, {}, columns=batch.columns, posterior=Posterior(three))
     with refused(UserError, 3):
         measure_observers(many, [np.full(len(batch), 0.5)] * 2, 0)
+
+
+def test_the_stated_process_parts_bayes_from_counting_in_text(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    asked = evidence.RunConfig(
+        model="pocket:pythia",
+        processes=("stated",),
+        ks=(1, 2, 4),
+        n=12,
+        nulls=2,
+        out=str(tmp_path / "run"),
+        offline=True,
+    )
+    _, (record,) = evidence.perform_processes(asked)
+    found = record.results["sula_observers"]
+    assert "stated reliability, weighed" in found.ticks["observer"]
+    # The design parts the two: the claim is measured, and no warning says that it is open by design.
+    assert found.arrays["attainable"] > 0.01 and BAYES in {h.name for h in found.estimates}
+    assert not any("cannot part" in warning for warning in found.warnings)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -174,7 +174,7 @@ def lack_of_fit_draws(
 def parameter_intervals(
     observer: Observer, shown: Shown, p: Float[np.ndarray, " prompt"], clusters: np.ndarray
 ) -> tuple[tuple[float, ...], list[Interval]]:
-    """Fitted parameters of all prompts and their intervals, fitted anew without each cluster."""
+    """Fitted parameters of all prompts and their intervals, fitted anew without each cluster, within their ranges."""
     refits: dict[bytes, tuple[float, ...]] = {}
 
     def values(rows: np.ndarray) -> tuple[float, ...]:
@@ -183,7 +183,10 @@ def parameter_intervals(
         return refits[key]
 
     every = np.arange(len(p))
-    spans = [jackknife(lambda rows, i=i: values(rows)[i], every, clusters) for i in range(len(observer.start))]
+    spans = []
+    for i, (least, most) in enumerate(observer.bounds):
+        span = jackknife(lambda rows, i=i: values(rows)[i], every, clusters)
+        spans.append(replace(span, low=max(span.low, least), high=min(span.high, most)))
     return values(every), spans
 
 
