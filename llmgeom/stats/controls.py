@@ -133,7 +133,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     Raises:
         UserError: A value or a draw has no logarithm, on the scale "log".
     """
-    from scipy.stats import t
+    from scipy.special import stdtr, stdtrit
 
     sign = 1 if rule.side == "upper" else -1
     scale: Scale = "identity" if null.difference else rule.scale
@@ -168,7 +168,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
         size, degrees = error(noise)
         if not size:
             return LEAST_P / 10 if distance > 0 else 1.0
-        return float(t.sf(distance / size, degrees))
+        return float(stdtr(degrees, -distance / size))
 
     distance = sign * (at - middle)
     p, p_opposite = tail(distance, near), tail(-distance, far)
@@ -177,7 +177,7 @@ def excess(rule: Rule, value: float, interval: Interval, null: Null, clusters: i
     step = sign * (float(on_scale(rule.end(centre), scale)) - middle) if room else 0.0
     p_excluded = tail(step - distance, far) if room else 1.0
     size, degrees = error(near)
-    hurdle = float(back(middle + sign * t.isf(ALPHA, degrees) * size)) if math.isfinite(size) else sign * FAR
+    hurdle = float(back(middle + sign * stdtrit(degrees, 1 - ALPHA) * size)) if math.isfinite(size) else sign * FAR
     if null.p is not None:
         floor = null.draws >= FINE and null.p <= 1 / (1 + null.draws) + TIE
         p = min(null.p, p) if floor else null.p

@@ -67,7 +67,7 @@ def _holds(step: float, error: float, spread: float, clusters: int, of: Setting,
     `actual` is the variance of the excess itself where it is another than the rule's. Of noisy draws the rule takes the
     larger of two estimates: the mean over 500 pairs of them, the same in every call.
     """
-    from scipy.stats import norm, t
+    from scipy.special import ndtr, stdtrit
 
     m = of.draws
     own, others = np.float64(error), np.float64(spread * (1 + 1 / m) if m else 0.0)
@@ -79,11 +79,11 @@ def _holds(step: float, error: float, spread: float, clusters: int, of: Setting,
     if not np.all(whole > 0):
         return float(step > 0)
     degrees = whole**2 / (own**2 / (clusters - 1) + others**2 / max(m - 1, 1))
-    quantile = t.isf(ALPHA / of.claims, degrees)
+    quantile = -stdtrit(degrees, ALPHA / of.claims)
     if of.noisy and m:
         actual = spread * (1 + 1 / m) if actual is None else actual
-        return float(norm.cdf((step - quantile * np.sqrt(whole)) / math.sqrt(actual)).mean())
-    return float(norm.cdf((step / np.sqrt(whole) - quantile) / np.sqrt(1 + quantile**2 / (2 * degrees))))
+        return float(ndtr((step - quantile * np.sqrt(whole)) / math.sqrt(actual)).mean())
+    return float(ndtr((step / np.sqrt(whole) - quantile) / np.sqrt(1 + quantile**2 / (2 * degrees))))
 
 
 @cache

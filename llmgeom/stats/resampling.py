@@ -60,9 +60,9 @@ def jackknife(
 
 def student_quantile(clusters: int, level: float = 0.95) -> float:
     """Student's two-sided quantile with clusters - 1 degrees of freedom: half an interval's width over its error."""
-    from scipy.stats import t
+    from scipy.special import stdtrit
 
-    return float(t.ppf((1 + level) / 2, clusters - 1))
+    return float(stdtrit(clusters - 1, (1 + level) / 2))
 
 
 def mean_intervals(
