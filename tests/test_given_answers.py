@@ -9,6 +9,7 @@ import pytest
 import torch
 from sklearn.metrics import brier_score_loss, roc_auc_score
 
+from llmgeom import plan
 from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.probes.labels.answers import AnswersProbe, read_answers
@@ -70,6 +71,17 @@ def test_the_table_holds_prompts_with_the_models_answer(run, prompts):
     said = [ANSWERS.index(one) for one in run.prompts["likeliest answer"]]
     assert accuracy.value == pytest.approx(np.mean(said == right)) and accuracy.clusters == 12
     assert accuracy.low <= accuracy.value <= accuracy.high
+
+
+def test_answers_to_more_prompts_than_controls_read_are_all_scored(run, prompts, subject, monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "MOST", 30)
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    asked = RunConfig(model="pocket:llama", prompts=str(prompts), answers="right", out=str(tmp_path / "run"))
+    again = perform(asked, subject=subject)[1]
+    found, expected = (one.results["answers"].arrays["log_prob"] for one in (again, run))
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+    assert again.prompts["likeliest answer"] == run.prompts["likeliest answer"]
+    assert not [warning for warning in again.warnings if "controls read" in warning or "share one template" in warning]
 
 
 def test_scores_are_scikit_learns():

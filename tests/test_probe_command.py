@@ -10,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from sklearn.metrics import r2_score
 
+from llmgeom import plan
 from llmgeom.cli import main
 from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
@@ -105,6 +106,22 @@ def test_every_control_is_a_line_of_the_one_chart(run):
         np.testing.assert_allclose(lines[name].y, values, rtol=1e-3, atol=1e-3)
     assert len({lines[name].line.color for name in measured.ticks["control"]}) == len(measured.ticks["control"])
     np.testing.assert_allclose(lines["this model"].y, measured.arrays["residual_score"], rtol=1e-3, atol=1e-3)
+
+
+def test_many_prompts_are_all_read_and_the_controls_read_some(prompts, subject, monkeypatch, tmp_path):
+    monkeypatch.setattr(plan, "MOST", 40)
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    asked = RunConfig(
+        model="pocket:pythia", prompts=str(prompts), target="words", given=("none",), layers="2", nulls=1,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    _, record = perform(asked, subject=subject)
+    claimed, _, every = record.results["label"].estimates
+    assert (claimed.n, every.n) == (40, N)
+    assert len(record.prompts["held-out prediction"]) == len(record.prompts["text"]) == 40
+    words = np.array(record.prompts["words"])
+    residual = record.results["label"].arrays["probe_residual"]
+    np.testing.assert_allclose(words - np.array(record.prompts["held-out prediction"]), residual, atol=1e-5)
 
 
 def test_names_and_cells_of_columns_cannot_leave_the_page(run):

@@ -154,7 +154,12 @@ def _answers(asked: RunConfig, batch: Batch) -> Measure:
         many = expanded(subject, batch, answers, column)
         record = _run(asked, subject, many, PROBE, AnswersProbe(answers, column), facts, progress)
         prompts = prompt_columns(batch, record, answers, column)
-        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)})
+        # Each prompt was read once for every answer: what the runner says of its inputs is not true of the prompts.
+        of_inputs = ("controls read", "share one template")
+        warnings = [one for one in record.warnings if not any(words in one for words in of_inputs)]
+        most = max(batch.cluster.count(name) for name in set(batch.cluster))
+        warnings += [f"up to {most} prompts share one cluster; intervals count clusters"] * (most > 2)
+        return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=tuple(warnings))
 
     return measure
 
