@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmgeom.record import Record
-from llmgeom.reports.prompts import COLOURS, marks, ordered, prompt_columns
+from llmgeom.reports.prompts import COLOURS, complete, marks, ordered, prompt_columns
 from llmgeom.reports.text import compact, numbers, plotly_text, titled, visible
 from llmgeom.reports.verdicts import counted
 from llmgeom.result import Figure, Measured, Quantity
@@ -236,7 +236,11 @@ def _scatter(
     across = titled(names[0], unit)
     up = titled(names[1], unit) if points.shape[1] > 1 else "there is no second component"
     # Points that are not the record's prompts (positions, tokens) have no prompt to show, no column to colour by.
-    choices = tuple(c for c in ordered(prompts) if c != "text") if len(prompts.get("text", ())) == len(points) else ()
+    choices = (
+        tuple(c for c in ordered(complete(prompts)) if c != "text")
+        if len(prompts.get("text", ())) == len(points)
+        else ()
+    )
     chosen = colour if colour in choices else choices[0] if choices else ""
     # Margins that follow tick labels, which follow the scale, which follows the margins, need not settle.
     layout = {

@@ -6,7 +6,14 @@ const all = (selector, within = document) => [...within.querySelectorAll(selecto
 const content = JSON.parse(byId("data").textContent);
 const figures = Object.fromEntries(content.figures.map((figure) => [figure.id, figure]));
 const CONFIG = { displayModeBar: false, displaylogo: false, showSendToCloud: false, plotlyServerURL: "", responsive: true };
-const NEAREST = 5;
+const NEAREST = 5, PLACES = "section, article, h2, figure, .fold, .plot";
+const dark = matchMedia("(prefers-color-scheme: dark)").matches;
+if (dark) {
+  const { layout } = content.template, ink = "#e8e8e8", paper = "#16181c", grid = "#43474d";
+  Object.assign(layout, { paper_bgcolor: paper, plot_bgcolor: paper, font: { ...layout.font, color: ink } });
+  for (const axis of [layout.xaxis, layout.yaxis]) Object.assign(axis, { gridcolor: grid, linecolor: "#8a8f96" });
+  layout.hoverlabel = { ...layout.hoverlabel, bgcolor: paper, font: { ...layout.hoverlabel.font, color: ink } };
+}
 
 function element(tag, given = {}, ...inside) {
   const { data = {}, ...props } = given;
@@ -22,7 +29,8 @@ function element(tag, given = {}, ...inside) {
 const state = { s: "", layer: null, hide: new Set(), colour: "", record: 0, prompt: -1, pinned: false, at: "", step: "" };
 const domains = all("input[data-domain]").map((input) => input.dataset.domain);
 
-function write() {
+// `visit` makes an entry of the history, so that Back returns.
+function write(visit = false) {
   const { s, layer, hide, colour, record, prompt, pinned, step } = state;
   const told = {
     s, layer: layer ?? "", hide: [...hide].map(encodeURIComponent).join(), colour: encodeURIComponent(colour),
@@ -30,7 +38,7 @@ function write() {
   };
   const parts = Object.entries(told).filter(([, value]) => value !== "").map((pair) => pair.join("="));
   const hash = parts.length ? `#${parts.join("&")}` : "";
-  if (hash !== location.hash) history.replaceState(null, "", hash || "#");
+  if (hash !== location.hash) history[visit ? "pushState" : "replaceState"](null, "", hash || "#");
 }
 
 // What the address does not say, or says of something that is not there, is as at first.
@@ -45,7 +53,7 @@ function read() {
   const [word] = asked.s || [raw], slider = byId("layer"), layer = Number.parseInt(asked.layer?.[0]);
   const [, record, prompt] = /^(\d+)\.(\d+)$/.exec(asked.prompt?.[0]) || [];
   Object.assign(state, {
-    s: /^(probe|record|compared|verdicts|live)[-\d]*$/.test(word) && byId(word) ? word : "",
+    s: byId(word)?.matches(PLACES) ? word : "", at: "",
     layer: slider && layer >= 0 && layer < slider.max ? layer : null,
     hide: new Set(domains.filter((domain) => asked.hide?.includes(domain))),
     colour: content.records.some(({ columns }) => Object.hasOwn(columns, asked.colour?.[0] ?? "")) ? asked.colour[0] : "",
@@ -94,7 +102,15 @@ function marks(figure) {
   return shapes;
 }
 
+// Plotly is unpacked when the first figure comes into view.
+let unpacking;
+const library = () => (unpacking ??= unpacked("plotly").then((source) => {
+  const script = document.createElement("script");
+  script.textContent = source;
+  document.head.append(script);
+}));
 function plot(figure) {
+  if (!window.Plotly) return library().then(() => plot(figure));
   const div = byId(figure.id), first = !div.classList.contains("js-plotly-plot");
   if (first) div.textContent = "";
   const layout = { template: content.template, ...structuredClone(figure.layout), shapes: marks(figure) };
@@ -142,6 +158,7 @@ const scatters = () => Object.keys(figures).filter((id) => "record" in figures[i
 
 function choose(record, prompt, pinned, at = state.at) {
   Object.assign(state, { record, prompt, pinned, at });
+  dots();
   for (const id of scatters())
     if (!stale.has(id) && inView.has(id)) Plotly.relayout(id, { shapes: marks(figures[id]) });
     else stale.add(id);
@@ -149,6 +166,19 @@ function choose(record, prompt, pinned, at = state.at) {
   write();
 }
 const clear = () => choose(0, -1, false);
+
+// The small multiples of the first screen: each dot is a prompt.
+const dotted = all("circle[data-prompt]");
+function dots() {
+  for (const dot of dotted)
+    dot.classList.toggle("chosen", chosen(+dot.dataset.record) && +dot.dataset.prompt === state.prompt);
+}
+for (const [name, pins] of [["mouseover", false], ["click", true]])
+  document.addEventListener(name, ({ target }) => {
+    const { record, prompt } = target.dataset ?? {};
+    if (!target.matches?.("circle[data-prompt]") || (state.pinned && !pins)) return;
+    choose(+record, +prompt, pins && !(state.pinned && chosen(+record) && state.prompt === +prompt), "");
+  });
 
 function listen(div) {
   const record = () => figures[div.id].record;
@@ -242,6 +272,15 @@ function show(what = Object.keys(figures)) {
   sift();
   renew(what);
   card();
+  dots();
+}
+
+// Go to a place of the page: whatever is folded around it or is it opens.
+function arrive(id, above = byId(id)) {
+  const inside = above.querySelector(":scope > details.fold");
+  if (inside) inside.open = true;
+  for (let place = above; place; place = place.parentElement) if (place.matches("details")) place.open = true;
+  above.scrollIntoView();
 }
 
 let waiting = false;
@@ -274,10 +313,11 @@ addEventListener("click", (event) => {
   if (!link) return;
   event.preventDefault(); // the address holds more than where one is
   state.s = link.hash.slice(1);
-  byId(state.s).scrollIntoView();
-  write();
+  arrive(state.s);
+  write(true);
 });
 byId("copy").addEventListener("click", async () => {
+  if (state.pinned && state.at) state.s = state.at; // the link opens at its figure
   write();
   const copied = await navigator.clipboard?.writeText(location.href).then(() => true, () => false);
   byId("copied").textContent = copied ? "copied" : location.href;
@@ -371,16 +411,11 @@ const unpacked = (id) => {
   return new Response(new Response(packed).body.pipeThrough(new DecompressionStream("gzip"))).text();
 };
 async function start() {
-  const more = JSON.parse(await unpacked("more")), script = document.createElement("script");
+  const more = JSON.parse(await unpacked("more"));
   more.records.forEach((one, r) => Object.assign(content.records[r], one));
   for (const [id, layers] of Object.entries(more.layers)) figures[id].layers = layers;
-  script.textContent = await unpacked("plotly");
-  document.head.append(script);
   read();
-  for (const figure of content.figures) {
-    await plot(figure);
-    await new Promise((done) => setTimeout(done));
-  }
+  Object.keys(figures).forEach((id) => stale.add(id));
   const watch = new IntersectionObserver((seen) => {
     for (const { target, isIntersecting } of seen) {
       inView[isIntersecting ? "add" : "delete"](target.id);
@@ -389,12 +424,13 @@ async function start() {
   }, { rootMargin: "300px" });
   for (const div of all(".plot")) watch.observe(div);
   show([]);
-  if (state.s) byId(state.s).scrollIntoView();
+  if (state.s) arrive(state.s);
   addEventListener("hashchange", () => {
     read();
     show();
-    if (state.s) byId(state.s).scrollIntoView();
+    if (state.s) arrive(state.s);
   });
+  setTimeout(library, 1500); // by then whatever was in view is drawn; printing needs it
   document.documentElement.dataset.ready = "yes";
 }
 const started = start();

@@ -6,6 +6,7 @@ import base64
 import gzip
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,11 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import pairs
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
+from llmgeom.reports.findings import WORDS, Outcome, counting, findings, outcomes
+from llmgeom.reports.forest import ONE, ZERO, forest
 from llmgeom.reports.live import live as section_of
-from llmgeom.reports.prompts import UNITS, cards, numeric, ordered, prompt_columns
+from llmgeom.reports.multiples import SIDE, multiples
+from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
 
@@ -40,7 +44,10 @@ def page(
     if not records:
         raise ValueError("page needs at least one record; got none")
     named = labels(records)
-    parts = [_part(place, label, record) for place, (label, record) in enumerate(zip(named, records, strict=True))]
+    several = len(records) > 1
+    parts = [
+        _part(place, label, record, several) for place, (label, record) in enumerate(zip(named, records, strict=True))
+    ]
     compared = pairs(comparison) if comparison else []
     drawn = [d for part in parts for section in part["sections"] for d in section["drawn"]]
     run = section_of(live) if live else None
@@ -55,10 +62,72 @@ def page(
         pairs=compared,
         live=run,
         run=Markup(_packed(_json(run.data).encode())) if run else "",
-        warnings=_warnings(named, records),
-        rows=lines(records),
+        pictures=[
+            (place, label if len(records) > 1 else "", panels)
+            for place, (label, record) in enumerate(zip(named, records, strict=True))
+            if (panels := multiples(record))
+        ],
+        **first_screen(named, records),
         sections={(part["label"], s["probe"]): s["id"] for part in parts for s in part["sections"]},
+        contents=[
+            (part["label"] if several else "", [(s["id"], s["measured"].title, s["words"]) for s in part["sections"]])
+            for part in parts
+        ],
     )
+
+
+def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, Any]:
+    """What every page opens with: the facts in one line, what was found, the plot of all claims, the table."""
+    every, rows = outcomes(records, named), lines(records)
+    places = [row.calibration for row in rows if row.calibration]
+    return {
+        "facts": _facts(named, records),
+        "sentence": counting(records, every),
+        "found": findings(every, records),
+        "forest": forest(every),
+        "axis": (ZERO, ONE),
+        "side": SIDE,
+        "unmeasured": _unmeasured(named, records),
+        "uncalibrated": any("not calibrated here" in text for text in places),
+        "warnings": _warnings(named, records),
+        "rows": rows,
+        "words": chips(every),
+    }
+
+
+def chips(every: Sequence[Outcome]) -> dict[str, list[str]]:
+    """Probe -> the words of its claims, each once, in the order of WORDS."""
+    return {probe: [w for w in WORDS if any(one.word == w for one in every if one.probe == probe)]
+            for probe in {one.probe for one in every}}  # fmt: skip
+
+
+def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
+    """One line: family, size, prompts from how many templates, controls."""
+    first, said = records[0].subject, []
+    if len({str(record.subject["name"]) for record in records}) == 1:
+        said += [str(first["model_type"])] if first.get("model_type") else []
+        if first.get("layers") and first.get("d_model"):
+            said.append(f"{first['layers']} layers of width {first['d_model']}")
+        if first.get("parameters"):
+            said.append(f"{first['parameters'] / 1e6:.3g} million parameters")
+    for label, record in zip(named, records, strict=True):
+        count, templates = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
+        if count:
+            of = "" if len(records) == 1 else f"{label}: "
+            said.append(f"{of}{count} prompts from {templates} templates")
+    draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
+    said += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
+    return " · ".join(said)
+
+
+def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[str, str]]:
+    """Each probe that was not measured, with the reason; of several records with its label."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for label, record in zip(named, records, strict=True):
+        for probe, why in record.unmeasured.items():
+            found.setdefault((probe, why), []).append(label)
+    several = len(records) > 1
+    return [(f"{probe} ({', '.join(where)})" if several else probe, why) for (probe, why), where in found.items()]
 
 
 def written_out(
@@ -84,19 +153,23 @@ def written_out(
     }
     more = {"records": prompts_of(records), "layers": layers}
     fill = _environment().get_template(template).render
-    whole = given | {
-        "icons": ICONS,
-        "layers": max((n for record in records for n in _depths(record)), default=0),
-        "prompted": any(record.prompts.get("text") for record in records),
-        "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
-        # Only these two scripts may run: a prompt that found a way into the page would still be text.
-        "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),
-        "css": Markup("".join(map(_file, styles))),
-        "script": Markup(script),
-        "plotly": Markup(plotly),
-        "data": Markup(_json(data)),
-        "more": Markup(_packed(_json(more).encode())),
-    }
+    whole = (
+        {"contents": [], "pictures": []}
+        | given
+        | {
+            "icons": ICONS,
+            "layers": max((n for record in records for n in _depths(record)), default=0),
+            "prompted": any(record.prompts.get("text") for record in records),
+            "domains": sorted({written(v) for record in records for v in record.prompts.get("domain", ())}),
+            # Only these two scripts may run: a prompt that found a way into the page would still be text.
+            "allowed": Markup(f"'{_hash(script)}' '{plotly_hash}'"),
+            "css": Markup("".join(map(_file, styles))),
+            "script": Markup(script),
+            "plotly": Markup(plotly),
+            "data": Markup(_json(data)),
+            "more": Markup(_packed(_json(more).encode())),
+        }
+    )
     html = fill(whole, heavy="")
     if (size := len(html.encode())) <= HEAVY:
         return html
@@ -141,8 +214,7 @@ def panel(record: Record) -> str:
         .render(
             css=Markup(_file("page.css")),
             parts=[{"label": label, "run_line": _run_line(record)}],
-            warnings=_warnings([label], [record]),
-            rows=lines([record]),
+            **first_screen([label], [record]),
             icons=ICONS,
             sections={},
         )
@@ -153,19 +225,27 @@ def _title(records: Sequence[Record]) -> str:
     """Every model and every source, each once."""
     models = dict.fromkeys(str(record.subject["name"]) for record in records)
     sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
-    return f"{', '.join(models)} on {' and '.join(sources)}"
+    prompts = " prompts" * all(record.source.get("kind") == "domain" for record in records)
+    return f"{' and '.join(models)} on {' and '.join(sources)}{prompts}"
 
 
-def _part(place: int, label: str, record: Record) -> dict[str, Any]:
+def slug(text: str) -> str:
+    """A name as an anchor: letters, digits, - and _."""
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-") or "run"
+
+
+def _part(place: int, label: str, record: Record, several: bool = False) -> dict[str, Any]:
     """Everything the template says about one record."""
-    columns = ordered(record.prompts)
+    prompts = complete(record.prompts)
+    columns = ordered(prompts)
+    anchor = f"{slug(label)}-" if several else ""
     return {
         "id": f"record-{place}",
         "label": label,
         "run_line": _run_line(record),
-        "sections": [_section(place, i, probe, record) for i, probe in enumerate(sorted(record.results))],
-        "columns": [(titled(c, UNITS.get(c, "")), numeric(record.prompts[c])) for c in columns],
-        "prompts": [[written(v) for v in row] for row in zip(*(record.prompts[c] for c in columns), strict=True)],
+        "sections": [_section(place, anchor, probe, record) for probe in sorted(record.results)],
+        "columns": [(titled(c, UNITS.get(c, "")), numeric(prompts[c])) for c in columns],
+        "prompts": [[written(v) for v in row] for row in zip(*(prompts[c] for c in columns), strict=True)],
         "command": written(record.facts.get("command", "")),
         "provenance": [
             (name, [(key, written(values[key])) for key in sorted(values)])
@@ -174,17 +254,17 @@ def _part(place: int, label: str, record: Record) -> dict[str, Any]:
     }
 
 
-def _section(place: int, number: int, probe: str, record: Record) -> dict[str, Any]:
-    measured = record.results[probe]
+def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, Any]:
+    measured, name_of = record.results[probe], f"{anchor}{slug(probe)}"
     scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
     return {
-        "id": f"probe-{place}-{number}",
+        "id": name_of,
+        "words": chips(outcomes([record], [""])).get(probe, []),
         "probe": probe,
         "measured": measured,
         "rows": [row for row in lines([record]) if row.probe == probe],
         "drawn": [
-            draw(measured, name, f"figure-{place}-{number}-{i}", place, record.prompts)
-            for i, name in enumerate(pictured(measured))
+            draw(measured, name, f"{name_of}--{slug(name)}", place, record.prompts) for name in pictured(measured)
         ],
         "scalars": [
             (n, f"{measured.arrays[n].item():.4g} {measured.quantities[n].unit}", measured.quantities[n].meaning)

@@ -14,13 +14,22 @@ UNITS = {"entropy": "bits", "tokens": "count"}
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#9a9a9a")
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "circle-open")
 SHOWN_CATEGORIES = len(COLOURS) - 1
-PARTS = ("pieces", "next tokens")  # shown beside a prompt, not in a table
+PARTS = ("pieces", "next tokens")  # shown in the panel of a prompt, not in a table
+FINAL = "final token"
+
+
+def complete(prompts: Mapping[str, tuple]) -> Mapping[str, tuple]:
+    """The prompts with their final token as a column, where the record holds token pieces."""
+    if "pieces" not in prompts or FINAL in prompts:
+        return prompts
+    return {**prompts, FINAL: tuple(row[-1] if row else "" for row in prompts["pieces"])}
 
 
 def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
     """What every scatter of a record shares: the hover text of each prompt, and the traces of each column to colour by,
     where `rows` stands for the x, y and hover text of those prompts."""
     columns: dict[str, list[dict[str, Any]]] = {}
+    prompts = complete(prompts)
     for name in ordered(prompts):
         values, title = prompts[name], plotly_text(titled(name, UNITS.get(name, "")))
         if numeric(values):
@@ -51,6 +60,7 @@ def prompt_columns(prompts: Mapping[str, tuple]) -> dict[str, Any]:
 def cards(prompts: Mapping[str, tuple]) -> dict[str, Any]:
     """What stands beside the figures when a prompt is pointed at: its columns, token pieces and likeliest next tokens,
     as text in which nothing is invisible."""
+    prompts = complete(prompts)
     columns = ordered(prompts)
     rows = zip(*(prompts[c] for c in columns), strict=True)
     return {
@@ -70,7 +80,7 @@ def marks(**marker: Any) -> dict[str, Any]:
 
 def ordered(prompts: Mapping[str, tuple]) -> list[str]:
     """The columns of a prompt table in reading order."""
-    first = [c for c in ("text", "entropy", "template", "domain", "tokens", "tags") if c in prompts]
+    first = [c for c in ("text", "entropy", FINAL, "template", "domain", "tokens", "tags") if c in prompts]
     return first + sorted(set(prompts) - {*first, *PARTS})
 
 

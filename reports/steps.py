@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from llmgeom.record import Record
 from llmgeom.reports.figures import Drawn, draw, pictured
-from llmgeom.reports.page import _json, _packed, _part, _warnings, prompts_of, written_out
+from llmgeom.reports.page import _json, _packed, _part, first_screen, prompts_of, written_out
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
 from llmgeom.reports.verdicts import labels, lines
@@ -53,8 +53,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         ("page.css", "steps.css"),
         title=f"{record.title}, over training",
         parts=[part],
-        warnings=_warnings([label], [record]),
-        rows=lines([record]),
+        **first_screen([label], [record]),
         sections={(label, probe): section["id"] for probe, section in curves.items()},
         curves=curves,
         steps=list(snapshots),
