@@ -15,6 +15,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ resolves these names
     from llmgeom.batch import Batch
+    from llmgeom.front import load, scan
     from llmgeom.model.capture import Site
     from llmgeom.model.edits import Edit
     from llmgeom.model.subject import Subject
@@ -28,8 +29,14 @@ _WHERE = {
     "Record": "llmgeom.record",
     "Site": "llmgeom.model.capture",
     "Subject": "llmgeom.model.subject",
+    "load": "llmgeom.front",
+    "scan": "llmgeom.front",
 }
-__all__ = ["Batch", "Edit", "Record", "Site", "Subject", "__version__"]
+__all__ = ["Batch", "Edit", "Record", "Site", "Subject", "__version__", "load", "scan"]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
 
 
 def __getattr__(name: str) -> Any:

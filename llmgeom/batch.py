@@ -143,8 +143,29 @@ class Batch:
             if len(column) != n:
                 raise ValueError(f"Batch.{name} has {len(column)} entries for {n} inputs: expected one for each")
 
+    @classmethod
+    def of(cls, prompts: Batch | str | Iterable[str]) -> Batch:
+        """A batch from strings, each a cluster of its own; a batch stays as it is.
+
+        Raises:
+            UserError: There is no prompt, or one of them is no string.
+        """
+        if isinstance(prompts, Batch):
+            return prompts
+        strings = (prompts,) if isinstance(prompts, str) else tuple(prompts)
+        odd = [one for one in strings if not isinstance(one, str)]
+        if odd or not strings:
+            found = f"{odd[0]!r} is no string" if odd else "there is none"
+            raise UserError(f"prompts: {found}; give a string, a list of strings, or a Batch")
+        return cls(Text(strings), tuple(str(i) for i in range(len(strings))), {"kind": "strings", "name": "strings"})
+
     def __len__(self) -> int:
         return len(self.inputs)
+
+    def __repr__(self) -> str:
+        name, kind = self.source.get("name", "unnamed"), type(self.inputs).__name__.lower()
+        exact = ", with the exact answer" if self.posterior is not None else ""
+        return f"<Batch {name!r}: {len(self)} inputs of {kind}, {len(set(self.cluster))} clusters{exact}>"
 
     @property
     def text(self) -> tuple[str, ...]:

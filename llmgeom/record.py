@@ -14,6 +14,7 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
+from llmgeom.optional import imported
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 
 SCHEMA = 1
@@ -46,6 +47,33 @@ class Record:
     @property
     def title(self) -> str:
         return f"{self.subject['name']} on {self.source.get('name', 'prompts')}"
+
+    def frame(self, kind: str = "metrics") -> Any:
+        """A table of pandas: "prompts" (a row a prompt), "layers" (a number of a layer) or "metrics" (a metric).
+
+        Raises:
+            UserError: another kind was asked for, or pandas is not installed.
+        """
+        from llmgeom.exports.tables import tables
+
+        found = tables(self)
+        kinds = {"metrics": "estimates"} | {name: name for name in ("prompts", "layers")}
+        if kind not in kinds:
+            raise UserError(f"frame {kind!r}: expected prompts, layers or metrics")
+        return imported("pandas").DataFrame(found[kinds[kind]])
+
+    def plot(self, name: str) -> Any:
+        """One figure of the page as a Plotly figure: `record.plot("value_manifold.scores")`.
+
+        Raises:
+            UserError: the record has no such figure; the text lists those that it has.
+        """
+        from llmgeom.reports import figures
+
+        found = {f"{probe}.{quantity}": one for probe, each in figures(self).items() for quantity, one in each.items()}
+        if name not in found:
+            raise UserError(f"no figure {name!r}; this record has {', '.join(found) or 'none'}")
+        return found[name]
 
     def __repr__(self) -> str:
         return f"<Record {self.title!r}: {', '.join([*self.results, *self.unmeasured])}>"
@@ -206,6 +234,9 @@ class Records(tuple[Record, ...]):
 
     def __repr__(self) -> str:
         return f"<{len(self)} records: {', '.join(self.names)}>"
+
+    def _repr_html_(self) -> str:
+        return "".join(record._repr_html_() for record in self)
 
 
 _PARTS = dict.fromkeys(("results", "unmeasured", "subject", "source", "facts", "files", "run"), dict) | {

@@ -162,6 +162,9 @@ class Measured:
     ticks: Mapping[str, tuple] = field(default_factory=dict)
     unmeasured: Mapping[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        return f"<Measured {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"
+
 
 PROSE = ("meaning", "computed", "null", "failure_modes")
 

@@ -58,7 +58,7 @@ def multiples(record: Record) -> list[Panel]:
 
 
 def _panel(title: str, scores: np.ndarray, name: str, values: Sequence[Any]) -> Panel:
-    x, y = (_within(scores[:, column]) for column in (0, 1))
+    x, y = _within(scores[:, 0]), _within(-scores[:, 1])  # down the page is down PC2
     colours, key = _gradient(values, name) if numeric(tuple(values)) else _categories(values)
     dots = tuple(Dot(a, b, colour, i) for i, (a, b, colour) in enumerate(zip(x, y, colours, strict=True)))
     return Panel(title, f"{len(dots)} prompts along PC1 and PC2 of the values, {title}", dots, key)

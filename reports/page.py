@@ -88,7 +88,7 @@ def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, A
         "axis": (ZERO, ONE),
         "side": SIDE,
         "unmeasured": _unmeasured(named, records),
-        "uncalibrated": any("not calibrated here" in text for text in places),
+        "uncalibrated": any("not calibrated" in text for text in places),
         "warnings": _warnings(named, records),
         "rows": rows,
         "words": chips(every),

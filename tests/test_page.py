@@ -34,6 +34,7 @@ def estimate(name, verdict="", value=0.412, spread=0.02, **other):
     given = dict(
         unit="fraction", low=value - spread, high=value + spread, method="jackknife over templates", null_low=0.11,
         null_high=0.19, null="untrained controls, 20 draws", p=0.0476, n=75, clusters=38, verdict=verdict,
+        centre=0.15, effect=0.1,
     )  # fmt: skip
     return Estimate(name=name, value=value, **(given | other))
 
@@ -251,7 +252,7 @@ def test_table_holds_two_records_side_by_side():
 
 def test_verdicts_are_plain_html_before_any_script():
     head = page([synthetic()]).split("<script")[0]
-    for words in ("</span> open</b>", "0.392 to 0.432"):
+    for words in ('<span class="chip open">open</span>', "0.392 to 0.432"):
         assert words in head
     assert "not measured, because the model has no tokenizer for digits" in head
     assert "pocket:pythia @ step143000" in head and "logits 0, rows 2.4e-07" in re.sub(
@@ -268,8 +269,12 @@ def test_each_claim_stands_above_its_own_verdicts():
     }
     record = replace(record, results=of, unmeasured={})
     for records in ([record], [record, record]):
-        rows = re.findall(r'<tr class="(claim|ruled-out)">(?:<td colspan="8">(.*?)</td>)?', page(records))
-        verdicts = [("ruled-out", "")] * len(records)
+        table_of = page(records).split('<details id="verdicts"')[1].split("</details>")[0]
+        rows = re.findall(
+            r'<tr class="(claim)"><td colspan="8">(.*?)</td>|data-label="verdict"><span.*?>()(.*?)<', table_of
+        )
+        rows = [(kind or word, text) for kind, text, _, word in rows]
+        verdicts = [("ruled out", "")] * len(records)
         assert rows == [("claim", "Claim of a."), *verdicts, ("claim", "Claim of b."), *verdicts]
 
 
@@ -394,8 +399,9 @@ def test_a_caption_says_the_claim_the_interval_and_the_n_of_the_headline_that_it
 
 def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
     html = page([synthetic(), synthetic(source="math")])
-    captions = re.findall("<figcaption>(.*?)</figcaption>", html)
-    assert len(captions) == html.count("<figure") == 8 and all("n = 75 prompts" in each for each in captions)
+    first, *captions = re.findall("<figcaption>(.*?)</figcaption>", html)
+    assert "0 is the control, 1 the claimed effect" in first
+    assert len(captions) == html.count("<figure") - 1 == 8 and all("n = 75 prompts" in each for each in captions)
     plots = [a for _, a in Tree(html).elements if a.get("class") == "plot"]
     assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in plots)
     bodies = re.findall(r"The numbers of this figure.*?<tbody>(.*?)</tbody>", html, re.S)
@@ -457,17 +463,25 @@ def test_categories_differ_in_colour_for_every_eye_and_in_shape_for_all(eye):
     assert len(set(SHAPES)) == len(SHAPES) == len(COLOURS)
 
 
-def test_words_stand_out_from_what_is_behind_them():
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_stand_out_from_what_is_behind_them(scheme):
     css = (Path(sys.modules["llmgeom.reports.page"].__file__).parent / "page.css").read_text()
-    behind = {
-        "#ffffff",
-        *(c if len(c) == 7 else "#" + "".join(2 * d for d in c[1:]) for c in re.findall(r"background: (#\w+)", css)),
-    }
-    behind -= {"#0072B2"}  # the bars: no words on them
-    words = {"#1a1a1a", "#4d4d4d", "#004b87"}
-    assert words <= set(re.findall(r"[^-]color: (#\w+)", css)) and len(behind) > 5
-    bright = {c: linear(c) @ [0.2126, 0.7152, 0.0722] for c in words | behind}
-    assert min((bright[b] + 0.05) / (bright[w] + 0.05) for b in behind for w in words) > 4.5
+    light, dark = (dict(re.findall(r"--(\w+): (#\w+)", line)) for line in css.splitlines() if "--ink: #" in line)
+    assert set(light) == set(dark) and len(light) == 17
+    found = light if scheme == "light" else light | dark
+    full = {name: c if len(c) == 7 else "#" + "".join(2 * d for d in c[1:]) for name, c in found.items()}
+    bright = {name: linear(c) @ [0.2126, 0.7152, 0.0722] for name, c in full.items()}
+
+    def contrast(first, second):
+        low, high = sorted((bright[first], bright[second]))
+        return (high + 0.05) / (low + 0.05)
+
+    behind = ("paper", "pale", "cool", "warm", "mark", "last")
+    assert min(contrast(word, under) for word in ("ink", "link") for under in behind) > 4.5
+    # The words of outcomes and the grey of remarks stand on the page's own ground; two chips are filled with theirs.
+    assert min(contrast(word, "paper") for word in ("grey", "amber", "holds", "against", "opposite", "open")) > 4.5
+    # No colour of a word is written down but once.
+    assert re.findall(r"[^-]color: (#\w+)", css) == []
 
 
 # ---- differences of several records ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import shutil
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -37,8 +38,8 @@ def until(view, met: str) -> None:
 
 
 @contextmanager
-def opened(chromium, path, records, width=1280, at=""):
-    """The drawn page and, under `.seen`, whatever it asked for or complained about."""
+def opened(chromium, path, records, width=1280, at="", folded=False):
+    """The drawn page and, under `.seen`, whatever it asked for or complained about; its sections open but `folded`."""
     path.write_text(page(records), encoding="utf-8")
     view = chromium.new_page(viewport={"width": width, "height": 900})
     view.seen = {"requests": [], "messages": []}
@@ -48,8 +49,19 @@ def opened(chromium, path, records, width=1280, at=""):
     view.on("dialog", lambda dialog: (view.seen["messages"].append(dialog.message), dialog.dismiss()))
     view.goto(path.as_uri() + at)
     view.wait_for_selector("html[data-ready=yes]", state="attached")
+    if not folded:
+        unfold(view)
     yield view
     view.close()
+
+
+def unfold(view) -> None:
+    """Open every section and draw every figure, as after reading the whole page."""
+    view.evaluate("() => { for (const fold of all('details.fold')) fold.open = true; }")
+    view.evaluate("() => library()")
+    until(view, "window.Plotly !== undefined")
+    view.evaluate("() => Promise.all([...stale].map((id) => (stale.delete(id), plot(figures[id]))))")
+    view.evaluate("state.s && arrive(state.s)")
 
 
 @pytest.fixture(scope="module")
@@ -130,14 +142,14 @@ def test_a_column_sorts_up_then_down_by_its_numbers(view):
 def test_a_figure_can_be_saved(view):
     with view.expect_download() as download:
         view.locator("button[data-save=svg]").first.click()
-    assert download.value.suggested_filename == "figure-0-0-0.svg"
+    assert download.value.suggested_filename == "mixed-focus--change.svg"
 
 
 def test_printing_opens_every_table_and_closes_it_again(view):
     view.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert view.locator("details:not([open])").count() == 0
     view.evaluate("dispatchEvent(new Event('afterprint'))")
-    assert view.locator("details[open]").count() == 0
+    assert view.locator("details[open]:not(.fold)").count() == 0
 
 
 @pytest.mark.parametrize("width", [1280, 700, 400])
@@ -167,3 +179,69 @@ def test_a_script_that_found_its_way_in_would_not_run(chromium, tmp_path):
         )
         assert view.evaluate("window.intruder") is None
         assert "Content Security Policy" in view.seen["messages"][0]
+
+
+def test_sections_are_folded_and_drawn_when_they_are_opened(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [synthetic(), synthetic(source="math")], 1440, folded=True) as view:
+        tall, words, stops, forest = view.evaluate(
+            """() => [document.documentElement.scrollHeight, document.body.innerText.split(/\\s+/).length,
+            all("a[href], button, input, select, summary, [tabindex='0']").filter((e) => e.checkVisibility()).length,
+            document.querySelector(".forest").getBoundingClientRect().top]"""
+        )
+        assert tall < 12_000 and words < 6_000 and stops <= 120 and forest < 900
+        assert view.locator(".js-plotly-plot").count() == 0 and view.locator(".plot").count() == 8
+        view.locator("#mixed-manifold summary").first.click()
+        until(view, "document.querySelectorAll('#mixed-manifold .js-plotly-plot .main-svg').length > 0")
+        assert view.locator("#math-manifold .js-plotly-plot").count() == 0
+        assert view.seen["messages"] == []
+
+
+def test_a_link_opens_its_section_and_back_returns(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [synthetic(), synthetic(source="math")], folded=True) as view:
+        view.locator("#claims th a[href='#mixed-manifold']").click()
+        assert view.evaluate("location.hash") == "#s=mixed-manifold"
+        assert view.evaluate("document.querySelector('#mixed-manifold > details').open")
+        view.locator("#claims a[href='#math-manifold']").evaluate("a => a.click()")
+        assert view.evaluate("location.hash") == "#s=math-manifold"
+        view.go_back()
+        until(view, "location.hash === '#s=mixed-manifold' && state.s === 'mixed-manifold'")
+        view.go_back()
+        until(view, "location.hash === '' && state.s === ''")
+
+
+def test_a_copied_link_opens_at_its_figure_with_its_prompt_pinned(chromium, tmp_path):
+    at = "#s=manifold--scores&prompt=0.5"
+    with opened(chromium, tmp_path / "page.html", [synthetic()], at=at, folded=True) as view:
+        until(view, "document.querySelector('#manifold--scores .main-svg') !== null")
+        assert view.locator("#said").inner_text() == "prompt 5, pinned"
+        assert view.evaluate("Math.abs(byId('manifold--scores').getBoundingClientRect().top) < 200")
+        figures = view.evaluate("byId('manifold--scores').layout.shapes.length")
+        assert figures == 2  # the ring
+        view.evaluate("() => choose(0, 6, true, 'manifold--scores')")
+        view.evaluate("state.s = ''; byId('copy').click()")
+        assert view.evaluate("location.hash") == "#s=manifold--scores&prompt=0.6"
+
+
+def test_the_dots_of_the_first_screen_are_prompts(chromium, tmp_path):
+    record = synthetic()
+    record = replace(record, results={"value_manifold": record.results["manifold"]})
+    with opened(chromium, tmp_path / "page.html", [record], folded=True) as view:
+        panels = view.locator(".panels .one")
+        assert panels.count() == 3 and panels.first.locator("svg[viewBox] circle").count() == 75
+        panels.first.locator("circle[data-prompt='9']").dispatch_event("click")
+        assert view.locator("#said").inner_text() == "prompt 9, pinned"
+        assert view.locator("circle.chosen").count() == 3
+        assert view.evaluate("location.hash") == "#prompt=0.9"
+
+
+def test_a_dark_page_has_no_white_figure(chromium, tmp_path):
+    with opened(chromium, tmp_path / "page.html", [synthetic()], folded=True) as view:
+        path = tmp_path / "page.html"
+        night = chromium.new_page(color_scheme="dark")
+        night.goto(path.as_uri())
+        night.wait_for_selector("html[data-ready=yes]", state="attached")
+        unfold(night)
+        ground = "getComputedStyle(document.querySelector('.main-svg')).backgroundColor"
+        assert night.evaluate(ground) == night.evaluate("getComputedStyle(document.body).backgroundColor")
+        night.close()
+        assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

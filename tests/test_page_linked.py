@@ -130,7 +130,7 @@ def test_the_panel_tells_pieces_entropy_next_tokens_and_neighbours(view):
     shown = [str(i) for i in near if FIRST.prompts["domain"][i] != "fact"]
     assert panel.locator("ol.nearest button").all_text_contents() == shown[:5]
     facts = dict(zip(*(panel.locator(f"dl {tag}").all_text_contents() for tag in ("dt", "dd")), strict=True))
-    assert facts["tags"] == "long, rare" and facts["template"] == "template 8" and len(facts) == 5
+    assert facts["tags"] == "long, rare" and facts["template"] == "template 8" and len(facts) == 6
 
 
 def test_neighbours_are_those_of_the_figure_that_was_pointed_at(view):
@@ -270,7 +270,7 @@ def test_a_domain_can_be_hidden_from_figures_tables_and_keys(view):
 
 
 def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa: F811
-    at = "#s=probe-0-1&layer=2&hide=story,fact&colour=domain&prompt=0.7&step=3&other=1"
+    at = "#s=pocket-pythia-manifold&layer=2&hide=story,fact&colour=domain&prompt=0.7&step=3&other=1"
     with opened(chromium, tmp_path / "page.html", [FIRST, SECOND], at=at) as view:
         view.wait_for_timeout(100)
         assert view.locator("#layer").input_value() == "2" and view.locator("#layer-said").inner_text() == "2"
@@ -283,12 +283,12 @@ def test_the_address_opens_the_page_as_it_was_left(chromium, tmp_path):  # noqa:
         assert view.locator("figure:has(select)").first.locator("path.point").count() == 25
         assert view.evaluate("scrollY") > 300
         # A link inside the page adds where one is and forgets nothing.
-        view.locator("a[href='#probe-1-0']").first.evaluate("a => a.click()")
-        assert hash_of(view) == "s=probe-1-0&layer=2&hide=fact,story&colour=domain&prompt=0.7&step=3"
-        there = "Math.abs(byId('probe-1-0').getBoundingClientRect().top) < 200"
+        view.locator("a[href='#pocket-llama-focus']").first.evaluate("a => a.click()")
+        assert hash_of(view) == "s=pocket-llama-focus&layer=2&hide=fact,story&colour=domain&prompt=0.7&step=3"
+        there = "Math.abs(byId('pocket-llama-focus').getBoundingClientRect().top) < 200"
         assert view.evaluate(there)
         view.evaluate("scrollTo(0, 0)")
-        again(view, "s=probe-1-0")
+        again(view, "s=pocket-llama-focus")
         assert view.evaluate(there)
         for wrong in (
             "layer=99&prompt=0.999&hide=nothing&colour=__proto__",
@@ -392,7 +392,7 @@ def test_it_prints_to_pdf_and_says_what_was_shown(view):
     assert said == (
         "Shown in the figures: layer 2; without story; prompt 8 of pocket:pythia marked. #layer=2&hide=story&prompt=0.8"
     )
-    assert view.locator("details[open]").count() == 0
+    assert view.locator("details[open]:not(.fold)").count() == 0
     width = view.locator(f"#{ids(view)[0]} .main-svg").first.bounding_box()["width"]
     view.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert view.evaluate("stale.size") == 0 and view.locator("details:not([open])").count() == 0

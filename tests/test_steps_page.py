@@ -17,7 +17,7 @@ from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page
 from llmgeom.reports.verdicts import lines
 from tests.test_page import HOSTILE, Tree, shape, synthetic
-from tests.test_page_browser import chromium, until  # noqa: F401  (a fixture)
+from tests.test_page_browser import chromium, unfold, until  # noqa: F401  (a fixture)
 
 STEPS = (0, 4, 16, 64)
 LACKS = 16  # the step at which one probe was not measured
@@ -126,6 +126,7 @@ def opened(chromium, path, made, at="", width=1280):  # noqa: F811
     view.on("pageerror", lambda error: view.seen["messages"].append(str(error)))
     view.goto(path.as_uri() + at)
     view.wait_for_selector("html[data-steps=yes]", state="attached")
+    unfold(view)
     yield view
     assert view.seen == {"requests": [path.as_uri()], "messages": []}
     view.close()
@@ -173,7 +174,7 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         curve.scroll_into_view_if_needed()
         until(view, "!stale.has(document.querySelector('.curves .plot').id)")
         assert view.evaluate("document.querySelector('.curves .plot').layout.shapes.map(s => s.x0)") == [1]
-        for other in ("#probe-0-0", "#step=5", "#"):
+        for other in ("#verdicts", "#step=5", "#"):
             view.evaluate(f"location.hash = '{other}'")
             assert view.locator("#step").input_value() == "1"
         view.evaluate("location.hash = '#step=0'")

@@ -137,6 +137,9 @@ class Layers(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.keys)
 
+    def __repr__(self) -> str:
+        return f"<Layers of {', '.join(sorted({str(key[0]) for key in self.keys}))}: {len(self.keys)}>"
+
     def __getitem__(self, layer: Any) -> Any:  # a tensor, or Layers for a slice
         key = self.keys[layer]
         return Layers(self.read, key) if isinstance(layer, slice) else self.read(key)
@@ -215,6 +218,27 @@ class Capture:
         Raises Unavailable where the batch has none.
         """
         return self.batch.exact.flat
+
+    def __getitem__(self, place: str | tuple[str, Any]) -> Any:
+        """`capture["value", -1]`: a site at a layer (a number, negative from the end, or a slice).
+
+        `capture["value"]` is the site at all layers, and what has no layer. Raises LookupError for a site or a layer
+        that was not captured.
+        """
+        site, layer = place if isinstance(place, tuple) else (place, None)
+        known = sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors})
+        if site not in known:
+            raise LookupError(f"{site!r} was not captured; this capture has {', '.join(known)}")
+        layers = self.layers(Site(site))
+        if layer is None:
+            return layers[0] if next(iter(layers.keys))[1] == -1 else self.stacked(Site(site))
+        if isinstance(layer, int) and not -len(layers) <= layer < len(layers):
+            raise LookupError(f"{site!r} has layers 0 to {len(layers) - 1}, not {layer}")
+        return layers[layer]
+
+    def __repr__(self) -> str:
+        sites = ", ".join(sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors}))
+        return f"<Capture of {len(self.lengths)} inputs, {len(self.prompt)} rows: {sites}>"
 
     def layers(self, site: Site) -> Layers:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""

@@ -26,6 +26,8 @@ from llmgeom.model.passes import Observer, Positions, descent, identity, plan_ca
 from llmgeom.model.unembedding import Unembedding, unembedding_of
 from llmgeom.stats.information import bits
 
+FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # what a capture keeps if not told
+
 
 @dataclass(frozen=True, eq=False)
 class Subject:
@@ -161,20 +163,26 @@ class Subject:
             return loading.OFFLOADED
         return loading.tensors_hash(state)
 
-    def tokens(self, batch: Batch) -> Tokens | Rows:
+    def __repr__(self) -> str:
+        facts = self.facts
+        size = f", {facts['parameters'] / 1e6:.3g}M parameters" if facts.get("parameters") else ""
+        edits = f", {len(self.edits)} edits" if self.edits else ""
+        return f"<Subject {self.name!r}: {facts.get('model_type')}, {facts.get('layers')} layers{size}{edits}>"
+
+    def tokens(self, batch: Batch | str | Iterable[str]) -> Tokens | Rows:
         """The inputs of a batch as the model reads them, right-padded; see `tokenizing.encode`.
 
         Raises:
             UserError: A prompt has no tokens or more than the model's positions; the model does not read this kind.
         """
-        tokens = tokenizing.encode(batch, self.tokenizer, self.facts, self.name)
+        tokens = tokenizing.encode(Batch.of(batch), self.tokenizer, self.facts, self.name)
         tokenizing.check_lengths(tokens, self.facts["positions"], self.name)
         return tokens
 
     def capture(
         self,
-        batch: Batch,
-        sites: Iterable[Site],
+        batch: Batch | str | Iterable[str],
+        sites: Iterable[Site | str] = FIRST_LOOK,
         edits: Sequence[Edit] = (),
         *,
         positions: Positions = "query",
@@ -186,8 +194,8 @@ class Subject:
         """Run the batch and keep the tensors of `sites` at the queried positions or at all real ones.
 
         Args:
-            batch: The inputs.
-            sites: What to keep.
+            batch: The inputs, or strings: `subject.capture(["The capital of France is"])`.
+            sites: What to keep, e.g. `Site.VALUE` or "value".
             edits: Made in this capture, after those of the subject.
             positions: "query" or "all".
             observers: Reduce what is too large to keep, during the pass: `Capture.observed` returns their arrays.
@@ -201,6 +209,7 @@ class Subject:
             Unavailable: A site cannot be captured from this model.
         """
         options: dict[str, Any] = {"positions": positions, "observers": observers}
+        batch, sites = Batch.of(batch), {Site(site) for site in sites}
         plan = plan_capture(self, batch, sites, edits, **options, batch_tokens=batch_tokens, store=store)
         return running.gather(self, plan, progress)
 
@@ -212,7 +221,7 @@ class Subject:
             return f"writes to the residual stream are {self.facts['self_check']['writes']}"
         return ""
 
-    def entropy(self, batch: Batch, **options: Any) -> np.ndarray:
+    def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
         """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""
         nats = self.capture(batch, {Site.ENTROPY}, **options).entropy
         return bits(nats.double().numpy())

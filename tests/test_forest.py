@@ -1,0 +1,84 @@
+"""The plot of all claims and the small multiples: where things lie, judged by arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmgeom.reports.findings import outcomes
+from llmgeom.reports.forest import LEAST, MOST, ONE, ZERO, forest
+from llmgeom.reports.multiples import blend, multiples
+from llmgeom.reports.prompts import complete
+from llmgeom.result import Measured, Quantity
+from tests.test_findings import claim, record
+
+
+def row(**other):
+    (one,) = forest(outcomes([record(claim(**other))], ["x"]))
+    return one
+
+
+def per_cent(value):
+    return (value - LEAST) / (MOST - LEAST) * 100
+
+
+def test_a_row_lies_where_its_numbers_are_in_units_of_the_claimed_effect():
+    one = row(value=0.35, spread=0.15)  # centre 0.2, effect 0.3: 0.5 [0, 1]; the control -0.5 to 0
+    assert one.place == pytest.approx(per_cent(0.5), abs=0.01) and one.arrow == ""
+    assert (one.interval.start, one.interval.width) == pytest.approx((ZERO, ONE - ZERO), abs=0.02)
+    assert (one.band.start, one.band.width) == pytest.approx((per_cent(-0.5), ZERO - per_cent(-0.5)), abs=0.02)
+    assert (one.claimed.start, one.claimed.start + one.claimed.width) == pytest.approx((ONE, 100), abs=0.02)
+    assert one.value == "0.35 [0.20, 0.50]" and one.control == "0.05 to 0.20" and one.word == "open"
+
+
+def test_a_claim_that_the_value_is_low_is_turned_so_that_the_claimed_effect_lies_to_the_right():
+    assert row(value=-0.1, side="lower").place == pytest.approx(ONE, abs=0.01)
+
+
+@pytest.mark.parametrize(("value", "arrow"), [(-9.0, "◀"), (9.0, "▶")])
+def test_what_is_off_the_scale_is_an_arrow(value, arrow):
+    one = row(value=value)
+    assert (one.place, one.interval, one.arrow) == (None, None, arrow) and "of the claimed effect" in one.said
+
+
+def test_a_claim_of_no_effect_shades_the_middle():
+    one = row(equivalence=True, margin=0.5, margin_low=-0.1, effect=0.3)
+    ends = one.claimed.start, one.claimed.start + one.claimed.width
+    assert ends == pytest.approx((per_cent(-1), per_cent(1)), abs=0.02)
+    one = row(equivalence=True, margin=0.5, margin_low=-1e9, effect=0.3)
+    assert one.claimed.start == 0
+
+
+def test_records_are_rows_of_their_claim():
+    runs = [record(claim("a"), claim("b")), record(claim("a"), source="math")]
+    rows = forest(outcomes(runs, ["mixed", "math"]))
+    assert [(one.record, one.rows, bool(one.claim)) for one in rows] == [
+        ("mixed", 2, True), ("math", 0, False), ("mixed", 1, True)
+    ]  # fmt: skip
+
+
+def test_the_final_token_is_a_column_and_a_panel():
+    scores = np.array([[0.0, 0.0], [1.0, 2.0], [3.0, 1.0]])
+    plane = Quantity(("prompt", "component"), "standard units", "plane")
+    measured = Measured("Value manifold", "", "", "", "", (), {"scores": plane}, {"scores": scores})
+    made = record()
+    prompts = {"text": ("a.", "b.", "c,"), "pieces": (("a", "."), ("b", "."), ("c", ",")), "entropy": (1.0, 2.0, 3.0),
+               "tokens": (2, 2, 2)}  # fmt: skip
+    assert complete(prompts)["final token"] == (".", ".", ",") and complete({"text": ("a",)}) == {"text": ("a",)}
+
+    panels = multiples(replace(made, results={"value_manifold": measured}, prompts=prompts))
+    assert [one.title for one in panels] == ["by next-token entropy", "by final token", "by length in tokens"]
+    by_entropy, by_token, _ = panels
+    assert [dot.prompt for dot in by_entropy.dots] == [0, 1, 2]
+    assert by_entropy.dots[0].fill == blend(0) and by_entropy.dots[2].fill == blend(1)
+    assert by_token.dots[0].fill == by_token.dots[1].fill != by_token.dots[2].fill
+    assert [text for _, text in by_token.key] == ["“.” 2", "“,” 1"]
+    xs, ys = [dot.x for dot in by_token.dots], [dot.y for dot in by_token.dots]
+    assert xs[0] < xs[1] < xs[2] and (xs[1] - xs[0]) * 2 == pytest.approx(xs[2] - xs[1], abs=0.3)
+    assert ys[1] < ys[2] < ys[0]  # PC2 grows upwards
+
+
+def test_a_record_without_the_plane_has_no_panels():
+    assert multiples(record(claim())) == []

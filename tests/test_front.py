@@ -1,0 +1,115 @@
+"""The front door for Python: what a new user types first works, and is the command's own measurement."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+
+import llmgeom
+from llmgeom.cli import main
+from llmgeom.errors import UserError
+from llmgeom.record import Record
+from llmgeom.stats.information import bits
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return llmgeom.load("pocket:pythia")
+
+
+def content(folder):
+    body = json.loads((folder / "record.json").read_text())
+    body.pop("run")
+    return body, *((folder / name).read_bytes() for name in ("arrays.safetensors", "prompts.jsonl"))
+
+
+FEW = {"n": 15, "limit": 60, "nulls": 2, "probes": ("value_manifold", "attention_focus")}
+FLAGS = ("--n", "15", "--limit", "60", "--nulls", "2", "--probes", "value_manifold,attention_focus")
+
+
+def test_a_scan_from_python_is_the_commands_record_to_the_byte(subject, tmp_path):
+    record = llmgeom.scan(subject, "math", **FEW)
+    record.save(tmp_path / "python")
+    done = CliRunner().invoke(
+        main, ["scan", "--domain", "math", *FLAGS, "-q", "--out", str(tmp_path / "command")], prog_name="llmgeom"
+    )
+    assert done.exit_code == 0, done.output
+    assert content(tmp_path / "python") == content(tmp_path / "command")
+    # With a folder it writes what the command writes, the page included.
+    llmgeom.scan("pocket:pythia", "math", out=tmp_path / "written", **FEW)
+    page = (tmp_path / "command" / "report.html").read_bytes()
+    assert (tmp_path / "written" / "report.html").read_bytes() == page
+    assert content(tmp_path / "written") == content(tmp_path / "command")
+
+
+def test_several_domains_are_records_by_name(subject):
+    runs = llmgeom.scan(subject, "mixed", "math", **FEW)
+    assert runs.names == ("mixed", "math") and runs["math"].source["name"] == "math"
+
+
+def test_strings_are_read_wherever_a_batch_is(subject):
+    text = "The capital of France is"
+    capture = subject.capture([text])
+    ids = subject.tokenizer(text, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        log_p = subject.model(ids).logits[0, -1].double().log_softmax(-1)
+    expected = float(-(log_p.exp() * log_p).sum()) / np.log(2)
+    assert subject.entropy(text)[0] == pytest.approx(expected, rel=1e-5)
+    assert bits(capture["entropy"].double().numpy())[0] == pytest.approx(expected, rel=1e-5)
+    assert capture["value", -1].equal(capture.value[-1]) and capture["value"].equal(capture.value)
+    assert capture["residual", 0].equal(subject.model.get_input_embeddings()(ids)[0, -1:])
+    assert [x.tolist() for x in capture["value", 1:3]] == [x.tolist() for x in capture.value[1:3]]
+    with pytest.raises(LookupError, match="'keys' was not captured; this capture has entropy"):
+        capture["keys", -1]
+    with pytest.raises(LookupError, match="layers 0 to 3, not 4"):
+        capture["value", 4]
+
+
+@pytest.mark.parametrize(("prompts", "words"), [([], "there is none"), ([3], "3 is no string")])
+def test_what_is_no_prompt_is_refused(subject, prompts, words):
+    with pytest.raises(UserError, match=words):
+        subject.capture(prompts)
+
+
+def test_an_unknown_option_is_refused_with_those_that_exist(subject):
+    with pytest.raises(UserError, match="no option 'domain'; it has"):
+        llmgeom.scan(subject, domain="math")
+
+
+def test_what_is_printed_is_short(subject):
+    record = llmgeom.scan(subject, "math", **FEW)
+    capture = subject.capture("one")
+    made = (subject, capture, capture.batch, record, record.results["value_manifold"], capture.layers("value"))
+    assert max(len(repr(one)) for one in made) < 200, [repr(one) for one in made]
+
+
+def test_a_record_is_tables_and_figures(subject, tmp_path):
+    record = llmgeom.scan(subject, "math", **FEW)
+    prompts, layers, metrics = (record.frame(kind) for kind in ("prompts", "layers", "metrics"))
+    assert tuple(prompts["text"]) == record.prompts["text"] and len(prompts) == 15
+    scores = record.results["value_manifold"].arrays["scores"]
+    assert prompts["value_manifold.scores.PC1"].to_numpy() == pytest.approx(scores[:, 0])
+    estimates = [h for m in record.results.values() for h in m.estimates]
+    assert sorted(metrics["value"]) == pytest.approx(sorted(h.value for h in estimates))
+    share = record.results["value_manifold"].arrays["pc1"]
+    own = layers[(layers["probe"] == "value_manifold") & (layers["quantity"] == "pc1")]
+    assert own["value"].to_numpy() == pytest.approx(share)
+    (trace, *_) = record.plot("value_manifold.scores").data
+    assert trace.x == pytest.approx(scores[:, 0], rel=1e-4)
+    with pytest.raises(UserError, match="expected prompts, layers or metrics"):
+        record.frame("other")
+    with pytest.raises(UserError, match=r"no figure 'x'; this record has attention_focus\."):
+        record.plot("x")
+    record.save(tmp_path)
+    assert Record.load(tmp_path).frame("metrics").equals(metrics)
+
+
+def test_the_package_is_imported_without_torch():
+    code = "import llmgeom, sys; dir(llmgeom); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
