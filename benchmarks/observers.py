@@ -1,9 +1,10 @@
 """Who is taken for whom: simulated observers, and what `llmgeom evidence` says of each.
 
-`python benchmarks/observers.py --out FILE` writes one row for each simulated observer and design; docs/sula.md shows
-them. A data set has the default size: 50 prompts for each k of 1, 2, 4, 8 (`two-point`: reliability .9, prior 1/2), or
-k of 1, 2, 4, 8 with a stated reliability of .3, .6 or .9 and a stated prior of .2, .5 or .8 (`stated`). A simulated
-answer is the rule's log odds plus independent normal noise of sd .25, the same for every observer.
+`python benchmarks/observers.py --out FILE` writes one row for each simulated observer and design; observers.json holds
+those of 100 data sets each, seed 0 (a quarter of an hour on one core), and docs/sula.md shows them. A data set has the
+default size: 50 prompts for each k of 1, 2, 4, 8, with reliability .9 and prior 1/2 (`two-point`), or with a stated
+reliability of .3, .6 or .9 and a stated prior of .2, .5 or .8 (`stated`). A simulated answer is the rule's log odds
+plus independent normal noise of sd .25, the same for every observer.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from pathlib import Path
 import numpy as np
 from scipy.special import expit, logit
 
-from llmgeom.probes.evidence.observer_fit import Contest, attainable, called, lack_of_fit, lack_of_fit_draws
+from llmgeom.probes.evidence.observer_fit import (
+    BAYESIAN,
+    OTHER,
+    UNDECIDED,
+    Contest,
+    attainable,
+    called,
+    lack_of_fit,
+    lack_of_fit_draws,
+)
 from llmgeom.probes.evidence.observers import Observer, Shown, observers
 from llmgeom.stats import conjugate
 from llmgeom.stats.resampling import jackknife
@@ -84,6 +94,17 @@ def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str,
         taken[winner] += 1
         words[word] += 1
     return {"taken": dict(taken), "called": dict(words)}
+
+
+def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
+    """The rows as lines of Markdown: how often each simulated observer is taken for which, and called what."""
+    lines = ["| design | simulated | taken for | Bayesian | not Bayesian | open |", "|---|---|---|---|---|---|"]
+    for key, found in rows.items():
+        design, name = key.split(": ", 1)
+        taken = sorted(found["taken"].items(), key=lambda item: (-item[1], item[0]))
+        words = [str(found["called"].get(word, 0)) for word in (BAYESIAN, OTHER, UNDECIDED)]
+        lines.append("| " + " | ".join([design, name, ", ".join(f"{of} {n}" for of, n in taken), *words]) + " |")
+    return lines
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import math
 from pathlib import Path
 
@@ -283,3 +284,16 @@ def test_the_stated_process_parts_bayes_from_counting_in_text(tmp_path, monkeypa
     # The design parts the two: the claim is measured, and no warning says that it is open by design.
     assert found.arrays["attainable"] > 0.01 and BAYES in {h.name for h in found.estimates}
     assert not any("cannot part" in warning for warning in found.warnings)
+
+
+def test_the_documented_confusion_matrix_is_the_stored_one_and_repeats():
+    root = Path(__file__).parents[1]
+    rows = json.loads((root / "benchmarks" / "observers.json").read_text())
+    assert "\n".join(simulation.table(rows)) in (root / "docs" / "sula.md").read_text()
+    # A twentieth of one stored row, computed again: what these five data sets were taken for is among what all were.
+    again = simulation.row("two-point", "forgetting", 5)
+    stored = rows["two-point: forgetting"]
+    assert all(count <= stored["taken"][name] for name, count in again["taken"].items())
+    assert again["called"] == {OTHER: 5} and sum(stored["taken"].values()) == 100
+    counters = [key for key in rows if key.split(": ")[1] not in ("exact", "Bayes, reliability .7", "Beta(1, 1)")]
+    assert len(counters) == 18 and all(rows[key]["called"].get(BAYESIAN, 0) <= 5 for key in counters)
