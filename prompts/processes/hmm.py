@@ -90,10 +90,9 @@ class HMM(Process):
         return torch.stack(beliefs)
 
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
-        first, moves, marks = self._matrices()
+        _, moves, marks = self._matrices()
+        # Before the first mark nothing has moved, but a step leaves the prior as it is: states are evenly likely.
         ahead = (self.belief(draws)[:, :, None] + moves).logsumexp(1)
-        unseen = torch.tensor([not draw.seen for draw in draws])
-        ahead = torch.where(unseen[:, None], first, ahead)  # nothing has moved before the first mark
         return (ahead[:, :, None] + marks).logsumexp(1)
 
     def statistic(self, draw: Draw) -> str:
