@@ -28,9 +28,9 @@ def kl(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"])
     The exact posterior goes first: it has true zeros, which add nothing as p and would make KL infinite as q.
     """
     p = _exp(log_p)
-    terms = p * (log_p.clip(-1e30) - log_q)
-    terms[p == 0] = 0  # 0 times infinity, where q is 0 too
-    return terms.sum(-1)
+    ratio = log_p.clip(-1e30) - log_q
+    ratio[p == 0] = 0  # else 0 times infinity, where q is 0 too
+    return (p * ratio).sum(-1)
 
 
 def tv(log_p: Float[Any, "*batch outcome"], log_q: Float[Any, "*batch outcome"]) -> Float[Any, "*batch"]:
@@ -67,4 +67,5 @@ def best_constant(exact: Float[np.ndarray, "prompt outcome"], count: np.ndarray)
     """Log of the mean distribution over all prompts with the same count, in nats."""
     _, group, size = np.unique(count, return_inverse=True, return_counts=True)
     sums = np.stack([np.bincount(group, column) for column in np.exp(exact).T], axis=1)
-    return np.log(sums / size[:, None])[group]
+    with np.errstate(divide="ignore"):  # an outcome that never was possible has probability 0
+        return np.log(sums / size[:, None])[group]
