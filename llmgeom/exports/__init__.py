@@ -1,4 +1,4 @@
-"""A run folder as a file for elsewhere: a table, a card, arrays, images, or a shift that other programs can add."""
+"""Exports a run: tables, a model-card section, arrays, images, or a steering shift for other programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FORMATS = {
 
 
 def export(run: str, form: str, out: str | None = None, **options: Any) -> list[str]:
-    """Write one run in one format and return what there is to say of it, the place first.
+    """Write one run in one format and return the lines to print, the path first.
 
     options   of gguf and steered: direction, dose, approximate (`exports.shift`).
     Raises UserError: a folder that holds no run; options of another format; what a format cannot hold.

@@ -1,4 +1,4 @@
-"""Every array of a record in one safetensors file, with what tells what they are in its metadata."""
+"""Writes every array of a record to one safetensors file, with units and axes in its metadata."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
 
 
 def about(record: Record) -> dict[str, Any]:
-    """Where a record comes from, as plain data; what varies between equal runs is left out."""
+    """Provenance of a record as plain data, without what varies between equal runs."""
     return {
         "title": record.title,
         "subject": dict(record.subject),

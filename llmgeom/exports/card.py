@@ -1,4 +1,4 @@
-"""A section for a model card: what was claimed and measured of the model, with n, intervals, nulls and verdicts."""
+"""A section for a model card: claims and measurements with n, intervals, controls and verdicts."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def _told(row: Row) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text that Markdown shows as it stands, in a table too."""
+    """Escape text so that Markdown shows it literally, also in a table."""
     return re.sub(r"([\\`*_\[\]<>|~$&#])", r"\\\1", visible(text))

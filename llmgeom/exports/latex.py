@@ -1,4 +1,4 @@
-r"""The verdict table of a record as LaTeX, to be \input where array and booktabs are loaded."""
+r"""The verdict table of a record as LaTeX; \input it in a document that loads array and booktabs."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def _float(kind: str, title: str, rows: Sequence[Row]) -> Iterator[str]:
 
 
 def escaped(text: str) -> str:
-    """Text that LaTeX sets as it stands. A character that its fonts may lack is spelt by its plain form or number."""
+    """Escape text for LaTeX. A character that its fonts may lack is replaced by its plain form or number."""
     return "".join(SPECIAL.get(c) or (c if c.isascii() else _plainer(c)) for c in text)
 
 

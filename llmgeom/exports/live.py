@@ -1,4 +1,4 @@
-"""The page of a wind tunnel's transformer with the model in it: choose tokens, and see its answer beside the exact one.
+"""A page with a wind tunnel's transformer inside: choose tokens and compare its answer with the exact one.
 
 The forward pass of `reports/live.js` is in double precision on the same weights; the page compares it with what PyTorch
 gave here on one sequence, and says how far apart they are.
@@ -31,7 +31,7 @@ TASKS = frozenset({"bijection", "coin", "markov"})  # whose exact answer live.js
 
 @dataclass(frozen=True)
 class Family:
-    """Where an architecture keeps what is not attention; `gate` is empty where the MLP has none."""
+    """Names of an architecture's modules other than attention; `gate` is empty if the MLP has none."""
 
     first: str
     second: str
@@ -99,8 +99,11 @@ def write(record: Record, form: str, out: Path) -> list[str]:
 
 
 def contents(subject: Subject) -> dict[str, Any]:
-    """The shape and weights of a transformer, every matrix as [out in] float32. Raises UserError for what is none of
-    FAMILIES, and for more than LARGEST parameters."""
+    """Shape and weights of a transformer, every matrix as [out in] float32.
+
+    Raises:
+        UserError: An architecture outside FAMILIES, or more than LARGEST parameters.
+    """
     model, config = subject.model, subject.model.config
     family = FAMILIES.get(config.model_type)
     if family is None:

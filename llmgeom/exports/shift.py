@@ -54,7 +54,7 @@ def write(
     dose: float = 1.0,
     approximate: bool = False,
 ) -> list[str]:
-    """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, and say how near it comes to ours.
+    """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, and compare its effect with ours.
 
     dose         how many spreads of c the values are moved by.
     approximate  write a control vector also where it is not the same as the shift, and say by how much.
@@ -100,7 +100,11 @@ def write(
 
 
 def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, np.ndarray]]:
-    """The direction, and layer -> [coordinate] what dose 1 adds to its values. Raises UserError for other runs."""
+    """The direction, and for each layer the vector [coordinate] that dose 1 adds to the values.
+
+    Raises:
+        UserError: The run steers nothing.
+    """
     done = record.facts.get("axis")
     if not isinstance(done, Mapping):
         raise UserError(f"{record.title} found no axis that could be exported as a shift; run {REMEDY}")
@@ -127,7 +131,11 @@ def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, n
 
 
 def measured(record: Record) -> Subject:
-    """The model of a record. Raises UserError where it is not there any more, or its weights are others."""
+    """The model of a record.
+
+    Raises:
+        UserError: The model is gone, or its weights have changed.
+    """
     facts = record.subject
     if how := facts.get("quantised"):
         raise UserError(
@@ -159,7 +167,7 @@ def places(subject: Subject, form: str, layers: Sequence[int] | Mapping[int, Any
 
 @dataclass(frozen=True)
 class Compared:
-    """Our own shift against the same model with constants added elsewhere, on `n` prompts.
+    """Compare our shift with the same model with constants added by the exported file, on `n` prompts.
 
     apart, moved   nats: the largest difference of a log-probability between the two; from the model as it is.
     missed, whole  bits, mean over prompts: KL(shift || file), KL(shift || the model as it is).
@@ -185,7 +193,7 @@ def compared(
     modules: Mapping[int, nn.Module],
     written: Mapping[int, Tensor],
 ) -> Compared:
-    """What our edit of the values does to the final token's log-probabilities, and what the constants do instead."""
+    """Change in the final token's log-probabilities under our edit of the values, and under the constants."""
     batch = Batch(Text(tuple(text)), tuple(map(str, range(len(text)))), {"name": "check"})
     sites, heads = {Site.LOG_PROBS}, subject.facts["kv_heads"]
     edits = [_shifting(layer, s.reshape(heads, -1)) for layer, s in values.items()]
@@ -207,7 +215,7 @@ def _shifting(layer: int, s: Tensor) -> Edit:
 
 @contextmanager
 def adding(modules: Mapping[int, nn.Module], vectors: Mapping[int, Tensor]) -> Iterator[None]:
-    """Add a constant to what each module returns."""
+    """Add a constant to the output of each module."""
 
     def hook(vector: Tensor):
         def add(_module: nn.Module, _args: Any, out: Any) -> Any:

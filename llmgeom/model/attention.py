@@ -38,14 +38,15 @@ _lock = threading.Lock()
 
 
 class Recorder:
-    """What one pass is to keep and to change. Lives for one forward, found through a ContextVar.
+    """What one forward pass keeps and edits. It lives for that pass and is found through a ContextVar.
 
-    rows        (prompt in the pass, position) of every row, two int64 tensors of equal length.
-    sites       kept at these rows.
-    everywhere  sites kept at all real positions, `positions`, for observers; None for no site.
-    kept        (site, layer) -> tensor, filled during the pass; kept_everywhere alike.
-    seen      layers in the order in which attention was entered.
-    touched   edits that were applied at least once.
+    Attributes:
+        rows: (prompt in the pass, position) of every row, two int64 tensors of equal length.
+        sites: Kept at these rows.
+        everywhere: Sites kept at all real positions, `positions`, for observers.
+        kept, kept_everywhere: (site, layer) -> tensor, filled during the pass.
+        seen: Layers in the order in which attention was entered.
+        touched: Edits that were applied at least once.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class Recorder:
         self._on: dict[torch.device, tuple[Tensor, ...]] = {}
 
     def on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """Rows, edit context and all real positions on a device, moved once a pass rather than once a layer."""
+        """Rows, edit context and all real positions on a device; moved once per pass, not once per layer."""
         if device not in self._on:
             self._on[device] = tuple(t.to(device) for t in (*self.rows, *self.where, *self.positions))
         return self._on[device]
@@ -86,7 +87,7 @@ class Recorder:
         return self.sites | self.everywhere
 
     def keep(self, site: Site, layer: int, x: Tensor) -> None:
-        """Keep the queried rows of x [batch position ...]. Indexing copies, so no layer is kept alive by a view."""
+        """Keep the queried rows of x [batch position ...]. Indexing copies, so no view keeps a layer alive."""
         prompt, position, _, _, every_prompt, every_position = self.on(x.device)
         if site in self.sites:
             self.kept[site, layer] = x[prompt, position]
@@ -94,14 +95,16 @@ class Recorder:
             self.kept_everywhere[site, layer] = x[every_prompt, every_position]
 
     def asked(self, x: Tensor) -> tuple[Tensor]:
-        """What the output embedding reads, x [batch position d_model], is kept; it is given the queried rows alone,
-        [row 1 d_model], so that no full-vocabulary logits are made for positions nobody asked about."""
+        """Keep the input of the output embedding, x [batch position d_model], and return its queried rows alone.
+
+        [row 1 d_model]: logits over the whole vocabulary are then computed for queried positions only.
+        """
         prompt, position, *_ = self.on(x.device)
         self.keep(Site.FINAL, -1, x)
         return (x[prompt, position][:, None],)
 
     def keep_rows(self, layer: int, device: torch.device, rows: Callable[[Tensor, Tensor], Tensor]) -> None:
-        """Keep the statistics of attention weights; `rows(prompt, position)` gives them, [row head key]."""
+        """Keep statistics of attention weights; `rows(prompt, position)` computes the weights, [row head key]."""
         prompt, position, _, _, every_prompt, every_position = self.on(device)
         if sites := self.sites & ROWS:
             weights = rows(prompt, position)
@@ -151,7 +154,7 @@ class Recorder:
 
 
 def row_statistic(site: Site, weights: Tensor) -> Tensor:
-    """What a site of `ROWS` keeps of attention weights [row head key]; see Site."""
+    """The statistic of attention weights [row head key] that a site of `ROWS` keeps; see Site."""
     if site is Site.ATTENTION:
         return weights
     if site is Site.ATTENTION_ENTROPY:
@@ -215,7 +218,7 @@ def attention_rows(
 
 
 def _delegate(kind: str, module: nn.Module, query, key, value, mask, **kwargs) -> Tensor:
-    """Attention as the model would have computed it: [batch seq head dim]."""
+    """The model's own attention output, [batch seq head dim]."""
     if kind == FUSED:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, mask, **kwargs)[0]
     eager = sys.modules[type(module).__module__].eager_attention_forward
@@ -264,7 +267,11 @@ for _name in (FUSED, PLAIN):
 
 
 def interface_kind(model: PreTrainedModel, name: str) -> str:
-    """Which of our two functions stands in for the model's own. Raises UnsupportedModel where it bypasses both."""
+    """Which of our two functions replaces the model's own attention.
+
+    Raises:
+        UnsupportedModel: The model bypasses both.
+    """
     if not model._can_set_attn_implementation():
         raise UnsupportedModel(
             f"{name}: model type {model.config.model_type!r} does not send its attention through transformers' "

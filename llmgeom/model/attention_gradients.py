@@ -1,4 +1,4 @@
-"""What one gradient step asks of attention: how scores, values, queries and keys should move, head by head.
+"""Gradients of the loss with respect to attention: scores, values, queries and keys, head by head.
 
 Paper II section 5.1. For a query i and the keys j that it sees, in one head,
 
@@ -48,7 +48,7 @@ ENTRIES = 2**24  # weights in memory at once, over heads and pairs of positions
 
 @dataclass(frozen=True, eq=False)
 class Mixing:
-    """How one layer mixed values, and how the loss would have it changed; float64.
+    """How one layer mixed values, and the gradient of the loss with respect to that mixing; float64.
 
     weight    alpha_ij, or w_ij of an unrolled scan; 0 where j is not seen.
     score     s_ij, before a cap; of a scan log|w_ij|.
@@ -74,7 +74,7 @@ class Mixing:
 
     @property
     def worth(self) -> Float[Tensor, "batch head query key"]:
-        """What the loss gains by weight on j, for each unit of share: b_ij; of a scan f_ij = g_i sign(w_ij) b_ij."""
+        """Gain in loss per unit of share on key j: b_ij; for a scan f_ij = g_i sign(w_ij) b_ij."""
         return self.b * self.weight.sign() * self.weight.abs().sum(-1, keepdim=True) if self.scan else self.b
 
     @property
@@ -85,7 +85,7 @@ class Mixing:
 
     @property
     def spread(self) -> Float[Tensor, "batch head query"]:
-        """sd of `worth` over the keys that i sees, weighted by `share`; 0 where all of them would serve alike."""
+        """sd of `worth` over the keys that i sees, weighted by `share`; 0 if all keys serve equally."""
         mean = (self.share * self.worth).sum(-1, keepdim=True)
         return (self.share * (self.worth - mean).square()).sum(-1).sqrt()
 
@@ -111,7 +111,7 @@ class Routing:
 
 @dataclass(frozen=True)
 class Signals:
-    """How strongly the loss pulls at routing and at values, [layer] each; 0 is no pull.
+    """Size of the loss gradient with respect to routing and to values, [layer] each.
 
     Of the loss summed over the queries, in nats, so that a longer batch says the same:
 
@@ -128,7 +128,7 @@ class Signals:
 
 
 def doubled(subject: Subject) -> Subject:
-    """A copy in float64 to be differentiated, and changed.
+    """A float64 copy of a subject that may be differentiated and changed.
 
     Raises Unavailable for a model whose gradients are not had: read through TransformerLens, edited, spread over
     devices, larger than 2e9 parameters, or without weights on other positions.
@@ -155,7 +155,7 @@ def doubled(subject: Subject) -> Subject:
 
 
 def scans(subject: Subject) -> bool:
-    """Whether it mixes positions by a selective scan."""
+    """Whether the module mixes positions by a selective scan."""
     return subject.facts["model_type"] in ("mamba2", "mamba") and subject.facts["heads"] is None
 
 
@@ -229,7 +229,7 @@ def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
 
 
 def signals(subject: Subject, batch: Batch) -> Signals:
-    """What `routing` finds, in a few numbers a layer; in as many passes as memory asks for."""
+    """Summaries of `routing` per layer, computed in as many passes as memory needs."""
     subject = doubled(subject)
     inputs = subject.tokens(batch)
     where, target = asked(batch, inputs)
@@ -249,7 +249,7 @@ def signals(subject: Subject, batch: Batch) -> Signals:
 
 
 def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"], Tensor]:
-    """Where an answer is asked for, and what would have been right there, row by row: tokens or real numbers.
+    """Queried positions and the correct answer at each, row by row: tokens or real numbers.
 
     Raises Unavailable where nothing is asked.
     """
@@ -284,7 +284,7 @@ def losses(logits: Float[Tensor, "row output"], target: Tensor) -> Float[Tensor,
 
 @dataclass(frozen=True, eq=False)
 class Attended:
-    """What one layer's attention computed, still on the graph; scores before a cap, weights without the sink."""
+    """Tensors of one layer's attention on the autograd graph; scores before a cap, weights without the sink."""
 
     query: Tensor
     key: Tensor
@@ -298,7 +298,7 @@ class Attended:
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:
-        """What is differentiated by, in the order of the gradients; the output last."""
+        """The tensors that the loss is differentiated by, in the order of the gradients; the output last."""
         return (self.score, self.value, self.query, self.key, self.z)
 
     def law(self, u: Tensor) -> Gradients:
@@ -374,7 +374,7 @@ def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Ten
 def _written(
     subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor, own: Tensor | None = None
 ) -> tuple[list[Mixed], Tensor]:
-    """The pass, held against the model's own logits where these are given."""
+    """The pass, compared with the model's own logits if these are given."""
     found: list[Mixed] = []
     explicit, head = Explicit(found, *_passing(subject, where)), subject.model.get_output_embeddings()
     with _attached(subject), _written_out(subject, found), recording(explicit, subject.blocks, head):
@@ -389,7 +389,7 @@ def _written(
 
 
 def _passing(subject: Subject, where: Tensor) -> tuple:
-    """What a Recorder is made of that keeps and changes nothing."""
+    """Arguments of a Recorder that keeps and edits nothing."""
     return subject.blocks, where.nonzero(as_tuple=True), frozenset(), (), (torch.arange(len(where)), where)
 
 
@@ -413,7 +413,7 @@ def _written_out(subject: Subject, found: list[Mixed]):
 def _backward(
     found: list[Mixed], loss: Tensor, lengths: Int[Tensor, " batch"], parameters: Sequence[Tensor] = ()
 ) -> tuple[tuple[Mixing, ...], list[Tensor]]:
-    """Every layer's gradients, by autograd and by the law; and those of the parameters."""
+    """Gradients of every layer by autograd and by the law, and those of the parameters."""
     wanted = [tensor for one in found for tensor in one.wanted]
     every = iter(torch.autograd.grad(loss, [*wanted, *parameters], materialize_grads=True))
     mixed = []
@@ -452,7 +452,7 @@ def _sums(mixing: Mixing, lengths: Tensor) -> np.ndarray:
 
 
 def _parts(inputs: Tokens | Rows, heads: int) -> Iterator[Sequence[int]]:
-    """Sequences that run together: as many as keep one layer's weights in bounds."""
+    """Number of sequences per pass that keeps one layer's weights within the memory limit."""
     most = max(1, ENTRIES // (heads * inputs.data.shape[1] ** 2))
     for at in range(0, len(inputs), most):
         yield list(range(at, min(at + most, len(inputs))))

@@ -1,4 +1,4 @@
-"""Where a model's files are, and whether they can be read, decided before torch is imported."""
+"""Locates a model's files and checks that they can be loaded, before torch is imported."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", 
 class Located:
     """A model that can be loaded: `from_pretrained(path, revision=revision, local_files_only=local_only)`.
 
-    name      as asked for.
-    path      a local folder or the hub id.
-    revision  the commit (40 hex digits) of a hub model; None for a folder.
-    step0     the same architecture with untrained weights (pocket:NAME@step0).
-    note      what the reader of the record should know, else empty.
+    Attributes:
+        name: As the user wrote it.
+        path: A local folder or the hub id.
+        revision: The commit (40 hex digits) of a hub model; None for a folder.
+        kind: Where it was found.
+        step0: Whether its weights are to be drawn anew (pocket:NAME@step0).
+        local_only: Whether loading must not use the network.
+        note: A sentence for the reader of the record, or empty.
     """
 
     name: str
@@ -52,20 +55,20 @@ class _Incomplete(UserError):
 
 
 def pockets() -> tuple[str, ...]:
-    """The names of the models shipped inside the package."""
+    """Names of the models that ship with the package."""
     found = (config.parent.name for config in POCKET.glob("*/config.json"))
     return tuple(sorted(name for name in found if "." not in name))  # .refused: built, and missed its demands
 
 
 def go_offline() -> None:
-    """No request goes to the hub from this process from now on, whatever is imported already."""
+    """Stop all requests to the hub from this process, also of libraries that are already imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     constants.HF_HUB_OFFLINE = True
 
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """No request goes to the hub inside this context; afterwards all is as it was.
+    """Stop requests to the hub inside this context; restore the settings afterwards.
 
     local_files_only alone still lets one request out, which a silent server answers after seconds.
     """
@@ -84,9 +87,11 @@ def silence() -> Iterator[None]:
 def locate(
     model: str, revision: str | None = None, *, offline: bool = False, trust_remote_code: bool = False
 ) -> Located:
-    """Find `pocket:NAME[@step0]`, a folder, or a hub id within 4 seconds, network or none.
+    """Find `pocket:NAME[@step0]`, a folder, or a hub id, within 4 seconds and with or without a network.
 
-    Raises UserError, with the remedy, for what from_pretrained would fail on after minutes, or not notice.
+    Raises:
+        UserError: The model is missing, incomplete or damaged. `from_pretrained` would fail after minutes, or not
+            notice; the sentence names the remedy.
     """
     if model.startswith("pocket:"):
         return _pocket(model, revision)
@@ -124,7 +129,7 @@ def _offline_models() -> str:
 
 
 def _check(folder: str, name: str, trust_remote_code: bool) -> None:
-    """Raises _Incomplete where a file is missing, UserError where one is damaged or wants to run code."""
+    """Raise _Incomplete if a file is missing, UserError if one is damaged or wants to run code."""
     try:
         names = os.listdir(folder)
         if "config.json" not in names:
@@ -156,25 +161,32 @@ def _check(folder: str, name: str, trust_remote_code: bool) -> None:
 
 
 def folder(located: Located) -> Path:
-    """Where a model's files are; of a hub model, once they were fetched."""
+    """The folder of a model's files; for a hub model, after its download."""
     if located.kind in ("pocket", "local"):
         return Path(located.path)
     return _cache(located.path) / "snapshots" / str(located.revision)
 
 
 def tunnel(folder: str) -> bool:
-    """Was the model in a local folder trained in a wind tunnel? It then has no tokenizer."""
+    """Whether the model in a local folder was trained in a wind tunnel. Such a model has no tokenizer."""
     return os.path.isfile(os.path.join(folder, TUNNEL))
 
 
 def tunnel_task(folder: str) -> str:
-    """The task that the model in a local folder was trained on, as `llmgeom.wind_tunnels.load_task` reads it. Raises
-    UserError as `trusted`."""
+    """The task that the model in a local folder was trained on, in the form that `wind_tunnels.load_task` reads.
+
+    Raises:
+        UserError: As `trusted`.
+    """
     return trusted(tunnel_facts(folder)["trained_on"], folder)
 
 
 def trusted(task: str, folder: str) -> str:
-    """A task that the files of a model's folder name. Raises UserError where it is Python code that came with them."""
+    """The task that a file in a model's folder names, if it is safe to load.
+
+    Raises:
+        UserError: The task is Python code that came with the model.
+    """
     path, is_code, _ = task.partition(".py:")
     place = Path(folder).resolve()
     if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
@@ -186,15 +198,21 @@ def trusted(task: str, folder: str) -> str:
 
 
 def tunnel_facts(folder: str) -> dict[str, Any]:
-    """What the model in a folder was trained on, as facts of a subject: the task, and how many queries, the first ones,
-    a loss was on; empty where it was trained in no wind tunnel. Raises UserError for a task.json that is none."""
+    """Facts for a subject: the task of a wind-tunnel model and how many of the first queries had a training loss.
+
+    Returns:
+        An empty dictionary for any other model.
+
+    Raises:
+        UserError: task.json is malformed.
+    """
     if not tunnel(folder):
         return {}
     path = os.path.join(folder, TUNNEL)
-    told = _json(path)
-    if not isinstance(told.get("task"), str) or type(told.get("trained")) is not int or told["trained"] < 1:
+    facts = _json(path)
+    if not isinstance(facts.get("task"), str) or type(facts.get("trained")) is not int or facts["trained"] < 1:
         raise _corrupt(path, 'it does not say what was trained: expected "task", a text, and "trained", a number')
-    return {"trained_on": told["task"], "trained_queries": told["trained"]}
+    return {"trained_on": facts["task"], "trained_queries": facts["trained"]}
 
 
 def _json(path: str) -> dict[str, Any]:
@@ -208,7 +226,7 @@ def _json(path: str) -> dict[str, Any]:
 
 
 def _weights(names: Iterable[str], name: str) -> str:
-    """The weight file transformers will choose; a pickle is refused because opening it runs whatever is inside."""
+    """The weight file that transformers will choose. A pickle is refused: opening it runs the code inside."""
     names = sorted(names)
     if chosen := next((safe for safe in SAFE if safe in names), None):
         return chosen
@@ -223,7 +241,7 @@ def _weights(names: Iterable[str], name: str) -> str:
 
 
 def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
-    """Refuses a config.json that asks for more layers than there are tensors: transformers would make them all."""
+    """Refuse a config.json with more layers than there are tensors: transformers would build them all."""
     inner = config.get("text_config")
     for body in (config, inner if isinstance(inner, dict) else {}):
         for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
@@ -232,7 +250,7 @@ def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
 
 
 def _intact(path: str) -> int:
-    """A safetensors file is as long as its header says, else it is refused; how many tensors. None is read."""
+    """Number of tensors in a safetensors file, from its header. Refuse a file of another length than the header says."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(8)
@@ -252,9 +270,9 @@ def _intact(path: str) -> int:
 
 
 def _native(model_type: object) -> bool:
-    """Does the installed transformers have this causal LM itself? Read from its source: importing it takes seconds.
+    """Whether the installed transformers implements this causal LM. Read from its source: an import takes seconds.
 
-    Many models that carry `auto_map` (Phi-3 for one) have become native; their own code is then not run.
+    Many models with an `auto_map` (such as Phi-3) are native by now; their own code is then not run.
     """
     spec = importlib.util.find_spec("transformers")
     table = Path(spec.origin if spec and spec.origin else "").parent / "models" / "auto" / "modeling_auto.py"
@@ -311,7 +329,7 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
 
 
 def answers(dataset: str) -> bool:
-    """Does the hub say anything about a data set within 2 seconds? Its libraries would retry for half a minute."""
+    """Whether the hub answers about a data set within 2 seconds. Its libraries would retry for half a minute."""
     from huggingface_hub import errors, get_hf_file_metadata, hf_hub_url
 
     try:
@@ -325,7 +343,7 @@ def answers(dataset: str) -> bool:
 
 
 def _within(seconds: float, call: Callable[[], Any]) -> Any:
-    """`call()`, or TimeoutError. Resolving a name can hang and takes no timeout; a daemon thread holds nobody up."""
+    """`call()`, or TimeoutError. Name resolution takes no timeout and can hang, so a daemon thread makes the call."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -343,7 +361,7 @@ def _cache(model: str) -> Path:
 
 
 def _cached(model: str, revision: str, trust_remote_code: bool, why: str = "") -> Located:
-    """The snapshot of `revision` in the cache, if it is whole; `why` is what forced us to it."""
+    """The cached snapshot of `revision`, if it is complete; `why` says why the hub was not used."""
     from huggingface_hub import try_to_load_from_cache
 
     config, lacking = try_to_load_from_cache(model, "config.json", revision=revision), "it is not in the cache"
@@ -364,8 +382,10 @@ def _cached(model: str, revision: str, trust_remote_code: bool, why: str = "") -
 
 
 def _remember(model: str, revision: str, commit: str) -> None:
-    """Note in the cache what `revision` names: weights are fetched by commit, which leaves no such note, and without
-    it --offline would not find `main` in a cache that holds it."""
+    """Note in the cache which commit `revision` names.
+
+    Weights are downloaded by commit, which leaves no such note; without it --offline would not find `main`.
+    """
     ref = _cache(model) / "refs" / revision
     if revision != commit and ".." not in revision:
         with contextlib.suppress(OSError):  # a read-only cache still serves
@@ -385,7 +405,7 @@ def _corrupt(path: str, why: str) -> UserError:
 
 
 def _verdict(error: BaseException, model: str, revision: str | None) -> UserError | None:
-    """The hub's own word about this model; None where the hub, or something before it, merely failed."""
+    """The sentence for what the hub says about this model; None if the request itself failed."""
     from huggingface_hub import errors
 
     page = f"{constants.ENDPOINT}/{model}"
@@ -427,9 +447,9 @@ _UNSUPPORTED = {
 
 
 def explain(error: BaseException, located: Located) -> UserError:
-    """The sentence for what from_pretrained raised: `raise explain(error, located) from error`.
+    """Turn an exception of from_pretrained into a sentence: `raise explain(error, located) from error`.
 
-    What it does not know it quotes, type and first line.
+    An unknown exception is quoted by its type and first line.
     """
     chain = [error]
     while chain[-1].__cause__:

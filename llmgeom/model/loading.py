@@ -1,4 +1,4 @@
-"""How a causal LM is loaded: in which precision, where, quantised or not; and the facts that it then tells."""
+"""Loads a causal LM: precision, device, quantisation, and the facts read from its config and parameters."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ def load(
     device_map: str | None,
     trust_remote_code: bool,
 ) -> tuple[Any, Any]:
-    """Model and tokenizer (None for one of a wind tunnel), as `Subject.load` says.
+    """Model and tokenizer (None for a wind-tunnel model); the arguments are those of `Subject.load`.
 
-    UserError for what cannot be had, before weights are read, and for weights that lack what the config asks for;
-    of the libraries' own errors `hub.explain` makes a sentence.
+    Raises:
+        UserError: An option cannot be met, which is checked before weights are read; or the weights lack a tensor that
+            the config asks for. `hub.explain` turns the libraries' own errors into sentences.
     """
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
@@ -85,9 +86,10 @@ def load(
 
 
 def usable(device: str | None) -> str:
-    """The device that is asked for, or a GPU where there is one: the first, or of several processes each its own.
+    """The given device; by default a GPU if there is one (for several processes, one each), else the CPU.
 
-    Raises UserError for one that is not here.
+    Raises:
+        UserError: This machine has no such device.
     """
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device}: this machine has no CUDA device; use --device cpu")
@@ -104,8 +106,10 @@ def usable(device: str | None) -> str:
 
 @contextmanager
 def undisturbed(silent: bool = False) -> Iterator[None]:
-    """transformers' own progress bars and reports off, since what matters in them we say; where `silent`, no request
-    to the hub. All is as before afterwards."""
+    """Turn transformers' progress bars and reports off, and with `silent` requests to the hub; restore them afterwards.
+
+    Errors that matter are reported in our own words.
+    """
     theirs = transformers.utils.logging
     bars, verbosity = theirs.is_progress_bar_enabled(), theirs.get_verbosity()
     theirs.disable_progress_bar()
@@ -120,7 +124,7 @@ def undisturbed(silent: bool = False) -> Iterator[None]:
 
 
 def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
-    """The precision that is asked for, else float32 on a CPU and below 2e9 parameters on a GPU, else bfloat16."""
+    """The given precision; by default float32 on a CPU, and on a GPU below 2e9 parameters, else bfloat16."""
     if asked is not None:
         return DTYPES[asked]
     if device == "cpu":
@@ -131,23 +135,27 @@ def default_dtype(asked: str | None, device: str, config) -> torch.dtype:
 
 
 def _quantizing(how: str, located: hub.Located, device: str) -> dict[str, Any]:
-    """What transformers is told to quantise what it loads. Raises UserError where bitsandbytes is not there."""
+    """Arguments that make transformers quantise the weights as it loads them.
+
+    Raises:
+        UserError: bitsandbytes is not installed, or there are no trained weights to quantise.
+    """
     if how not in _BESIDE:
         raise UserError(f"--quantize {how}: expected {' or '.join(_BESIDE)}")
     if not installed(package := "bitsandbytes"):
         raise UserError(f"--quantize {how} needs {package}: {OPTIONAL[package].install}")
     if located.step0 or hub.tunnel(located.path):
         raise UserError(f"--quantize {how}: {located.name} is no language model's trained weights; leave it out")
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # else it tells of kernels that nobody asked for
-    told: dict[str, dict[str, Any]] = {
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # its reports on kernels are noise here
+    options: dict[str, dict[str, Any]] = {
         "8bit": {"load_in_8bit": True},
         "4bit": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     }
-    return {"quantization_config": transformers.BitsAndBytesConfig(**told[how]), "device_map": {"": device}}
+    return {"quantization_config": transformers.BitsAndBytesConfig(**options[how]), "device_map": {"": device}}
 
 
 def describe(model: Any, name: str) -> dict[str, Any]:
-    """The facts of a causal LM that its config and parameters give.
+    """Facts about a causal LM from its config and parameters.
 
     Raises:
         UnsupportedModel: Its layers differ in the number or width of their heads.
@@ -186,27 +194,27 @@ def describe(model: Any, name: str) -> dict[str, Any]:
 
 
 def _quantised(model: Any) -> str | None:
-    """In words, how a model's weights are quantised, by its config; None where they are not."""
-    told = getattr(model.config, "quantization_config", None)
-    if not told:
+    """How a model's weights are quantised according to its config, in words; None if they are not."""
+    settings = getattr(model.config, "quantization_config", None)
+    if not settings:
         return None
-    told = told if isinstance(told, dict) else told.to_dict()
-    method = told.get("quant_method", "an unknown method")
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = settings.get("quant_method", "an unknown method")
     return (
         str(getattr(method, "value", method))
-        + (", 8bit" * bool(told.get("load_in_8bit")))
-        + (", 4bit" * bool(told.get("load_in_4bit")))
+        + (", 8bit" * bool(settings.get("load_in_8bit")))
+        + (", 4bit" * bool(settings.get("load_in_4bit")))
     )
 
 
 def _placed(model: Any) -> list[str]:
-    """Where the weights are, e.g. ["cpu", "disk"]: more than one place where accelerate has spread them."""
+    """Devices of the weights, e.g. ["cpu", "disk"]; several if accelerate has spread them."""
     spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
     return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
 
 
 def placed_as(like: Any, model: Any) -> Any:
-    """A model in the precision and where another is, spread as accelerate has spread that."""
+    """The model in the precision and on the devices of another, spread by accelerate in the same way."""
     parameter = next(like.parameters())
     if len(_placed(like)) == 1:
         return model.to(device=parameter.device, dtype=like.dtype)
@@ -218,7 +226,7 @@ def placed_as(like: Any, model: Any) -> Any:
 
 
 def init_seed(folder: str) -> int:
-    """The seed that a pocket model was initialised from."""
+    """The seed of a pocket model's initial weights."""
     return int(json.loads((Path(folder) / "card.json").read_text())["seed"])
 
 
