@@ -250,7 +250,7 @@ def _plausible(config: dict[str, Any], tensors: int, path: str) -> None:
 
 
 def _intact(path: str) -> int:
-    """Number of tensors in a safetensors file, from its header. Refuse a file of another length than the header says."""
+    """Number of tensors in a safetensors file, from its header. Refuse a file of any other length than it says."""
     size = os.path.getsize(path)
     with open(path, "rb") as file:
         head = file.read(8)
