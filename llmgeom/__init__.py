@@ -15,11 +15,12 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 if TYPE_CHECKING:  # for type checkers; at run time __getattr__ resolves these names
     from llmgeom.batch import Batch
-    from llmgeom.front import load, scan
     from llmgeom.model.capture import Site
     from llmgeom.model.edits import Edit
     from llmgeom.model.subject import Subject
     from llmgeom.record import Record
+
+    load = Subject.load
 
 __version__ = "0.1.0"
 
@@ -29,8 +30,8 @@ _WHERE = {
     "Record": "llmgeom.record",
     "Site": "llmgeom.model.capture",
     "Subject": "llmgeom.model.subject",
-    "load": "llmgeom.front",
-    "scan": "llmgeom.front",
+    "load": "llmgeom.model.subject",
+    "scan": "llmgeom.commands.scan",
 }
 __all__ = ["Batch", "Edit", "Record", "Site", "Subject", "__version__", "load", "scan"]
 
@@ -42,4 +43,5 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _WHERE:
         raise AttributeError(f"module 'llmgeom' has no attribute {name!r}; it offers {', '.join(__all__)}")
-    return getattr(importlib.import_module(_WHERE[name]), name)
+    module = importlib.import_module(_WHERE[name])
+    return module.Subject.load if name == "load" else getattr(module, name)

@@ -27,7 +27,6 @@ OPTIONAL = {
         Dependency("accelerate", "--device-map, and several processes", "pip install accelerate"),
         Dependency("transformer_lens", "--backend tl", "pip install transformer-lens"),
         Dependency("pyarrow", "export RUN parquet", "pip install pyarrow"),
-        Dependency("pandas", "Record.frame", "pip install pandas"),
         Dependency("gguf", "export RUN gguf", "pip install 'llmgeom[gguf]'"),
         Dependency("kaleido", "export RUN png, svg or pdf", "pip install 'llmgeom[images]'"),
         Dependency("peft", "loading what export RUN steered wrote", "pip install 'llmgeom[steered]'"),

@@ -14,7 +14,6 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
-from llmgeom.optional import imported
 from llmgeom.result import Estimate, Figure, Measured, Quantity
 
 SCHEMA = 1
@@ -54,13 +53,9 @@ class Record:
         Raises:
             UserError: another kind was asked for, or pandas is not installed.
         """
-        from llmgeom.exports.tables import tables
+        from llmgeom.reports import frame
 
-        found = tables(self)
-        kinds = {"metrics": "estimates"} | {name: name for name in ("prompts", "layers")}
-        if kind not in kinds:
-            raise UserError(f"frame {kind!r}: expected prompts, layers or metrics")
-        return imported("pandas").DataFrame(found[kinds[kind]])
+        return frame(self, kind)
 
     def plot(self, name: str) -> Any:
         """One figure of the page as a Plotly figure: `record.plot("value_manifold.scores")`.
@@ -68,12 +63,9 @@ class Record:
         Raises:
             UserError: the record has no such figure; the text lists those that it has.
         """
-        from llmgeom.reports import figures
+        from llmgeom.reports import plot
 
-        found = {f"{probe}.{quantity}": one for probe, each in figures(self).items() for quantity, one in each.items()}
-        if name not in found:
-            raise UserError(f"no figure {name!r}; this record has {', '.join(found) or 'none'}")
-        return found[name]
+        return plot(self, name)
 
     def __repr__(self) -> str:
         return f"<Record {self.title!r}: {', '.join([*self.results, *self.unmeasured])}>"

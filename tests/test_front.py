@@ -102,7 +102,7 @@ def test_a_record_is_tables_and_figures(subject, tmp_path):
     assert own["value"].to_numpy() == pytest.approx(share)
     (trace, *_) = record.plot("value_manifold.scores").data
     assert trace.x == pytest.approx(scores[:, 0], rel=1e-4)
-    with pytest.raises(UserError, match="expected prompts, layers or metrics"):
+    with pytest.raises(UserError, match="expected prompts, layers, metrics"):
         record.frame("other")
     with pytest.raises(UserError, match=r"no figure 'x'; this record has attention_focus\."):
         record.plot("x")

@@ -18,10 +18,10 @@ from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.errors import UserError
 from llmgeom.files import digest, write_whole
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, flag, flags
 from llmgeom.model import hub
 from llmgeom.progress import Progress, bar, first_word, prefixed
-from llmgeom.record import Record
+from llmgeom.record import Record, Records
 
 if TYPE_CHECKING:
     import numpy as np
@@ -322,6 +322,56 @@ def perform(
     from llmgeom.reports import page
 
     write_whole(plan.out / "report.html", page(records).encode())
+
+
+def scan(
+    subject: Subject | str, *domains: str, out: str | Path | None = None, quiet: bool = True, **options: Any
+) -> Record | Records:
+    """The scan of `llmgeom scan`: the same record, byte for byte, but for the time that it took.
+
+    Args:
+        subject: A model that `load` returned, or its name.
+        domains: Prompt domains; mixed and math where none is given.
+        out: A folder for the run: records and page, as the command writes them. Nothing is written without it.
+        quiet: Show no progress.
+        options: Fields of the command's configuration: n, probes, nulls, seed, tasks, prompts_file, batch_tokens ...
+
+    Returns:
+        The record; of several sets of prompts all of them, by place or name.
+
+    Raises:
+        UserError: A flag's value is refused, with the remedy; or the model was made in memory and has no place on the
+            disk, so that no command repeats the scan: `llmgeom.run.run_probes` measures it.
+    """
+    name = subject if isinstance(subject, str) else subject.name
+    known = {field.field for field in flags(RunConfig)}
+    if unknown := sorted(set(options) - known):
+        raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
+    for key in ("probes", "tasks"):
+        if isinstance(options.get(key), str):
+            options[key] = (options[key],)
+    asked = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
+    try:
+        plan = prepare(asked, write=out is not None)
+    except UserError as refusal:
+        if isinstance(subject, str) or "files" in subject.facts:
+            raise
+        raise UserError(f"{name} is a model in memory: measure it with llmgeom.run.run_probes ({refusal})") from refusal
+    with bar(quiet, plan.shares) as progress:
+        records = _measured(plan, None if isinstance(subject, str) else subject, out is not None, progress)
+    return next(iter(records.values())) if len(records) == 1 else Records(records)
+
+
+def _measured(plan: Plan, subject: Subject | None, write: bool, progress: Progress | None) -> dict[str, Record]:
+    if write:
+        made = [record for _, record in perform(plan, progress, subject)]
+        return dict(zip(plan.pools, made, strict=True))
+    subject = subject or plan.request.load(plan.located)
+    found = {}
+    for name in plan.pools:
+        drawn = sampled(plan, subject, name, progress)
+        found[name] = scanned(plan, subject, name, drawn, progress)
+    return found
 
 
 def scanned(

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-import numpy as np
 
 from llmgeom.exports.arrays import about, plain
 from llmgeom.files import write_whole
 from llmgeom.optional import imported
 from llmgeom.record import Record
-
-Columns = Mapping[str, list]
+from llmgeom.reports.tables import tables
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:
@@ -32,52 +26,3 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
         write_whole(out / f"{name}.parquet", sink.getvalue().to_pybytes())
         said.append(f"{name}.parquet: {table.num_rows} rows, {table.num_columns} columns")
     return said
-
-
-def tables(record: Record) -> dict[str, Columns]:
-    """
-    prompts    a row a prompt: its columns, and every quantity measured of each prompt, PROBE.QUANTITY.PLACE.
-    layers     a row a number of a layer: probe, quantity, unit, layer, the axis and the place along it of a second
-               axis (head 3, bound low; empty where there is none), value.
-    metrics  a row a metric, with all its fields.
-    """
-    prompts = {name: _alike(column) for name, column in record.prompts.items()}
-    count = len(next(iter(prompts.values()), ()))
-    layers: dict[str, list] = {name: [] for name in ("probe", "quantity", "unit", "layer", "axis", "at", "value")}
-    estimates: dict[str, list] = {}
-    for probe, measured in sorted(record.results.items()):
-        for name, quantity in measured.quantities.items():
-            array, axes = np.asarray(measured.arrays[name]), quantity.axes
-            if axes[:1] == ("prompt",) and len(axes) < 3 and len(array) == count:
-                flat = array.reshape(count, -1)
-                places = _ticks(measured.ticks, axes[1], flat.shape[1]) if axes[1:] else [""]
-                for place, column in zip(places, flat.T, strict=True):
-                    prompts[f"{probe}.{name}.{place}".rstrip(".")] = column.tolist()
-            if axes[:1] == ("layer",) and len(axes) < 3:
-                numbers = _ticks(measured.ticks, "layer", len(array))
-                for layer, row in zip(numbers, array.reshape(len(array), -1), strict=True):
-                    places = _ticks(measured.ticks, axes[1], len(row)) if axes[1:] else [""]
-                    for place, value in zip(places, row.tolist(), strict=True):
-                        axis = axes[1] if axes[1:] else ""
-                        cells = (probe, name, quantity.unit, int(layer), axis, place, float(value))
-                        for cell, kept in zip(cells, layers.values(), strict=True):
-                            kept.append(cell)
-        for estimate in measured.estimates:
-            for field, cell in {"probe": probe, **dataclasses.asdict(estimate)}.items():
-                estimates.setdefault(field, []).append(cell)
-    return {"prompts": prompts, "layers": layers, "estimates": estimates}
-
-
-def _ticks(ticks: Mapping[str, tuple], axis: str, length: int) -> list[str]:
-    """What stands along an axis: its names, low and high along a bound, else 0, 1, 2 ..."""
-    plain = ("low", "high") if axis == "bound" and length == 2 else range(length)
-    return [str(tick) for tick in ticks.get(axis, plain)]
-
-
-def _alike(column: tuple) -> list[Any]:
-    """A column of one type: what mixes kinds, or holds lists, as text."""
-    kinds = {type(cell) for cell in column}
-    if len(kinds) > 1 and kinds <= {int, float}:
-        return [float(cell) for cell in column]
-    simple = len(kinds) <= 1 and kinds <= {int, float, str, bool}
-    return list(column) if simple else [cell if isinstance(cell, str) else plain(cell) for cell in column]
