@@ -27,7 +27,7 @@ from llmgeom.prompts import files
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import coded, moved, score
 from llmgeom.stats.nested_probe import deletions, direction, groups, held_out, interval, stratified_folds
-from llmgeom.stats.tests import needed_n_mean
+from llmgeom.stats.power import Setting, needed_units
 from tests.refusals import refused
 
 DIM = 12
@@ -314,13 +314,13 @@ def test_a_label_of_chance_holds_in_at_most_one_of_twenty_runs():
 
 @pytest.mark.slow
 def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
-    """The plan takes the spread of a pilot of 100 prompts and the true excess, as `clusters_needed` does for a mean."""
+    """The rule's own plan, from the noise and the true excess of pilots of 100 prompts."""
     pilot = [claim(World(strength=0.9).data(seed)) for seed in range(10)]
-    spread = np.mean([(one.high - one.low) / (2 * 1.96) * 10 for one in pilot])
-    excess = float(np.mean([one.value - one.centre for one in pilot]))
-    planned = needed_n_mean(excess, float(spread), 0.9)
-    planned += planned % 2  # two prompts a cluster
-    assert 60 < planned < 300
+    excess = np.mean([one.value - one.centre for one in pilot])
+    scale = 0.05 / excess  # the declared effect, in which an estimate gives noise and spread
+    plans = [needed_units(Setting(h.noise * scale, h.null_spread * scale, h.draws, h.noisy)) for h in pilot]
+    planned = 2 * int(np.median(plans))  # prompts, two a cluster
+    assert 40 < planned < 300
     assert sum(judged(World(n=planned, strength=0.9).data(5000 + seed)) == "holds" for seed in range(50)) >= 44
 
 
