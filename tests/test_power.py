@@ -103,7 +103,7 @@ def of_a_correlation(design: Design, clusters: int, rho: float):
 def test_the_planned_units_find_a_correlation_in_nine_of_ten_experiments():
     design = Design(RHO, 0.0, 0.03, 20, 2)
     clusters = needed(design)
-    for n, low, high in ((clusters, 0.83, 0.97), (clusters // 2, 0.3, 0.65)):
+    for n, low, high in ((clusters, 0.83, 0.97), (clusters // 2, 0.3, 0.72)):
         # The effect counts from the centre of the draws, which have the sampling error of |rho| besides.
         rho = 0.3 + math.tanh(scipy_stats.norm.ppf(0.75) * math.hypot(0.03, (n - 3) ** -0.5))
         found = share_passed(of_a_correlation(design, n, rho), 80)
