@@ -142,6 +142,8 @@ CONDITIONS = {
     "alternating": "the two labels in turn",
     "shuffled": "labels drawn 1/2 each (published control)",
     "no words": "every word replaced by [MASK] (published control)",
+    "then first": "one more word, with the first label",
+    "then second": "one more word, with the second label",
 }
 TEMPLATES = ("colon", "is", "plain", "instructed")
 
@@ -235,7 +237,7 @@ class Sula:
         pair, turned = pairs[i % len(pairs)], rng.random() < 0.5
         share = self.prior.share(rng.random())
         *seen, following = [int(rng.random() >= share) for _ in range(k + 1)]
-        nouns = shuffled(rng, nonce.carriers(Part.HELD_OUT))[: k + 1]
+        nouns = shuffled(rng, nonce.carriers(Part.HELD_OUT))[: k + 2]
         other = pick(rng, [one for one in pairs if not {*one} & {*pair}] or pairs)
         permuted, even = shuffled(rng, seen), [int(rng.random() >= 0.5) for _ in seen]
         first = seen[0] if seen else 0
@@ -245,15 +247,17 @@ class Sula:
             "consistent": [first] * k,
             "alternating": [(first + j) % 2 for j in range(k)],
             "shuffled": even,
+            "then first": [*seen, 0],
+            "then second": [*seen, 1],
         }.get(self.condition, seen)
         written = other if self.condition == "remap" else pair
         named = written[::-1] if turned else written
-        nouns = [MASK] * (k + 1) if self.condition == "no words" else nouns
+        nouns = [MASK] * (k + 2) if self.condition == "no words" else nouns
         lead = leads[self.pairs.index(pair) % len(leads)]
         shown = [f"{noun}{link} {named[one]}" for noun, one in zip(nouns, seen, strict=False)]
-        text = f"{gap} ".join([*shown, f"{nouns[k]}{link}"])
+        text = f"{gap} ".join([*shown, f"{nouns[len(seen)]}{link}"])
         return {
-            "k": k,
+            "k": len(seen),
             "pair": "-".join(pair),
             "lead": lead,
             "first": named[0],

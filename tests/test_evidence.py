@@ -99,6 +99,8 @@ def test_conditions_change_one_thing_each():
     for name, batch in batches.items():
         assert all(batch.columns[column] == main[column] for column in moved if name != "remap"), name
     theirs = batches["remap"].columns
+    for label, name in enumerate(("then first", "then second")):
+        assert batches[name].columns["seen"] == tuple(f"{seen}{label}" for seen in main["seen"])
     others = zip(
         zip(main["first"], main["second"], strict=True),
         zip(theirs["first"], theirs["second"], strict=True),
@@ -323,7 +325,13 @@ def test_the_command_ends_in_a_table_and_a_page_and_repeats_itself(tmp_path):
     done = call("--k", "0,2,4", "--prior", "beta:2,1", "--template", "instructed", "--out", str(out), "--json")
     assert done.exit_code == 0, done.output
     told = json.loads(done.stdout)
-    assert {row["probe"] for row in told["verdicts"]} == {"sula", "sula_observers", "sula_belief", "sula_controls"}
+    assert {row["probe"] for row in told["verdicts"]} == {
+        "sula",
+        "sula_observers",
+        "sula_belief",
+        "sula_controls",
+        "sula_martingale",
+    }
     record = Record.load(out)
     assert record.facts["command"] == (
         "llmgeom evidence --prior beta:2,1 --template instructed --k 0,2,4 --n 10 --nulls 2"

@@ -19,7 +19,7 @@ from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Probe
-from llmgeom.probes.evidence import answers, belief, controls, published, skill, which_observer
+from llmgeom.probes.evidence import answers, belief, controls, martingale, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.progress import Progress, bar, first_word, prefixed
 from llmgeom.prompts import nonce
@@ -38,6 +38,7 @@ PROBES: dict[Protocol, dict[str, Probe]] = {
         which_observer.OBSERVERS: which_observer,
         belief.BELIEF: belief,
         controls.CONTROLS: controls,
+        martingale.MARTINGALE: martingale,
     },
     "published": {published.PROBE: published},
 }

@@ -185,11 +185,11 @@ EXACT = ALWAYS[0]
 WHERE_STATED = (Observer("stated reliability, weighed", True, _misread, ("weight",), (1.0,), ((0.05, 5.0),)),)
 
 
-def observers(shown: Shown) -> tuple[Observer, ...]:
+def observers(shown: Shown | None = None) -> tuple[Observer, ...]:
     """Every observer that can read these prompts.
 
     Where prompts state their reliability, whoever does not use it is no Bayesian observer there, whatever its rule.
     """
-    if not shown.stated:
+    if shown is None or not shown.stated:
         return ALWAYS
     return (EXACT, *WHERE_STATED, *(replace(rule, bayesian=False) for rule in ALWAYS[1:]))

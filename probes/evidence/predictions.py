@@ -23,6 +23,7 @@ MAIN = ""
 # Samples with the same draws as the main one, each changed in one way; see prompts/sula.py.
 MOVED, ENDS, PUBLISHED = ("remap", "permuted", "swap"), ("consistent", "alternating"), ("shuffled", "no words")
 VARIANTS = (*MOVED, *ENDS, *PUBLISHED)
+THEN = ("then first", "then second")  # with one more label
 MARKS = "marks"  # column of a batch: the labels of each prompt, with spaces between
 FIRST, SECOND = "first", "second"  # the same as two columns
 
@@ -75,7 +76,7 @@ def _last_values(step: Step) -> dict[str, Tensor]:
 
 
 # The log-probabilities and token ids of the labels at the final position, of the main sample and of its variants.
-LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS))
+LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS, *THEN))
 LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}))
 
 

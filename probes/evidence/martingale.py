@@ -1,0 +1,154 @@
+"""Martingale and exchangeability: two properties of every Bayesian's answers, whatever the prior, without any observer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from scipy.special import expit, logit
+
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.errors import UserError
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.observer_fit import NEAR, divergence
+from llmgeom.probes.evidence.predictions import LABELS, MAIN, THEN, ExactAnswers, by_sample
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.resampling import jackknife
+
+MARTINGALE = "sula_martingale"
+BROKEN, DRIFT = "departure from a martingale", "drift of the expected answer away from one half"
+ORDER = "change under another order of the same labels"
+PERMUTED = "permuted"
+SIMULATED, DRAWS = "simulated exact observers", 199
+LEAST_RESIDUALS = 10
+CLAIMS = declared(MARTINGALE)
+NEEDS = Needs(
+    untrained=False,
+    shuffled=False,
+    no_context=False,
+    exact=True,
+    samples=frozenset({*THEN, PERMUTED}),
+    observers=(LABELS,),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Martingale(Result):
+    """How far the model's expected next answer is from its answer, and its answer from that to another order."""
+
+    TITLE = "Martingale and exchangeability (SULA)"
+    TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
+
+    broken: np.ndarray = quantity(
+        "k", "bits", "KL(answer || expected next answer)", Figure("curve", interval="broken_interval")
+    )
+    broken_interval: np.ndarray = quantity("k bound", "bits", "95 % interval over clusters")
+    drift: np.ndarray = quantity(
+        "k", "probability", "expected next answer less the answer, away from one half", Figure("curve")
+    )
+    noise: float = quantity("", "nats", "sd of the model's log odds among prompts with the same counts")
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answers:
+    """P(first) after the prompt, after one more label of either kind, and after the same labels in another order."""
+
+    p: np.ndarray
+    then_first: np.ndarray
+    then_second: np.ndarray
+    permuted: np.ndarray
+
+    @property
+    def expected(self) -> np.ndarray:
+        """E p_{k+1} = p p(first shown) + (1 - p) p(second shown), by the model's own p."""
+        return self.p * self.then_first + (1 - self.p) * self.then_second
+
+    @property
+    def broken(self) -> np.ndarray:
+        """[prompt] KL(p_k || E p_{k+1}), bits; 0 for every Bayesian, whatever the prior."""
+        return divergence(self.p, self.expected)
+
+    @property
+    def drift(self) -> np.ndarray:
+        """[prompt] E p_{k+1} - p_k in the direction of the likelier label: above 0, certainty is expected to rise."""
+        return (self.expected - self.p) * np.sign(self.p - 0.5)
+
+    @property
+    def moved(self) -> np.ndarray:
+        """[prompt] KL(p || p after another order), bits; 0 for every exchangeable prior."""
+        return divergence(self.p, self.permuted)
+
+    def noisy(self, noise: np.ndarray) -> Answers:
+        """The same with noise [4 prompt] added to the log odds."""
+        clean = (self.p, self.then_first, self.then_second, self.permuted)
+        return Answers(*(expit(logit(np.clip(p, NEAR, 1 - NEAR)) + e) for p, e in zip(clean, noise, strict=True)))
+
+
+def measure(data: ProbeInput) -> Martingale:
+    """Departure, drift and change of order. Raises UserError for fewer than 5 clusters or absent samples."""
+    truth, (own, *_) = by_sample(data, (MAIN, *THEN, PERMUTED))
+    return measure_martingale(
+        {name: np.exp(one.log_p[:, 0]) for name, one in truth.items()},
+        {name: one.p for name, one in own.items()},
+        truth[MAIN],
+        data.seed,
+    )
+
+
+def measure_martingale(
+    exact: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray], truth: ExactAnswers, seed: int
+) -> Martingale:
+    """The same from P(first) by sample, exact and the model's.
+
+    The control is a model that is exact but for noise: its log odds are the exact ones plus draws from the residuals of
+    the model's log odds in prompts with the same counts. Noise breaks a martingale too; what counts is the excess.
+    """
+    rows, cluster = truth.observed, truth.cluster[truth.observed]
+    names = (MAIN, *THEN, PERMUTED)
+    model, bayes = (Answers(*(of[name][rows] for name in names)) for of in (own, exact))
+    residual = _residual(model.p, truth.batch.columns["n1"], truth.k, rows)
+    rng = np.random.default_rng([seed, 41])
+    draws = [bayes.noisy(rng.choice(residual, (4, len(rows)))) for _ in range(DRAWS)]
+    by = {BROKEN: lambda of: of.broken, DRIFT: lambda of: of.drift, ORDER: lambda of: of.moved}
+
+    def row(name: str) -> Estimate:
+        values, claim = by[name](model), CLAIMS[name]
+        null = Null.of(
+            SIMULATED, values.mean(), np.array([by[name](of).mean() for of in draws]), claim.side, noisy=True
+        )
+        span = jackknife(np.mean, values, cluster)
+        return estimate(claim, values.mean(), span, [null], n=len(rows), clusters=len(set(cluster)))
+
+    by_k = [np.flatnonzero(truth.k[rows] == number) for number in sorted(set(truth.k[rows]))]
+    spans = [jackknife(np.mean, model.broken[at], cluster[at]) for at in by_k]
+    return Martingale(
+        broken=np.array([model.broken[at].mean() for at in by_k]),
+        broken_interval=np.array([[span.low, span.high] for span in spans]),
+        drift=np.array([model.drift[at].mean() for at in by_k]),
+        noise=float(residual.std()),
+        estimates=tuple(row(name) for name in by),
+        ticks={"k": tuple(int(truth.k[rows][at[0]]) for at in by_k)},
+    )
+
+
+def _residual(p: np.ndarray, n1: Sequence[int], k: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    """Log odds less their mean over prompts with the same counts, scaled to the sd of one prompt.
+
+    Raises:
+        UserError: hardly any prompt has the counts of another.
+    """
+    cell = np.unique(np.stack([np.array(n1)[rows], k[rows]], 1), axis=0, return_inverse=True)[1].ravel()
+    odds, size = logit(np.clip(p, NEAR, 1 - NEAR)), np.bincount(cell)
+    residual = (odds - (np.bincount(cell, odds) / size)[cell]) * np.sqrt(size[cell] / np.maximum(size[cell] - 1, 1))
+    shared = residual[size[cell] > 1]
+    if len(shared) < LEAST_RESIDUALS:
+        raise UserError(
+            f"{len(shared)} prompts have the same counts as another; {LEAST_RESIDUALS} are needed to know the model's "
+            "noise: ask for more with --n"
+        )
+    return shared
