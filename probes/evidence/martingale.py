@@ -1,4 +1,4 @@
-"""Martingale and exchangeability: two properties of every Bayesian's answers, whatever the prior, without any observer."""
+"""Martingale and exchangeability: two properties of every Bayesian's answers, whatever the prior, with no observer."""
 
 from __future__ import annotations
 
