@@ -265,7 +265,7 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 
 def _undecided(h: Estimate) -> str:
     if "; no n can decide" in h.why or h.why.startswith("no room"):
-        return _capital(h.why.rpartition("; ")[2] if "; no n" in h.why else h.why)
+        return _capital(pretty(h.why.rpartition("; ")[2] if "; no n" in h.why else h.why))
     if h.clusters < h.needed:
         return f"{h.needed} independent {h.counts} would decide; this run has {h.clusters}"
     return f"The interval includes both no effect and the claimed {short(h.effect)}{unit(h)}"

@@ -292,13 +292,13 @@ def first_column(text: str, heading: str) -> list[str]:
 
 
 def test_lists_of_commands():
-    for name in ("README.md", "docs/index.md"):
+    for name in ("docs/reference.md", "docs/index.md"):
         said = re.findall(r"`llmgeom (\w+)", " ".join(first_column(page(name), "command")))
         assert set(said) == {name for group in COMMANDS.values() for name in group}, name
 
 
 def test_lists_of_probes():
-    assert sorted(re.findall(r"`(\w+)`", " ".join(first_column(page("README.md"), "probe")))) == sorted(names())
+    assert sorted(re.findall(r"`(\w+)`", " ".join(first_column(page("docs/reference.md"), "probe")))) == sorted(names())
     rows = first_column(page("docs/index.md"), "probe")
     assert re.findall(r"`(\w+)`", " ".join(rows)) == list(EVERY)
     for name in EVERY:
@@ -326,7 +326,7 @@ def test_the_list_of_claims():
 
 
 def test_lists_of_domains_pocket_models_and_families():
-    readme = page("README.md")
+    readme = page("docs/reference.md")
     (said,) = re.findall(r"^Domains: (.*?)\.\n", readme, re.MULTILINE | re.DOTALL)
     assert sorted(re.findall(r"`(\w+)`", said)) == sorted(domains.known())
     pockets = re.findall(r"`(?:pocket:)?([\w-]+)`", re.search(r"^`pocket:pythia`, .*?`@step0`", readme, re.M | re.S)[0])

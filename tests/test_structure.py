@@ -149,14 +149,14 @@ def test_every_module_says_in_one_sentence_what_it_is():
     assert not {m for m, line in first.items() if not line.rstrip().endswith((".", "?", ":", ","))} - plain
 
 
-def test_readme_names_every_command_domain_and_probe():
+def test_the_reference_names_every_command_domain_and_probe():
     from llmgeom.cli import COMMANDS
     from llmgeom.probes import names
     from llmgeom.prompts.domains import known
 
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    readme = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     for name in (*(name for group in COMMANDS.values() for name in group), *names(), *known()):
-        assert re.search(rf"`{name}`|llmgeom {name}", readme), f"README.md does not name {name!r}"
+        assert re.search(rf"`{name}`|llmgeom {name}", readme), f"docs/reference.md does not name {name!r}"
 
 
 def test_every_command_s_help_ends_in_a_real_example():
