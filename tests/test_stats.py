@@ -18,6 +18,7 @@ from llmgeom.errors import UserError
 from llmgeom.stats import pca, resampling, tests
 from llmgeom.stats.resampling import Interval, mean_intervals, tail_safe_interval
 from tests.refusals import refused
+from tests.words import prediction_p
 
 
 def draws(seed):
@@ -508,15 +509,15 @@ def test_prediction_p_is_the_two_sample_t_test_of_one_against_the_draws(scale, f
     # With a sample of one, the pooled variance is that of the draws: the same t, m - 1 degrees of freedom.
     null, value = draws(31).uniform(0.1, 0.6, size=20), 0.7
     expected = scipy_stats.ttest_ind([forward(value)], forward(null), alternative=alternative).pvalue
-    assert tests.prediction_p(value, null, side, scale) == pytest.approx(expected)
+    assert prediction_p(value, null, side, scale) == pytest.approx(expected)
 
 
 def test_prediction_p_of_a_normal_draw_is_uniform_and_has_room_below_the_rank_p():
     rng = draws(32)
-    p = np.array([tests.prediction_p(row[0], row[1:]) for row in rng.normal(size=(2000, 21))])
+    p = np.array([prediction_p(row[0], row[1:]) for row in rng.normal(size=(2000, 21))])
     assert scipy_stats.kstest(p, "uniform").pvalue > 0.01
     assert contains((p < 0.01).sum(), 2000, 0.01) and p.min() < 1 / 21
-    assert tests.prediction_p(100.0, rng.normal(size=20)) == 1e-6
+    assert prediction_p(100.0, rng.normal(size=20)) == 1e-6
 
 
 def test_the_folded_scale_makes_half_normal_correlations_normal_enough():
@@ -528,11 +529,11 @@ def test_the_folded_scale_makes_half_normal_correlations_normal_enough():
         assert 2 * scipy_stats.norm.sf(end) == pytest.approx(happens, rel=0.02)
 
 
-def test_prediction_p_falls_back_on_ranks_where_draws_tell_nothing_of_a_tail():
-    assert tests.prediction_p(0.5, np.full(20, 0.4)) == 1 / 21
-    assert tests.prediction_p(0.5, [0.4]) == 1 / 2
+def test_draws_that_do_not_vary_are_a_number_and_few_draws_tell_nothing_of_a_tail():
+    assert prediction_p(0.5, np.full(20, 0.4)) == 1e-6 and prediction_p(0.4, np.full(20, 0.4)) == 1
+    assert prediction_p(0.5, [0.4]) == prediction_p(0.5, [0.4, 0.3, 0.35, 0.2]) == 1 / 2
     with refused(UserError, -0.1, "identity"):
-        tests.prediction_p(0.5, [0.4, -0.1, 0.3], "upper", "log")
+        prediction_p(0.5, [0.4, -0.1, 0.3, 0.2, 0.1], "upper", "log")
 
 
 def test_equivalence_p_is_the_larger_of_two_one_sided_t_tests():

@@ -35,8 +35,8 @@ from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, s
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, observe
 from llmgeom.stats.information import bits
-from llmgeom.stats.tests import prediction_p
 from tests.test_stats import coverage
+from tests.words import prediction_p
 
 # Probes of the mechanism simulate nulls of their own, in their own files.
 PROBES = known(("attention_focus", "key_orthogonality", "value_manifold"))

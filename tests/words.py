@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from llmgeom.result import Estimate
+from llmgeom.stats.controls import Null, excess
+from llmgeom.stats.resampling import Interval
+from llmgeom.stats.rule import Rule
+from llmgeom.stats.tests import LEAST_P
 
 
 def beyond(h: Estimate) -> str:
@@ -10,3 +16,10 @@ def beyond(h: Estimate) -> str:
     if h.p < 0.025:
         return "yes"
     return "no" if h.p >= 0.05 and h.p_excluded < 0.025 else "open"
+
+
+def prediction_p(value: float, draws, side: str = "upper", scale: str = "identity") -> float:
+    """p by the rule of a value that was measured without error: as one more draw."""
+    exactly = Interval(value, value, 0.95, "")
+    null = Null.of("draws", value, np.asarray(draws, float), side)
+    return max(excess(Rule(side=side, needed="mean", scale=scale), value, exactly, null, 40).p, LEAST_P)

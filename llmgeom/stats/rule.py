@@ -20,7 +20,7 @@ class Rule:
         side: "upper": the claim says that the value lies above its controls; "lower": below them.
         effect: The smallest difference from a control's centre that is of interest.
         needed: How the sampling error of the value falls with clusters in a plan: as a mean's, or a rank correlation's.
-        scale: The scale on which draws of the statistic are closest to normal: see `prediction_p`.
+        scale: The scale on which draws of the statistic are closest to normal: see `on_scale`.
         equivalence: The claim says that there is no effect: the value lies within `margin` of its control's centre; if
             `one_sided`, at most that far above it.
         least, most: The ends of what the metric can be; infinite where it has none.

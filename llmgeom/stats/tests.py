@@ -172,36 +172,6 @@ def tail_p(observed: float, null_values: Draws, side: Side = "upper") -> float:
     return float(plus_one(null >= observed - slack if side == "upper" else null <= observed + slack))
 
 
-def prediction_p(observed: float, null_values: Draws, side: Side = "upper", scale: Scale = "identity") -> float:
-    """p of the observed value as one more draw of a null of which m draws are known, one-sided and never below 1e-6.
-
-    t = (g(v) - mean) / (sd sqrt(1 + 1/m)) has Student's distribution with m - 1 degrees of freedom where g(v) and the
-    draws g(v_i) are normal and exchangeable: v the observed value, mean and sd (m - 1) of the draws. Unlike the rank p
-    (`tail_p`) it has room below 1 / (m + 1), which a correction for several claims needs, and pays with normality.
-    g by scale: "identity", also for participation ratios, whose logarithm is skewed (of 4,000 of untrained models what
-    is called .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and
-    ratios (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a
-    correlation without sign: the root of a half-normal variable has the upper tail of a normal one, conservatively
-    (derived here: what is called p = .05 and .00625 happens with .051 and .0041), and its power changes little where
-    the draws keep clear of 0.
-    A held-out R2 has a heavier upper tail than any of these: what is called .05 and .00625 happened with .029 to .047
-    and .009 to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that pull in the
-    negative values (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws,
-    and the larger p keeps its level.
-    Draws that do not vary, and fewer than 2, say nothing about a tail: the rank p is returned.
-    Raises UserError for a value that is not positive on the log scale, or a draw that is not finite.
-    """
-    from scipy.stats import t
-
-    null, sign = null_draws(null_values), 1 if side == "upper" else -1
-    value, draws = on_scale(observed, scale), on_scale(null, scale)
-    m, sd = len(draws), draws.std(ddof=1) if len(draws) > 1 else 0.0
-    if sd <= TIE * max(1.0, abs(draws).max()):
-        return tail_p(observed, null, side)
-    found = t.sf(sign * (value - draws.mean()) / (sd * math.sqrt(1 + 1 / m)), m - 1)
-    return max(float(found), LEAST_P)
-
-
 def _folded(rho):
     return np.sqrt(TRANSFORMS["fisher"][0](np.abs(rho)))
 
@@ -213,7 +183,21 @@ SCALES: dict[str, tuple[Callable, Callable]] = {
 
 
 def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
-    """Values on a scale of `prediction_p`. Raises UserError for one that is not positive on the logarithmic scale."""
+    """Values on the scale where a value is compared with draws as one more normal draw (`stats.controls.excess`).
+
+    "identity", also for participation ratios, whose logarithm is skewed (of 4,000 of untrained models what is called
+    .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and ratios
+    (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a correlation without sign: the root
+    of a half-normal variable has the upper tail of a normal one, conservatively (derived here: what is called p = .05
+    and .00625 happens with .051 and .0041), and its power changes little where the draws keep clear of 0.
+    A held-out R2 has a heavier upper tail than any of these: what is called .05 and .00625 happened with .029 to .047
+    and .009 to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that pull in the
+    negative values (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws,
+    and the larger p keeps its level.
+
+    Raises:
+        UserError: A value that is not positive, on the logarithmic scale; one that is not finite.
+    """
     x = np.asarray(values, dtype=np.float64)
     require_finite(np.atleast_1d(x), "a comparison with a control", "draw")
     if scale == "log" and x.min() <= 0:
