@@ -187,9 +187,9 @@ def on_scale(values: float | np.ndarray, scale: Scale) -> np.ndarray:
 
     "identity", also for participation ratios, whose logarithm is skewed (of 4,000 of untrained models what is called
     .05 and .00625 happened with .048 and .008, of their logarithms with .054 and .013); "log" for shares and ratios
-    (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a correlation without sign: the root
-    of a half-normal variable has the upper tail of a normal one, conservatively (derived here: what is called p = .05
-    and .00625 happens with .051 and .0041), and its power changes little where the draws keep clear of 0.
+    (8,000 shares: .051 and .008); "fisher", atanh(rho); "folded", sqrt(atanh(|rho|)) for a correlation without sign:
+    the root of a half-normal variable has the upper tail of a normal one, conservatively (derived here: what is called
+    p = .05 and .00625 happens with .051 and .0041), and its power changes little where the draws keep clear of 0.
     A held-out R2 has a heavier upper tail than any of these: what is called .05 and .00625 happened with .029 to .047
     and .009 to .013 (10,098 trials of 100 untrained models at each of three widths); transforms that pull in the
     negative values (1 - R2 on a log scale, signed roots) make it heavier still. Its claim has a second null of draws,
