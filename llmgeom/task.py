@@ -285,10 +285,13 @@ class Task(ABC):
             ),
         )
 
-    def truncated(self, n: int, seed: int, split: Split = "any") -> Batch:
+    def truncated(self, n: int, seed: int, split: Split = "any", at: int | None = None) -> Batch:
         """n sequences, each truncated after one of its queries, so that the query is last as in a prompt.
 
-        The query is drawn evenly, without the first one if there are others, since nothing was seen before it.
+        Args:
+            n: sequences. seed: of the draw. split: which hypotheses.
+            at: the number of the query, from 0, for every sequence. By default it is drawn evenly, without the first
+                one if there are others, since nothing was seen before it.
 
         Returns:
             A batch with the columns `asked_at` (the query's position), `exact_entropy` (bits) and, for token answers,
@@ -297,6 +300,8 @@ class Task(ABC):
         whole = self.sample(n, seed, split)
         places = self.query[1:] or self.query
         chosen = torch.randint(len(places), (n,), generator=seeded("cut", seed)) + len(self.query) - len(places)
+        if at is not None:
+            chosen = torch.full((n,), range(len(self.query))[at])
         lengths, exact = torch.tensor(self.query)[chosen] + 1, whole.exact.at(chosen)
         entropy = bits(self.answers.entropy(self.answers.exact(exact.predictive)))[:, 0]
         columns: dict[str, tuple] = {

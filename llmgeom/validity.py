@@ -20,6 +20,7 @@ from llmgeom.result import Estimate
 
 TABLE = Path(__file__).parent / "calibrated.json"
 VERSION = 1
+OTHER_CLAIMS = "the shipped calibration was made with other claims"
 Z95 = 1.959964  # a normal's 97.5 % point
 
 
@@ -64,6 +65,8 @@ class Calibration:
 
     def outside(self, record: Record) -> str:
         """Why the values of this record are not calibrated here; empty where they are. n: its sequences."""
+        if why := self.stale(record.facts.get("claims_hash")):
+            return why
         if record.source.get("kind") != "task":
             return "no task of the bench's kind"
         subject, n = record.subject, len(record.prompts["text"])
@@ -75,6 +78,10 @@ class Calibration:
             if value is None or not least <= value <= most:
                 return f"{what} {value}, the bench has {least} to {most}"
         return ""
+
+    def stale(self, claims_hash: str | None) -> str:
+        """Why the table says nothing about values that were judged by these claims; empty where it does."""
+        return "" if self.bench.get("claims_hash") == claims_hash else OTHER_CLAIMS
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""

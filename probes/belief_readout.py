@@ -18,6 +18,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput
+from llmgeom.probes.shared.nulls import NO_CONTEXT
 from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
 from llmgeom.result import Estimate, Figure, quantity
@@ -80,9 +81,10 @@ class Result(Base):
     missed: np.ndarray = quantity(
         "site",
         "bits",
-        "KL(exact || read-out), held out",
-        Figure("curve", band="missed_null", interval="missed_interval"),
+        "KL(exact || read-out), held out; dashed: without context",
+        Figure("curve", band="missed_null", interval="missed_interval", beside="missed_no_context"),
     )
+    missed_no_context: np.ndarray | None = quantity("site", "bits", "the same in the trained model without context")
     missed_interval: np.ndarray = quantity("site bound", "bits", "95 % interval over sequences, fits held fixed")
     missed_null: np.ndarray = quantity("site bound", "bits", "band of re-initialised models")
     position: float = quantity("", "bits", "KL(exact || read-out of the position alone)")
@@ -104,10 +106,16 @@ class Lens(Base):
     TEXT = Path(__file__).with_name("texts") / "belief_readout.md"
 
     missed: np.ndarray = quantity(
-        "depth", "bits", "KL(final || logit lens)", Figure("curve", band="missed_null", interval="missed_interval")
+        "depth",
+        "bits",
+        "KL(final || logit lens); dashed: without context",
+        Figure("curve", band="missed_null", interval="missed_interval", beside="missed_no_context"),
     )
     missed_interval: np.ndarray = quantity("depth bound", "bits", "95 % interval over templates")
     missed_null: np.ndarray = quantity("depth bound", "bits", "band of re-initialised models")
+    missed_no_context: np.ndarray | None = quantity(
+        "depth", "bits", "KL(final || logit lens), trained model without context and its own final distribution"
+    )
     alike: np.ndarray = quantity("depth", "CKA", "with the last residual", Figure("curve", band="alike_null"))
     alike_null: np.ndarray = quantity("depth bound", "CKA", "band of re-initialised models")
     estimates: tuple[Estimate, ...]
@@ -139,14 +147,18 @@ def measure(view: ProbeInput) -> Result | Lens:
     if base[0].mean() < 1e-6:
         raise UserError("the position alone tells the posterior: there is nothing that a residual could add")
     untrained = [missed(_stream(control, given)) for control in whole.untrained]
+    cut = None if whole.no_context is None else missed(_stream(whole.no_context, given))
     draws = [_exchanged(whole.capture, given, [view.seed, draw]) for draw in range(max(len(untrained), 1))]
     shuffled = missed([_stream(whole.capture, given)[-1]] * len(draws), torch.stack([log_p[one] for one in draws]))
 
     every, both, made, warnings = np.arange(len(rows)), _writes(whole.capture), [], []
 
-    def add(name: str, statistic: Statistic, null: dict[str, np.ndarray], half: bool = False) -> Interval:
+    def add(
+        name: str, statistic: Statistic, null: dict[str, np.ndarray], half: bool = False, without: Statistic | None = None
+    ) -> Interval:
         span = jackknife(partial(statistic, own), every, clusters)
-        made.append(_estimate(name, statistic(own, every), span, null, clusters, half))
+        paired = _paired(statistic, own, without or statistic, cut, clusters)
+        made.append(_estimate(name, statistic(own, every), span, null, clusters, half, paired))
         return span
 
     def skill(of: np.ndarray, kept: np.ndarray) -> float:
@@ -164,6 +176,9 @@ def measure(view: ProbeInput) -> Result | Lens:
     def divided(statistic: Statistic) -> Statistic:
         return lambda of, kept: statistic(of, kept) / fall(of, kept)
 
+    def over_model(statistic: Statistic) -> Statistic:
+        return lambda of, kept: statistic(of, kept) / fall(own, kept)
+
     add(SKILL, skill, of_untrained(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
     span = add(FALL, fall, of_untrained(fall))
     if span.low <= 0:
@@ -173,9 +188,9 @@ def measure(view: ProbeInput) -> Result | Lens:
         )
     else:
         if both:
-            add(SHARE, divided(_over_mlps), over_own(_over_mlps), half=True)
+            add(SHARE, divided(_over_mlps), over_own(_over_mlps), True, over_model(_over_mlps))
         if len(own) > LEAST_STEPS:
-            add(GRADUAL, divided(_outside), over_own(_outside), half=True)
+            add(GRADUAL, divided(_outside), over_own(_outside), True, over_model(_outside))
     if not both:
         warnings.append("what attention writes cannot be told here: there is no share of the MLPs")
     if len(own) <= LEAST_STEPS:
@@ -187,6 +202,7 @@ def measure(view: ProbeInput) -> Result | Lens:
         missed=own.mean(1),
         missed_interval=mean_intervals(own, clusters),
         missed_null=_band([control.mean(1) for control in untrained]),
+        missed_no_context=None if cut is None else cut.mean(1),
         position=float(base[0].mean()),
         input=float(base[1].mean()),
         shuffled=float(shuffled.mean()),
@@ -203,7 +219,13 @@ def _lens(view: ProbeInput) -> Lens:
     middle = (len(own) - 1) // 2
     if len(own) - 1 < LEAST_LAYERS:
         raise UserError(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
-    residuals = [[x.float().numpy() for x in one.layers(Site.RESIDUAL)] for one in (view.capture, *view.untrained)]
+    lens_cut = view.no_context_observations
+
+    def stream(capture: Capture) -> list[np.ndarray]:
+        return [x.float().numpy() for x in capture.layers(Site.RESIDUAL)]
+
+    residuals = [stream(one) for one in (view.capture, *view.untrained)]
+    cut = None if view.no_context is None else stream(view.no_context)
 
     def way(of: np.ndarray, kept: np.ndarray) -> float:
         first = of[0, kept].mean()
@@ -213,20 +235,22 @@ def _lens(view: ProbeInput) -> Lens:
         return _alike(of[middle][kept], of[-1][kept])
 
     made = []
-    measures: tuple[tuple[str, Statistic, Any, Sequence[Any]], ...] = (
-        (HALF_LENS, way, own, view.control_observations),
-        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.control_observations),
-        (HALF_CKA, alike, residuals[0], residuals[1:]),
+    measures: tuple[tuple[str, Statistic, Any, Sequence[Any], Any], ...] = (
+        (HALF_LENS, way, own, view.control_observations, lens_cut),
+        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.control_observations, lens_cut),
+        (HALF_CKA, alike, residuals[0], residuals[1:], cut),
     )
-    for name, statistic, mine, theirs in measures:
+    for name, statistic, mine, theirs, without in measures:
         span = jackknife(partial(statistic, mine), every, clusters)
         null = {UNTRAINED: np.array([statistic(control, every) for control in theirs])}
-        made.append(_estimate(name, statistic(mine, every), span, null, clusters))
+        paired = _paired(statistic, mine, statistic, without, clusters)
+        made.append(_estimate(name, statistic(mine, every), span, null, clusters, paired=paired))
     alignment = np.array([[_alike(one, of[-1]) for one in of] for of in residuals])
     return Lens(
         missed=own.mean(1),
         missed_interval=mean_intervals(own, clusters),
         missed_null=_band([control.mean(1) for control in view.control_observations]),
+        missed_no_context=None if lens_cut is None else lens_cut.mean(1),
         alike=alignment[0],
         alike_null=_band([*alignment[1:]]),
         estimates=tuple(made),
@@ -295,16 +319,38 @@ def _down(missed: np.ndarray, rows: np.ndarray) -> float:
     return float((np.diff(missed[:, rows], axis=0) < 0).mean())
 
 
+def _paired(
+    statistic: Statistic, own: Any, without: Statistic, cut: Any, clusters: np.ndarray
+) -> tuple[float, Interval] | None:
+    """The statistic of the model without context, and the interval of the model's less it; None without that control.
+
+    `without` is the statistic of the control, where it is not the same: a share of the model's own fall.
+    """
+    if cut is None:
+        return None
+    every = np.arange(len(clusters))
+    difference = jackknife(lambda kept: statistic(own, kept) - without(cut, kept), every, clusters)
+    return without(cut, every), difference
+
+
 def _band(draws: Sequence[np.ndarray]) -> np.ndarray:
     return layer_band({UNTRAINED: np.stack(draws)})
 
 
 def _estimate(
-    name: str, value: float, span: Interval, null: dict[str, np.ndarray], clusters: np.ndarray, half: bool = False
+    name: str,
+    value: float,
+    span: Interval,
+    null: dict[str, np.ndarray],
+    clusters: np.ndarray,
+    half: bool = False,
+    paired: tuple[float, Interval] | None = None,
 ) -> Estimate:
-    """Held against each null, and where `half` against one half too."""
+    """The value against draws of each null, against one half where `half`, and against the model without context."""
     claim, count = CLAIMS[name], len(set(clusters))
     nulls = [Null.of(kind, value, draws, claim.side) for kind, draws in null.items()]
     if half:
         nulls.append(Null.half())
+    if paired is not None:
+        nulls.append(Null.paired(NO_CONTEXT, value, *paired))
     return estimate(claim, value, span, nulls, n=len(clusters), clusters=count)

@@ -17,7 +17,7 @@ from llmgeom import wind_tunnels
 from llmgeom.bench import known_truth as subjects
 from llmgeom.bench import sweep
 from llmgeom.bench.known_truth import CELLS, KINDS, recipes
-from llmgeom.claims import Null, declared, estimate, judge
+from llmgeom.claims import Null, declared, digest, estimate, judge
 from llmgeom.cli import main
 from llmgeom.commands import calibrate
 from llmgeom.errors import UserError
@@ -28,6 +28,8 @@ from llmgeom.reports import page, table
 from llmgeom.result import Measured
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
+from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.targets import answer_sheet
 from llmgeom.wind_tunnels.trainer import Trainer
 from llmgeom.wind_tunnels.training import train
@@ -336,9 +338,10 @@ def test_null_units():
     assert null_units(found) == pytest.approx(2, abs=0.05)
 
 
-def a_record(kind="task", width=8, n=100):
+def a_record(kind="task", width=8, n=100, claims=None):
     subject = {"name": "m", "d_model": width, "layers": 1}
-    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin"}, {})
+    facts = {"claims_hash": digest() if claims is None else claims}
+    return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin"}, facts)
 
 
 def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
@@ -350,6 +353,7 @@ def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
         (a_record("domain"), "no task of the bench's kind"),
         (a_record(width=1024), "width 1024, the bench has 8 to 8"),
         (a_record(n=20), "n 20, the bench has 100 to 100"),
+        (a_record(claims="0" * 64), "the shipped calibration was made with other claims"),
     ):
         said = placed(line(0.6), "value_manifold", record)
         assert said == f"+17.6 null units; not calibrated here: {why}"
@@ -374,3 +378,33 @@ def test_the_page_and_json_say_it(made):
     rows = table([record])
     assert all("calibration" in row for row in rows)
     assert 'class="calibration"' in page([record])
+
+
+# ---- entropy on the bench --------------------------------------------------------------------------------------------
+
+
+def test_entropy_is_read_at_the_one_query_where_the_exact_entropy_varies_most():
+    """The oracle counts heads: after t flips, h of them heads, the odds are (h + 1) : (t - h + 1)."""
+    task = load_task("coin:flips=12")
+    at = subjects.entropy_query(task)
+    batch = task.truncated(300, 5, task.test_split, at=at)
+    assert set(batch.columns["asked_at"]) == {task.query[at]}
+
+    def entropy(flips):
+        p = (sum(flips) + 1) / (len(flips) + 2)
+        return -(p * np.log2(p) + (1 - p) * np.log2(1 - p))
+
+    flips = [row[: task.query[at] + 1] for row in batch.tokens.real]
+    low = min(min(row) for row in flips)
+    found = [entropy([token - low for token in row]) for row in flips]
+    np.testing.assert_allclose(batch.columns["exact_entropy"], found, atol=1e-5)
+
+
+def test_where_the_exact_entropy_does_not_vary_the_bench_ranks_no_model(monkeypatch):
+    task = load_task("bijection:vocab=6,pairs=5")
+    model = build("gpt2", vocabulary=task.vocabulary, length=task.length, features=0, width=16, layers=1, heads=4)
+    monkeypatch.setattr(subjects, "CONTROLS", 2)
+    record = subjects.scan_entropy(Subject.of(model, None, "gpt2"), task, 40, 0)
+    names = {h.name for h in record.results["value_manifold"].estimates}
+    assert not any("entropy" in name or "order along" in name for name in names)
+    assert record.unmeasured["value_manifold: entropy decodability (held-out R2)"].startswith("not measured")

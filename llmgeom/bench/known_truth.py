@@ -23,6 +23,7 @@ from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, run_probes
+from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Evidence, Training
@@ -36,8 +37,10 @@ KINDS: dict[Kind, str] = {
     "position only": "trained on the exact answers to one fixed sequence: right where position alone decides",
     "bag of values": "trained with another sequence's keys at the queries: what was shown counts, not the keys",
 }
-READING = 1  # raised when what is measured changes
+READING = 2  # raised when what is measured changes
 SIZE, SMALLER = 100, 40  # sequences read; two trained models of each cell are read once more with fewer
+DRAWN = 400  # sequences by which the query is chosen at which entropy is read
+ENTROPY = "value_manifold"  # the probe whose metrics follow entropy
 STOPPED = (0.08, 0.2, 0.45)  # fractions of the steps at which the first, second and third training of a cell is read
 
 # Small enough to be trained in seconds, and wide enough to be right. Shapes differ on purpose.
@@ -164,7 +167,8 @@ def _once(folder: Path, recipe: Recipe, kind: Kind, step: int, n: int) -> dict[s
 def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     """Every metric that can be measured of a tunnel's model on n sequences.
 
-    That is `llmgeom scan` with all probes, the next step of descent, `patch`, `ablate --heads` and `--blocks`, `grade`.
+    That is `llmgeom scan` with all probes, those of entropy at one query (`scan_entropy`), the next step of descent,
+    `patch`, `ablate --heads` and `--blocks`, `grade`.
     """
     subject = Subject.load(str(folder))
     origin = grading.Told.of(str(folder))
@@ -173,12 +177,13 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     draws: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
 
     def scan() -> Record:
-        every = {**probes.known(probes.names()), routing_law.NAME: routing_law}
+        every = {**probes.known([name for name in probes.names() if name != ENTROPY]), routing_law.NAME: routing_law}
         batch = task.truncated(n, seed, task.test_split)
         return run_probes(subject, batch, every, samples={WHOLE: whole}, seed=seed, controls=CONTROLS)
 
     runs: dict[str, Callable[[], Record]] = {
         "scan": scan,
+        "entropy": lambda: scan_entropy(subject, task, n, seed),
         "patch": lambda: patch.examine(subject, task, n=n, **draws),
         "heads": lambda: examine_components(subject, whole, "heads", task=task, positions="all", **draws),
         "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **draws),
@@ -203,6 +208,23 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
         "estimates": estimates,
         "unmeasured": unmeasured,
     }
+
+
+def entropy_query(task: Task) -> int:
+    """The number of the query at which the exact entropy varies most over sequences; it depends on the task alone."""
+    entropy = task.sample(DRAWN, 0, task.test_split).exact.entropy
+    return int(entropy.double().std(0).argmax())
+
+
+def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
+    """The metrics that follow entropy, on sequences that all end in one query.
+
+    Their target is the exact entropy there, the same for every model: the own entropy of a model that infers nothing is
+    nearly constant, and metrics without a scale would rank its rounding. Where the exact entropy does not vary, they
+    are not measured, and no model is ranked.
+    """
+    batch = task.truncated(n, seed, task.test_split, at=entropy_query(task))
+    return run_probes(subject, batch, probes.known([ENTROPY]), seed=seed, controls=CONTROLS)
 
 
 STORED = (
