@@ -318,7 +318,7 @@ def run_probes(
             *notes,
             *_subset_note(batch, plan, measured),
             *([f"no control without context: {plan.no_context_why}"] if plan.no_context_why else []),
-            *_warnings(subject, shown, plan.null_sample.tokens, view, controls),
+            *_warnings(subject, shown, plan.null_sample.tokens, controls),
             *dict.fromkeys(events),
         ),
         run=took(started),
@@ -405,14 +405,11 @@ def few_draws(controls: int) -> list[str]:
     )
 
 
-def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, view: ProbeInput, controls: int) -> Iterator[str]:
+def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int) -> Iterator[str]:
     """What could overturn a verdict."""
     window, longest = subject.facts.get("window"), int(tokens.lengths.max())
     if window and longest <= window:
         yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
-    spread = float(view.entropy.max() - view.entropy.min())
-    if spread < 1:
-        yield f"next-token entropy spans only {spread:.2f} bits: correlations with it mean little"
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
     if subject.facts.get("note"):

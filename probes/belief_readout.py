@@ -154,7 +154,11 @@ def measure(view: ProbeInput) -> Result | Lens:
     every, both, made, warnings = np.arange(len(rows)), _writes(whole.capture), [], []
 
     def add(
-        name: str, statistic: Statistic, null: dict[str, np.ndarray], half: bool = False, without: Statistic | None = None
+        name: str,
+        statistic: Statistic,
+        null: dict[str, np.ndarray],
+        half: bool = False,
+        without: Statistic | None = None,
     ) -> Interval:
         span = jackknife(partial(statistic, own), every, clusters)
         paired = _paired(statistic, own, without or statistic, cut, clusters)

@@ -127,7 +127,6 @@ def test_nulls_nobody_needs_are_not_run(subject, batch):
 def test_what_could_overturn_a_verdict_is_said(subject, batch):
     few = run_probes(subject, batch, {}, controls=5)
     assert "only 5 draws of each control: how much they vary is badly known; 20 are usual" in few.warnings
-    assert any("entropy spans only" in w for w in few.warnings)
     crowded = Batch(batch.inputs, ("one",) * 5 + tuple(map(str, range(N - 5))), {"name": "crowded"})
     warnings = run_probes(subject, crowded, {}, controls=20).warnings
     assert "up to 5 prompts share one template; n counts templates, not prompts" in warnings
