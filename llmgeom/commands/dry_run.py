@@ -373,7 +373,7 @@ def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
     have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
     if claim.probe == "belief_readout":
-        most = belief_readout.MOST_ROWS // _queries(source.samples[WHOLE])
+        most = belief_readout.MOST_ROWS // _queries(source.samples.get(WHOLE, source.batch))
     return have if most is None else min(have, most), most
 
 
