@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, show_record
@@ -15,7 +15,6 @@ from llmgeom.flags import LARGEST_SEED, flag
 if TYPE_CHECKING:
     from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
-    from llmgeom.probe import Probe
     from llmgeom.probes.labels.probe import LabelProbe
     from llmgeom.progress import Progress
     from llmgeom.record import Record
@@ -165,7 +164,7 @@ def _answers(asked: RunConfig, batch: Batch) -> Measure:
 
 
 def _run(
-    asked: RunConfig, subject: Subject, batch: Batch, name: str, probe: Probe, facts: dict, progress: Progress | None
+    asked: RunConfig, subject: Subject, batch: Batch, name: str, probe: Any, facts: dict, progress: Progress | None
 ) -> Record:
     from llmgeom.cache.shards import captures_folder
     from llmgeom.run import run_probes

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch, Tokens
+from llmgeom.batch import Batch, Text, Tokens
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.passes import Observer, Step
@@ -39,7 +39,7 @@ def next_token(step: Step) -> dict[str, torch.Tensor]:
 NEXT = Observer("answer", next_token, row_bytes=4)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Answers(Result):
     """How likely, how right and how calibrated the answers are."""
 
@@ -185,9 +185,9 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
     text = batch.text
     whole = [f"{prompt.rstrip()} {answer.strip()}" for prompt in text for answer in answers]
-    before = subject.tokens(replace(batch, inputs=type(batch.inputs)(tuple(prompt.rstrip() for prompt in text)))).real
+    before = _ids(subject, batch, [prompt.rstrip() for prompt in text])
     many = batch.take([i for i in range(len(batch)) for _ in answers])
-    after = subject.tokens(replace(many, inputs=type(batch.inputs)(tuple(whole)))).real
+    after = _ids(subject, many, whole)
     alone = {
         answer: subject.tokenizer(f" {answer.strip()}", add_special_tokens=False)["input_ids"] for answer in answers
     }
@@ -214,6 +214,13 @@ def expanded(subject: Subject, batch: Batch, answers: Sequence[str], column: str
             RIGHT: tuple(answers.index(cell) for cell in cells for _ in answers),
         },
     )
+
+
+def _ids(subject: Subject, batch: Batch, strings: Sequence[str]) -> list[list[int]]:
+    """The tokens of other texts in the place of the prompts."""
+    tokens = subject.tokens(replace(batch, inputs=Text(tuple(strings))))
+    assert isinstance(tokens, Tokens), "a model with a tokenizer reads tokens"
+    return tokens.real
 
 
 def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column: str) -> dict[str, tuple]:

@@ -304,7 +304,7 @@ class _Measurement:
         unit = weights / length if length > 0 else weights
         return Direction(
             direction=unit,
-            spread=np.float64((x @ unit).std()),
+            spread=np.array((x @ unit).std()),
             ticks={"place": (site, layer)},
         )
 
