@@ -10,6 +10,7 @@ import torch
 from sklearn.linear_model import LinearRegression
 
 from llmgeom.batch import Posterior
+from llmgeom.claims import judge
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import belief
@@ -165,6 +166,26 @@ def test_three_labels_are_a_simplex(batch):
     assert measure_belief(three, [read(clr), *noise], 0).along[0] > 0.6
     # The total alone, exchanged between slots: what is right for one label and wrong for two others is not read.
     assert measure_belief(three, [read(np.roll(clr, 1, 1)), *noise], 0).along[0] < 0.35
+
+
+@pytest.mark.parametrize("needs_context", [True, False])
+def test_what_is_as_well_read_without_context_is_no_belief(batch, needs_context):
+    truth = ExactAnswers(batch)
+    odds = truth.log_p - truth.log_p.mean(1, keepdims=True)
+    own, nothing = planted(batch, odds)[1], planted(batch, np.zeros_like(odds), 3)[1]
+    cut = nothing if needs_context else planted(batch, odds, 3)[1]
+    found = measure_belief(batch, [own, *strangers(batch)], 0, cut).lowered()
+    (claim,) = [h for h in judge({"sula_belief": found})["sula_belief"].estimates if h.name == belief.LAST]
+    assert (claim.verdict == "holds") == needs_context, claim.why
+    line = measure_belief(batch, [cut, own], 0).along
+    np.testing.assert_allclose(found.arrays["without_context"], line)
+
+
+def test_evidence_is_exchanged_among_prompts_with_as_many_labels():
+    stratum = np.repeat([1, 2, 4], 20)
+    orders = belief._exchanged(stratum, np.random.default_rng(0))
+    assert (stratum[orders] == stratum).all() and all(sorted(order) == list(range(60)) for order in orders)
+    assert (orders == np.arange(60)).mean() < 0.1
 
 
 def test_log_odds_that_do_not_vary_are_refused():
