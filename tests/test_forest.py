@@ -78,6 +78,13 @@ def test_the_final_token_is_a_column_and_a_panel():
     xs, ys = [dot.x for dot in by_token.dots], [dot.y for dot in by_token.dots]
     assert xs[0] < xs[1] < xs[2] and (xs[1] - xs[0]) * 2 == pytest.approx(xs[2] - xs[1], abs=0.3)
     assert ys[1] < ys[2] < ys[0]  # PC2 grows upwards
+    # An untrained copy's own plane is the last panel, in the model's colours.
+    twin = replace(measured, quantities=measured.quantities | {"control_scores": plane},
+                   arrays={"scores": scores, "control_scores": scores[::-1]})  # fmt: skip
+    *_, control = multiples(replace(made, results={"value_manifold": twin}, prompts=prompts))
+    assert control.title == "an untrained copy, by entropy"
+    assert [dot.fill for dot in control.dots] == [dot.fill for dot in by_entropy.dots]
+    assert [dot.x for dot in control.dots] == xs[::-1]
 
 
 def test_a_record_without_the_plane_has_no_panels():

@@ -89,6 +89,11 @@ def test_shares_rho_and_r2_are_those_of_scikit_learn_and_scipy():
         assert result.r2[layer] == pytest.approx(decodability(z, shown.entropy, fold), abs=1e-6)
         untrained = [decodability(last(control, layer), shown.entropy, fold) for control in shown.untrained]
         assert result.r2_null[layer] == pytest.approx((min(untrained), max(untrained)))
+    # The plane that the page shows next to the model's own is the first untrained copy's, up to signs.
+    twin = PCA(2).fit_transform(StandardScaler().fit_transform(last(shown.untrained[0])))
+    for column in (0, 1):
+        both = np.stack([result.control_scores[:, column], twin[:, column]])
+        assert min(np.abs(both[0] - both[1]).max(), np.abs(both[0] + both[1]).max()) < 1e-6 * np.abs(both).max()
 
 
 def test_a_planted_entropy_axis_is_found_at_the_last_layer_and_nowhere_else():

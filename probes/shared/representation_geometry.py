@@ -82,6 +82,9 @@ class GeometryResult(Result):
     layer_scores: np.ndarray = quantity(
         "layer prompt component", "standardised units", "position on PC1 and PC2, signs as in the layer after"
     )
+    control_scores: np.ndarray | None = quantity(
+        "prompt component", "standardised units", "position on PC1 and PC2, last layer of one untrained copy"
+    )
     constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
     estimates: tuple[Estimate, ...]
     warnings: tuple[str, ...] = ()
@@ -165,6 +168,7 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     fields = {
         "scores": layers[-1].scores,
         "layer_scores": aligned_signs([summary.scores for summary in layers]),
+        "control_scores": draws[UNTRAINED][0][-1].scores if draws[UNTRAINED] else None,
         "constant": np.array([summary.dropped for summary in layers]),
         **dict.fromkeys(("rho", "rho_null", "rho_no_context", "rho_p", "r2", "r2_null", "r2_no_context")),
     }
