@@ -154,7 +154,7 @@ class Process(ABC):
 
         Returns:
             A batch with one query a prompt, its last token, the drawn outcome as target, and the exact posterior with
-            the answers' tokens. Columns: k, surface, answers (the marks, in the order of outcomes), seen, items,
+            the answers' tokens. Columns: k, surface, marks (in the order of outcomes, spaces between), seen, items,
             statistic, exact_entropy (bits), likeliest (outcome), stated numbers, and for two marks first, second, n1.
 
         Raises:
@@ -177,7 +177,7 @@ class Process(ABC):
                 draws.append(self.draw(k, rng))
                 rows.append(self._row(draws[-1], k, surface, marks, rng))
         text, cluster = (tuple(row.pop(name) for row in rows) for name in ("text", "cluster"))
-        marks = [row["answers"] for row in rows]
+        marks = [row["marks"].split() for row in rows]
         answers = None
         if tokenizer is not None:
             check_fits(self.title, ks, [row["k"] for row in rows], text, tokenizer, positions)
@@ -224,7 +224,7 @@ class Process(ABC):
             "cluster": "-".join(sorted(marks)),
             "k": k,
             "surface": surface,
-            "answers": tuple(marks),
+            "marks": " ".join(marks),
             "seen": "".join(map(str, draw.seen)),
             "items": " ".join(map(str, draw.items)),
             "statistic": self.statistic(draw),

@@ -16,7 +16,7 @@ from llmgeom.commands.evidence import profile
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import answers
-from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids
+from llmgeom.probes.evidence.predictions import LabelPredictions, label_ids, label_words
 from llmgeom.prompts.processes import load_process, names
 from llmgeom.record import Record
 from llmgeom.stats.information import best_constant, bits, kl
@@ -166,7 +166,7 @@ def test_the_probabilities_are_those_that_the_model_gives(run):
     assert tuple(record.prompts["text"]) == batch.text
     lost, mass = [], []
     shares = batch.exact.predictive[:, 0].exp().tolist()
-    for text, words, p in zip(batch.text, batch.columns["answers"], shares, strict=True):
+    for text, words, p in zip(batch.text, map(str.split, batch.columns["marks"]), shares, strict=True):
         with torch.no_grad():
             logits = pythia.model(**pythia.tokenizer(text, return_tensors="pt")).logits[0, -1].double()
         ids = [pythia.tokenizer(f"{text} {word}")["input_ids"][-1] for word in words]
@@ -204,7 +204,7 @@ def test_the_tokens_of_the_answers_are_the_posterior_s():
     pythia = Subject.load("pocket:pythia")
     batch = load_process("markov").sample(6, 0, pythia.tokenizer)
     assert torch.equal(label_ids(None, batch), batch.exact.answers[:, 0])
-    for words, ids in zip(batch.columns["answers"], batch.exact.answers[:, 0].tolist(), strict=True):
+    for words, ids in zip(batch.columns["marks"], batch.exact.answers[:, 0].tolist(), strict=True):
         assert [pythia.tokenizer.decode([token]).strip() for token in ids] == list(words)
 
 
@@ -224,3 +224,12 @@ def test_requests_that_cannot_be_are_one_sentence(words, named, tmp_path, monkey
     done = CliRunner().invoke(main, ["evidence", *words, "--n", "10", "--nulls", "1", "--quiet"])
     assert done.exit_code == 1 and done.stderr.count("\n") == 1
     assert all(name in done.stderr for name in named), done.stderr
+
+
+@pytest.mark.parametrize("spec", names())
+def test_the_belief_is_read_along_the_marks_in_the_order_of_outcomes(spec):
+    batch = load_process(spec).sample(5, 0)
+    for text, words in zip(batch.text, label_words(batch), strict=True):
+        places = [text.index(f" {word}") for word in words]  # the lead-in names outcomes in order
+        assert spec == "stated" or places == sorted(places)
+        assert len(words) == load_process(spec).answers

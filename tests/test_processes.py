@@ -130,7 +130,7 @@ def test_neither_position_nor_word_nor_surface_nor_length_predicts_the_answer(sp
     h = np.array(batch.columns["exact_entropy"])
     lengths = np.array([len(ids) for ids in pocket(list(batch.text))["input_ids"]], dtype=float)
     surface = np.array(batch.columns["surface"])
-    word = np.array(batch.columns["answers"])
+    word = np.array([row.split() for row in batch.columns["marks"]])
     for number in np.unique(k):
         rows = k == number
         by_place = p[rows] - 1 / process.answers
@@ -157,8 +157,8 @@ def test_surfaces_and_clusters_are_balanced_and_clusters_share_no_word(spec, poc
     assert len(set.union(*sets)) == sum(map(len, sets)) and len(sets) >= words.LEAST_SETS
     together = nonce.pairs(nonce.Part.TRAINED)
     assert not [pair for pair in together for one in sets if {*pair} <= one]
-    for i, marks in enumerate(batch.columns["answers"]):
-        assert sorted(marks) == sorted(batch.cluster[i].split("-"))
+    for i, marks in enumerate(batch.columns["marks"]):
+        assert sorted(marks.split()) == sorted(batch.cluster[i].split("-"))
 
 
 def test_few_prompts_still_have_the_five_clusters_of_an_interval(pocket):
@@ -237,7 +237,7 @@ def test_answers_and_observers_stay_with_their_prompts(pocket):
     order = [30, 2, 17]
     taken, flat = batch.take(order).exact, batch.exact.flat
     for new, old in enumerate(order):
-        words = pocket.convert_tokens_to_ids([f" {word}" for word in batch.columns["answers"][old]])
+        words = pocket.convert_tokens_to_ids([f" {word}" for word in batch.columns["marks"][old].split()])
         assert taken.answers[new, 0].tolist() == flat.answers[old].tolist() == words
         for name, log_p in taken.trivial.items():
             assert torch.equal(log_p[new, 0], batch.exact.trivial[name][old, 0])
@@ -249,7 +249,7 @@ def test_the_target_of_gradients_is_the_token_of_the_outcome_drawn(pocket):
     tokens = encode(batch, pocket, {"features": None, "vocabulary": len(pocket)}, "pocket")
     where, target = asked(batch, tokens)
     assert where.sum(1).tolist() == [1] * len(batch) and torch.equal(where.int().argmax(1), tokens.lengths - 1)
-    drawn = [words[i] for words, i in zip(batch.columns["answers"], batch.target[:, 0].tolist(), strict=True)]
+    drawn = [words.split()[i] for words, i in zip(batch.columns["marks"], batch.target[:, 0].tolist(), strict=True)]
     assert [pocket.decode([token]).strip() for token in target.tolist()] == drawn
 
 
@@ -342,8 +342,8 @@ def test_answers_are_one_token_each_in_every_tokenizer(kind):
     tokenizer = KINDS[kind]()
     batch = load_process("dirichlet").sample(24, 0, tokenizer)
     assert batch.exact.answers.shape == (120, 1, 3)
-    for text, marks, ids in zip(batch.text, batch.columns["answers"], batch.exact.answers[:, 0].tolist(), strict=True):
-        for mark, token in zip(marks, ids, strict=True):
+    for text, marks, ids in zip(batch.text, batch.columns["marks"], batch.exact.answers[:, 0].tolist(), strict=True):
+        for mark, token in zip(marks.split(), ids, strict=True):
             assert tokenizer(f"{text} {mark}")["input_ids"] == [*tokenizer(text)["input_ids"], token]
             assert tokenizer.decode([token]).strip() == mark
         assert len(set(ids)) == 3

@@ -39,7 +39,7 @@ def describe(name: str) -> list[str]:
     process = load_process(name)
     batch = process.sample(1, 0, ks=(3,), surfaces=("list",))
     p = batch.exact.predictive[0, 0].exp().tolist()
-    answers = ", ".join(f"{mark} {share:.2f}" for mark, share in zip(batch.columns["answers"][0], p, strict=True))
+    answers = ", ".join(f"{mark} {share:.2f}" for mark, share in zip(batch.columns["marks"][0].split(), p, strict=True))
     return [
         f"{name:10} {process.PRIMITIVE}: {str(type(process).__doc__).strip().splitlines()[0]}",
         f"{'':10} {', '.join(f'{field}={value}' for field, value in asdict(process).items())}",
