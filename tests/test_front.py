@@ -85,7 +85,7 @@ def test_an_unknown_option_is_refused_with_those_that_exist(subject):
 def test_what_is_printed_is_short(subject):
     record = llmgeom.scan(subject, "math", **FEW)
     capture = subject.capture("one")
-    made = (subject, capture, capture.batch, record, record.results["value_manifold"], capture.layers("value"))
+    made = (subject, capture, capture.batch, record, record.results["value_manifold"], capture.layers(llmgeom.Site.VALUE))
     assert max(len(repr(one)) for one in made) < 200, [repr(one) for one in made]
 
 
