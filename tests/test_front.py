@@ -85,7 +85,8 @@ def test_an_unknown_option_is_refused_with_those_that_exist(subject):
 def test_what_is_printed_is_short(subject):
     record = llmgeom.scan(subject, "math", **FEW)
     capture = subject.capture("one")
-    made = (subject, capture, capture.batch, record, record.results["value_manifold"], capture.layers(llmgeom.Site.VALUE))
+    layers = capture.layers(llmgeom.Site.VALUE)
+    made = (subject, capture, capture.batch, record, record.results["value_manifold"], layers)
     assert max(len(repr(one)) for one in made) < 200, [repr(one) for one in made]
 
 
