@@ -271,7 +271,7 @@ def test_an_axis_that_the_output_is_made_of_passes(name):
     record = examine(planted(name), MANY, directions=("pc1",), controls=39)
     found = outcome(record)
     used, equal = found["ablation_pc1", KL], found["ablation_pc1", EQUAL]
-    assert used.verdict == "holds" and used.p == 1 / 40 and used.value > 20 * used.null_high, used
+    assert used.verdict == "holds" and used.p < 0.025 and used.value > 20 * used.null_high, used
     # With less than a tenth of a bit to lose, equivalence within a hundredth is no claim.
     lost = record.results["ablation_pc1"].arrays["scale"]
     assert lost == pytest.approx(used.value, rel=1e-2), "there is nothing beside the axis to lose"

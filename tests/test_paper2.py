@@ -285,7 +285,14 @@ def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, t
     rows = {row["id"]: row for row in json.loads(result.stdout)["rows"]}
     assert rows["em-steps"]["verdict"] == "NOT TESTED" and "--quick" in rows["em-steps"]["why"]
     assert rows["em-equal-sum"]["metric"]["clusters"] == 5 and rows["gradient-law"]["verdict"] == "NOT TESTED"
-    assert {row["verdict"] for row in rows.values()} <= {"holds", "ruled out", "open", "NOT TESTED"}
+    assert {row["verdict"] for row in rows.values()} <= {
+        "holds",
+        "small",
+        "ruled out",
+        "opposite",
+        "open",
+        "NOT TESTED",
+    }
     record = Record.load(tmp_path)
     measured = record.results["schedules"]
     found = dict(zip(measured.ticks["schedule"], measured.arrays["steps_seed"], strict=True))

@@ -114,7 +114,9 @@ def test_the_table_the_record_and_the_page_say_the_same(tiny, tmp_path):
     for name, one in rows.items():
         assert name in text and one.verdict in text
         if one.estimate:
-            assert made[one.entry.quantity].verdict == one.verdict in ("holds", "ruled out", "open")
+            assert (
+                made[one.entry.quantity].verdict == one.verdict in ("holds", "small", "ruled out", "opposite", "open")
+            )
             assert made[one.entry.quantity].published == "30 u"
     assert set(record.unmeasured) == {"paper1: gone", "paper1: keys"}
     assert record.facts["command"] == "llmgeom reproduce paper1 --quick"
@@ -407,6 +409,8 @@ def test_quick_runs_offline_for_every_paper(paper, tmp_path, monkeypatch):
     rows = json.loads(result.stdout)["rows"]
     assert [row["id"] for row in rows if row["table"] == "numbers"] == [one.id for one in table(paper)]
     words = {row["verdict"] for row in rows if row["table"] == "numbers"}
-    assert words <= {"holds", "ruled out", "open", "NOT TESTED"} and {"holds", "ruled out"} <= words
+    assert (
+        words <= {"holds", "small", "ruled out", "opposite", "open", "NOT TESTED"} and {"holds", "ruled out"} <= words
+    )
     assert all(row["why"] for row in rows) and (tmp_path / "report.html").stat().st_size > 10_000
     assert all(dataclasses.fields(Entry)[0].name in row for row in rows)
