@@ -95,7 +95,7 @@ def test_a_record_is_tables_and_figures(subject, tmp_path):
     prompts, layers, metrics = (record.frame(kind) for kind in ("prompts", "layers", "metrics"))
     assert tuple(prompts["text"]) == record.prompts["text"] and len(prompts) == 15
     scores = record.results["value_manifold"].arrays["scores"]
-    assert prompts["value_manifold.scores.PC1"].to_numpy() == pytest.approx(scores[:, 0])
+    assert prompts["value_manifold.scores.0"].to_numpy() == pytest.approx(scores[:, 0])
     estimates = [h for m in record.results.values() for h in m.estimates]
     assert sorted(metrics["value"]) == pytest.approx(sorted(h.value for h in estimates))
     share = record.results["value_manifold"].arrays["pc1"]
