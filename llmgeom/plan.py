@@ -159,12 +159,14 @@ class PassPlan:
         controls: int,
         seed: int,
         samples: Mapping[str, Batch],
+        most: int | None = MOST,
     ) -> PassPlan:
+        """The union of the probes' needs; controls read at most `most` prompts of each sample."""
         needs = {name: probe.NEEDS for name, probe in probes.items()}
         wanted = frozenset().union(*(need.samples for need in needs.values()))
         given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}
         inputs = {name: replace(one, inputs=subject.tokens(one)) for name, one in given.items()}
-        subset = _subset(inputs[MAIN], seed)
+        subset = _subset(inputs[MAIN], seed, most)
         for need in needs.values():
             for name, make in need.inputs.items():
                 base = inputs[MAIN] if subset is None else inputs[MAIN].take(subset)
@@ -181,7 +183,9 @@ class PassPlan:
             for observer in need.observers:
                 for name in inputs.keys() & set(observer.samples):
                     observers[name] = tuple(dict.fromkeys((*observers[name], observer)))
-        few = {name: one if (kept := _subset(one, seed)) is None else one.take(kept) for name, one in inputs.items()}
+        few = {
+            name: one if (kept := _subset(one, seed, most)) is None else one.take(kept) for name, one in inputs.items()
+        }
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
         own_observers = dict(observers)
         no_context, why = None, ""
@@ -260,11 +264,11 @@ def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any
     return plan_control(subject, seed, reading.batch, reading.sites, **extra)
 
 
-def _subset(batch: Batch, seed: int) -> Tensor | None:
+def _subset(batch: Batch, seed: int, most: int | None) -> Tensor | None:
     """Which prompts of a batch the controls read, in rising order; None for all."""
-    if len(batch) <= MOST:
+    if most is None or len(batch) <= most:
         return None
-    return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:MOST]))
+    return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:most]))
 
 
 def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:

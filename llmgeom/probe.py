@@ -39,7 +39,10 @@ class Needs:
         check: raises UserError where the probe cannot read this model; asked before anything runs.
         examine: the declared exception to "a probe calls no model": reads weights, edits activations or takes
             gradients, of the model and of every untrained control. Arrays by name are cached.
+        examine_control: what is taken of an untrained control instead; by default `examine`.
         cost: what `examine` runs, for `--dry-run`: (times, lengths of the inputs) of each kind of pass, for one model.
+        control_cost: the same of `examine_control`.
+        entropy: whether it relates anything to next-token entropy, and is in doubt where that hardly varies.
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
             `examine` returned; by default the latter.
     """
@@ -56,7 +59,10 @@ class Needs:
     inputs: Mapping[str, Callable[[Subject, Batch], Batch | None]] = field(default_factory=dict)
     check: Callable[[Subject], None] | None = None
     examine: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
+    examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
+    control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
+    entropy: bool = True
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
 

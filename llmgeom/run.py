@@ -28,7 +28,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
+from llmgeom.plan import MAIN, MOST, Layout, PassPlan, measurable, planned
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample, entropy_bits
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
@@ -148,7 +148,8 @@ class Run:
         key = self.key(name, "examination", seed) if self.store else ""
         if self.store and (entry := results.load(self.folder, key)) is not None:
             return entry[1]
-        found = needs.examine(who(), captures)
+        examine = needs.examine if seed is None else needs.examine_control or needs.examine
+        found = examine(who(), captures)
         arrays = isinstance(found, Mapping) and all(isinstance(one, np.ndarray) for one in found.values())
         if self.store and arrays and found:
             results.save(self.folder, key, {}, found)
@@ -236,6 +237,7 @@ def run_probes(
     facts: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None,
+    most: int | None = MOST,
 ) -> Record:
     """Ask `probes` of a model on a batch, with controls.
 
@@ -252,6 +254,7 @@ def run_probes(
         progress: called as progress(stage, done, total).
         facts: further provenance. notes: warnings of the caller, put before ours.
         columns: makes further columns of the prompt table from the observations of the model by probe.
+        most: prompts of a sample that controls read; None for all.
 
     Returns:
         The record, with claims judged. A probe that raises UserError is listed with its reason as not measured.
@@ -261,7 +264,7 @@ def run_probes(
     """
     started = time.time()
     measured, unmeasured = measurable(subject, batch, probes)
-    plan = PassPlan.of(subject, batch, measured, controls, seed, samples or {})
+    plan = PassPlan.of(subject, batch, measured, controls, seed, samples or {}, most)
     if store:
         plan.check_room(subject, store, batch_tokens)
     run = Run(subject, plan, measured, seed, batch_tokens, store, progress)

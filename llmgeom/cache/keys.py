@@ -116,6 +116,8 @@ def _read(function: types.FunctionType, source: str) -> Any:
 def named(value: Any) -> Any:
     """A value as plain data for a cache key: equal only where the values are; functions and classes by their code.
 
+    Fields of a dataclass that take no part in comparison take no part here.
+
     Raises:
         UserError: an object that is no number, text, collection, array, function, class or dataclass of these.
     """
@@ -146,7 +148,8 @@ def named(value: Any) -> Any:
     if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
         return ["array", str(value.dtype), list(value.shape), sha256(np.ascontiguousarray(value).tobytes())]
     if dataclasses.is_dataclass(value):
-        return [named(type(value)), *([one.name, named(getattr(value, one.name))] for one in dataclasses.fields(value))]
+        compared = [one.name for one in dataclasses.fields(value) if one.compare]
+        return [named(type(value)), *([name, named(getattr(value, name))] for name in compared)]
     raise UserError(
         f"a {type(value).__qualname__} cannot be part of a cache key: use numbers, text, collections, arrays or frozen "
         "dataclasses of these, or run without a store"

@@ -267,7 +267,7 @@ def _examine(subject: Subject, captures: Mapping[str, Capture]) -> HypothesisFra
     return read_frames(subject, captures[""].batch)
 
 
-NEEDS = Needs(shuffled=False, no_context=False, examine=_examine)
+NEEDS = Needs(shuffled=False, no_context=False, entropy=False, examine=_examine)
 
 
 def measure(data: ProbeInput) -> HypothesisFrame:

@@ -192,6 +192,22 @@ class InterchangeEffects:
     lost: Mapping[str, np.ndarray]
     dimensions: tuple[int, ...]
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The effects as arrays by name, for the cache."""
+        by_kind = {"moved": self.moved, "lost": self.lost}
+        named = {f"{effect}: {kind}": x for effect, kinds in by_kind.items() for kind, x in kinds.items()}
+        return {"total": self.total, "dimensions": np.array(self.dimensions), **named}
+
+    @classmethod
+    def of_arrays(cls, arrays: Mapping[str, np.ndarray]) -> InterchangeEffects:
+        """The effects from `arrays`."""
+        moved, lost = (
+            {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+            for prefix in ("moved: ", "lost: ")
+        )
+        return cls(arrays["total"], moved, lost, tuple(arrays["dimensions"].tolist()))
+
     @classmethod
     def of(
         cls,

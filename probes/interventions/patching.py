@@ -217,6 +217,12 @@ class TaskRun(PatchingRun):
         return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
 
 
+def copies(inputs: int, patches: int) -> int:
+    """How many copies of the inputs a run of patches passes, with the clean ones in every packing."""
+    together = max(1, ROWS_PER_PASS // inputs)
+    return patches + min(patches, together) + (patches % together if patches > together else 0)
+
+
 def estimate_against(
     claim: Claim,
     value: float,
