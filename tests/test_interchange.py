@@ -13,12 +13,15 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from llmgeom import wind_tunnels
+from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands.patch import examine
+from llmgeom.commands import dry_run
+from llmgeom.commands.patch import SUBSPACES, RunConfig, examine, prepare, question
 from llmgeom.errors import UserError
+from llmgeom.model import running
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Where
+from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import interchange
 from llmgeom.probes.interventions.interchange import (
@@ -29,8 +32,9 @@ from llmgeom.probes.interventions.interchange import (
     evidence_frame,
     random_subspaces,
 )
-from llmgeom.probes.interventions.interchange_results import DECLARED_LAYERS, PROBE, TOTAL
+from llmgeom.probes.interventions.interchange_results import DECLARED_LAYERS, PROBE, TOTAL, InterchangeProbe
 from llmgeom.record import Record
+from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.training import train
@@ -99,9 +103,19 @@ class Bayes:
         return Capture(batch, prompt, position, batch.inputs.lengths, tensors)
 
 
+def judged(subject: Bayes, nulls: int, layers: tuple[int, ...] = (0, 1)) -> Measured:
+    """What the probe measures of a model that is no transformer, and of its controls, without the runner."""
+    probe = InterchangeProbe(TASK, 60, layers, SUBSPACES, 0, 4096)
+    needs = probe.NEEDS
+    own = needs.collect({}, needs.examine(subject, {}))
+    controls = tuple(needs.collect({}, needs.examine_control(subject.untrained(i), {})) for i in range(nulls))
+    result = probe.measure(SimpleNamespace(observations=own, control_observations=controls)).lowered()
+    return claims.judge({PROBE: result})[PROBE]
+
+
 @pytest.fixture(scope="module")
-def record() -> Record:
-    return examine(Bayes(), TASK, n=60, nulls=3)
+def measured() -> Measured:
+    return judged(Bayes(), 3)
 
 
 def ways(pairs: Pairs) -> list[float]:
@@ -119,8 +133,8 @@ def ways(pairs: Pairs) -> list[float]:
     return found
 
 
-def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(record):
-    a = record.results[PROBE].arrays
+def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(measured):
+    a = measured.arrays
     pairs = Pairs.of(TASK, 60, 0, "any" if TASK.memorisable else "held-out")
     half = folds(pairs.x.cluster, 0, 2)
     way = np.mean(ways(pairs.take(np.flatnonzero(half == 1).tolist())))
@@ -132,21 +146,21 @@ def test_of_bayes_rule_the_swap_goes_the_whole_way_and_nothing_else_goes_any(rec
     for name in ("rest", "placebo", "placebo_lost", "random", "as_far"):
         np.testing.assert_allclose(a[name], 0, atol=1e-6, err_msg=name)
     np.testing.assert_allclose(a["frame_null"], 0, atol=1e-6)
-    assert record.results[PROBE].notes[0].endswith("up to the input of layer 0: 1.00, 0.00")
+    assert measured.notes[0].endswith("up to the input of layer 0: 1.00, 0.00")
 
 
-def test_its_claim_passes_and_after_the_first_layer_nothing_is_left(record):
-    found = {h.name: h for h in record.results[PROBE].estimates}
+def test_its_claim_passes_and_after_the_first_layer_nothing_is_left(measured):
+    found = {h.name: h for h in measured.estimates}
     assert found[FRAME].verdict == "open" and found[FRAME].p == 0.5, "three untrained controls decide nothing"
     assert found[f"{FRAME}, over the total effect"].value == pytest.approx(1)
     assert beyond(found[f"frame {DECLARED_LAYERS[1]}"]) != "yes"
     assert found[f"frame {DECLARED_LAYERS[1]}, over the total effect"].value == pytest.approx(0, abs=1e-6)
-    passed = examine(Bayes(), TASK, n=60, nulls=20, layers=(0,))
-    assert {h.name: h.verdict for h in passed.results[PROBE].estimates}[FRAME] == "holds"
+    passed = judged(Bayes(), 20, layers=(0,))
+    assert {h.name: h.verdict for h in passed.estimates}[FRAME] == "holds"
 
 
 def test_of_a_model_that_does_not_follow_the_evidence_nothing_is_claimed():
-    made = examine(Bayes(deaf=True), TASK, n=60, nulls=2, layers=(0,)).results[PROBE]
+    made = judged(Bayes(deaf=True), 2, layers=(0,))
     assert {h.name for h in made.estimates} == {TOTAL, FRAME} and not any(h.claim for h in made.estimates)
     assert made.estimates[0].value == 0 and "holds" not in {h.verdict for h in made.estimates}
     assert "the answers do not follow the evidence: the total effect is 0 bits" in made.notes[0]
@@ -421,6 +435,51 @@ def test_the_global_generators_change_nothing(folder):
     assert first.results[PROBE].estimates != other.results[PROBE].estimates
 
 
+def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_anew(folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path))
+    subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
+    asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
+    whole = examine(subject, task, **asked)
+    built, untrained, of = [], Subject.untrained, InterchangeEffects.of
+    monkeypatch.setattr(Subject, "untrained", lambda self, seed: built.append(seed) or untrained(self, seed))
+
+    def stopped(subject, *args, **options):
+        if subject.facts.get("untrained") == 2:
+            raise KeyboardInterrupt
+        return of(subject, *args, **options)
+
+    monkeypatch.setattr(InterchangeEffects, "of", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        question(subject, task, **asked).record(subject, store=store)
+    assert built == [1, 2]
+    monkeypatch.setattr(InterchangeEffects, "of", of)
+    record = question(subject, task, **asked).record(subject, store=store)
+    assert built == [1, 2, 1, 2], "the frames of weights are read again, the first control's patches are not"
+    assert record.results[PROBE].estimates == whole.results[PROBE].estimates
+    monkeypatch.setattr(InterchangeEffects, "of", None)
+    monkeypatch.setattr(Subject, "untrained", None)
+    again = question(subject, task, **asked).record(subject, store=store)
+    assert all(np.array_equal(again.arrays[name], x) for name, x in record.arrays.items())
+    with pytest.raises(TypeError):
+        question(subject, task, **{**asked, "controls": 4}).record(subject, store=store)
+
+
+def test_a_dry_run_counts_the_tokens_that_the_run_passes(folder, monkeypatch):
+    asked = RunConfig(model=str(folder("recall", "neox")), n=24, nulls=2, controls=3)
+    cost = dry_run.price(prepare(asked))["sources"]["recall"]
+    passed, inner = [], running.one_pass
+    subject = asked.load()
+    passed.append(3 * int(probe_batch(subject.facts).tokens.lengths.sum()))  # the check at load
+
+    def counted(reader, work, members):
+        passed.append(int(work.tokens.lengths[members].sum()))
+        return inner(reader, work, members)
+
+    monkeypatch.setattr(running, "one_pass", counted)
+    examine(subject, wind_tunnels.load_task("recall"), n=24, nulls=2, controls=3)
+    assert cost["tokens"] == sum(passed)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -443,7 +502,7 @@ def test_a_request_ends_in_a_record_and_a_page(folder, tmp_path):
     assert record.facts["interchange"]["layers"] == [1] and record.results[PROBE].ticks["layer"] == (1,)
     assert record.source["split"] == "held-out" and record.source["name"] == "hmm:steps=5"
     assert record.facts["command"].endswith("--n 40 --layers 1 --controls 3 --nulls 2")
-    assert "only 2 draws of each control" in record.warnings[0]
+    assert any("only 2 draws of each control" in warning for warning in record.warnings)
     after = f"frame {DECLARED_LAYERS[1]}"
     assert (
         {TOTAL, after}

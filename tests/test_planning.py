@@ -59,7 +59,7 @@ CASES = {
 def test_a_plan_counts_what_the_scan_runs(kind, tunnel, tmp_path, monkeypatch):
     """And lists the claims that are judged; a few it lists too that the model's own answers refuse."""
     plan = planned(**CASES[kind](tunnel), out=str(tmp_path / "run"))
-    cost, who = planning.estimate(plan), planning.Weightless.found(plan)
+    cost, who = planning.estimate(plan), planning.Weightless.found(plan.request, plan.located)
     (name,) = plan.pools
     row, every = cost["sources"][name], planning.Source.of(plan, who, name).stages
     assert row["tokens"] == sum(one.tokens for one in every) and row["passes"] == sum(one.times for one in every)
@@ -92,9 +92,11 @@ def test_minutes_follow_tokens_and_twins(tunnel, tmp_path):
 
     def minutes(**asked) -> dict[str, float]:
         plan = planned(model=str(tunnel), out=str(tmp_path / "x"), probes=("value_manifold",), **asked)
-        who = planning.Weightless.found(plan)
+        who = planning.Weightless.found(plan.request, plan.located)
         (name,) = plan.pools
-        return planning._minutes(planning.Source.of(plan, who, name), plan, planning.Speed(1e-9, 1e-5, 1e-8))
+        return planning._minutes(
+            planning.Source.of(plan, who, name), plan.request.batch_tokens, planning.Speed(1e-9, 1e-5, 1e-8)
+        )
 
     few, many, more = minutes(nulls=2), minutes(nulls=4), minutes(nulls=2, n=400)
     assert many[planning.UNTRAINED] == pytest.approx(2 * few[planning.UNTRAINED])
@@ -113,7 +115,7 @@ def test_no_weights_are_read(tmp_path, monkeypatch):
         "transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: pytest.fail("weights read")
     )
     plan = planned(domains=("math",), limit=100, n=20, nulls=2, dtype="bfloat16", out=str(tmp_path / "run"))
-    who = planning.Weightless.found(plan)
+    who = planning.Weightless.found(plan.request, plan.located)
     assert all(p.is_meta for p in who.model.parameters())
     cost = planning.estimate(plan)
     assert cost["weight_bytes"] == 2 * cost["parameters"] and not (tmp_path / "run").exists()

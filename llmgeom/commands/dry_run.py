@@ -9,7 +9,7 @@ import resource
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,8 @@ import transformers
 from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.claims import Claim
+from llmgeom.commands.config import ModelConfig
+from llmgeom.commands.job import Job, Question
 from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
 from llmgeom.model import hub
@@ -31,7 +33,7 @@ from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import PassPlan, Reading, measurable
+from llmgeom.plan import MOST, PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE, Probe
 from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
 from llmgeom.reports.text import grid
@@ -60,9 +62,8 @@ class Weightless(Subject):
     asked: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
-    def found(cls, plan: Plan) -> Weightless:
+    def found(cls, asked: ModelConfig, located: hub.Located) -> Weightless:
         """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
-        asked, located = plan.request, plan.located
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
         shared["trust_remote_code"] = asked.trust_remote_code
         own = hub.tunnel(located.path)
@@ -134,12 +135,20 @@ class Source:
 
     @classmethod
     def of(cls, plan: Plan, who: Weightless, name: str) -> Source:
-        modules = probes.known(plan.probes)
+        """One pool of a scan."""
         who.asked.clear()
         batch, samples, _ = sampled(plan, who, name)
-        measured, _ = measurable(who, batch, modules)
-        asked = PassPlan.of(who, batch, measured, plan.request.nulls, plan.request.seed, samples)
-        size = plan.request.batch_tokens
+        asked, modules = plan.request, probes.known(plan.probes)
+        question = Question(batch, modules, asked.nulls, asked.seed, asked.batch_tokens, samples)
+        return cls.asked(who, question, plan.pools[name], MOST)
+
+    @classmethod
+    def asked(cls, who: Weightless, question: Question, pool: Batch, most: int | None = None) -> Source:
+        """What a question runs; controls read at most `most` prompts of a sample."""
+        batch, samples = question.batch, question.samples
+        measured, _ = measurable(who, batch, question.probes)
+        asked = PassPlan.of(who, batch, measured, question.controls, question.seed, samples, most)
+        size = question.batch_tokens
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
             for reading in readings:
@@ -154,12 +163,13 @@ class Source:
             stages += stages_of(SHUFFLED, len(asked.shuffles), [asked.shuffled(0)])
         stages += stages_of(WITHOUT_CONTEXT, 1, asked.without_context())
         for probe, module in measured.items():
-            models = 1 + len(asked.untrained) * module.NEEDS.untrained
-            runs = module.NEEDS.cost(who, asked.null_sample) if module.NEEDS.cost else []
-            stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
+            needs, controls = module.NEEDS, len(asked.untrained) * module.NEEDS.untrained
+            for models, cost in ((1, needs.cost), (controls, needs.control_cost or needs.cost)):
+                runs = cost(who, asked.null_sample) if cost and models else []
+                stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
         kept = tuple(one for one in stages if one.times and len(one.lengths))
         samples = {name: samples[name] for name in asked.own.places if name in samples}
-        return cls(who, plan.pools[name], batch, samples, measured, kept)
+        return cls(who, pool, batch, samples, measured, kept)
 
 
 # ---- what it costs --------------------------------------------------------------------------------------------------
@@ -194,13 +204,13 @@ class Speed:
         return cls(seconds(lambda: a @ b, 2) / (1024 * width**2), seconds(lambda: b[0] + 1, 50), draw / 2**18)
 
 
-def _minutes(source: Source, plan: Plan, speed: Speed) -> dict[str, float]:
+def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
     """By stage: a weight is multiplied and added once a token (attention's own T^2 is left out, small at the lengths of
     prompts); untrained controls are drawn and hashed; and the probes measure."""
     layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
     found: dict[str, float] = {}
     for one in source.stages:
-        ran = one.batches(plan.request.batch_tokens)
+        ran = one.batches(batch_tokens)
         took = LONGER * parameters * sum(ran) * speed.product + len(ran) * layers * LAUNCHES * speed.launch
         took += parameters * one.times * speed.number * (one.stage == UNTRAINED)
         stage = "edits and gradients" if one.stage.startswith(EXAMINED) else one.stage
@@ -221,15 +231,37 @@ def estimate(plan: Plan) -> dict[str, Any]:
     process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises UserError as a scan
     would.
     """
-    who = Weightless.found(plan)
+    who, asked = Weightless.found(plan.request, plan.located), plan.request
+    scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
+    sources = ((name, Source.of(plan, who, name)) for name in plan.pools)
+    return _costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans)
+
+
+def price(job: Job) -> dict[str, Any]:
+    """The same of a command that asks one question of one model."""
+    who = Weightless.found(job.asked, job.located)
+    question = job.ask(who)
+    source = Source.asked(who, question, question.batch)
+    sources = [(str(question.batch.source.get("name", "prompts")), source)]
+    return _costs(who, sources, job.asked.device, question.batch_tokens, question.controls, job.folder)
+
+
+def _costs(
+    who: Weightless,
+    sources: Iterable[tuple[str, Source]],
+    device: str | None,
+    batch_tokens: int,
+    nulls: int,
+    out: Path,
+    scans: int = 1,
+) -> dict[str, Any]:
     facts, item = who.facts, who.model.dtype.itemsize
-    speed = Speed.of(device := usable(plan.request.device), facts["d_model"])
+    speed = Speed.of(device := usable(device), facts["d_model"])
     rows: dict[str, dict[str, Any]] = {}
     memory = 0
-    for name in plan.pools:
-        source = Source.of(plan, who, name)
-        minutes = _minutes(source, plan, speed)
-        largest = max(max(one.batches(plan.request.batch_tokens)) for one in source.stages)
+    for name, source in sources:
+        minutes = _minutes(source, batch_tokens, speed)
+        largest = max(max(one.batches(batch_tokens)) for one in source.stages)
         longest = max(int(one.lengths.max()) for one in source.stages)
         kept = sum(one.times * one.kept for one in source.stages)
         # A layer's widest activations, and logits in the model's precision and twice in float32, a row each at most.
@@ -247,9 +279,8 @@ def estimate(plan: Plan) -> dict[str, Any]:
             "longest": longest,
             "capture_bytes": kept,
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
-            "claims": list(findings(source, plan.request.nulls)),
+            "claims": list(findings(source, nulls)),
         }
-    scans = 1 + sum(not one.why for one in conditions(plan.request, who)) * plan.request.stability
     weights = facts["parameters"] * item
     process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
@@ -261,9 +292,9 @@ def estimate(plan: Plan) -> dict[str, Any]:
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
         "device": device,
         "layers": facts["layers"],
-        "nulls": plan.request.nulls,
+        "nulls": nulls,
         "sources": rows,
-        "out": str(plan.out),
+        "out": str(out),
     }
 
 
