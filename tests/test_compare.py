@@ -14,10 +14,10 @@ from scipy.spatial.distance import pdist
 from scipy.stats import kstest, spearmanr, t
 
 from llmgeom import claims
-from llmgeom.commands import comparison as compare
-from llmgeom.commands.comparison import PLACES, RHO, SIGNATURES, permuted
 from llmgeom.errors import UserError
 from llmgeom.record import Record
+from llmgeom.reports import comparison as compare
+from llmgeom.reports.comparison import PLACES, RHO, SIGNATURES, permuted
 from llmgeom.result import Estimate, Measured, Quantity
 from llmgeom.stats import resampling, tests
 from llmgeom.stats.similarity import cka, rsa
@@ -458,7 +458,7 @@ def test_a_comparison_is_plain_data_and_safe_lines():
 
 
 def test_it_loads_no_model_library():
-    code = "import llmgeom.commands.comparison, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    code = "import llmgeom.reports.comparison, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 

