@@ -42,7 +42,6 @@ class Needs:
         examine_control: what is taken of an untrained control instead; by default `examine`.
         cost: what `examine` runs, for `--dry-run`: (times, lengths of the inputs) of each kind of pass, for one model.
         control_cost: the same of `examine_control`.
-        entropy: whether it relates anything to next-token entropy, and is in doubt where that hardly varies.
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
             `examine` returned; by default the latter.
     """
@@ -62,7 +61,6 @@ class Needs:
     examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
-    entropy: bool = True
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
 

@@ -273,7 +273,7 @@ def _cost(subject: Subject, batch: Batch) -> list[tuple[int, Any]]:
     return [(2, probe_batch(subject.facts).tokens.lengths.numpy()), *prompts]
 
 
-NEEDS = Needs(shuffled=False, no_context=False, entropy=False, examine=_examine, cost=_cost)
+NEEDS = Needs(shuffled=False, no_context=False, examine=_examine, cost=_cost)
 
 
 def measure(data: ProbeInput) -> HypothesisFrame:

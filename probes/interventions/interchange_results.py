@@ -88,7 +88,6 @@ class InterchangeProbe:
         return Needs(
             shuffled=False,
             no_context=False,
-            entropy=False,
             examine=self._with_controls,
             examine_control=lambda subject, _: self._effects(subject),
             collect=lambda _, arrays: InterchangeEffects.of_arrays(arrays),
