@@ -34,6 +34,7 @@ CONTROLS = (
     (r"permuted templates \((\d+) draws\)", r"\1 permutations of the templates"),
     (r"same variance \((\d+) draws\)", r"\1 edits of the same variance"),
     (r"same size \((\d+) draws\)", r"\1 edits of the same size"),
+    (r"without context", "the same weights without context"),
     (r"(.+) \((\d+) draws\)", r"\2 draws of “\1”"),
 )
 
