@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from html import escape
 from typing import Any, Protocol
 
+from llmgeom.errors import redact
+
 
 class Progress(Protocol):
     """Called as progress(stage, done, total, note); the note is text that changes within a stage."""
@@ -24,9 +26,12 @@ def prefixed(progress: Progress | None, name: str) -> Progress | None:
 
 
 def first_word(text: str, silent: bool = False) -> None:
-    """Say at once, on standard error, what a command is about to do; loading takes seconds."""
-    if not silent:
-        print(f"llmgeom: {text}", file=sys.stderr, flush=True)
+    """Tell a person at a terminal at once what a command is about to do; loading takes seconds.
+
+    Into a file or a pipe nothing is written: there the only line on standard error is that of an error.
+    """
+    if not silent and sys.stderr.isatty():
+        print(f"llmgeom: {redact(text)}", file=sys.stderr, flush=True)
 
 
 class Clock:

@@ -90,7 +90,9 @@ def test_hostile_prompts_reach_the_page_as_they_were_written_and_as_text(tmp_pat
     html = (tmp_path / "run/report.html").read_text(encoding="utf-8")
     tame = [f"prompt {i} of a tame kind" for i in range(len(KEPT))]
     assert scan(written(tmp_path / f"tame.{suffix}", tame), tmp_path / "tame").exit_code == 0
-    kinds = {(tag, *sorted(given)) for tag, given in Tree(html).elements}
+    # A claim's value is a point in the plot of claims or, off its scale, an arrow: numbers decide, not the prompts.
+    by_value = {("circle", "class", "cx", "cy", "r"), ("text", "class", "x", "y")}
+    kinds = {(tag, *sorted(given)) for tag, given in Tree(html).elements} - by_value
     assert kinds <= {(tag, *sorted(given)) for tag, given in Tree((tmp_path / "tame/report.html").read_text()).elements}
     for text in KEPT.values():
         assert visible(text) in Tree(html).text
