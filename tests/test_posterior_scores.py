@@ -735,3 +735,13 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
     (tmp_path / "copy" / "task.json").write_text('{"task": "bijection"}')
     with refused(UserError, "task.json"):
         perform(RunConfig(model=str(tmp_path / "copy")))
+
+
+def test_a_rare_failure_that_the_sample_lacks_stays_within_the_upper_end():
+    task = REPLACED
+    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6, FEW), n=200, nulls=5)
+    safe, plain = found(record, "posterior", "KL, rare failures included"), found(record, "posterior", KL)
+    assert safe.value == pytest.approx(plain.value, abs=1e-6) and not safe.verdict
+    # Clopper and Pearson: with this share of failures, 200 sequences have none with probability .0125.
+    share = 1 - 0.0125 ** (1 / 200)
+    assert safe.high == pytest.approx(9 * share, rel=1e-3) and plain.high < 1e-3

@@ -29,10 +29,12 @@ from llmgeom.probes.shared.length_curves import (
     numbered,
 )
 from llmgeom.result import Figure, quantity
-from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.resampling import mean_intervals, tail_safe_interval
 
 PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
+# Bits of KL in one sequence: a rare failure is more than USUAL, and one of more than LARGEST counts as LARGEST.
+USUAL, LARGEST = 1.0, 10.0
 CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "posterior_horizon"
 
 
@@ -170,6 +172,14 @@ def measure_distance(
         predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
             near(probe, f"KL to the {target}", mean, both[:, 0], 0.0, "the exact answer"),
+            measured(
+                probe,
+                f"KL, rare failures included{suffix}",
+                mean,
+                clipped := own.kl.mean(1).clip(0, LARGEST),
+                [control.kl.mean(1).clip(0, LARGEST) for control in controls],
+                interval=tail_safe_interval(clipped, USUAL, LARGEST),
+            ),
             near(probe, f"skill over the best trivial predictor{suffix}", skill, both, 1.0, "the exact answer"),
             measured(
                 probe,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import numpy as np
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from llmgeom.claims import Null, declared
 from llmgeom.probes.shared.nulls import UNTRAINED as RE_INITIALISED
 from llmgeom.probes.shared.nulls import compare, null_band
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.resampling import Transform, mean_intervals
+from llmgeom.stats.resampling import Interval, Transform, mean_intervals
 
 UNTRAINED = "The same model re-initialised, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
@@ -75,11 +75,12 @@ def measured(
     own: np.ndarray,
     untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
+    interval: Interval | None = None,
 ) -> Estimate:
     """Estimate of a statistic of rows, one for each sequence, against the same of the untrained controls."""
-    controls = {RE_INITIALISED: untrained}
-    rows = np.arange(len(own))
-    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, controls, transform=transform)
+    controls, rows = {RE_INITIALISED: untrained}, np.arange(len(own))
+    options: dict[str, Any] = {"transform": transform, "interval": interval}
+    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, controls, **options)
 
 
 def near(
