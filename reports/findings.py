@@ -155,6 +155,8 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     if len(every) == 1:
         return f"The one claim {ALONE[every[0].word]} {where}."
     if not holding:
+        if len(records) > 1 and not any(one.word in ("holds", "small") for one in every):
+            where = "in any run"
         lead = f"None of the {len(groups)} claims holds {where}."
     elif len(holding) == len(groups):
         lead = f"{'Both' if len(groups) == 2 else f'All {len(groups)}'} claims hold {where}."
