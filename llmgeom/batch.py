@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from llmgeom.errors import Unavailable, UserError, unknown
-from llmgeom.stats.information import entropy
 
 if TYPE_CHECKING:
     from jaxtyping import Int
@@ -102,6 +101,8 @@ class Posterior:
         """Entropy of `predictive` in nats, [batch query]; of a Gaussian log(2 pi e v) / 2, which may be below 0."""
         if not self.categorical:
             return (math.log(2 * math.pi * math.e) + self.predictive[..., 1]) / 2
+        from llmgeom.stats.information import entropy  # here, since `llmgeom list domains` needs no numpy
+
         return entropy(self.predictive)
 
     @property

@@ -322,9 +322,13 @@ def permuted(
 def _similarity(
     probe: str, measure: Measure, similarity: Callable[[np.ndarray, np.ndarray], float], first: Record, other: Record
 ) -> list[Similarity]:
-    """Of each site, the fullest array of places that both hold, of equals the first by name; nothing without one."""
+    """Of each site, the fullest array of places that both hold, of equals the first by name; nothing without one.
+
+    Places in a control (`control_scores`) are not the models' own and are left out.
+    """
     ours, theirs = _places(first, probe), _places(other, probe)
-    both = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in ours.keys() & theirs.keys())
+    shared = {name for name in ours.keys() & theirs.keys() if not name.endswith("control_scores")}
+    both = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in shared)
     # The last assignment wins: the first array of each site, "" where the name says none.
     sites = {name.removesuffix("scores") if name.endswith("_scores") else "": name for _, name in reversed(both)}
     return [

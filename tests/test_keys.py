@@ -134,14 +134,14 @@ CAPTURING = {
     "model/edits": "cae09ba0789da99f",
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "222527f475c65328",
-    "model/loading": "46305d815f5e3e7c",
+    "model/loading": "39f89e24dd5dd8a1",
     "model/passes": "71fc7ae11f54495f",
     "model/running": "974ddbeca0009a6a",
     "model/subject": "2479eedc64935f9b",
     "model/tokenizing": "4c1353528e8dd416",
     "model/transformer_lens": "4c2d71a0fddbab25",
     "cache/shards": "f7bba1f18a920a7a",
-    "stats/information": "7c20593ce49ad4bd",
+    "stats/information": "b31c7e3ebafbc218",
 }
 
 

@@ -334,4 +334,5 @@ def test_columns_are_those_of_the_probe_where_it_has_a_headline(done):
     own = [c["values"] for c in done[1]["cells"] if c["kind"] == "mha-full"]
     for values in own:
         assert values["kinds"][kinds.COLUMNS] == pytest.approx(values["key_orthogonality"]["columns of W_K"])
-    assert done[1]["absent"] == {}
+    # The entropy of models trained for a moment does not vary, so its metrics refuse; nothing else is absent.
+    assert done[1]["absent"] and all("entropy" in name for name in done[1]["absent"])

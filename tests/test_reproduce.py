@@ -249,7 +249,7 @@ def test_what_a_cut_multiplies_is_the_error_of_the_records(bench):
     with refused(UserError, 100):
         paper1.replaced(bench, check(bound=100.0), **of, kind="blocks", what="least")
     h = paper1.replaced(bench, check(), **of, kind="heads", what="second head over the largest")
-    assert h.clusters == 2 and "untrained" in h.null and h.side == "lower"
+    assert h.clusters == 2 and h.null.endswith("the hardest of 2 trainings") and h.side == "lower"
 
 
 def test_counts_that_are_all_alike_are_as_certain_as_their_number_allows(bench):
@@ -349,7 +349,7 @@ def test_each_model_is_judged_and_numbers_of_one_are_asked_of_it_alone(monkeypat
     )
     numbers = [table for table in found.tables if not isinstance(table, Audit)]
     verdicts = {table.label: [row.verdict for row in table.contents] for table in numbers}
-    assert verdicts == {"microsoft/phi-2": ["holds", "holds"], "pocket:phi": ["ruled out", "NOT TESTED"]}
+    assert verdicts == {"microsoft/phi-2": ["small", "holds"], "pocket:phi": ["ruled out", "NOT TESTED"]}
     text = "\n".join(found.lines())
     assert "printed for phi-2 alone: give one of them with --model" in text and "pocket:phi was read" in text
     record = Record.load(out)
@@ -412,5 +412,5 @@ def test_quick_runs_offline_for_every_paper(paper, tmp_path, monkeypatch):
     assert (
         words <= {"holds", "small", "ruled out", "opposite", "open", "NOT TESTED"} and {"holds", "ruled out"} <= words
     )
-    assert all(row["why"] for row in rows) and (tmp_path / "report.html").stat().st_size > 10_000
+    assert all(row["why"] for row in rows if row["verdict"]) and (tmp_path / "report.html").stat().st_size > 10_000
     assert all(dataclasses.fields(Entry)[0].name in row for row in rows)

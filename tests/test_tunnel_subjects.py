@@ -119,7 +119,10 @@ def test_the_command_scans_a_tunnel_on_its_own_task(trained, tmp_path, task):
     assert {int(p) for p in record.prompts["asked_at"]} <= set(tunnel.query[1:])
     assert max(map(float, record.prompts["exact_entropy"])) <= np.log2(len(tunnel.answers.tokens)) + 1e-6
     again = CliRunner().invoke(main, [*asked[:-1], str(tmp_path / "b"), "--task", task, "--domain", "math"])
-    assert again.exit_code == 1 and "--domain, --task, --prompts and --prompts-from exclude each other" in again.output
+    assert (
+        again.exit_code == 1
+        and "--domain, --task, --process, --prompts and --prompts-from exclude each other" in again.output
+    )
 
 
 def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
