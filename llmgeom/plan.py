@@ -159,9 +159,10 @@ class PassPlan:
         controls: int,
         seed: int,
         samples: Mapping[str, Batch],
-        most: int | None = MOST,
+        whole: bool = False,
     ) -> PassPlan:
-        """The union of the probes' needs; controls read at most `most` prompts of each sample."""
+        """The union of the probes' needs; controls read at most MOST prompts of each sample, or with `whole` all."""
+        most = None if whole else MOST
         needs = {name: probe.NEEDS for name, probe in probes.items()}
         wanted = frozenset().union(*(need.samples for need in needs.values()))
         given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}

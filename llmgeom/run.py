@@ -28,7 +28,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MAIN, MOST, Layout, PassPlan, measurable, planned
+from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample, entropy_bits
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
@@ -237,7 +237,7 @@ def run_probes(
     facts: Mapping[str, Any] | None = None,
     notes: Sequence[str] = (),
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None,
-    most: int | None = MOST,
+    whole: bool = False,
 ) -> Record:
     """Ask `probes` of a model on a batch, with controls.
 
@@ -254,7 +254,7 @@ def run_probes(
         progress: called as progress(stage, done, total).
         facts: further provenance. notes: warnings of the caller, put before ours.
         columns: makes further columns of the prompt table from the observations of the model by probe.
-        most: prompts of a sample that controls read; None for all.
+        whole: controls read every prompt of a sample, not at most `plan.MOST`.
 
     Returns:
         The record, with claims judged. A probe that raises UserError is listed with its reason as not measured.
@@ -264,7 +264,7 @@ def run_probes(
     """
     started = time.time()
     measured, unmeasured = measurable(subject, batch, probes)
-    plan = PassPlan.of(subject, batch, measured, controls, seed, samples or {}, most)
+    plan = PassPlan.of(subject, batch, measured, controls, seed, samples or {}, whole)
     if store:
         plan.check_room(subject, store, batch_tokens)
     run = Run(subject, plan, measured, seed, batch_tokens, store, progress)

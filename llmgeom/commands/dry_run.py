@@ -33,7 +33,7 @@ from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MOST, PassPlan, Reading, measurable
+from llmgeom.plan import PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE, Probe
 from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
 from llmgeom.reports.text import grid
@@ -140,14 +140,14 @@ class Source:
         batch, samples, _ = sampled(plan, who, name)
         asked, modules = plan.request, probes.known(plan.probes)
         question = Question(batch, modules, asked.nulls, asked.seed, asked.batch_tokens, samples)
-        return cls.asked(who, question, plan.pools[name], MOST)
+        return cls.asked(who, question, plan.pools[name], whole=False)
 
     @classmethod
-    def asked(cls, who: Weightless, question: Question, pool: Batch, most: int | None = None) -> Source:
-        """What a question runs; controls read at most `most` prompts of a sample."""
+    def asked(cls, who: Weightless, question: Question, pool: Batch, whole: bool = True) -> Source:
+        """What a question runs; with `whole` controls read every prompt of a sample."""
         batch, samples = question.batch, question.samples
         measured, _ = measurable(who, batch, question.probes)
-        asked = PassPlan.of(who, batch, measured, question.controls, question.seed, samples, most)
+        asked = PassPlan.of(who, batch, measured, question.controls, question.seed, samples, whole)
         size = question.batch_tokens
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:

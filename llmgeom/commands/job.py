@@ -53,7 +53,7 @@ class Question:
             batch_tokens=self.batch_tokens,
             notes=self.notes,
             columns=self.columns,
-            most=None,
+            whole=True,
             **{**options, "facts": {**self.facts, **options.get("facts", {})}},
         )
 
