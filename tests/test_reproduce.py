@@ -249,7 +249,7 @@ def test_what_a_cut_multiplies_is_the_error_of_the_records(bench):
     with refused(UserError, 100):
         paper1.replaced(bench, check(bound=100.0), **of, kind="blocks", what="least")
     h = paper1.replaced(bench, check(), **of, kind="heads", what="second head over the largest")
-    assert h.clusters == 2 and h.null.endswith("the hardest of 2 trainings") and h.side == "lower"
+    assert h.clusters == 2 and h.null == "the number in the claim, the hardest of 2 trainings" and h.side == "lower"
 
 
 def test_counts_that_are_all_alike_are_as_certain_as_their_number_allows(bench):
