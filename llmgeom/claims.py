@@ -144,7 +144,7 @@ def _entry(entry: Mapping, where: str) -> Claim:
     if not getattr(made, amount) > 0 or other in entry or made.smallest == float("inf"):
         raise ValueError(f"{where}: give {amount}, a number above 0, and no {other}")
     if made.one_sided and not made.equivalence:
-        raise ValueError(f"{where}: one_sided is of an equivalence claim; give equivalence = true, or leave it out")
+        raise ValueError(f"{where}: one_sided needs an equivalence claim; give equivalence = true, or leave it out")
     if made.equivalence and not made.claim:
         raise ValueError(f"{where}: equivalence is a claim; give its sentence")
     return made

@@ -72,7 +72,7 @@ def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, 
     elif posterior.answers is not None:
         tokens = np.unique(posterior.answers.numpy())
     else:
-        raise UserError("what is asked here is a real number: there is no likeliest outcome to group states by")
+        raise UserError("this task asks for real numbers: it has no likeliest outcome to group states by")
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
     return {**found, "tokens": tokens, "rows": rows.double().cpu().numpy()}
 

@@ -131,7 +131,7 @@ def measure(view: ProbeInput) -> Result | Lens:
     exact = whole.capture.exact
     if exact.belief is None and not exact.categorical:
         raise UserError(
-            "what is asked is a real number: a softmax reads out what can be counted; try a task with outcomes"
+            "this task asks for real numbers, and a softmax read-out needs discrete outcomes; try a task with outcomes"
         )
     rows = _rows(whole.capture, view.seed)
     given = torch.from_numpy(rows)
@@ -145,7 +145,7 @@ def measure(view: ProbeInput) -> Result | Lens:
     there = _input(whole.capture)[given]
     base = missed([torch.zeros_like(there), there])
     if base[0].mean() < 1e-6:
-        raise UserError("the position alone tells the posterior: there is nothing that a residual could add")
+        raise UserError("the position alone determines the posterior: a residual stream can add nothing")
     untrained = [missed(_stream(control, given)) for control in whole.untrained]
     cut = None if whole.no_context is None else missed(_stream(whole.no_context, given))
     draws = [_exchanged(whole.capture, given, [view.seed, draw]) for draw in range(max(len(untrained), 1))]

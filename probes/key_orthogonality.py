@@ -244,7 +244,7 @@ def measure(view: ProbeInput) -> Result:
     own = view.observations
     untrained = view.control_observations
     if not untrained:
-        raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+        raise UserError("no untrained copy was measured, and this metric has no other control: scan with --nulls 20")
     estimates, warnings = [], []
     heads = own.columns[..., RAW].ravel()
     if len(heads) >= LEAST_CLUSTERS:

@@ -46,11 +46,11 @@ NEEDS = Needs(
 def measure(view: ProbeInput) -> Result:
     """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
     if WHOLE not in view.samples:
-        raise UserError("length generalisation is measured on whole sequences of a task: scan --task")
+        raise UserError("length generalisation needs the whole sequences of a wind-tunnel task: use scan --task")
     sample, found = view.samples[WHOLE], view.observations
     exact = sample.capture.exact
     if not exact.outcomes:
-        raise UserError("what is asked here is a real number; llmgeom grade measures it past the horizon too")
+        raise UserError("this task asks for real numbers; llmgeom grade measures it past the horizon too")
     n = len(sample.capture.batch)
     asked = len(sample.capture.prompt) // n
     if asked <= found.queries:

@@ -156,7 +156,7 @@ def measure(view: ProbeInput) -> Result:
     Raises UserError for fewer than 5 units, and where nothing else was read than the model itself.
     """
     if not view.control_observations:
-        raise UserError("no re-initialised model was read, and the cosines have no other null: scan with --nulls 20")
+        raise UserError("no untrained copy was measured, and the cosines have no other control: scan with --nulls 20")
     spread, untrained = view.observations.spread, [control.spread for control in view.control_observations]
     long = long_enough(view.capture.lengths.numpy())
     clusters = np.asarray(view.capture.batch.cluster)[long]
@@ -183,7 +183,7 @@ def measure(view: ProbeInput) -> Result:
     if not rows:
         return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
     if not view.observations.contrast.size:
-        raise UserError("no sequence is cut where some earlier keys bear and others do not: ask for more with --n")
+        raise UserError("in no sequence do some earlier keys bear on the answer and others not: raise --n")
     contrast, theirs = (
         view.observations.contrast,
         [control.contrast.mean((1, 2)) for control in view.control_observations],

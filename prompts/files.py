@@ -121,18 +121,18 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
 def _csv(whole: str, name: str) -> list[dict[str, Any]]:
     """The rows of a CSV table with a head."""
     if not whole.strip():
-        raise UserError(f'{name} is empty: expected a head with a column "text", then a row for each prompt')
+        raise UserError(f'{name} is empty: expected a header with a column "text", then a row for each prompt')
     try:
         head, *rows = [row for row in csv.reader(io.StringIO(whole, newline=""), strict=True) if row]
     except csv.Error as error:
-        raise UserError(f"{name} is no CSV table ({error}): quote cells that hold commas or line breaks") from None
+        raise UserError(f"{name} is not a CSV table ({error}): quote cells that hold commas or line breaks") from None
     if "text" not in head or len(set(head)) < len(head):
-        raise UserError(f'{name}: its head is {", ".join(map(repr, head))}; expected distinct names and "text"')
+        raise UserError(f'{name}: its header is {", ".join(map(repr, head))}; expected distinct names and "text"')
     for number, row in enumerate(rows, start=1):
         if len(row) != len(head):
             raise UserError(f"{name}, row {number} has {len(row)} cells, the head {len(head)}: quote cells with commas")
     if not rows:
-        raise UserError(f"{name} has a head and no rows: add a row for each prompt")
+        raise UserError(f"{name} has a header and no rows: add a row for each prompt")
     table = {
         key: list(cells) if key in _KNOWN else columns.parsed(cells)
         for key, cells in zip(head, zip(*rows, strict=True), strict=True)
@@ -216,4 +216,6 @@ def _check(row: dict[str, Any], where: str) -> None:
         if any("\ud800" <= c <= "\udfff" for part in (key, cell) if isinstance(part, str) for c in part):
             raise UserError(f'{where} has a lone surrogate in "{key}": write the character itself or remove it')
     if not row.get("template", "one").strip():
-        raise UserError(f'{where} has a blank "template": name the unit, or leave the key out for a unit of its own')
+        raise UserError(
+            f'{where} has a blank "template": name the template, or leave the key out and the prompt is its own cluster'
+        )

@@ -94,7 +94,7 @@ def length_matched(
             used.subtract(pool.cluster[i] for i in taken)
     if len(chosen) < wanted * bins:
         raise UserError(
-            f"--n {n}: {len(chosen)} prompts of equal lengths in every fifth of entropy can be had from the pool of "
+            f"--n {n}: {len(chosen)} prompts of equal lengths in every fifth of entropy exist in the pool of "
             f"{len(pool)}; ask for fewer, or a larger pool"
         )
     source = {

@@ -347,9 +347,12 @@ def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder,
 def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
     neox, out = str(folder(BIJECTION, "neox")), ("--out", str(tmp_path / "run"))
     for options, says in (
-        (["--model", neox], f"{BIJECTION}: an axis is edited in prompts; of a task give --heads all or --blocks all"),
-        (["--model", neox, "--heads", "all", "--task", HMM, "--sula"], f"--task {HMM} with --sula: a task's sequences"),
-        (["--model", neox, "--heads", "all", "--task", HMM, "--domain", "math"], "with --domain math: a task's"),
+        (
+            ["--model", neox],
+            f"{BIJECTION}: an axis can only be edited on prompts; with a task use --heads all or --blocks all",
+        ),
+        (["--model", neox, "--heads", "all", "--task", HMM, "--sula"], f"--task {HMM} with --sula: a task brings"),
+        (["--model", neox, "--heads", "all", "--task", HMM, "--domain", "math"], "with --domain math: a task brings"),
         (
             ["--model", neox, "--heads", "all", "--task", "bijection:vocab=9"],
             "has 8 outputs; bijection:vocab=9 needs 18",

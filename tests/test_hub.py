@@ -279,7 +279,7 @@ def test_native_is_what_transformers_says_it_is():
         ("o/gated", "is gated: accept its licence at {page}, then `hf auth login` or set HF_TOKEN"),
         ("o/gated-logged-out", "is gated: accept its licence at {page}, then `hf auth login` or set HF_TOKEN"),
         ("o/no-branch", "has no revision 'step7'; its branches are at {page} (Pythia's are like step1000)"),
-        ("o/no-config", "has no config.json at 'step7', so it is no transformers model"),
+        ("o/no-config", "has no config.json at 'step7', so it is not a transformers model"),
         ("o/bad-login", "the hub refuses this login (401); `hf auth login` again, or unset HF_TOKEN"),
         ("o/down", "could not be reached within 2 s (Server error '503"),
         ("o/busy", "could not be reached within 2 s (429 Too Many Requests"),

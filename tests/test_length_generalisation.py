@@ -212,11 +212,11 @@ def test_what_cannot_be_measured_is_said_before_it_costs_anything(monkeypatch):
         Site.LOG_PROBS in sites for sites in asked
     )
     record = run_probes(subject, batch, probes, controls=2)
-    assert "whole sequences of a task" in record.unmeasured["length_generalisation"]
+    assert "whole sequences of a wind-tunnel task" in record.unmeasured["length_generalisation"]
     real = wind_tunnels.load_task("regression")
     subject = Subject.of(build("lstm", vocabulary=2, length=real.length, features=real.features, width=8), None, "toy")
     record = run_probes(subject, real.truncated(20, 0), probes, controls=2, samples={WHOLE: real.sample(20, 0)})
-    assert record.unmeasured["length_generalisation"].startswith("what is asked here is a real number")
+    assert record.unmeasured["length_generalisation"].startswith("this task asks for real numbers")
 
 
 def test_a_scan_of_longer_sequences_knows_what_was_trained(tmp_path):

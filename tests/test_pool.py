@@ -104,7 +104,7 @@ def test_lengths_that_cannot_be_matched_are_refused():
     with pytest.raises(UserError) as refusal:
         matched(lengths=BITS.argsort().argsort().tolist())
     assert str(refusal.value) == (
-        "--n 75: 0 prompts of equal lengths in every fifth of entropy can be had from the pool of 1000; "
+        "--n 75: 0 prompts of equal lengths in every fifth of entropy exist in the pool of 1000; "
         "ask for fewer, or a larger pool"
     )
 

@@ -514,7 +514,8 @@ def test_standard_input_is_jsonl_where_it_begins_with_a_brace(blob, text, monkey
         (
             "p.jsonl",
             b'{"text": "a", "template": ""}',
-            '{}, line 1 has a blank "template": name the unit, or leave the key out for a unit of its own',
+            '{}, line 1 has a blank "template": name the template, or leave the key out and the prompt is '
+            "its own cluster",
         ),
         (
             "p.jsonl",

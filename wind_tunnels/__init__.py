@@ -75,7 +75,7 @@ def _of_file(path: str, name: str) -> type[Task]:
         raise UserError(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")
     kind = own[name]
     if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
-        raise UserError(f"{path}: {name} is no frozen dataclass; write @dataclass(frozen=True) above it")
+        raise UserError(f"{path}: {name} is not a frozen dataclass; write @dataclass(frozen=True) above it")
     if kind.__abstractmethods__:
         raise UserError(f"{path}: {name} does not say {', '.join(sorted(kind.__abstractmethods__))}")
     kind.FILE_SPEC = f"{place.resolve()}:{name}"

@@ -81,7 +81,7 @@ def finished_facts(out: Path, spec: str) -> dict[str, Any] | None:
             other = f"another training, unfinished ({facts.get('task')})"
             raise UserError(f"{out} holds {other}; choose another --out, or remove it")
     elif any(out.glob("*.json")):
-        raise UserError(f"{out} holds files that are no training of llmgeom; choose another --out")
+        raise UserError(f"{out} holds files that are not a training of llmgeom; choose another --out")
     for folder in (out, out / "snapshots"):
         remove_unfinished(folder)
     remove_unfinished(out.parent, out.name)

@@ -139,7 +139,9 @@ def _check_options(config: Training, task: Any) -> None:
             "leave it out, and hypotheses are held out"
         )
     if config.hold_out == "states" and config.graph:
-        raise UserError("--hold-out states --cuda-graph: which queries have a loss cannot be recorded; leave one out")
+        raise UserError(
+            "--hold-out states --cuda-graph: a CUDA graph cannot change which queries have a loss; leave one out"
+        )
     if isinstance(task.answers, Categorical):
         return
     for flag, given in (

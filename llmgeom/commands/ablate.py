@@ -139,8 +139,8 @@ class RunConfig(config.ModelConfig):
     layers: str = flag("last", "last, each (one at a time), or e.g. 3,7 (together).")
     positions: Literal["query", "all"] | None = flag(
         None,
-        "query: the final token, or every query of a task. all: every position; with heads and blocks of prompts all "
-        "but the first. [default: query; all on a task]",
+        "query: the final token, or every query of a task's sequence. all: every position; with "
+        "heads or blocks on prompts, all but the first. [default: query; all on a task]",
     )
     domain: str = flag("mixed", "Prompt domain.")
     sula: bool = flag(False, "Use label sequences instead of a domain; see `llmgeom evidence`.")
@@ -160,7 +160,9 @@ class RunConfig(config.ModelConfig):
     def kind(self) -> Kind | None:
         """Heads, blocks, or None for an axis. Raises UserError where it is more than one of them."""
         if self.heads and self.blocks:
-            raise UserError(f"--heads {self.heads} with --blocks {self.blocks}: one or the other is ablated; give one")
+            raise UserError(
+                f"--heads {self.heads} with --blocks {self.blocks}: only one of them can be ablated in a run; give one"
+            )
         kind: Kind | None = "heads" if self.heads else "blocks" if self.blocks else None
         for field in ("directions", "mode", "layers", "controls") if kind else ("nulls", "also"):
             given, default = getattr(self, field), getattr(RunConfig, field)
@@ -168,9 +170,11 @@ class RunConfig(config.ModelConfig):
                 flag = "--direction" if field == "directions" else f"--{field}"
                 said = given[0] if isinstance(given, tuple) else given
                 raise UserError(
-                    f"--{kind} with {flag} {said}: that says how an axis is edited; leave one out"
+                    f"--{kind} with {flag} {said}: this flag only applies to an axis; leave one out"
                     if kind
-                    else f"{flag} {said}: an axis is held against --controls; leave it out, or give --heads or --blocks"
+                    else (
+                        f"{flag} {said}: an axis is compared with --controls; leave it out, or give --heads or --blocks"
+                    )
                 )
         return kind
 
@@ -187,7 +191,7 @@ class RunConfig(config.ModelConfig):
             if given
         ]
         if self.task and prompts:
-            raise UserError(f"--task {self.task} with {prompts[0]}: a task's sequences are no prompts; leave one out")
+            raise UserError(f"--task {self.task} with {prompts[0]}: a task brings its own sequences; leave one out")
         spelt = self.task or (hub.tunnel_task(located.path) if hub.tunnel(located.path) and not prompts else None)
         if spelt is None:
             return None
@@ -223,7 +227,9 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     located = asked.locate()
     task = asked.tunnel(located)
     if task and not kind:
-        raise UserError(f"{task.title}: an axis is edited in prompts; of a task give --heads all or --blocks all")
+        raise UserError(
+            f"{task.title}: an axis can only be edited on prompts; with a task use --heads all or --blocks all"
+        )
     command = asked.command()
     # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
     positions = positions or ("all" if task else "query")

@@ -127,7 +127,7 @@ def calibration(given: Sequence[Mapping[str, Any]]) -> Calibration:
             why = ELSEWHERE.get(probe) or (said[0][0] if said else "no subject was asked")
             signatures.append(Signature(probe, "", f"not on the bench: {why}"))
     if not any(one.area is not None for one in signatures):
-        raise UserError("no metric was had of two tasks in both kinds: there is nothing to compare")
+        raise UserError("no metric was measured on two tasks for both positives and negatives: nothing can be compared")
     return Calibration(tuple(signatures), _of_bench(given), *(
         (min(values), max(values))
         for values in (

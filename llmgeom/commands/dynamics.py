@@ -197,7 +197,9 @@ def _runs(asked: RunConfig, progress: Progress | None) -> list[Run]:
                 )
     taken = [(run.random, run.training["seed"]) for run in runs if run.training]
     if len(set(taken)) < len(taken):
-        raise UserError("two runs have the same seed; they are no two draws: train each with a --seed of its own")
+        raise UserError(
+            "two runs have the same seed, so they are one draw and not two: train each with a different --seed"
+        )
     return _named_apart(runs)
 
 

@@ -155,7 +155,7 @@ def main(asked: RunConfig, output: VerdictOutput) -> int:
     if asked.processes:
         return show_processes(asked, output)
     if asked.surfaces:
-        raise UserError(f"--surface {','.join(asked.surfaces)} is of --process; SULA has --template")
+        raise UserError(f"--surface {','.join(asked.surfaces)} needs --process; SULA has --template")
     return show_record(perform, asked, output)
 
 
@@ -264,7 +264,7 @@ def chosen_processes(asked: RunConfig) -> list[Process]:
     for name in OF_SULA:
         if getattr(asked, name) != defaults[name]:
             raise UserError(
-                f"--{name} is of the SULA protocol: with --process give the process's own fields, "
+                f"--{name} belongs to the SULA protocol: with --process give the process's own fields, "
                 "e.g. two-point:reliability=0.8"
             )
     specs = [spec for given in asked.processes for spec in (names() if given == "all" else (given,))]

@@ -67,7 +67,7 @@ class Told:
         its laws, or is code that came with the model."""
         if not (spec or self.task):
             raise UserError(
-                f"{model} was trained on no task (no {hub.TUNNEL} beside its weights); name one with --task"
+                f"{model} was trained on no task (no {hub.TUNNEL} next to its weights); name one with --task"
             )
         try:
             task = wind_tunnels.load_task(spec or hub.trusted(self.task, self.folder))

@@ -92,10 +92,10 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     if not asked.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if asked.answers and asked.target:
-        raise UserError("--answers and --target are two measurements of two captures: give one, then the other")
+        raise UserError("--answers and --target are two different measurements: run them one after the other")
     if asked.prompts.startswith(documents.PREFIX):
         if asked.cluster:
-            raise UserError(f"--cluster {asked.cluster}: of a data set each document is its own cluster; leave it out")
+            raise UserError(f"--cluster {asked.cluster}: in a data set each document is its own cluster; leave it out")
         batch = documents.read(asked.prompts, MOST_DOCUMENTS, asked.seed, offline=asked.offline)
     else:
         batch = files.read(asked.prompts, asked.cluster)

@@ -36,7 +36,7 @@ def export(run: str, form: str, out: str | None = None, **options: Any) -> list[
     module, name = FORMATS[form]
     given = {option: value for option, value in options.items() if value is not None}
     if given and module != "shift":
-        raise UserError(f"export {form} has no --{next(iter(given))}; leave it out (it is of gguf and steered)")
+        raise UserError(f"export {form} has no --{next(iter(given))}; leave it out (gguf and steered have it)")
     record, path = Record.load_one(run), Path(out) if out else Path(run) / name
     make_folder(path.parent)
     write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write

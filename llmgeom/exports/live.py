@@ -65,7 +65,9 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     one that was measured, is too large or no transformer, and for a task whose exact answer the page cannot say."""
     spelt = record.subject.get("trained_on")
     if not isinstance(spelt, str):
-        raise UserError(f"export live: {record.subject['name']} was trained in no wind tunnel; scan one that was")
+        raise UserError(
+            f"export live: {record.subject['name']} was not trained in a wind tunnel; scan a model that was"
+        )
     if (name := spelt.partition(":")[0]) not in TASKS:
         raise UserError(f"export live: the page knows the exact answer of {', '.join(sorted(TASKS))}, not of {name}")
     subject = measured(record)

@@ -139,7 +139,8 @@ def measured(record: Record) -> Subject:
     facts = record.subject
     if how := facts.get("quantised"):
         raise UserError(
-            f"{facts['name']} was measured quantised ({how}), and its weights are not kept so: measure it whole"
+            f"{facts['name']} was measured quantised ({how}), and the quantised weights were not "
+            "stored: measure it unquantised"
         )
     subject = Subject.load(facts["name"], facts.get("revision"), dtype=facts["dtype"])
     if subject.facts["weights"] != facts["weights"]:

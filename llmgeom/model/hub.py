@@ -191,7 +191,8 @@ def trusted(task: str, folder: str) -> str:
     place = Path(folder).resolve()
     if is_code and (place.parent.parent if place.parent.name == "snapshots" else place) in Path(path).resolve().parents:
         raise UserError(
-            f"{folder}: its task is Python code of its own, {path}.py, which is not run unasked; read it, then name it "
+            f"{folder}: its task is Python code in the model's folder, {path}.py, which is not run "
+            "unasked; read it, then name it "
             "with --task, or put it elsewhere and correct task.json and training.json"
         )
     return task
@@ -307,7 +308,7 @@ def _hub(model: str, revision: str, offline: bool, trust_remote_code: bool) -> L
             raise ConnectionError("what answered is not a model hub; a captive portal, a proxy, HF_ENDPOINT?")
     except errors.RemoteEntryNotFoundError as error:
         raise UserError(
-            f"{model} has no config.json at {revision!r}, so it is no transformers model; name another"
+            f"{model} has no config.json at {revision!r}, so it is not a transformers model; name another"
         ) from error
     except Exception as error:
         if verdict := _verdict(error, model, revision):

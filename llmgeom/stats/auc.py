@@ -127,7 +127,7 @@ def rate(hit: Bool[np.ndarray, " subject"], cluster: Names) -> Rate:
     hit = np.asarray(hit, bool)
     n, k = len(hit), int(hit.sum())
     if not n:
-        raise ValueError("a rate of no subjects; give at least one")
+        raise ValueError("a rate over no models; give at least one")
     p, groups, effective = k / n, np.unique(cluster), float(n)
     if 0 < k < n and len(groups) > 1:
         apart = np.array([hit[cluster == group].sum() - p * (cluster == group).sum() for group in groups])

@@ -67,13 +67,13 @@ def read(
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
-        raise UserError("a readout cannot use values that are not finite; drop those rows or say why they are there")
+        raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
     count = int(fold.max()) + 1
     prediction, penalty, error = np.empty_like(y), np.empty((count, y.shape[1])), np.empty((count, y.shape[1]))
     for held in range(count):
         out, rest = fold == held, fold != held
         if (y[rest].max(0) == y[rest].min(0)).any():
-            raise UserError(f"what is to be read is constant over {rest.sum()} rows: nothing can be learnt from them")
+            raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
         mean = y[rest].mean(0)
         residual = residuals(x, confounds, rest)
         z, new = standardised(residual[rest], residual[out])

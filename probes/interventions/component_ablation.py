@@ -165,7 +165,7 @@ class AblationEffects:
         if kind == "heads" and (unlike := {x.shape[1] for x in mean.values()} - {heads * size}):
             raise Unavailable(
                 f"{split.subject.name}: a layer of {heads} heads of {size} and one of {unlike.pop()} coordinates; "
-                "heads are cut alike in every layer"
+                "all layers need heads of one shape"
             )
         every = components(kind, layers, heads, size)
         moves: dict[Method, list[Callable[[Location], Move]]] = {

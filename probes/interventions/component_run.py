@@ -75,8 +75,8 @@ def examine_components(
     for model, other in zip(also, others, strict=True):
         if other.components != own.components:
             raise UserError(
-                f"{model.name} has {len(other.components)} {kind}, {subject.name} {len(own.components)}: it is no "
-                "other training of the same model"
+                f"{model.name} has {len(other.components)} {kind}, {subject.name} "
+                f"{len(own.components)}, so it is not another training of the same model"
             )
     untrained = ablated(UNTRAINED, lambda i: subject.untrained(seed + 1 + i), nulls)
     half, measure = folds(own.clusters, seed, 2), measure_heads if kind == "heads" else measure_blocks

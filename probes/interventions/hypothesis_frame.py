@@ -284,7 +284,7 @@ def measure(data: ProbeInput) -> HypothesisFrame:
 def measure_frames(own: HypothesisFrames, untrained: Sequence[HypothesisFrames]) -> HypothesisFrame:
     """Overlaps and match against re-initialised models. Raises UserError without re-initialised models."""
     if not untrained:
-        raise UserError("no re-initialised model was read, and nothing else decides here: give --nulls 20")
+        raise UserError("no untrained copy was measured, and this metric has no other control: give --nulls 20")
     n, frames, claims = len(own.names), own.frames, declared(PROBE)
     every = np.arange(n)
     values, controls = frames.measures(every), [control.others.measures(every) for control in untrained]

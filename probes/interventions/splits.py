@@ -111,7 +111,7 @@ class PromptSplit(EstimationSplit):
         """
         if batch.query is not None:
             raise UserError(
-                "prompts are edited where they end, and this batch has query positions of its own: give prompts"
+                "edits of prompts are at their final token, and this batch has other query positions: give prompts"
             )
         source, whole, estimation, evaluation = cls.halves(subject, batch, seed)
         sites = {*sites, Site.RESIDUAL, Site.ENTROPY}
@@ -179,7 +179,8 @@ class TaskSplit(EstimationSplit):
         """
         if not isinstance(task.answers, Categorical):
             raise UserError(
-                f"{task.title} asks for real numbers: ablations compare next-token distributions, which it lacks"
+                f"{task.title} asks for real numbers: ablations compare next-token distributions, "
+                "which such a task lacks"
             )
         if (outputs := subject.facts["vocabulary"]) < task.vocabulary:
             raise UserError(

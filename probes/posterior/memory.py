@@ -90,8 +90,9 @@ def require_skill(seen: Float[np.ndarray, "*at"], scores: PosteriorScores) -> No
     skill = 1 - seen.mean() / scores.trivial[scores.best].kl[:, scores.within].mean()
     if skill < SKILL:
         raise UserError(
-            f"skill over {scores.best} is {skill:.2f} on what training showed, and {SKILL} is needed: a model that "
-            "does not infer answers held-out evidence as badly, whether it remembers or not"
+            f"skill over {scores.best} is {skill:.2f} on what training showed, and {SKILL} is needed: "
+            "without inference held-out evidence is answered as badly as seen evidence, with or "
+            "without memorisation"
         )
 
 

@@ -94,7 +94,7 @@ def measure(view: ProbeInput) -> Result:
     own = view.observations
     untrained = view.control_observations
     if not untrained:
-        raise UserError("no re-initialised model was read, and nothing else decides here: scan with --nulls 20")
+        raise UserError("no untrained copy was measured, and this metric has no other control: scan with --nulls 20")
     (layers, kv_heads), d_model = own.columns.shape, own.embeddings.shape[1]
     early = layers - late(layers)
     made, warnings = [], []
