@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom.cli import main
-from llmgeom.commands.evidence import profile
+from llmgeom.commands.evidence import lines
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.evidence import answers
@@ -189,15 +189,14 @@ def test_several_processes_make_a_record_each_and_one_page(run):
     assert "log odds" in Record.load(folder / "recall-labels-3").unmeasured["sula_belief"]
 
 
-def test_the_profile_says_what_each_process_takes_with_its_word(run):
-    folder, _ = run
+def test_several_processes_without_a_whole_primitive_are_lines_and_no_profile(run):
+    folder, printed = run
     records = [Record.load(folder / name) for name in ("two-point", "recall-labels-3")]
-    lines = [line.split() for line in profile(records) if line]
-    found = {h.name: h for h in records[1].results[answers.PROCESS].estimates}
-    assert [line[:2] for line in lines[1:]] == [["accumulate", "two-point"], ["bind", "recall:labels=3"]]
-    skill = found[answers.SKILL]
-    assert f"{skill.value:.2f} [{skill.low:.2f}, {skill.high:.2f}] {skill.verdict}" in " ".join(lines[2])
-    assert " ".join(lines[1]).endswith("not measured")
+    assert not (folder / "profile").exists() and {row["probe"] for row in printed["verdicts"]} >= {answers.PROCESS}
+    skill = next(h for h in records[1].results[answers.PROCESS].estimates if h.name == answers.SKILL)
+    *_, last = lines(records)
+    assert last.split(maxsplit=1)[0] == "recall:labels=3"
+    assert last.endswith(f"{skill.value:.2f} [{skill.low:.2f}, {skill.high:.2f}] {skill.verdict}")
 
 
 def test_the_tokens_of_the_answers_are_the_posterior_s():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -21,13 +21,14 @@ from llmgeom.model.subject import Subject
 from llmgeom.probe import Probe
 from llmgeom.probes.evidence import answers, belief, controls, martingale, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
+from llmgeom.probes.evidence.profile import PROFILE, profile
 from llmgeom.progress import Progress, bar, first_word, prefixed
 from llmgeom.prompts import nonce
 from llmgeom.prompts.process import Process
 from llmgeom.prompts.processes import load_process, names
 from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
 from llmgeom.record import Record
-from llmgeom.reports.text import grid
+from llmgeom.reports.strips import strips
 from llmgeom.run import CONTROLS, run_probes
 
 Protocol = Literal["sound", "published"]
@@ -188,7 +189,7 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     return out, record
 
 
-# ---- other processes: one record for each ---------------------------------------------------------------------------
+# ---- other processes: a record for each, and the profile -------------------------------------------------------------
 
 OF_PROCESS: dict[str, Probe] = {answers.PROCESS: answers, belief.BELIEF: belief}
 COUNTED = ("two-point", "beta", "stated")  # two labels, whose counts are all that the exact answer needs
@@ -196,36 +197,34 @@ OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process ha
 
 
 def show_processes(asked: RunConfig, output: VerdictOutput) -> int:
-    """Ask the model about every process, and print the words and the page."""
+    """Ask the model about every process, and print profile, words and page; the exit code."""
     first_word(f"evidence of {asked.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent) as progress:
         out, records = perform_processes(asked, progress)
     if len(records) > 1 and not output.json:
-        click.echo("\n".join([*profile(records), ""]))
+        click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
 
 
-def profile(records: Sequence[Record]) -> list[str]:
-    """The profile of a model: what each process takes, and with its interval and word whether the model uses its
-    evidence and whether it infers."""
-    rows = []
+def lines(records: Sequence[Record]) -> Iterator[str]:
+    """The records of several processes as text: the profile where there is one, then every process by itself."""
+    whole = [record for record in records if PROFILE in record.results]
+    for record in whole:
+        measured = record.results[PROFILE]
+        yield f"{record.subject['name']}: skill over the best observer that does not infer (1 is exact)"
+        yield from strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"])
+        yield ""
+    yield "skill over the best constant, which knows only how much was shown"
     for record in records:
-        found = (
-            {h.name: h for h in record.results[answers.PROCESS].estimates} if answers.PROCESS in record.results else {}
-        )
-        cells = [
-            f"{h.value:.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}" if (h := found.get(name)) else "not measured"
-            for name in (answers.SKILL, answers.INFERENCE)
-        ]
-        rows.append((record.source["primitive"], record.source["name"], *cells))
-    head = ("process", "uses the evidence (skill)", "infers (skill over trivial observers)")
-    return list(grid("takes", head, sorted(rows)))
+        if found := [h for m in record.results.values() for h in m.estimates if h.name == answers.SKILL]:
+            h = found[0]
+            yield f"{record.source['name']:26}{h.value:6.2f} [{h.low:.2f}, {h.high:.2f}] {h.verdict}"
 
 
 def perform_processes(
     asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None
 ) -> tuple[Path, list[Record]]:
-    """Check, load, ask and save: a record for each process and one page; (folder, records).
+    """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
 
     Args:
         asked: the RunConfig of `llmgeom evidence`, with processes.
@@ -242,16 +241,22 @@ def perform_processes(
     what = "+".join(process.title for process in chosen)
     what = "all-processes" if len(chosen) == len(names()) else config.safe(what)
     out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    specs = [digest({"run": spec, "process": process.title}) for process in chosen]
     folders = [out / config.safe(process.title) if len(chosen) > 1 else out for process in chosen]
-    for process, folder in zip(chosen, folders, strict=True):
-        config.check_folder(folder, digest({"run": spec, "process": process.title}))
+    for folder, own in zip(folders, specs, strict=True):
+        config.check_folder(folder, own)
     subject = subject or asked.load(located)
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
     records = []
-    for process, folder in zip(chosen, folders, strict=True):
-        records.append(_record(asked, process, subject, digest({"run": spec, "process": process.title}), progress))
+    for process, folder, own in zip(chosen, folders, specs, strict=True):
+        records.append(_record(asked, process, subject, own, progress))
         records[-1].save(folder)
+    if len(records) > 1:
+        whole = profile(records, {"spec": digest({"run": spec, "process": PROFILE})})
+        if whole.results:
+            whole.save(out / PROFILE)
+            records.insert(0, whole)
     from llmgeom.reports import page
 
     write_whole(out / "report.html", page(records).encode())

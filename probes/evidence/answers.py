@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +13,7 @@ from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED, mean_by
+from llmgeom.probes.evidence.losses import Losses, skill_estimate
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import information
@@ -24,7 +24,6 @@ PROCESS = "process"
 SKILL, INFERENCE = "skill over the best constant", "skill over the best trivial observer"
 DIVERGENCE, MASS = "KL(exact || answer)", "mass of the answers"
 CONSTANT, MODEL = "best constant for each k", "this model"
-SHUFFLED, NO_CONTEXT = "evidence of other prompts", "without context"
 EXCHANGES = 200
 LEAST_GAP = 0.01  # bits that an observer must lose for a skill over it to have a meaning
 CLAIMS = declared(PROCESS)
@@ -73,6 +72,11 @@ class Answers(Result):
         "decile", "probability", "exact probability of the same answers", Figure("curve", beside="predicted")
     )
     drawn: np.ndarray = quantity("decile", "fraction", "how often the same answers were drawn")
+    lost: np.ndarray = quantity("row", "bits", "KL(exact || answer) of each prompt with evidence")
+    lost_by_best: np.ndarray = quantity("row", "bits", "the same of the best observer that does not infer")
+    lost_without_context: np.ndarray | None = quantity("row", "bits", "the same of the model without context")
+    lost_untrained: np.ndarray = quantity("draw", "bits", "mean of the same, of each untrained control")
+    lost_exchanged: np.ndarray = quantity("exchange", "bits", "mean of the same, answers given to other prompts")
     estimates: tuple[Estimate, ...]
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
@@ -109,39 +113,33 @@ def measure_answers(
             f"{observers[CONSTANT][rows].mean():.2g} bits; show more observations"
         )
     best = min(observers, key=lambda name: float(observers[name][rows].mean()))
-    exchanged = _exchanged(truth, own.log_p, seed)
+    exchanged = _exchanged(truth, own.log_p, seed)[:, rows].mean(1)
+    untrained = np.array([x[rows].mean() for x in lost[1:]])
 
-    def skill(values: np.ndarray, baseline: np.ndarray, chosen: np.ndarray) -> float:
-        return information.skill(values[chosen], baseline[chosen])
-
-    def claimed(name: str, baseline: np.ndarray) -> Estimate:
-        claim, value = CLAIMS[name], skill(lost[0], baseline, rows)
-        span = jackknife(partial(skill, lost[0], baseline), rows, cluster[rows])
-        nulls = [
-            Null.of(UNTRAINED, value, np.array([skill(x, baseline, rows) for x in lost[1:]]), claim.side),
-            Null.of(SHUFFLED, value, np.array([skill(x, baseline, rows) for x in exchanged]), claim.side),
-        ]
-        if cut is not None:
-            apart = jackknife(
-                lambda chosen: skill(lost[0], baseline, chosen) - skill(cut, baseline, chosen), rows, cluster[rows]
-            )
-            nulls.append(Null.paired(NO_CONTEXT, value, skill(cut, baseline, rows), apart))
-        return estimate(claim, value, span, nulls, n=len(rows), clusters=len(set(cluster[rows])))
+    def losses(name: str) -> Losses:
+        return Losses(
+            lost[0][rows],
+            observers[name][rows],
+            None if cut is None else cut[rows],
+            untrained,
+            exchanged,
+            cluster[rows],
+        )
 
     def plain(name: str, values: Sequence[np.ndarray]) -> Estimate:
         claim, mean = CLAIMS[name], float(values[0][rows].mean())
         null = Null.of(UNTRAINED, mean, np.array([x[rows].mean() for x in values[1:]]), claim.side)
-        span = jackknife(lambda chosen: float(values[0][chosen].mean()), rows, cluster[rows])
+        span = jackknife(np.mean, values[0][rows], cluster[rows])
         return estimate(claim, mean, span, [null], n=len(rows), clusters=len(set(cluster[rows])))
 
-    estimates = [claimed(SKILL, observers[CONSTANT])]
+    estimates = [skill_estimate(CLAIMS[SKILL], [losses(CONSTANT)])]
     gap = float(observers[best][rows].mean())
     if gap >= LEAST_GAP:
-        estimates.append(claimed(INFERENCE, observers[best]))
+        estimates.append(skill_estimate(CLAIMS[INFERENCE], [losses(best)]))
     estimates += [plain(DIVERGENCE, lost), plain(MASS, [model.mass for model in models])]
     surfaces, pooled = _surfaces(batch, rows)
     names = sorted(set(surfaces))
-    within = [_within(partial(skill, lost[0], observers[CONSTANT]), rows, surfaces, one, cluster) for one in names]
+    within = [_within(lost[0], observers[CONSTANT], rows[surfaces[rows] == one], cluster) for one in names]
     by_k = [np.flatnonzero(truth.k == number) for number in truth.ks]
     p, exact, drawn = _flat(own, truth, rows)
     deciles = np.array_split(np.argsort(p, kind="stable"), 10)
@@ -161,6 +159,11 @@ def measure_answers(
         predicted=np.array([p[at].mean() for at in deciles]),
         exact=np.array([exact[at].mean() for at in deciles]),
         drawn=np.array([drawn[at].mean() for at in deciles]),
+        lost=lost[0][rows],
+        lost_by_best=observers[best][rows],
+        lost_without_context=None if cut is None else cut[rows],
+        lost_untrained=untrained,
+        lost_exchanged=exchanged,
         estimates=tuple(estimates),
         ticks={"k": tuple(truth.ks), "observer": tuple(compared), "surface": tuple(names)},
         warnings=tuple(_doubts(own.mass[rows].mean(), best, gap)),
@@ -186,15 +189,17 @@ def _exchanged(truth: ExactAnswers, log_p: np.ndarray, seed: int) -> np.ndarray:
 
 def _span(values: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> list[float]:
     """95 % interval of a mean over some prompts."""
-    interval = jackknife(lambda chosen: float(values[chosen].mean()), rows, cluster[rows])
+    interval = jackknife(np.mean, values[rows], cluster[rows])
     return [interval.low, interval.high]
 
 
-def _within(
-    statistic: partial, rows: np.ndarray, surfaces: np.ndarray, one: str, cluster: np.ndarray
-) -> tuple[float, Interval]:
-    here = rows[surfaces[rows] == one]
-    return statistic(here), jackknife(statistic, here, cluster[here])
+def _within(lost: np.ndarray, baseline: np.ndarray, rows: np.ndarray, cluster: np.ndarray) -> tuple[float, Interval]:
+    """Skill over some prompts, with its interval."""
+
+    def skill(chosen: np.ndarray) -> float:
+        return information.skill(lost[chosen], baseline[chosen])
+
+    return skill(rows), jackknife(skill, rows, cluster[rows])
 
 
 def _surfaces(batch: Batch, rows: np.ndarray) -> tuple[np.ndarray, bool]:

@@ -1,0 +1,77 @@
+"""Losses: bits by which answers to a process miss the exact ones, and their skill over another observer's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from llmgeom.claims import Claim, Null, estimate
+from llmgeom.probes.evidence.estimates import UNTRAINED
+from llmgeom.result import Estimate
+from llmgeom.stats.resampling import jackknife
+
+SHUFFLED, NO_CONTEXT = "evidence of other prompts", "without context"
+BASELINE = "the observer that skill is counted from"
+
+
+@dataclass(frozen=True, eq=False)
+class Losses:
+    """KL(exact || answer) in bits in one process, over its prompts that show evidence.
+
+    Attributes:
+        own: of the model.
+        baseline: of the observer that skill is counted from.
+        without_context: of the model without context; None where it has no such control.
+        untrained: mean over prompts, of each untrained control.
+        exchanged: mean over prompts, of the model's answers given to other prompts; one value for each exchange.
+        cluster: the cluster of each prompt.
+    """
+
+    own: Float[np.ndarray, " prompt"]
+    baseline: Float[np.ndarray, " prompt"]
+    without_context: Float[np.ndarray, " prompt"] | None
+    untrained: Float[np.ndarray, " draw"]
+    exchanged: Float[np.ndarray, " exchange"]
+    cluster: np.ndarray
+
+
+def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
+    """Skill pooled over processes, with its interval, three controls and the baseline itself, which has skill 0.
+
+    1 - sum_c L_c(model) / sum_c L_c(baseline), L_c the mean loss in process c: the share of the bits that the
+    baselines lose which the model does not. Of one process it is `stats.information.skill`. Derived here. A ratio of
+    sums: a process in which the baseline loses little has little weight, where a mean of skills would give it most.
+
+    Clusters of several processes that are the same set of labels are left out together in the jackknife. The draws of
+    a control are paired: draw i is the same untrained model in every process.
+    """
+    process = np.repeat(np.arange(len(losses)), [len(one.own) for one in losses])
+    cluster = np.concatenate([one.cluster for one in losses])
+    own, baseline = (np.concatenate([getattr(one, name) for one in losses]) for name in ("own", "baseline"))
+    every = np.arange(len(process))
+
+    def total(values: np.ndarray, rows: np.ndarray) -> float:
+        """The sum over processes of the mean in each."""
+        return float((np.bincount(process[rows], values[rows]) / np.bincount(process[rows])).sum())
+
+    def skill(values: np.ndarray, rows: np.ndarray) -> float:
+        return 1 - total(values, rows) / total(baseline, rows)
+
+    value, best = skill(own, every), total(baseline, every)
+    draws = {
+        UNTRAINED: 1 - np.sum([one.untrained for one in losses], 0) / best,
+        SHUFFLED: 1 - np.sum([one.exchanged for one in losses], 0) / best,
+    }
+    # Without the number 0 a simple observer "holds": it beats untrained models, which lie far below it.
+    nulls = [Null.number(BASELINE, 0.0)]
+    nulls += [Null.of(name, value, control, claim.side) for name, control in draws.items()]
+    without = [one.without_context for one in losses if one.without_context is not None]
+    if len(without) == len(losses):
+        cut = np.concatenate(without)
+        apart = jackknife(lambda rows: skill(own, rows) - skill(cut, rows), every, cluster)
+        nulls.append(Null.paired(NO_CONTEXT, value, skill(cut, every), apart))
+    interval = jackknife(lambda rows: skill(own, rows), every, cluster)
+    return estimate(claim, value, interval, nulls, n=len(own), clusters=len(set(cluster)))

@@ -1,0 +1,120 @@
+"""The profile of a model: does it accumulate, transport and bind? One claim for each, pooled over processes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.claims import declared, judge
+from llmgeom.probes.evidence.answers import INFERENCE, PROCESS
+from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.record import Record
+from llmgeom.result import Estimate, Figure, Result, quantity
+
+PROFILE = "profile"
+# What each primitive is measured on. Left out: two-point, where majority is exact to .001 bits at the default sizes.
+PROCESSES = {
+    "accumulates": ("beta", "dirichlet", "markov", "stated"),
+    "transports": ("hmm",),
+    "binds": ("recall", "bijection"),
+}
+FLOOR = -1.0  # skill has no lower end; the picture ends here
+CLAIMS = declared(PROFILE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(Result):
+    """Skill over the best observers that do not infer, of each primitive and of each of its processes."""
+
+    TITLE = "Profile"
+    TEXT = Path(__file__).parents[1] / "texts" / "profile.md"
+
+    shown: np.ndarray = quantity(
+        "part",
+        "skill",
+        "skill over the best observer that does not infer, drawn at -1 where it is lower",
+        Figure("curve", band="shown_control", interval="shown_interval"),
+    )
+    shown_interval: np.ndarray = quantity("part bound", "skill", "its 95 % interval, cut at -1")
+    shown_control: np.ndarray = quantity("part bound", "skill", "the band of the decisive control, cut at -1")
+    skill: np.ndarray = quantity("part", "skill", "the same skill as it is")
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    unmeasured: Mapping[str, str]
+
+
+def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None) -> Record:
+    """The profile of a model, as a record, from its records of single processes (`Answers`).
+
+    Args:
+        records: of one model, one for each process.
+        facts: provenance beyond that of the records.
+
+    Raises:
+        KeyError: a record is not of a process in text.
+    """
+    measured = {record.source["name"].partition(":")[0]: record for record in records}
+    parts: dict[str, Estimate] = {}
+    estimates, unmeasured = [], {}
+    for primitive, names in PROCESSES.items():
+        lacking = [name for name in names if name not in measured or not _inference(measured[name])]
+        if lacking:
+            unmeasured[primitive] = f"{primitive} asks for {', '.join(names)}; not measured here: {', '.join(lacking)}"
+            continue
+        found = skill_estimate(CLAIMS[primitive], [losses(measured[name]) for name in names])
+        estimates.append(found)
+        parts[primitive] = found
+        if len(names) > 1:
+            parts |= {f"{primitive}: {name}": _inference(measured[name])[0] for name in names}
+    first = records[0]
+    results = {PROFILE: _result(parts, estimates, unmeasured).lowered()} if parts else {}
+    about = {"kind": "processes", "name": PROFILE, "processes": [record.source["name"] for record in records]}
+    return Record(
+        results=judge(results),
+        unmeasured={f"{PROFILE}: {name}": why for name, why in unmeasured.items()},
+        prompts={},
+        subject=first.subject,
+        source=about | {"n": first.source["n"], "seed": first.source["seed"]},
+        facts={**first.facts, **(facts or {})},
+    )
+
+
+def losses(record: Record) -> Losses:
+    """What a record of one process keeps: losses in its prompts with evidence, against the best simple observer."""
+    arrays = record.results[PROCESS].arrays
+    shows = np.array(record.prompts["k"]) > 0
+    return Losses(
+        own=arrays["lost"],
+        baseline=arrays["lost_by_best"],
+        without_context=arrays.get("lost_without_context"),
+        untrained=arrays["lost_untrained"],
+        exchanged=arrays["lost_exchanged"],
+        cluster=np.array(record.prompts["template"])[shows],
+    )
+
+
+def _inference(record: Record) -> list[Estimate]:
+    """The estimate of skill over the best trivial observer, where the process could measure it."""
+    measured = record.results.get(PROCESS)
+    return [] if measured is None else [h for h in measured.estimates if h.name == INFERENCE]
+
+
+def _result(parts: Mapping[str, Estimate], estimates: Sequence[Estimate], unmeasured: Mapping[str, str]) -> Profile:
+    def cut(*names: str) -> np.ndarray:
+        values = np.array([[getattr(h, name) for name in names] for h in parts.values()])
+        return values.clip(FLOOR, 1.0)
+
+    return Profile(
+        shown=cut("value")[:, 0],
+        shown_interval=cut("low", "high"),
+        shown_control=cut("null_low", "null_high"),
+        skill=np.array([h.value for h in parts.values()]),
+        estimates=tuple(replace(h, verdict="", why="") for h in estimates),
+        ticks={"part": tuple(parts)},
+        unmeasured=dict(unmeasured),
+    )

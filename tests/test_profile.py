@@ -1,0 +1,93 @@
+"""The profile of a model: pooled skill of planted observers, whose value is known by construction."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from llmgeom.probes.evidence import answers, profile
+from llmgeom.prompts.processes import load_process
+from llmgeom.record import Record
+from llmgeom.reports.strips import strips
+from tests.test_process_answers import noisy, planted
+
+EVERY = [name for names in profile.PROCESSES.values() for name in names]
+
+
+def exact(log_p, trivial, seed):
+    return np.clip(log_p, -700, None)
+
+
+def best_trivial(log_p, trivial, seed):
+    k = [(answers.information.kl(log_p, other)[50:].mean(), other) for other in trivial.values()]
+    return min(k, key=lambda pair: pair[0])[1]
+
+
+def untrained(log_p, trivial, seed):
+    return noisy(log_p, 1000 + seed)
+
+
+def record(name: str, observer) -> Record:
+    batch = load_process(name).sample(50, 0)
+    log_p = batch.exact.predictive[:, 0].numpy()
+    trivial = {key: x[:, 0].numpy() for key, x in batch.exact.trivial.items()}
+    models = [planted(observer(log_p, trivial, 0)), *(planted(noisy(log_p, seed)) for seed in range(20))]
+    measured = answers.measure_answers(batch, models, planted(noisy(log_p, 99))).lowered()
+    prompts = {"template": batch.cluster, "k": batch.columns["k"]}
+    return Record({answers.PROCESS: measured}, {}, prompts, {"name": observer.__name__}, dict(batch.source), {})
+
+
+@pytest.fixture(scope="module")
+def records():
+    return {observer: [record(name, observer) for name in EVERY] for observer in (exact, best_trivial, untrained)}
+
+
+def words(made: Record) -> dict[str, tuple[float, str]]:
+    return {h.name: (h.value, h.verdict) for h in made.results[profile.PROFILE].estimates}
+
+
+def test_an_exact_observer_has_all_three(records):
+    made = words(profile.profile(records[exact]))
+    assert made.keys() == profile.PROCESSES.keys()
+    assert all(value == pytest.approx(1, abs=1e-9) and word == "holds" for value, word in made.values())
+
+
+@pytest.mark.parametrize("observer", [best_trivial, untrained])
+def test_observers_that_do_not_infer_have_none(records, observer):
+    made = words(profile.profile(records[observer]))
+    assert all(value < 1e-9 and word == "ruled out" for value, word in made.values()), made
+
+
+def test_pooled_skill_is_one_less_the_ratio_of_summed_mean_losses(records):
+    """Written out from the per-process numbers: KL of the model, and of the best simple observer."""
+    own = {r.source["name"]: r.results[answers.PROCESS] for r in records[untrained]}
+    value = {h.name: h.value for h in profile.profile(records[untrained]).results[profile.PROFILE].estimates}
+    for primitive, names in profile.PROCESSES.items():
+        lost = sum(next(h.value for h in own[n].estimates if h.name == answers.DIVERGENCE) for n in names)
+        best = sum(float(own[n].arrays["observer"][1:].min()) for n in names)
+        assert value[primitive] == pytest.approx(1 - lost / best, rel=1e-9)
+
+
+def test_of_one_process_it_is_that_process_s_own_estimate(records):
+    made = profile.profile(records[untrained]).results[profile.PROFILE].estimates
+    (own,) = (r for r in records[untrained] if r.source["name"] == "hmm")
+    alone = next(h for h in own.results[answers.PROCESS].estimates if h.name == answers.INFERENCE)
+    pooled = next(h for h in made if h.name == "transports")
+    assert (pooled.value, pooled.low, pooled.high, pooled.centre) == pytest.approx(
+        (alone.value, alone.low, alone.high, alone.centre), rel=1e-12
+    )
+
+
+def test_a_primitive_without_all_its_processes_is_not_measured(records):
+    made = profile.profile([r for r in records[exact] if r.source["name"] in ("hmm", "recall")])
+    assert words(made).keys() == {"transports"}
+    assert "bijection" in made.unmeasured["profile: binds"] and "beta" in made.unmeasured["profile: accumulates"]
+
+
+def test_the_picture_puts_values_where_they_are(records):
+    measured = profile.profile(records[exact]).results[profile.PROFILE]
+    _, *rows, _ = strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"])
+    assert len(rows) == len(EVERY) + 2  # hmm is its primitive's only process
+    assert all(row[26:67].rstrip().endswith("●") and row.split()[-1] in ("1.00", "holds") for row in rows)
+    low = profile.profile(records[untrained]).results[profile.PROFILE]
+    assert low.arrays["skill"].min() < -1 == low.arrays["shown"].min()
