@@ -195,6 +195,7 @@ def estimate(
         draws=found.setting.draws,
         noisy=found.setting.noisy,
         counts=claim.counts,
+        deletions=interval.deletions,
     )
     if claim.equivalence:
         return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)

@@ -15,6 +15,7 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.files import make_folder, sha256, write_json, write_whole
 from llmgeom.result import Estimate, Figure, Measured, Quantity
+from llmgeom.stats.resampling import Deletions
 
 SCHEMA = 1
 
@@ -94,7 +95,12 @@ class Record:
 
         folder = Path(folder)
         make_folder(folder)
-        blobs = {"arrays.safetensors": save(self.arrays), "prompts.jsonl": self._prompt_lines().encode()}
+        arrays = {
+            f"{probe}.{name}": np.array(array, order="C")
+            for probe, measured in self.results.items()
+            for name, array in arrays_of(measured).items()
+        }
+        blobs = {"arrays.safetensors": save(arrays), "prompts.jsonl": self._prompt_lines().encode()}
         for name, blob in blobs.items():
             write_whole(folder / name, blob)
         body = {
@@ -240,11 +246,27 @@ def _of_probe(arrays: Mapping[str, np.ndarray], probe: str) -> dict[str, np.ndar
     return {name.removeprefix(f"{probe}."): array for name, array in arrays.items() if name.startswith(f"{probe}.")}
 
 
+DELETIONS = "without each cluster: "  # before the name of an estimate, as the name of an array
+
+
+def arrays_of(measured: Measured) -> dict[str, np.ndarray]:
+    """All arrays of a result: its quantities, and every estimate without each cluster."""
+    deletions = {DELETIONS + h.name: h.deletions.without for h in measured.estimates if h.deletions}
+    return {**measured.arrays, **deletions}
+
+
 def plain_of(measured: Measured) -> dict[str, Any]:
     """A result without its arrays, as plain data."""
-    plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}))
+    estimates = [{**h.plain(), "groups": h.deletions.groups if h.deletions else ""} for h in measured.estimates]
+    plain = dataclasses.asdict(dataclasses.replace(measured, arrays={}, estimates=()))
     del plain["arrays"]
-    return plain
+    return plain | {"estimates": estimates}
+
+
+def _estimate(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Estimate:
+    groups = plain.get("groups", "")
+    deletions = Deletions(groups, arrays[DELETIONS + plain["name"]]) if groups else None
+    return Estimate(**{name: value for name, value in plain.items() if name != "groups"}, deletions=deletions)
 
 
 def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Measured:
@@ -256,7 +278,7 @@ def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
     return Measured(
         **{
             **plain,
-            "estimates": tuple(Estimate(**h) for h in plain["estimates"]),
+            "estimates": tuple(_estimate(h, arrays) for h in plain["estimates"]),
             "quantities": quantities,
             "warnings": tuple(plain["warnings"]),
             "notes": tuple(plain.get("notes", ())),

@@ -14,6 +14,8 @@ from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
+from llmgeom.stats.resampling import Deletions
+
 FigureKind = Literal["curve", "scatter", "heatmap"]
 Verdict = Literal["", "holds", "small", "ruled out", "opposite", "open"]
 WORDS = get_args(Verdict)[1:]
@@ -96,6 +98,7 @@ class Estimate:
                      p, p_excluded and p_opposite after Holm over the claims of the record; 1 before.
     noise, null_spread, draws, noisy
                      what the n that decides is computed from, see `stats.power.Setting`.
+    deletions        the value without each cluster, where the interval is a jackknife's: pairs two runs.
     needed           of an open claim: how many clusters find the declared effect with 90 % power; 0 where none does.
     """
 
@@ -134,6 +137,7 @@ class Estimate:
     noisy: bool = False
     needed: int = 0
     counts: str = "prompts"
+    deletions: Deletions | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in (f.name for f in dataclasses.fields(self) if f.type == "float"):
@@ -143,6 +147,10 @@ class Estimate:
             raise ValueError(
                 f"metric {self.name!r} is no claim, and has the verdict {self.verdict!r}; only claims have one"
             )
+
+    def plain(self) -> dict[str, Any]:
+        """Its fields as plain data, without the deletions."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "deletions"}
 
 
 @dataclass(frozen=True)

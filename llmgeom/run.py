@@ -33,7 +33,7 @@ from llmgeom.probe import Needs, Probe, ProbeInput, Sample, entropy_bits
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import provenance, took
-from llmgeom.record import Record, measured_from, plain_of
+from llmgeom.record import Record, arrays_of, measured_from, plain_of
 from llmgeom.result import Measured
 
 CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
@@ -177,7 +177,7 @@ class Run:
         plain: dict[str, Any] = {"unmeasured": result}
         arrays: dict[str, np.ndarray] = {}
         if not isinstance(result, str):
-            plain, arrays = {"measured": plain_of(result)}, dict(result.arrays)
+            plain, arrays = {"measured": plain_of(result)}, arrays_of(result)
         results.save(self.folder, self.key(name, "result"), {**plain, "events": list(events)}, arrays)
 
 

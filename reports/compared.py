@@ -1,4 +1,4 @@
-"""Records of the same prompts held against the first: differences with intervals, as a table and a figure."""
+"""Records of the same prompts less the first: one forest plot, one sortable table, and a figure for each curve."""
 
 from __future__ import annotations
 
@@ -12,39 +12,40 @@ from llmgeom.reports.figures import Drawn, draw
 from llmgeom.reports.text import numbers, plotly_text
 from llmgeom.result import Figure, Measured, Quantity
 
-TESTS = (
-    "p of none: of no difference. p beyond: of a difference as large as the effect of interest, or larger, so that a "
-    "small one says equivalent. Both are corrected over all rows."
-)
 EFFECTS = "effects of interest"
 
 
-def pairs(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What the template says of each pair of a comparison (`Comparison.to_dict()`)."""
-    return [
-        {
-            "reference": pair["reference"],
-            "record": pair["record"],
-            "tests": TESTS,
-            "rows": [_row(d) for d in pair["differences"]],
-            "left_out": pair["left_out"],
-            "drawn": _lying(draw(_measured(pair), "difference", f"difference-{i}", 0, {}))
-            if pair["differences"]
-            else None,
-        }
-        for i, pair in enumerate(found["pairs"])
+def compared(comparison: Mapping[str, Any]) -> dict[str, Any]:
+    """What the template shows of a comparison (`Comparison.to_dict()`): nothing where nothing was compared."""
+    pairs = comparison["pairs"]
+    rows = [(pair["record"], d) for pair in pairs for d in pair["differences"]]
+    metrics = list(dict.fromkeys((d["probe"], d["metric"]) for _, d in rows))
+    rows.sort(key=lambda row: metrics.index((row[1]["probe"], row[1]["metric"])))
+    names = [pair["record"] for pair in pairs]
+    several = len(pairs) > 1
+    forest = [_lying(draw(_forest(rows, several), "difference", "difference-0", 0, {}))] if rows else []
+    curves = [
+        draw(_curve(curve, pair["record"], pair["reference"]), "difference", f"difference-{i}-{name}", 0, {})
+        for i, pair in enumerate(pairs)
+        for name, curve in ((f"{c['probe']}-{c['name']}", c) for c in pair["curves"])
     ]
+    return {
+        "reference": pairs[0]["reference"],
+        "title": f"{names[0] if not several else f'{len(names)} runs'} less {pairs[0]['reference']}",
+        "rows": [_row(record, d) for record, d in rows],
+        "drawn": [*forest, *curves],
+        "notes": [f"{pair['record']}: {note}" for pair in pairs for note in pair["notes"]] + list(comparison["notes"]),
+        "left_out": [f"{pair['record']}: {sentence}" for pair in pairs for sentence in pair["left_out"]],
+    }
 
 
-def _row(d: Mapping[str, Any]) -> tuple[str, ...]:
+def _row(record: str, d: Mapping[str, Any]) -> tuple[str, ...]:
     value, low, high = numbers(d["value"], d["low"], d["high"])
     both = numbers(d["ours"], d["theirs"])
-    said = f"{d['verdict']}: {d['why']}" + f"; {d['note']}" * bool(d["note"])
     name = f"{d['probe']}: {d['metric']}"
-    method = f"{d['method']}, {d['clusters']} units"
-    return (
-        name, *both, f"{value} {d['unit']}", f"{low} to {high}", method, f"{d['p']:.2g}", f"{d['p_within']:.2g}", said
-    )  # fmt: skip
+    method = f"{d['method']}, {d['clusters']} clusters"
+    span = (f"{value} {d['unit']}", f"{low} to {high}", method, f"{d['p']:.2g}", f"{d['p_within']:.2g}")
+    return (name, record, *both, *span, f"{d['verdict']}: {d['why']}")
 
 
 def _lying(curve: Drawn) -> Drawn:
@@ -62,23 +63,44 @@ def _lying(curve: Drawn) -> Drawn:
     return replace(curve, spec=dict(curve.spec) | {"data": traces, "layout": layout})
 
 
-def _measured(pair: Mapping[str, Any]) -> Measured:
+def _forest(rows: list[tuple[str, Mapping[str, Any]]], several: bool) -> Measured:
     """All differences on one axis: each divided by the effect of interest that its metric declares."""
-    rows = pair["differences"]
-    value, low, high = (np.array([d[key] / d["effect"] for d in rows]) for key in ("value", "low", "high"))
-    figure = Figure("curve", band="equivalent", interval="interval")
+    value, low, high = (np.array([d[key] / d["effect"] for _, d in rows]) for key in ("value", "low", "high"))
+    names = tuple(f"{d['probe']}: {d['metric']}" + f" · {record}" * several for record, d in rows)
+    band = np.tile([-1.0, 1.0], (len(rows), 1))
+    return _measured("differences", "metric", EFFECTS, names, value, low, high, band)
+
+
+def _curve(curve: Mapping[str, Any], record: str, reference: str) -> Measured:
+    """One curve of a record less that of the reference."""
+    ends = (np.array(curve[key]) for key in ("value", "low", "high"))
+    places = tuple(curve["places"])
+    title = f"{curve['probe']}.{curve['name']}, {record} less {reference}"
+    return _measured(title, curve["axis"], curve["unit"], places, *ends)
+
+
+def _measured(
+    title: str,
+    axis: str,
+    unit: str,
+    places: tuple,
+    value: np.ndarray,
+    low: np.ndarray,
+    high: np.ndarray,
+    band: np.ndarray | None = None,
+) -> Measured:
+    """Differences along an axis as a result that `draw` can draw; `band` holds what is too small to matter."""
+    figure = Figure("curve", band="equivalent" if band is not None else "", interval="interval")
+    meaning = "difference" if band is not None else title
+    quantities = {
+        "difference": Quantity((axis,), unit, meaning, figure),
+        "interval": Quantity((axis, "bound"), unit, "95 % interval"),
+    }
+    arrays = {"difference": value, "interval": np.stack([low, high], 1)}
+    if band is not None:
+        quantities["equivalent"] = Quantity((axis, "bound"), unit, "smaller than the effect of interest")
+        arrays["equivalent"] = band
     return Measured(
-        title=f"{pair['record']} less {pair['reference']}",
-        meaning="", computed="", null="", failure_modes="", estimates=(),
-        quantities={
-            "difference": Quantity(("metric",), EFFECTS, "difference", figure),
-            "interval": Quantity(("metric", "bound"), EFFECTS, "95 % interval"),
-            "equivalent": Quantity(("metric", "bound"), EFFECTS, "smaller than the effect of interest"),
-        },
-        arrays={
-            "difference": value,
-            "interval": np.stack([low, high], 1),
-            "equivalent": np.tile([-1.0, 1.0], (len(rows), 1)),
-        },
-        ticks={"metric": tuple(f"{d['probe']}: {d['metric']}" for d in rows)},
+        title=title, meaning="", computed="", null="", failure_modes="", estimates=(),
+        quantities=quantities, arrays=arrays, ticks={axis: places},
     )  # fmt: skip

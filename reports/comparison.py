@@ -1,11 +1,11 @@
-"""Do models hold their uncertainty differently? Records of the same prompts, compared without loading a model."""
+"""Do two models differ on the same prompts? Records compared metric by metric and curve by curve; loads no model."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
 from typing import Any, Literal
@@ -14,51 +14,23 @@ import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.record import Record
+from llmgeom.reports.similarity import MEASURES, Similarity, similarities
 from llmgeom.reports.text import grid, numbers, visible
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
-from llmgeom.stats.resampling import Interval, band, jackknife, permute_clusters, student_quantile
-from llmgeom.stats.similarity import alignment, cka, distance_ranks, rsa
+from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 
 ALPHA, LEVEL = 0.05, 0.95
-PERMUTATIONS = 1999
-AGREES = 1e-3  # records keep entropy to six decimals: the ties that makes among ranks move a rho by less than this
-RHO, ORDER, R2 = "|rho| of PC1 and entropy", "order along the curve", "entropy decodability (held-out R2)"
-VALUES, FOCUS, KEYS = "value_manifold", "attention_focus", "key_orthogonality"
-SHARE, WRITE = "PC1+PC2 share", "attention write: "
-
-Measure = Literal["CKA", "RSA"]
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
-# Metrics that stored arrays give again: |Spearman| of the array's first column and the record's entropy.
-PLACES = {(VALUES, RHO): "scores", (VALUES, ORDER): "unrolled", (VALUES, WRITE + RHO): "attention_write_scores"}
-# What Paper III takes to change with the kind of attention ("dynamic") and what not: title -> probe and metric.
-SIGNATURES = {
-    "dynamic": {
-        "focusing": (FOCUS, "focusing"),
-        "without first": (FOCUS, "focusing without the first token"),
-        "monotonicity": (FOCUS, "monotonicity"),
-    },
-    "static": {
-        "values PC1+2": (VALUES, SHARE),
-        "values |rho|": (VALUES, RHO),
-        "values R2": (VALUES, R2),
-        "writes PC1+2": (VALUES, WRITE + SHARE),
-        "writes |rho|": (VALUES, WRITE + RHO),
-        "writes R2": (VALUES, WRITE + R2),
-        "W_K columns": (KEYS, "columns of W_K"),
-        "token keys": (KEYS, "token keys, by head"),
-    },
-}
-# On how many coordinates the numbers of a probe depend, rank correlations excepted.
-WIDTHS = {VALUES: ("kv_heads", "head_dim"), KEYS: ("kv_heads", "head_dim", "d_model")}
+WIDTHS = ("d_model", "kv_heads", "head_dim")
 TESTS = "p = 0: no difference; p beyond: one of the declared effect or more; both by Holm over all rows"
 UNPAIRED = (
     "unpaired: from the two stored intervals as if their errors were independent; on the same prompts these are as a "
     "rule positively correlated, and then interval and p are conservative"
 )
 SIMILAR = (
-    "CKA and RSA: p is against permuted units and says that the places are not unrelated; those of untrained models "
+    "CKA and RSA: p is against permuted clusters and says that the places are not unrelated; those of untrained models "
     "that read the same tokens need not be unrelated either"
 )
 STRATIFIED = (
@@ -71,16 +43,16 @@ STRATIFIED = (
 class Difference:
     """One metric of two records.
 
-    ours, theirs  as the reference and the other record print it. value: theirs less ours. low, high: 95 % interval of
-                  it, for this row alone; error: its standard error. All in `unit`.
-    method        paired: both recomputed from stored arrays on the same rows, jackknife of the difference over units.
-                  unpaired: error^2 is the sum of those of the two stored intervals, as if independent.
-    p, p_within   of no difference; of one of `effect` (the claim's) or more, by two one-sided tests. Student's t with
-                  units - 1 degrees of freedom, then Holm over all rows of the comparison.
-    needed        units at which, with power 90 % each and whatever the other rows say, a true difference of `effect`
-                  is found, and none is called equivalent (Bonferroni's level).
-    verdict       equivalent: p_within < .05. differs: p < .05, and not equivalent. Else undecided.
-    note          where the two have different numbers of coordinates, so that a difference is partly arithmetic.
+    Attributes:
+        ours, theirs: the value in the reference and in the other record. value: theirs less ours. low, high: its 95 %
+            interval, for this row alone; error: its standard error. All in `unit`.
+        method: paired: the jackknife of the difference, from both values without each cluster. unpaired: error^2 is
+            the sum of those of the two intervals, as if independent.
+        p, p_within: of no difference; of one of `effect` (the claim's) or more, by two one-sided tests. Student's t,
+            then Holm over all rows of the comparison.
+        needed: clusters at which, with power 90 % each and whatever the other rows say, a true difference of `effect`
+            is found, and none is called equivalent (Bonferroni's level).
+        verdict: equivalent: p_within < .05. differs: p < .05, and not equivalent. Else undecided.
     """
 
     probe: str
@@ -97,70 +69,47 @@ class Difference:
     effect: float
     p: float
     p_within: float
-    note: str
     needed: int = 0
     verdict: Word = "undecided"
     why: str = ""
 
 
 @dataclass(frozen=True)
-class Similarity:
-    """How alike two records place the same prompts: 1 where places are equal up to rotation and scale (RSA: where the
-    distances have one order), about 0 where they are unrelated.
-
-    components  how many of the probe's `array` [prompt component] the reference and the other record hold; `of` says so
-                in words: nothing is said of those that are not stored.
-    low, high   95 % jackknife interval over units, Fisher's scale. null_low, null_high: 95 % of the permutations of
-                units; p one-sided against these, with the +1 rule.
-    """
+class CurveDifference:
+    """A curve of two records: [place] theirs less ours, with its paired 95 % interval at each place by itself."""
 
     probe: str
-    array: str
-    measure: Measure
-    components: tuple[int, int]
-    value: float
-    low: float
-    high: float
-    null_low: float
-    null_high: float
-    p: float
-    n: int
-    clusters: int
-    of: str
+    name: str
+    meaning: str
+    unit: str
+    axis: str
+    places: tuple
+    value: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A record against the reference; left_out: a sentence for each thing that was not compared."""
+    """A record less the reference; notes: what to know of this pair; left_out: what was not compared, and why."""
 
     reference: str
     record: str
     differences: tuple[Difference, ...]
+    curves: tuple[CurveDifference, ...]
     similarities: tuple[Similarity, ...]
+    notes: tuple[str, ...]
     left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """A record's kind of attention, its window (tokens, as the config says) and, by title, [value, low, high] of its
-    SIGNATURES."""
-
-    record: str
-    attention: str
-    window: str
-    dynamic: Mapping[str, tuple[float, float, float]]
-    static: Mapping[str, tuple[float, float, float]]
-
-
-@dataclass(frozen=True)
 class Comparison:
-    """All that is said of records of the same prompts; the first is the reference of every pair."""
+    """Records of the same prompts; the first is the reference of every pair."""
 
     prompts: int
     clusters: int
     texts: str
     pairs: tuple[Pair, ...]
-    architectures: tuple[Architecture, ...]
     notes: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -173,15 +122,15 @@ class Comparison:
 
 
 def compare(records: Sequence[Record]) -> Comparison:
-    """Every record against the first. Two models have two tokenizers, so prompts are the same where their texts are.
+    """Every record less the first. Two models have two tokenizers, so prompts are the same where their texts are.
 
-    UserError for fewer than two records, and naming the first of these that differs: texts in order, their units,
-    claims, draws of the nulls, seed. (`Record.load` has already refused another schema.)
+    Raises:
+        UserError: fewer than two records; two revisions of a model with the same weights; or the first of these that
+            differs: texts in order, their clusters, claims, draws of the controls, seed, the label and how it is read.
     """
     if len(records) < 2:
         raise UserError(f"{len(records)} run was given, a comparison needs two or more: llmgeom report RUN RUN")
-    names, first = [str(record.subject["name"]) for record in records], records[0]
-    labels = [f"{name} (run {i})" if names.count(name) > 1 else name for i, name in enumerate(names, 1)]
+    labels, first = labelled(records), records[0]
     others = list(zip(labels, records, strict=True))[1:]
     for label, other in others:
         _check(labels[0], first, label, other)
@@ -192,25 +141,58 @@ def compare(records: Sequence[Record]) -> Comparison:
         clusters=len(set(first.prompts["template"])),
         texts=_hash(first.prompts["text"]),
         pairs=tuple(replace(pair, differences=tuple(islice(judged, len(pair.differences)))) for pair in pairs),
-        architectures=tuple(map(_architecture, labels, records)),
         notes=tuple(_notes(labels, records, pairs)),
     )
 
 
+def labelled(records: Sequence[Record]) -> list[str]:
+    """The model of each record; of several alike with the revision, or else the place."""
+    names = [str(record.subject["name"]) for record in records]
+    revisions = [str(record.subject.get("revision") or "") for record in records]
+    full = [f"{name} @ {revision}" if revision else name for name, revision in zip(names, revisions, strict=True)]
+    return [
+        name if names.count(name) == 1 else long if full.count(long) == 1 else f"{name} (run {i})"
+        for i, (name, long) in enumerate(zip(names, full, strict=True), 1)
+    ]
+
+
 def _check(reference: str, first: Record, label: str, other: Record) -> None:
+    """Raise UserError for the first thing in which two records of one question differ."""
+
+    def fact(name: str) -> Callable[[Record], Any]:
+        return lambda record: record.facts.get(name)
+
+    scan = "run it again on the same prompts (llmgeom scan --prompts-from RUN, the folder of {0})"
     for name, read, remedy in (
-        ("prompt texts", lambda r: _hash(r.prompts["text"]), ""),
-        ("template units", lambda r: _hash(r.prompts["template"]), ""),
-        ("claims_hash", lambda r: r.facts.get("claims_hash"), ", and that one too, in one version of llmgeom"),
-        ("nulls", lambda r: r.facts.get("nulls"), " and --nulls {}"),
-        ("seed", lambda r: r.facts.get("seed"), " and --seed {}"),
+        ("prompt texts", lambda r: _hash(r.prompts["text"]), scan),
+        ("clusters", lambda r: _hash(r.prompts["template"]), scan),
+        ("claims_hash", fact("claims_hash"), "run both in one version of llmgeom"),
+        ("nulls", fact("nulls"), scan + " and --nulls {1}"),
+        ("seed", fact("seed"), scan + " and --seed {1}"),
+        ("target", fact("target"), "run both with --target {1}"),
+        ("answers", fact("answers"), "run both with --answers {1}"),
+        ("given", fact("given"), "run both with --given {1}"),
+        ("estimator", fact("estimator"), "run both with --estimator {1}"),
+        ("values of the label", _label_hash, "run both with the labels of one file"),
     ):
         ours, theirs = read(first), read(other)
         if ours != theirs:
             raise UserError(
                 f"{label} cannot be compared with {reference}: {name} {str(theirs)[:12]}, expected {str(ours)[:12]}; "
-                f"scan it again with --prompts-from RUN, the folder of {reference}{remedy.format(ours)}"
+                f"{remedy.format(reference, ours)}"
             )
+    ours, theirs = first.subject, other.subject
+    another_name = ours["name"] == theirs["name"] and ours.get("revision") != theirs.get("revision")
+    if another_name and ours.get("weights") and ours["weights"] == theirs.get("weights"):
+        raise UserError(
+            f"{reference} and {label} hold the same weights (sha256 {ours['weights'][:12]}): one of the two revisions "
+            "is not what its name says; give another one"
+        )
+
+
+def _label_hash(record: Record) -> str:
+    name = record.facts.get("target") or record.facts.get("answers")
+    return _hash(tuple(map(str, record.prompts.get(name, ())))) if name else ""
 
 
 def _hash(column: Sequence[str]) -> str:
@@ -219,7 +201,8 @@ def _hash(column: Sequence[str]) -> str:
 
 def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
     differences: list[Difference] = []
-    similarities: list[Similarity] = []
+    curves: list[CurveDifference] = []
+    alike: list[Similarity] = []
     left_out: list[str] = []
     for probe in sorted(first.results.keys() | other.results.keys()):
         absent = [(who, r) for who, r in ((reference, first), (label, other)) if probe not in r.results]
@@ -234,53 +217,71 @@ def _pair(reference: str, first: Record, label: str, other: Record) -> Pair:
             elif not ours[name].effect > 0:
                 left_out.append(f"{probe}: {name}: declares no effect of interest to compare with; scan again")
             else:
-                differences.append(_difference(probe, ours[name], first, theirs[name], other))
-        for measure, similarity in MEASURES.items():
+                differences.append(_difference(probe, ours[name], theirs[name]))
+        curves += _curves(probe, first, other)
+        for measure in MEASURES:
             try:
-                similarities += _similarity(probe, measure, similarity, first, other)
+                alike += similarities(probe, measure, first, other)
             except UserError as refusal:
                 left_out.append(f"{probe}: {measure}: not measured, because {refusal}")
-    return Pair(reference, label, tuple(differences), tuple(similarities), tuple(left_out))
+    notes = tuple(_arithmetic(first, other, differences))
+    return Pair(reference, label, tuple(differences), tuple(curves), tuple(alike), notes, tuple(left_out))
 
 
-# ---- differences ----------------------------------------------------------------------------------------------------
+def _arithmetic(first: Record, other: Record, differences: Sequence[Difference]) -> Iterator[str]:
+    """A caution where vectors of the two models have different numbers of coordinates."""
+    sizes = [(name, first.subject.get(name), other.subject.get(name)) for name in WIDTHS]
+    unlike = [f"{name} is {theirs} against {ours}" for name, ours, theirs in sizes if ours != theirs]
+    if unlike and differences:
+        yield (
+            f"{', '.join(unlike)}: shares of components, dimensions, cosines and R2 of vectors depend on the number of "
+            "coordinates, so that their differences are partly arithmetic; rank correlations and bits do not"
+        )
 
 
-def _difference(probe: str, ours: Estimate, first: Record, theirs: Estimate, other: Record) -> Difference:
+def _difference(probe: str, ours: Estimate, theirs: Estimate) -> Difference:
     method: Method
-    a, b = _again(first, probe, ours), _again(other, probe, theirs)
-    if a and b:
-        labels, rows = first.prompts["template"], np.arange(len(first.prompts["text"]))
-        value, clusters, method = b(rows) - a(rows), len(set(labels)), "paired"
-        over = jackknife(lambda kept: b(kept) - a(kept), rows, labels)
-        error = (over.high - over.low) / 2 / student_quantile(clusters, LEVEL)
+    value, clusters = theirs.value - ours.value, max(min(ours.clusters, theirs.clusters), 2)
+    if (without := _together(theirs.deletions, ours.deletions)) is not None:
+        # Student's t counts the groups that were left out; `clusters` those that a reader can add to.
+        error, groups, method = without.error, without.without.shape[1], "paired"
     else:
         # One end may be cut off (|rho| at 0, a share at 1): the longer half of an interval is the honest one.
         halves = [(max(h.value - h.low, h.high - h.value), max(h.clusters, 2)) for h in (ours, theirs)]
-        error = math.hypot(*(half / student_quantile(clusters, LEVEL) for half, clusters in halves))
-        value, clusters, method = theirs.value - ours.value, min(clusters for _, clusters in halves), "unpaired"
-    half = student_quantile(clusters, LEVEL) * error
-    low, high, effect = value - half, value + half, ours.effect
-    p = max(tests.two_sided_p(value, error, clusters), tests.LEAST_P)
-    p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method), -effect, effect, clusters)
-    widths = ("d_model",) if ours.name.startswith(WRITE) else WIDTHS.get(probe, ())
-    sizes = [" x ".join(str(r.subject.get(name)) for name in widths) for r in (first, other)]
-    arithmetic = "rho" not in ours.unit and sizes[0] != sizes[1]
-    note = f"partly arithmetic: {' x '.join(widths)} is {sizes[1]} against {sizes[0]}" if arithmetic else ""
-    found = (ours.value, theirs.value, value, low, high, error)
-    return Difference(probe, ours.name, ours.unit, *found, method, clusters, effect, p, p_within, note)
+        error = math.hypot(*(half / student_quantile(n, LEVEL) for half, n in halves))
+        groups, method = clusters, "unpaired"
+    half, effect = student_quantile(groups, LEVEL) * error, ours.effect
+    low, high = value - half, value + half
+    p = max(tests.two_sided_p(value, error, groups), tests.LEAST_P)
+    p_within = tests.equivalence_p(value, Interval(low, high, LEVEL, method), -effect, effect, groups)
+    span = (ours.value, theirs.value, value, low, high, error)
+    return Difference(probe, ours.name, ours.unit, *span, method, clusters, effect, p, p_within)
 
 
-def _again(record: Record, probe: str, h: Estimate) -> Callable[[np.ndarray], float] | None:
-    """The metric as a function of rows, in the direction that all rows have; None where arrays do not give it."""
-    place = record.results[probe].arrays.get(PLACES.get((probe, h.name), ""))
-    entropy = np.array(record.prompts["entropy"])
-    if place is None or len(place) != len(entropy):
+def _together(theirs: Deletions | None, ours: Deletions | None) -> Deletions | None:
+    """The deletions of the difference; None where the two left out different rows, or one was no jackknife."""
+    if theirs is None or ours is None or theirs.groups != ours.groups or theirs.without.shape != ours.without.shape:
         return None
-    whole = tests.spearman(place[:, 0], entropy)
-    if abs(abs(whole) - h.value) > AGREES:
-        return None
-    return lambda rows: math.copysign(1, whole) * tests.spearman(place[rows, 0], entropy[rows])
+    return theirs.less(ours)
+
+
+def _curves(probe: str, first: Record, other: Record) -> Iterator[CurveDifference]:
+    """The curves that both records hold without each group of clusters too: NAME and NAME_without [place way group]."""
+    ours, theirs = first.results[probe], other.results[probe]
+    for name, declared in ours.quantities.items():
+        without = [m.arrays.get(f"{name}_without") for m in (ours, theirs)]
+        if without[0] is None or without[1] is None or without[0].shape != without[1].shape:
+            continue
+        groups = [next((h.deletions.groups for h in m.estimates if h.deletions), "") for m in (ours, theirs)]
+        axis = declared.axes[0]
+        places = ours.ticks.get(axis, tuple(range(len(without[0]))))
+        if groups[0] != groups[1] or places != theirs.ticks.get(axis, places):
+            continue
+        value = theirs.arrays[name] - ours.arrays[name]
+        errors = [Deletions(groups[0], way).error for way in without[1] - without[0]]
+        half = student_quantile(without[0].shape[2], LEVEL) * np.array(errors)
+        ends = (tuple(x.tolist()) for x in (value, value - half, value + half))
+        yield CurveDifference(probe, name, declared.meaning, declared.unit, axis, tuple(places), *ends)
 
 
 def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
@@ -289,93 +290,15 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
     for d, p, p_within in zip(raw, adjusted, within, strict=True):
         sd = max(d.error * d.clusters**0.5, 1e-12)
         # The two one-sided tests must both be won, each at alpha.
-        needed = max(tests.needed_n_mean(d.effect, sd, *asked) for asked in ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha)))
+        powers = ((0.9, 1 - alpha), (0.95, 1 - 2 * alpha))
+        needed = max(tests.needed_n_mean(d.effect, sd, power, level) for power, level in powers)
         why = f"p = {p:.2g} of no difference and {p_within:.2g} of {d.effect:g} {d.unit} or more, {over}"
         verdict: Word = "equivalent" if p_within < ALPHA else "differs" if p < ALPHA else "undecided"
         if verdict == "undecided":
-            enough = f"{d.clusters} units suffice for {d.effect:g} {d.unit} (n >= {needed}); less is not excluded"
-            why = (
-                f"needs n >= {needed} units for {d.effect:g} {d.unit}, has {d.clusters}"
-                if d.clusters < needed
-                else enough
-            )
+            enough = f"{d.clusters} clusters suffice for {d.effect:g} {d.unit} (n >= {needed}); less is not excluded"
+            lacking = f"needs n >= {needed} clusters for {d.effect:g} {d.unit}, has {d.clusters}"
+            why = lacking if d.clusters < needed else enough
         yield replace(d, p=p, p_within=p_within, needed=needed, verdict=verdict, why=why)
-
-
-# ---- similarities ---------------------------------------------------------------------------------------------------
-
-
-MEASURES: dict[Measure, Callable[[np.ndarray, np.ndarray], float]] = {"CKA": cka, "RSA": rsa}
-
-
-def permuted(
-    measure: Measure, x: np.ndarray, y: np.ndarray, clusters: Sequence, permutations: int, seed: int
-) -> np.ndarray:
-    """[draw] similarities of x with y whose clusters have changed places. UserError as `permute_clusters`."""
-    orders = permute_clusters(np.random.default_rng(seed), clusters, permutations)
-    if measure == "CKA":
-        return np.array([cka(x, y[order]) for order in orders])
-    a, b = distance_ranks(x), distance_ranks(y)  # ranking 2,775 distances again for each order takes 20 times as long
-    return np.array([alignment(a, b[np.ix_(order, order)]) for order in orders])
-
-
-def _similarity(
-    probe: str, measure: Measure, similarity: Callable[[np.ndarray, np.ndarray], float], first: Record, other: Record
-) -> list[Similarity]:
-    """Of each site, the fullest array of places that both hold, of equals the first by name; nothing without one.
-
-    Places in a control (`control_scores`) are not the models' own and are left out.
-    """
-    ours, theirs = _places(first, probe), _places(other, probe)
-    shared = {name for name in ours.keys() & theirs.keys() if not name.endswith("control_scores")}
-    both = sorted((-min(ours[name].shape[1], theirs[name].shape[1]), name) for name in shared)
-    # The last assignment wins: the first array of each site, "" where the name says none.
-    sites = {name.removesuffix("scores") if name.endswith("_scores") else "": name for _, name in reversed(both)}
-    return [
-        _similar(probe, name, measure, similarity, ours[name], theirs[name], first) for _, name in sorted(sites.items())
-    ]
-
-
-def _similar(
-    probe: str,
-    name: str,
-    measure: Measure,
-    similarity: Callable[[np.ndarray, np.ndarray], float],
-    x: np.ndarray,
-    y: np.ndarray,
-    first: Record,
-) -> Similarity:
-    clusters, seed = first.prompts["template"], first.facts.get("seed", 0)
-    value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
-    over = jackknife(lambda rows: similarity(x[rows], y[rows]), np.arange(len(x)), clusters, "fisher")
-    found = (value, over.low, over.high, *band(null, "upper"), tests.tail_p(value, null))
-    few = (x.shape[1], y.shape[1])
-    of = f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components"
-    return Similarity(probe, name, measure, few, *found, len(x), len(set(clusters)), of)
-
-
-def _places(record: Record, probe: str) -> dict[str, np.ndarray]:
-    """The probe's arrays [prompt component], of one row a prompt."""
-    found, n = record.results[probe], len(record.prompts["text"])
-    shaped = [name for name, q in found.quantities.items() if len(q.axes) == 2 and q.axes[0] == "prompt"]
-    return {name: found.arrays[name].astype(np.float64) for name in shaped if len(found.arrays[name]) == n}
-
-
-# ---- architectures, notes and tables --------------------------------------------------------------------------------
-
-
-def kind(heads: int, kv_heads: int) -> str:
-    """MHA where every query head has keys and values of its own, MQA where all share one pair, else GQA r:1."""
-    return "MHA" if heads == kv_heads else "MQA" if kv_heads == 1 else f"GQA {heads / kv_heads:g}:1"
-
-
-def _architecture(label: str, record: Record) -> Architecture:
-    facts, longest = record.subject, max(record.prompts["tokens"])
-    attention = kind(facts["heads"], facts["kv_heads"]) if facts.get("kv_heads") else "not recorded"
-    window = "none" if not facts.get("window") else f"{facts['window']}{', inactive' * (longest <= facts['window'])}"
-    found = {(probe, h.name): (h.value, h.low, h.high) for probe, m in record.results.items() for h in m.estimates}
-    held = [{t: found[place] for t, place in titles.items() if place in found} for titles in SIGNATURES.values()]
-    return Architecture(label, attention, window, *held)
 
 
 def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pair]) -> Iterator[str]:
@@ -388,35 +311,40 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
         yield SIMILAR
 
 
+# ---- for a terminal -------------------------------------------------------------------------------------------------
+
+
 def _lines(c: Comparison) -> Iterator[str]:
-    yield f"{c.prompts} prompts of {c.clusters} units, sha256 of the texts {c.texts[:12]}"
+    yield f"{c.prompts} prompts of {c.clusters} clusters, sha256 of the texts {c.texts[:12]}"
     for pair in c.pairs:
         rows: list[tuple[str, ...]] = []
-        for probe, found in groupby(pair.differences, key=lambda d: d.probe):
-            rows += [(f"[{probe}]", *[""] * 8), *map(_row, found)]
+        for probe, group in groupby(pair.differences, key=lambda d: d.probe):
+            rows += [(f"[{probe}]", *[""] * 8), *map(_row, group)]
         head = (pair.reference, pair.record, "difference", "95 % interval", "method", "p = 0", "p beyond", "verdict")
         yield from grid(f"{pair.record} less {pair.reference}", head, rows)
-        yield from (f"† {note}" for note in dict.fromkeys(d.note for d in pair.differences if d.note))
+        yield from map(_curve_line, pair.curves)
+        yield from pair.notes
         rows = [
             (f"{s.probe}: {s.of}", f"{s.value:.2f}", f"{s.low:.2f} to {s.high:.2f}",
-             f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.clusters} units")
+             f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.clusters} clusters")
             for s in pair.similarities
         ]  # fmt: skip
         title = f"places of the prompts in {pair.record} and in {pair.reference}"
         yield from grid(title, ("value", "95 % interval", "95 % of the null", "p", "n"), rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
-    for nature, titles in SIGNATURES.items():
-        rows = []
-        for a in c.architectures:
-            held = getattr(a, nature)
-            values = (f"{held[title][0]:.3g}" if title in held else "–" for title in titles)
-            rows.append((a.record, a.attention, a.window, *values))
-        yield from grid(f"{nature} signatures", ("attention", "window", *titles), rows)
     yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
 
 
 def _row(d: Difference) -> tuple[str, ...]:
     value, low, high = numbers(d.value, d.low, d.high)
-    found = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
-    lacking = f" (needs n >= {d.needed} units)" if d.verdict == "undecided" and d.clusters < d.needed else ""
-    return (d.metric + " †" * bool(d.note), *found, d.verdict + lacking)
+    span = (f"{d.ours:.3g}", f"{d.theirs:.3g}", value, f"{low} to {high}", d.method, f"{d.p:.2g}", f"{d.p_within:.2g}")
+    lacking = f" (needs n >= {d.needed} clusters)" if d.verdict == "undecided" and d.clusters < d.needed else ""
+    return (d.metric, *span, d.verdict + lacking)
+
+
+def _curve_line(c: CurveDifference) -> str:
+    """The place with the largest difference, as a description: it was chosen, so it is no test."""
+    i = int(np.abs(c.value).argmax())
+    value, low, high = numbers(c.value[i], c.low[i], c.high[i])
+    where = f"{len(c.value)} {c.axis}s, largest at {c.axis} {c.places[i]}"
+    return f"curve {c.probe}.{c.name}: {where}, {value} [{low}, {high}] {c.unit} (of this place alone)"

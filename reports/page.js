@@ -323,14 +323,14 @@ byId("copy").addEventListener("click", async () => {
   byId("copied").textContent = copied ? "copied" : location.href;
 });
 
-for (const button of all(".prompts th button"))
+for (const button of all(".prompts th button, .sortable th button"))
   button.addEventListener("click", () => {
     const head = button.closest("th");
     const down = head.getAttribute("aria-sort") === "ascending";
     for (const other of head.parentNode.cells) other.removeAttribute("aria-sort");
     head.setAttribute("aria-sort", down ? "descending" : "ascending");
     const cell = (row) => row.cells[head.cellIndex].textContent;
-    const order = "number" in head.dataset ? (a, b) => cell(a) - cell(b) : (a, b) => (cell(a) < cell(b) ? -1 : cell(a) > cell(b));
+    const order = "number" in head.dataset ? (a, b) => parseFloat(cell(a)) - parseFloat(cell(b)) : (a, b) => (cell(a) < cell(b) ? -1 : cell(a) > cell(b));
     const body = head.closest("table").tBodies[0];
     body.append(...[...body.rows].sort((a, b) => (down ? -order(a, b) : order(a, b))));
   });

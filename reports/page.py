@@ -16,7 +16,7 @@ import jinja2
 from markupsafe import Markup
 
 from llmgeom.record import Record
-from llmgeom.reports.compared import pairs
+from llmgeom.reports.compared import compared
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
 from llmgeom.reports.findings import WORDS, Outcome, counting, findings, outcomes
 from llmgeom.reports.forest import ONE, ZERO, forest
@@ -48,18 +48,18 @@ def page(
     parts = [
         _part(place, label, record, several) for place, (label, record) in enumerate(zip(named, records, strict=True))
     ]
-    compared = pairs(comparison) if comparison else []
+    differences = compared(comparison) if comparison else None
     drawn = [d for part in parts for section in part["sections"] for d in section["drawn"]]
     run = section_of(live) if live else None
     return written_out(
         "page.html",
         records,
-        [*([run.drawn] if run else []), *drawn, *(pair["drawn"] for pair in compared if pair["drawn"])],
+        [*([run.drawn] if run else []), *drawn, *(differences["drawn"] if differences else ())],
         ("page.js", "live.js") if run else ("page.js",),
         ("page.css", "live.css") if run else ("page.css",),
         title=_title(records),
         parts=parts,
-        pairs=compared,
+        compared=differences,
         live=run,
         run=Markup(_packed(_json(run.data).encode())) if run else "",
         pictures=[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -43,7 +42,7 @@ def tables(record: Record) -> dict[str, Columns]:
                         for cell, kept in zip(cells, layers.values(), strict=True):
                             kept.append(cell)
         for estimate in measured.estimates:
-            for field, cell in {"probe": probe, **dataclasses.asdict(estimate)}.items():
+            for field, cell in {"probe": probe, **estimate.plain()}.items():
                 estimates.setdefault(field, []).append(cell)
     return {"prompts": prompts, "layers": layers, "estimates": estimates}
 

@@ -132,7 +132,7 @@ def test_deletions_of_the_other_estimators_are_their_fits_without_the_group(tabl
             prediction[out] = fit.predict_proba(new)[:, 1]
     kept = group != g
     expected = score("binary", coded("binary", yes)[kept], prediction[kept, None], fold[kept])
-    assert deletions(own, [lambda: x], cluster)[1][g] == pytest.approx(expected, rel=1e-6)
+    assert deletions(own, [lambda: x], cluster).without[1, g] == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_place_is_chosen_without_the_rows_that_are_scored(table):
@@ -167,7 +167,7 @@ def test_deletions_are_fits_without_the_group(table):
     x, label, cluster = table
     fold = ridge_probe.folds(cluster, 0)
     own = held_out("number", label[:, None], [lambda: x], fold)
-    fixed, found = deletions(own, [lambda: x], cluster)
+    fixed, found = deletions(own, [lambda: x], cluster).without
     group = groups(cluster, fold)
     assert len(found) == 25
     for g in (0, 3, 24):

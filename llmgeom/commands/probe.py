@@ -135,6 +135,7 @@ def _label(asked: RunConfig, batch: Batch) -> Measure:
 
     def measure(subject: Subject, spec: str, progress: Progress | None) -> Record:
         facts = {"spec": spec, "command": asked.command(), "target": asked.target}
+        facts |= {"given": ",".join(probe.given) or "none", "estimator": probe.estimator}
         record = _run(asked, subject, batch, LABEL, probe, facts, progress)
         return replace(record, prompts=_predicted(record))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from llmgeom import claims
@@ -200,8 +200,8 @@ class Table:
                 "asked": row.test.text(self.label) if row.test else "",
                 "verdict": row.verdict,
                 "why": row.why,
-                "metric": asdict(row.estimate) if row.estimate else None,
-                "metric_as_published": asdict(row.as_published) if row.as_published else None,
+                "metric": row.estimate.plain() if row.estimate else None,
+                "metric_as_published": row.as_published.plain() if row.as_published else None,
             }
             for row in self.contents
         ]

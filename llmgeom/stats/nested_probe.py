@@ -13,10 +13,9 @@ from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import Kind, score
 from llmgeom.stats.resampling import (
     LEAST_CLUSTERS,
-    TIE,
     Clusters,
+    Deletions,
     Interval,
-    jackknife_error,
     rows_by_cluster,
     student_quantile,
 )
@@ -122,7 +121,7 @@ def deletions(
     clusters: Clusters,
     confounds: Float[np.ndarray, "row confound"] | None = None,
     place: int | None = None,
-) -> Float[np.ndarray, "way group"]:
+) -> Deletions:
     """The score without each of up to 25 groups of clusters: with the fits as they are, and with new fits.
 
     New fits keep places, penalties and scales as chosen. Above 2,000 rows none are made: the one way is then given.
@@ -141,17 +140,14 @@ def deletions(
     ways = [np.broadcast_to(prediction, (group.max() + 1, *prediction.shape))]
     if len(own.truth) <= REFITTED:
         ways.append(_refitted(own, places, group, chosen, penalty, confounds))
-    return np.array(
-        [
-            [score(own.kind, own.truth[k], one[k], own.fold[k]) for g, one in enumerate(way) for k in [group != g]]
-            for way in ways
-        ]
-    )
+    without = [
+        [score(own.kind, own.truth[k], one[k], own.fold[k]) for g, one in enumerate(way) for k in [group != g]]
+        for way in ways
+    ]
+    return Deletions.of(group, np.array(without))
 
 
-def interval(
-    value: float, without: Float[np.ndarray, "way group"], clusters: Clusters, level: float = 0.95
-) -> Interval:
+def interval(value: float, deletions: Deletions, clusters: Clusters, level: float = 0.95) -> Interval:
     """The interval of a score, or of a paired difference of scores, from its deletions.
 
     With the fits held fixed the jackknife error lacks the noise of the fits: it is too small. With new fits it counts
@@ -160,11 +156,11 @@ def interval(
     cover 86-91 %, new fits 97-100 %, their mean 94-98 %.
     """
     count = len(set(np.asarray(clusters).tolist()))
-    error = float(np.exp(np.mean([np.log(max(jackknife_error(way), TIE)) for way in without])))
-    half = student_quantile(without.shape[1], level) * error
-    how = "" if len(without) > 1 else ", fits held fixed"
-    method = f"jackknife over {without.shape[1]} groups of {count} clusters{how}"
-    return Interval(value - half, value + half, level, method)
+    ways, size = deletions.without.shape
+    half = student_quantile(size, level) * deletions.error
+    how = "" if ways > 1 else ", fits held fixed"
+    method = f"jackknife over {size} groups of {count} clusters{how}"
+    return Interval(value - half, value + half, level, method, deletions)
 
 
 def groups(clusters: Clusters, fold: Int[np.ndarray, " row"]) -> Int[np.ndarray, " row"]:

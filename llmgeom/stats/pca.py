@@ -94,7 +94,7 @@ def share_intervals(
     or log-normal row scale, 99 % for noise alone; the log scale was never worse than none by more than 1 %.
     """
     whole, without = deletions(_share_summary, x, clusters)
-    pc1, pc12, ratio = (jackknife_interval(whole[i], without[:, i], "log", 0.95) for i in range(3))
+    pc1, pc12, ratio = (jackknife_interval(whole[i], without[:, i], clusters, "log", 0.95) for i in range(3))
     pc1, pc12 = (replace(found, high=min(found.high, 1.0)) for found in (pc1, pc12))
     return pc1, pc12, replace(ratio, low=max(ratio.low, 1.0))
 

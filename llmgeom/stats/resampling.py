@@ -6,9 +6,10 @@ evidence: permutations move whole clusters, intervals delete whole clusters, and
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -23,14 +24,50 @@ LEAST_CLUSTERS = 5  # 5! = 120 arrangements: with 4 alike units (24) no permutat
 TIE = 1e-12  # two roads to one correlation differ in the last bits, and a tie with the null must count as a tie
 
 
+@dataclass(frozen=True, eq=False)
+class Deletions:
+    """A statistic without each group of clusters: what pairs it with the same statistic of another model.
+
+    Attributes:
+        groups: hash of the group of every row; two statistics pair where these are equal.
+        without: [way group] the statistic without each group. There are two ways where the interval takes the
+            geometric mean of two errors (`nested_probe.interval`).
+    """
+
+    groups: str
+    without: np.ndarray
+
+    @classmethod
+    def of(cls, group: Clusters, without: np.ndarray) -> Deletions:
+        """From the group of each row."""
+        names = "\n".join(map(str, group))
+        return cls(hashlib.sha256(names.encode()).hexdigest()[:16], np.atleast_2d(without))
+
+    @property
+    def error(self) -> float:
+        """Standard error of the statistic: the geometric mean over the ways of `jackknife_error`."""
+        return float(np.prod([jackknife_error(way) for way in self.without]) ** (1 / len(self.without)))
+
+    def less(self, other: Deletions) -> Deletions:
+        """The difference of two statistics of the same rows, each without the same group.
+
+        Raises:
+            ValueError: other groups, or another number of ways.
+        """
+        if self.groups != other.groups or self.without.shape != other.without.shape:
+            raise ValueError(f"groups {self.groups} and {other.groups} are not the same rows: they do not pair")
+        return Deletions(self.groups, self.without - other.without)
+
+
 @dataclass(frozen=True)
 class Interval:
-    """A confidence interval: ends in the unit of the statistic, level as a fraction, and how it was made."""
+    """A confidence interval: ends in the unit of the statistic, level as a fraction, how it was made, and from what."""
 
     low: float
     high: float
     level: float
     method: str
+    deletions: Deletions | None = field(default=None, repr=False, compare=False)
 
 
 TRANSFORMS: dict[str, tuple[Callable, Callable]] = {
@@ -55,7 +92,7 @@ def jackknife(
     Raises UserError for fewer than 5 units.
     """
     whole, without = deletions(lambda rows: np.array([statistic(rows)]), x, clusters)
-    return jackknife_interval(whole[0], without[:, 0], transform, level)
+    return jackknife_interval(whole[0], without[:, 0], clusters, transform, level)
 
 
 def student_quantile(clusters: int, level: float = 0.95) -> float:
@@ -134,14 +171,15 @@ def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[n
     return statistic(x), np.stack([statistic(np.delete(x, rows, axis=0)) for rows in groups])
 
 
-def jackknife_interval(whole: float, without: np.ndarray, transform: Transform, level: float) -> Interval:
+def jackknife_interval(
+    whole: float, without: np.ndarray, clusters: Clusters, transform: Transform, level: float
+) -> Interval:
     forward, back = TRANSFORMS[transform]
     centre, replicates, u = forward(whole), forward(without), len(without)
     half = student_quantile(u, level) * jackknife_error(replicates)
     scale = "" if transform == "identity" else f", {transform} scale"
-    return Interval(
-        float(back(centre - half)), float(back(centre + half)), level, f"jackknife over {u} clusters{scale}"
-    )
+    ends = float(back(centre - half)), float(back(centre + half))
+    return Interval(*ends, level, f"jackknife over {u} clusters{scale}", Deletions.of(clusters, without))
 
 
 def permute_clusters(

@@ -149,7 +149,7 @@ class _Measurement:
         nulls = [permutation_null(PERMUTED, own.value, own.moved)]
         for name, (one, places) in self.single.items():
             lost = deletions(one, places, self.clusters, self.confounds)
-            difference = interval(own.value - one.value, without - lost, self.clusters)
+            difference = interval(own.value - one.value, without.less(lost), self.clusters)
             nulls.append(Null.paired(name, own.value, one.value, difference))
         for name, draws in self.draws.items():
             nulls.append(centred_null(name, own.value, np.array([one.value for one in draws])))
@@ -201,6 +201,7 @@ class _Measurement:
             score=plain.score,
             interval=plain.interval,
             permuted=plain.permuted,
+            score_without=plain.score_without,
             controls=np.array(list(lines.values())),
             ticks={**plain.ticks, "control": tuple(lines)},
         )
@@ -208,14 +209,13 @@ class _Measurement:
     def plain_curve(self, site: str) -> PlainCurve:
         """The curve of one site with the band of labels in another order."""
         places, own, here = list(self.places.values()), self.own, self.layers(site)
-        spans = [
-            interval(own.scores[i], deletions(own, places, self.clusters, self.confounds, i), self.clusters)
-            for i in here
-        ]
+        without = [deletions(own, places, self.clusters, self.confounds, i) for i in here]
+        spans = [interval(own.scores[i], lost, self.clusters) for i, lost in zip(here, without, strict=True)]
         return PlainCurve(
             score=own.scores[here],
             interval=np.array([[span.low, span.high] for span in spans]),
             permuted=np.array([band(own.moved_at[i]) for i in here]),
+            score_without=np.array([lost.without for lost in without]),
             ticks={"layer": self.probe.layers} if self.probe.layers else {},
         )
 

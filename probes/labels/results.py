@@ -36,6 +36,7 @@ class PlainCurve(Part):
     )
     interval: np.ndarray = quantity("layer bound", "score", "95 % interval over clusters, layer by layer")
     permuted: np.ndarray = quantity("layer bound", "score", "95 % band of labels in another order")
+    score_without: np.ndarray = quantity("layer way group", "score", "score without each group of clusters")
 
 
 @dataclass(frozen=True, kw_only=True)
