@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -q
 SPREAD := $(PYTEST) -n auto --dist loadgroup --no-loadscope-reorder
 ASIDE := browser or gpu or compile or soak
 
-.PHONY: demo test slow browser check soak lint types package notebooks clean
+.PHONY: demo test slow browser check soak lint types package notebooks docs docs-numbers clean
 .NOTPARALLEL: check
 
 .venv/installed: pyproject.toml constraints.txt
@@ -50,6 +50,25 @@ package: .venv/installed
 
 notebooks: .venv/installed
 	$(BIN)/python -m tests.notebooks
+
+.venv/docs: .venv/installed
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+# The script that draws diagrams comes from npm, so that the site loads nothing from elsewhere; without npm they need a network.
+build/mermaid.min.js:
+	mkdir -p build
+	-cd build && npm pack --silent mermaid@11 && tar -xzf mermaid-*.tgz --strip-components 2 package/dist/mermaid.min.js
+	rm -f build/mermaid-*.tgz
+
+docs: .venv/docs build/mermaid.min.js
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	$(BIN)/python docs/links.py build/site
+	@echo 'python3 -m http.server --directory build/site shows it'
+
+# Measures the numbers of README and docs again, and writes them where the pages mark them.
+docs-numbers: .venv/installed
+	$(BIN)/python docs/results.py --run
 
 clean:
 	rm -rf .venv build dist *.egg-info runs notebooks/runs

@@ -100,7 +100,7 @@ class Result(Base):
 
 @dataclass(frozen=True, kw_only=True)
 class Lens(Base):
-    """How near each layer of a language model is to what it will say, and to where it will be."""
+    """How close each layer of a language model is to its final distribution and its final state."""
 
     TITLE = "Towards the answer, layer by layer"
     TEXT = Path(__file__).with_name("texts") / "belief_readout.md"

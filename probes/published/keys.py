@@ -1,4 +1,4 @@
-"""Key orthogonality by each definition that the papers and their code use, beside the baselines that they quote."""
+"""Key orthogonality by each definition that the papers and their code use, with the baselines that they quote."""
 
 from __future__ import annotations
 

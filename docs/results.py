@@ -1,0 +1,102 @@
+"""Put stored results into README and docs: `python docs/results.py`; with `--run` measure them again first.
+
+`results/commands.toml` lists the commands. `results/NAME.json` stores what each printed and the metrics of its run. In
+Markdown, what stands between two comments is replaced:
+
+    <!-- output NAME --> ... <!-- end -->                  everything that the command printed, as a code block
+    <!-- NAME: metric | field | format -->...<!-- end -->  one number of a metric, e.g. value | .2f or clusters | d
+    <!-- NAME: metric | interval | .2f -->...<!-- end -->  low to high; control: the control's range
+
+A metric of one of several records is written as [record]metric.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+import tomllib
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+STORE = DOCS / "results"
+COMMANDS: dict[str, str] = tomllib.loads((STORE / "commands.toml").read_text(encoding="utf-8"))
+FIELDS = ("value", "unit", "low", "high", "null", "null_low", "null_high", "p", "n", "clusters", "verdict")
+RANGES = {"interval": ("low", "high"), "control": ("null_low", "null_high")}
+MARK = re.compile(r"(<!-- (?:output (?P<name>\w+)|(?P<of>\w+): (?P<what>[^>]+?)) -->)(?P<old>.*?)(<!-- end -->)", re.S)
+
+
+def pages() -> list[Path]:
+    """The files with marks."""
+    return [DOCS.parent / "README.md", *sorted(DOCS.rglob("*.md"))]
+
+
+def stored(name: str) -> dict:
+    """The stored result of a command."""
+    return json.loads((STORE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def shown(what: str, result: dict) -> str:
+    """One number as the mark asks for it. Raises KeyError where the run has no such metric or field."""
+    metric, field, form = (part.strip() for part in what.rsplit("|", 2))
+    values = [result["metrics"][metric][end] for end in RANGES.get(field, (field,))]
+    return " to ".join(format(value if isinstance(value, str) else value + 0, form) for value in values)  # no -0.00
+
+
+def updated(text: str) -> str:
+    """The page with every marked number and output taken from the store."""
+
+    def fill(mark: re.Match) -> str:
+        if mark["name"]:
+            lines = "\n".join(stored(mark["name"])["output"])
+            return f"{mark[1]}\n\n```\n{lines}\n```\n\n{mark[6]}"
+        return mark[1] + shown(mark["what"], stored(mark["of"])) + mark[6]
+
+    return MARK.sub(fill, text)
+
+
+def metrics(folder: Path) -> dict[str, dict]:
+    """The metrics of a run folder by name, each with its interval, control and n."""
+    from llmgeom.record import Record
+
+    return {
+        (f"[{place}]" if place else "") + row["name"]: {field: row[field] for field in FIELDS}
+        for place, record in Record.load_all(folder).items()
+        for row in record.frame("metrics").to_dict("records")
+    }
+
+
+def measure(place: str) -> None:
+    """Run every command in the folder and store what it printed and measured."""
+    for name, command in COMMANDS.items():
+        words = shlex.split(command)
+        done = subprocess.run(
+            [sys.executable, "-m", *words],
+            cwd=place,
+            env=os.environ | {"COLUMNS": "100"},
+            text=True,
+            capture_output=True,
+        )
+        if done.returncode:
+            raise SystemExit(f"{command}\n{done.stderr}")
+        out = Path(place, words[words.index("--out") + 1]) if "--out" in words else None
+        measured = metrics(out) if out and any(out.rglob("record.json")) else {}
+        lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+        result = {"command": command, "output": lines, "metrics": measured}
+        (STORE / f"{name}.json").write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        print(name, flush=True)
+
+
+if __name__ == "__main__":
+    if "--run" in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as place:
+            measure(place)
+    for path in pages():
+        text = path.read_text(encoding="utf-8")
+        if (new := updated(text)) != text:
+            path.write_text(new, encoding="utf-8")
+            print(path)
