@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmgeom.errors import UserError
-from llmgeom.model.batching import plan_batches
+from llmgeom.model.batching import PASS, plan_batches
 from tests.refusals import refused
 
 lengths = st.lists(st.integers(1, 60), max_size=40)
@@ -26,12 +26,23 @@ def test_a_batch_keeps_to_the_budget_unless_a_prompt_alone_exceeds_it(lengths, b
         assert len(batch) == 1 or len(batch) * max(lengths[i] for i in batch) <= budget
 
 
-@given(lengths, st.integers(1, 200))
-def test_no_two_neighbours_could_have_run_together(lengths, budget):
-    batches = plan_batches(lengths, budget)
-    for one, two in pairwise(batches):
-        assert (len(one) + 1) * lengths[one[0]] > budget
-        assert lengths[one[0]] >= lengths[two[0]]
+@given(st.lists(st.integers(1, 900), max_size=8), st.integers(1, 2000))
+def test_no_other_grouping_in_order_of_length_costs_less(lengths, budget):
+    ordered = sorted(lengths, reverse=True)
+    n = len(ordered)
+
+    def cost(parts):
+        return sum(PASS + len(part) * part[0] for part in parts)
+
+    every = []
+    for cuts in product((False, True), repeat=max(n - 1, 0)):
+        ends = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), n]
+        parts = [ordered[a:b] for a, b in pairwise(ends) if b > a]
+        if all(len(part) == 1 or len(part) * part[0] <= budget for part in parts):
+            every.append(cost(parts))
+    ours = [[lengths[i] for i in batch] for batch in plan_batches(lengths, budget)]
+    assert [x for part in ours for x in part] == ordered
+    assert cost(ours) == min(every)
 
 
 def test_a_budget_below_one_is_refused():
