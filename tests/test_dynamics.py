@@ -19,11 +19,13 @@ from scipy import stats
 from llmgeom import claims
 from llmgeom.bench import sweep
 from llmgeom.cli import main
-from llmgeom.commands import dynamics
-from llmgeom.commands.dynamics import RunConfig, over_training, perform, table
+from llmgeom.commands.dynamics import RunConfig, perform, table
+from llmgeom.dynamics import follow, study
 from llmgeom.dynamics.drift import Drifts, drifts, fallen, settled, state
+from llmgeom.dynamics.follow import Inputs
+from llmgeom.dynamics.over_training import over_training
 from llmgeom.dynamics.runs import Run, require_distinct, revision_step, rises
-from llmgeom.dynamics.trajectories import Course, sections
+from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import signals
 from llmgeom.model.capture import Site
@@ -77,7 +79,7 @@ def followed(runs, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("curve", "level", "step", "pinned"),
+    ("curve", "level", "step", "censored"),
     [
         # Steps 0, 1, 3, 7, 15 are 0, 1, 2, 3, 4 in log2(1 + step), in which a curve is straight.
         ((1.0, 0.8, 0.1, 0.0, 0.0), 0.05, 2**2.5 - 1, False),
@@ -89,9 +91,9 @@ def followed(runs, tmp_path_factory):
         ((1.0, 0.8, 0.6, 0.4, 0.2), 0.05, 15, True),
     ],
 )
-def test_a_curve_settles_where_it_last_crosses(curve, level, step, pinned):
+def test_a_curve_settles_where_it_last_crosses(curve, level, step, censored):
     found = settled((0, 1, 3, 7, 15), np.array(curve), level)
-    assert found.step == pytest.approx(step) and found.pinned is pinned
+    assert found.step == pytest.approx(step) and found.censored is censored
 
 
 def test_of_the_largest_value_where_that_is_asked_for():
@@ -122,7 +124,7 @@ def test_identical_snapshots_have_not_drifted(runs):
     one = state(subject, task.sample(20, 0, "held-out"), task)
     found = drifts([one, one, one])
     assert np.abs(found.frame).max() < 1e-12 and np.abs(found.value).max() < 1e-12 and not found.tv.any()
-    (drift,) = sections([Course(Run("a", (0, 1, 2), (), TASK), found)]).values()
+    (drift,) = sections([Trajectory(Run("a", (0, 1, 2), (), TASK), found)]).values()
     assert not drift.estimates  # precision ends where it began, and nothing else moves
     assert any("nothing to fall from" in note for note in drift.notes)
 
@@ -175,12 +177,12 @@ def test_precision_is_of_the_queries_that_were_trained(tmp_path):
 def test_a_pull_is_the_rms_over_layers_over_its_largest_in_training():
     layers = np.array([[3.0, 4.0], [6.0, 8.0], [0.0, 1.0]])
     pulls = tuple(SimpleNamespace(score_gradient=x, value_gradient=x, spread=x) for x in layers)
-    one = Course(Run("a", (0, 1, 2), ()), None, pulls)
-    assert one.pull("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
-    assert one.pull("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
+    one = Trajectory(Run("a", (0, 1, 2), ()), None, pulls)
+    assert one.gradient("score_gradient") == pytest.approx([0.5, 1.0, np.sqrt(0.5) / np.sqrt(50)])
+    assert one.gradient("spread") == pytest.approx([0.5, 1.0, 0.5 / 7])
     still = tuple(SimpleNamespace(score_gradient=np.zeros(2)) for _ in layers)
     with refused(UserError, "gradient", 0):
-        Course(Run("a", (0, 1, 2), ()), None, still).pull("score_gradient")
+        Trajectory(Run("a", (0, 1, 2), ()), None, still).gradient("score_gradient")
 
 
 # ---- ratios and what they are held against --------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def test_ratios_are_students_t_and_welchs_of_logarithms():
     assert welch.p_excluded == pytest.approx(greater) and welch.centre == pytest.approx(stats.gmean(other))
 
 
-def course(seed: int, corrupt: float, frame: float, value: float, precision: float, noise: float = 0.1) -> Course:
+def course(seed: int, corrupt: float, frame: float, value: float, precision: float, noise: float = 0.1) -> Trajectory:
     """A run whose curves fall to 5 % at about these steps, straight in log(1 + step)."""
     steps = (0, 1, 3, 7, 15, 31, 63, 127, 255, 511)
     rng = np.random.default_rng(seed + 100 * int(corrupt))
@@ -215,7 +217,7 @@ def course(seed: int, corrupt: float, frame: float, value: float, precision: flo
     pull = tuple(SimpleNamespace(score_gradient=s * np.ones(2), value_gradient=v * np.ones(2), spread=s * np.ones(2))
                  for s, v in pulls)  # fmt: skip
     run = Run(f"{corrupt}-{seed}", steps, (), TASK, {"corrupt": corrupt, "seed": seed})
-    return Course(run, found, pull)
+    return Trajectory(run, found, pull)
 
 
 def verdicts(own, null, seeds=5, random=5, noise=0.1) -> dict[str, Estimate]:
@@ -262,9 +264,9 @@ def test_each_ratio_is_of_its_own_curves_and_held_against_both_nulls():
         assert found[name].centre == pytest.approx(1 if less_p(ours) > less_p(ours, theirs) else stats.gmean(theirs))
         assert less_p(ours) != pytest.approx(less_p(ours, theirs))
     for name, level in (("scores over values", 0.05), ("scores over values, half-way", 0.5)):
-        each = [[settled(c.run.steps, c.pull(of), level, 1.0).step for of in PULLS] for c in own]
+        each = [[settled(c.run.steps, c.gradient(of), level, 1.0).step for of in PULLS] for c in own]
         assert found[name].value == pytest.approx(stats.gmean([s / v for s, v in each]))
-    left = [c.pull("score_gradient")[-1] / c.pull("value_gradient")[-1] for c in own]
+    left = [c.gradient("score_gradient")[-1] / c.gradient("value_gradient")[-1] for c in own]
     assert found["scores over values, what is left"].value == pytest.approx(stats.gmean(left))
 
 
@@ -318,7 +320,7 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     each = []
     for name, corrupt in (("run0", 0.0), ("run1", 0.0), ("random0", 1.0), ("random1", 1.0)):
         run = Run.of(runs[name])
-        batch = dynamics.probe_batch(task, RunConfig(runs=("a",), n=12), corrupt)
+        batch = Inputs(TASK, n=12).batch(corrupt)
         each.append(drifts([state(run.load(i), batch, task) for i in range(len(STEPS))]))
         kl = grade(run.load(-1), task, 12, 0, corrupt=corrupt).kl
         assert each[-1].precision[-1] == pytest.approx(kl)  # against what is right for those targets
@@ -333,12 +335,9 @@ def test_the_record_holds_every_run_and_its_mean(followed, runs):
     h = next(h for h in measured.estimates if h.name == "frame over values, half-way")
     by_hand = [crossing(d.frame) / crossing(d.value) for d in each[:2]]
     assert h.value == pytest.approx(stats.gmean(by_hand), rel=1e-3) and h.n == h.clusters == 2
-    pull = signals(Run.of(runs["run1"]).load(2), dynamics.probe_batch(task, RunConfig(runs=("a",), n=12), 0.0))
+    pull = signals(Run.of(runs["run1"]).load(2), Inputs(TASK, n=12).batch())
     most = max(
-        signals(
-            Run.of(runs["run1"]).load(i), dynamics.probe_batch(task, RunConfig(runs=("a",), n=12), 0.0)
-        ).score_gradient[0]
-        for i in range(len(STEPS))
+        signals(Run.of(runs["run1"]).load(i), Inputs(TASK, n=12).batch()).score_gradient[0] for i in range(len(STEPS))
     )
     assert record.results["gradients"].arrays["score_gradient_runs"][1, 2] == pytest.approx(
         pull.score_gradient[0] / most
@@ -379,18 +378,18 @@ def test_a_headline_that_a_snapshot_lacks_is_drawn_without_it(followed):
     measured = records[1].results["value_manifold"]
     less = replace(measured, estimates=measured.estimates[1:])
     found = over_training(STEPS, records | {1: replace(records[1], results={"value_manifold": less})})["value_manifold"]
-    assert found.quantities["headline_00"].axes == ("step (not measured at 1)",)
+    assert found.quantities["metric_00"].axes == ("step (not measured at 1)",)
     assert found.ticks["step (not measured at 1)"] == ("0", "2", "5", "12")
     gone = replace(records[1], results={}, unmeasured={"value_manifold": "too few"})
     found = over_training(STEPS, records | {1: gone})["value_manifold"]
-    assert found.arrays["headline_00"].shape == (4,) and "step 1: not measured, too few" in found.notes
+    assert found.arrays["metric_00"].shape == (4,) and "step 1: not measured, too few" in found.notes
 
 
 def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, runs, tmp_path, monkeypatch):
     out, *_ = followed
     asked = RunConfig(runs=tuple(runs.values()), probes=("value_manifold",), n=12, nulls=2, out=str(tmp_path / "out"))
     seen: list[int] = []
-    plain = dynamics.run_probes
+    plain = follow.run_probes
 
     def run_probes(subject, *args, facts, **more):
         seen.append(facts["step"])
@@ -398,7 +397,7 @@ def test_a_run_that_was_killed_goes_on_and_ends_with_the_same_bytes(followed, ru
             raise KeyboardInterrupt
         return plain(subject, *args, facts=facts, **more)
 
-    monkeypatch.setattr(dynamics, "run_probes", run_probes)
+    monkeypatch.setattr(follow, "run_probes", run_probes)
     with pytest.raises(KeyboardInterrupt):
         perform(asked)
     assert (tmp_path / "out/step1/record.json").exists() and not (tmp_path / "out/record.json").exists()
@@ -426,14 +425,14 @@ def test_the_command_prints_when_each_run_settles(runs, tmp_path):
     assert lines[at].split()[7:] == ["frame", "precision", "tv", "value"]
     for name, shown in zip(("frame", "precision", "tv", "value"), lines[at + 1].split()[1:], strict=True):
         found = settled(STEPS, record.results["drift"].arrays[f"{name}_runs"][0])
-        assert shown == f"{found.step:.0f}" + "+" * found.pinned
+        assert shown == f"{found.step:.0f}" + "+" * found.censored
     assert record.facts["command"] == f"llmgeom dynamics {runs['run0']} --probes '' --n 12"
     assert any("no random-target runs" in warning for warning in record.warnings)
 
 
 def test_a_task_is_trained_and_followed_by_one_command(tmp_path, monkeypatch):
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
-    monkeypatch.setattr(dynamics, "TRAINED", replace(TINY, steps=16))
+    monkeypatch.setattr(study, "TRAINED", replace(TINY, steps=16))
     asked = RunConfig(task=TASK, seeds=1, quick=True, probes=(), n=12, out=str(tmp_path / "out"))
     _, record = perform(asked)
     facts = [json.loads((tmp_path / f"out/runs/{kind}-seed0/training.json").read_text()) for kind in ("run", "random")]
@@ -479,7 +478,7 @@ def test_revisions_of_a_language_model_are_followed_to_the_last(tmp_path, monkey
     asked = RunConfig(model="a/b", revisions=tuple(held), probes=(), n=10, offline=True, out=str(tmp_path / "o"))
     _, record = perform(asked)
     assert called[:3] == [("a/b", revision, True) for revision in held]
-    precision, batch = record.results["drift"].arrays["precision"], dynamics.probe_batch(None, asked, 0.0)
+    precision, batch = record.results["drift"].arrays["precision"], Inputs(n=10).batch()
     log_p, log_q = (held[r].capture(batch, {Site.LOG_PROBS}).log_probs.double() for r in ("step64", "step8"))
     by_hand = (log_p.exp() * (log_p - log_q)).sum(-1).mean().item() / np.log(2)
     assert precision[1] == pytest.approx(by_hand, rel=1e-6) and precision[2] == 0
@@ -518,7 +517,7 @@ def test_checkpoints_of_a_trainer_are_followed(checkpoints, tmp_path):
 
 def test_the_loss_of_a_snapshot_is_that_of_transformers(checkpoints):
     subject = Subject.load(str(checkpoints / "checkpoint-1000"))
-    batch = dynamics.probe_batch(None, RunConfig(runs=("a",), n=10), 0.0)
+    batch = Inputs(n=10).batch()
     total = count = 0
     for text in batch.text:
         ids = torch.tensor([subject.tokenizer(text)["input_ids"]])

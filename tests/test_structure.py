@@ -38,7 +38,6 @@ UPWARD: set[tuple[str, str]] = {
     ("llmgeom.bench.known_truth", "llmgeom.commands.grade"),
     ("llmgeom.bench.known_truth", "llmgeom.commands.patch"),
     ("llmgeom.cache.distributed", "llmgeom.plan"),
-    ("llmgeom.papers.paper2", "llmgeom.commands.dynamics"),
     ("llmgeom.record", "llmgeom.reports"),
     ("llmgeom.run", "llmgeom.probes"),
 }

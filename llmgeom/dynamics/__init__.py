@@ -1,1 +1,3 @@
-"""Training dynamics: when attention, values and answers settle, over snapshots and seeds."""
+"""What happens over the snapshots of a training."""
+
+SEEDS = 5  # fewer training runs give an interval too wide for a verdict

@@ -1,4 +1,4 @@
-"""When do attention and values stop moving in training? Drifts from the final weights, by one functional for both."""
+"""Distance of attention, values and answers from the end of training, and the step at which a curve has settled."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from llmgeom.stats.information import bits, kl
 from llmgeom.stats.similarity import cka
 from llmgeom.task import Task
 
-LEVEL = 0.05  # of its initial value: what is left of a curve that has settled
-TINY = 1e-9  # a drift that is only rounding
-SEEDS = 5  # training runs, the fewest over which an interval is worth a verdict
+LEVEL = 0.05  # a curve has settled below this fraction of its first value
+TINY = 1e-9  # a smaller drift is rounding
 
 
 @dataclass(frozen=True)
 class State:
-    """What is kept of one snapshot.
+    """The arrays of one snapshot from which drifts are computed.
 
-    attention   one a layer, [row head key]: softmax weights of every query asked, 0 beyond it.
-    value       one a layer, [row kv_head head_dim]: the values at every position, as attention reads them.
-    log_probs   [row outcome], nats: answers at the final token of each prompt; None in a tunnel.
-    kl          bits, KL(exact || model), mean over queries; None where no exact answer is known.
-    loss        nats a token of the prompts themselves; None in a tunnel.
+    Attributes:
+        attention: by layer, [row head key]: softmax weights of every query, 0 on later keys.
+        value: by layer, [row kv_head head_dim]: values at every position, as attention reads them.
+        log_probs: [row outcome] nats: answers at the final token of each prompt; None in a wind tunnel.
+        kl: KL(exact || model) in bits, mean over queries; None where no exact answer is known.
+        loss: nats a token of the prompts themselves; None in a wind tunnel.
     """
 
     attention: tuple[np.ndarray, ...]
@@ -43,16 +43,19 @@ class State:
 
 
 def state(subject: Subject, batch: Batch, task: Task | None, store: str | None = None) -> State:
-    """Of a tunnel's batch the attention at its queries; of prompts, at every position, since all were trained on."""
+    """Capture one snapshot: attention at the queries of a wind tunnel, or at every position of prompts.
+
+    A language model was trained to predict at every position of a prompt; a wind tunnel at its queries only.
+    """
     observers = [Observer("loss", _losses, version="1", row_bytes=4)] if task is None else []
-    found = subject.capture(batch, {Site.ATTENTION, Site.VALUE}, positions="all", store=store, observers=observers)
-    asked = slice(None) if batch.query is None else batch.query[found.prompt, found.position]
-    rows = tuple(layer[asked].float().numpy() for layer in found.layers(Site.ATTENTION))
-    values = tuple(layer.float().numpy() for layer in found.layers(Site.VALUE))
+    capture = subject.capture(batch, {Site.ATTENTION, Site.VALUE}, positions="all", store=store, observers=observers)
+    queried = slice(None) if batch.query is None else batch.query[capture.prompt, capture.position]
+    rows = tuple(layer[queried].float().numpy() for layer in capture.layers(Site.ATTENTION))
+    values = tuple(layer.float().numpy() for layer in capture.layers(Site.VALUE))
     if task is not None:
         return State(rows, values, kl=float(score_model(subject, task, batch).kl[:, : task.trained_queries].mean()))
-    inner = (found.position < subject.tokens(batch).lengths[found.prompt] - 1).numpy()
-    loss = float(found.observed("loss.nats").double().numpy()[inner].mean())
+    inner = (capture.position < subject.tokens(batch).lengths[capture.prompt] - 1).numpy()
+    loss = float(capture.observed("loss.nats").double().numpy()[inner].mean())
     return State(rows, values, subject.capture(batch, {Site.LOG_PROBS}).log_probs.numpy(), loss=loss)
 
 
@@ -66,12 +69,13 @@ def _losses(step: Step) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Drifts:
-    """Curves over the snapshots of one run, each against the last of them.
+    """Curves over the snapshots t of one run; the last snapshot T is the reference.
 
-    frame      F(t) = 1 - CKA(attention_t, attention_T), mean over layers and heads; features: the weight on each key.
-    value      V(t), the same functional of the values, mean over layers and key-value heads.
-    tv         mean total variation between attention_t and attention_T over layers, heads and rows.
-    precision  P(t) in bits: KL(exact || model_t) in a tunnel, else KL(model_T || model_t), at which it ends in 0.
+    Attributes:
+        frame: F(t) = 1 - CKA(attention_t, attention_T), mean over layers and heads; features: the weight on each key.
+        value: V(t) = 1 - CKA(value_t, value_T), mean over layers and key-value heads.
+        tv: mean total variation between attention_t and attention_T over layers, heads and rows.
+        precision: P(t) in bits: KL(exact || model_t) in a wind tunnel; else KL(model_T || model_t), which ends at 0.
     """
 
     frame: np.ndarray
@@ -81,48 +85,51 @@ class Drifts:
 
 
 def drifts(states: Sequence[State]) -> Drifts:
-    """Of snapshots in order; the last is the reference."""
+    """The curves of snapshots in order; the last is the reference."""
     last = states[-1]
-    exact = [one.kl for one in states if one.kl is not None]
-    said = [one.log_probs for one in states if one.log_probs is not None]
+    exact = [state.kl for state in states if state.kl is not None]
+    answers = [state.log_probs for state in states if state.log_probs is not None]
 
-    def apart(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-        each = [1 - cka(a[:, head], b[:, head]) for a, b in zip(one, other, strict=True) for head in range(a.shape[1])]
-        return float(np.mean(each))
+    def distance(now: Sequence[np.ndarray], end: Sequence[np.ndarray]) -> float:
+        heads = [1 - cka(a[:, head], b[:, head]) for a, b in zip(now, end, strict=True) for head in range(a.shape[1])]
+        return float(np.mean(heads))
+
+    def variation(now: Sequence[np.ndarray], end: Sequence[np.ndarray]) -> float:
+        return float(np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in zip(now, end, strict=True)]))
 
     def from_last(log_probs: np.ndarray) -> float:
-        return float(bits(kl(said[-1].astype(np.float64), log_probs.astype(np.float64))).mean())
+        return float(bits(kl(answers[-1].astype(np.float64), log_probs.astype(np.float64))).mean())
 
     return Drifts(
-        frame=np.array([apart(one.attention, last.attention) for one in states]),
-        value=np.array([apart(one.value, last.value) for one in states]),
-        tv=np.array(
-            [
-                np.mean([np.abs(a - b).sum(-1).mean() / 2 for a, b in zip(one.attention, last.attention, strict=True)])
-                for one in states
-            ]
-        ),
-        precision=np.array(exact or [from_last(one) for one in said]),
+        frame=np.array([distance(state.attention, last.attention) for state in states]),
+        value=np.array([distance(state.value, last.value) for state in states]),
+        tv=np.array([variation(state.attention, last.attention) for state in states]),
+        precision=np.array(exact or [from_last(log_probs) for log_probs in answers]),
     )
 
 
 @dataclass(frozen=True)
 class Settled:
-    """Where a curve has settled: the step, and whether that step is `pinned` by the end of the run.
+    """The step at which a curve has settled.
 
-    Pinned: the curve crosses between the last two snapshots, or not at all (then step is the last). A curve that is
-    compared with its own end always crosses, so that such a step says how long the run was.
+    Attributes:
+        step: the step.
+        censored: whether the step is right-censored: the curve crosses between the last two snapshots, or never (then
+            `step` is the last). A curve that is compared with its own end always crosses, so such a step says only
+            how long the run was.
     """
 
     step: float
-    pinned: bool
+    censored: bool
 
 
 def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole: float | None = None) -> Settled:
     """The first step from which on the curve stays at or below `level` of `whole`, its first value unless given.
 
-    Between two snapshots the curve is taken as straight in log(1 + step). UserError where `whole` is not above 0:
-    there is nothing to fall.
+    Between two snapshots the curve is straight in log(1 + step).
+
+    Raises:
+        UserError: `whole` is not above 0, so the curve has nothing to fall from.
     """
     whole = float(curve[0]) if whole is None else whole
     if not whole > TINY:
@@ -136,8 +143,11 @@ def settled(steps: Sequence[int], curve: np.ndarray, level: float = LEVEL, whole
 
 
 def fallen(precision: np.ndarray) -> np.ndarray:
-    """What is left of the fall of log P, 1 at the first snapshot and 0 at the last: (log P_t - log P_T) / (log P_0 -
-    log P_T). Raises UserError where precision does not fall, or ends in 0."""
+    """The part of the fall of log P that is still to come: (log P_t - log P_T) / (log P_0 - log P_T), from 1 to 0.
+
+    Raises:
+        UserError: precision does not fall, or ends at 0.
+    """
     if not 0 < precision[-1] < precision[0]:
         raise UserError(f"log P does not fall: P goes from {precision[0]:.3g} to {precision[-1]:.3g} bits")
     logs = np.log(precision)
@@ -146,9 +156,11 @@ def fallen(precision: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Of two settling steps: how many times the second the first is; below 1 the first settles first.
+    """The first of two settling steps over the second; below 1 the first curve settles first.
 
-    open   neither curve settles before the run's last two snapshots, so that the ratio says nothing.
+    Attributes:
+        value: the ratio.
+        open: whether both steps are right-censored, so that the ratio says nothing.
     """
 
     value: float
@@ -156,4 +168,4 @@ class Ratio:
 
     @classmethod
     def of(cls, first: Settled, second: Settled) -> Ratio:
-        return cls(first.step / second.step, first.pinned and second.pinned)
+        return cls(first.step / second.step, first.censored and second.censored)

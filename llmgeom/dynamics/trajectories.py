@@ -1,31 +1,39 @@
-"""What runs of one training recipe did, snapshot by snapshot, and the ratios of the steps at which curves settle."""
+"""Drift and gradient curves of several runs over training, and the ratios of the steps at which they settle."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.dynamics.drift import LEVEL, SEEDS, Drifts, Ratio, Settled, fallen, settled
+from llmgeom.dynamics import SEEDS
+from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settled
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
 from llmgeom.model.attention_gradients import Signals
-from llmgeom.result import Estimate, Figure, Measured, Quantity
+from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 
 DRIFT, GRADIENTS = "drift", "gradients"
+TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
+TEXTS = Path(__file__).with_name("texts")
 HALF = 0.5
 NO_END = -claims.NO_END  # of an interval over one training seed
 
 
 @dataclass(frozen=True)
-class Course:
-    """What one run did: its drifts, and at each snapshot the gradients and a language model's loss on the prompts.
+class Trajectory:
+    """Curves of one run over its snapshots.
 
-    None and empty where they are not measured.
+    Attributes:
+        run: the snapshots.
+        drifts: of attention, values and answers; None where they are not measured.
+        signals: gradients at each snapshot; empty where they are not measured.
+        losses: a language model's loss on the prompts at each snapshot, in nats a token; empty in a wind tunnel.
     """
 
     run: Run
@@ -34,15 +42,16 @@ class Course:
     losses: tuple[float, ...] = ()
 
     def drift(self, name: str) -> np.ndarray:
-        """[step]. Raises UserError where drifts were not had."""
+        """A drift curve, [step]. Raises UserError where drifts were not measured."""
         if self.drifts is None:
             raise UserError(f"the drifts of {self.run.name} were not measured")
         return getattr(self.drifts, name)
 
-    def pull(self, name: str) -> np.ndarray:
-        """[step], root mean square over layers (of the spread the mean), over its largest value in training.
+    def gradient(self, name: str) -> np.ndarray:
+        """[step]: root mean square over layers (the spread: the mean), divided by its largest value in training.
 
-        Raises UserError where it is 0 throughout.
+        Raises:
+            UserError: it is 0 at every snapshot.
         """
         each = np.array([getattr(one, name) for one in self.signals])
         curve = each.mean(1) if name == "spread" else np.sqrt(np.square(each).mean(1))
@@ -55,24 +64,27 @@ class Course:
 
 
 class Section:
-    """One Measured in the making: curves over steps, settling steps run by run, and ratios of these with verdicts.
+    """Builds one Measured: curves over steps, settling steps by run, and ratios of these with verdicts.
 
-    own, null   the runs that learn, and those of random targets.
+    Attributes:
+        own: the runs that learn.
+        null: the runs on random targets.
+        lacking: metric -> why its verdict must be "open".
     """
 
-    def __init__(self, probe: str, courses: Sequence[Course]) -> None:
+    def __init__(self, probe: str, trajectories: Sequence[Trajectory]) -> None:
         self.probe = probe
-        self.own = [c for c in courses if not c.run.random]
-        self.null = [c for c in courses if c.run.random]
-        self.steps = courses[0].run.steps
+        self.own = [c for c in trajectories if not c.run.random]
+        self.null = [c for c in trajectories if c.run.random]
+        self.steps = trajectories[0].run.steps
         self.quantities: dict[str, Quantity] = {}
         self.arrays: dict[str, np.ndarray] = {}
         self.estimates: list[Estimate] = []
         self.lacking: dict[str, str] = {}
         self.notes: list[str] = []
 
-    def curve(self, name: str, unit: str, meaning: str, of: Callable[[Course], np.ndarray]) -> None:
-        """Mean over the runs that learn of `of(course)`, [step], with their interval and the others' range."""
+    def curve(self, name: str, unit: str, meaning: str, of: Callable[[Trajectory], np.ndarray]) -> None:
+        """Add the mean curve of the runs that learn, with its interval, and the range of the random-target runs."""
         try:
             own, null = (np.array([of(course) for course in group]) for group in (self.own, self.null))
         except UserError as refusal:
@@ -85,21 +97,23 @@ class Section:
         if band:
             ends = np.stack([null.min(0), null.max(0)], 1)
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
-        self._add(f"{name}_runs", "run step", unit, f"{meaning}, run by run", np.array([*own, *null]))
+        self._add(f"{name}_runs", "run step", unit, f"{meaning}, by run", np.array([*own, *null]))
 
-    def settles(self, name: str, of: Callable[[Course], Settled]) -> None:
-        """When a curve settles, run by run."""
+    def settles(self, name: str, of: Callable[[Trajectory], Settled]) -> None:
+        """Add the step at which a curve settles, for each run."""
         try:
             found = [of(course) for course in (*self.own, *self.null)]
         except UserError as refusal:
             self.notes.append(f"when {name.replace('_', ' ')} settles is not measured: {refusal}")
             return
-        self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([one.step for one in found]))
-        pinned = np.array([float(one.pinned) for one in found])
-        self._add(f"{name}_pinned", "run", "", "1 where the run's end sets that step", pinned)
+        self._add(f"{name}_settled", "run", "step", "first step with 5 % left", np.array([step.step for step in found]))
+        censored = np.array([float(step.censored) for step in found])
+        self._add(
+            f"{name}_censored", "run", "", "1 where that step is right-censored: the end of the run sets it", censored
+        )
 
-    def ratio(self, name: str, of: Callable[[Course], Ratio]) -> None:
-        """Of the runs that learn, against 1 and against those of random targets."""
+    def ratio(self, name: str, of: Callable[[Trajectory], Ratio]) -> None:
+        """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
         try:
             found, others = ([of(course) for course in group] for group in (self.own, self.null))
         except UserError as refusal:
@@ -127,8 +141,9 @@ class Section:
             self.lacking[name] = "; ".join(lacking)
 
     def measured(self) -> Measured:
-        return replace(
-            TEXTS[self.probe],
+        return Measured(
+            TITLES[self.probe],
+            **read_prose(TEXTS / f"{self.probe}.md")[TITLES[self.probe]],
             estimates=tuple(self.estimates),
             quantities=self.quantities,
             arrays=self.arrays,
@@ -142,66 +157,11 @@ class Section:
         self.quantities[name], self.arrays[name] = Quantity(tuple(axes.split()), unit, meaning, figure), array
 
 
-DRIFT_TEXTS = Measured(
-    title="Frame, values and precision",
-    meaning=(
-        "How far attention (the frame) and values still are from where training leaves them, and how far the answers "
-        "are from the exact ones. A ratio of settling steps below 1 says that attention settles first."
-    ),
-    computed=(
-        "On fixed held-out inputs, F(t) = 1 - debiased linear CKA of the attention weights of snapshot t and of the "
-        "last one, rows: queries, features: the weight on each key; V(t) the same of value vectors, rows: positions; "
-        "both averaged over layers and heads. P(t) = KL(exact || model), bits a query (without a tunnel: KL(last "
-        "snapshot || model)). A curve has settled at the first step from which on it stays at or below 5 % of its "
-        "value at the first snapshot, straight in log(1 + step) between snapshots; half-way: 50 %. The ratio is taken "
-        "run by run; geometric mean over training seeds, Student's interval of its logarithm. The last ratio is the "
-        "form that the papers' wording suggests: total variation of attention at 5 %, over the step at which log P "
-        "has done 95 % of its fall."
-    ),
-    null="Settling together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
-    failure_modes=(
-        "A curve that is compared with its own end always reaches 0 there: where it crosses only between the last two "
-        "snapshots, the step says how long the run was, and if both curves of a ratio do, nothing is decided. At a "
-        "constant rate weights keep moving and may never settle to 5 %; with a falling rate they settle because of it. "
-        "Linear CKA does not see rotations, and reads mostly the directions of largest variance: the causal mask and "
-        "the tokens themselves keep it high from the start, so a drift at step 0 below 1 is no learning. Precision is "
-        "held against the truth, the others against their own end."
-    ),
-    estimates=(),
-    quantities={},
-    arrays={},
-)
-GRADIENT_TEXTS = Measured(
-    title="What the loss asks of routing and of values",
-    meaning=(
-        "How strongly the loss pulls at attention scores and at values. Paper II argues that the pull at scores stops "
-        "first, because the values attended to become equally useful, while values go on improving."
-    ),
-    computed=(
-        "Of the cross-entropy of the outcomes drawn, summed over queries, in nats: root mean square of dL/ds_ij over "
-        "pairs of query and key, and of dL/dv_j over positions and coordinates, over layers; the spread is the sd of "
-        "b_ij = dL/dz_i . v_j over keys, weighted by attention, mean over layers. Each over its own largest value over "
-        "training. Vanished: from this step on at or below 5 % of that. What is left: the fraction at the end."
-    ),
-    null="Vanishing together (1), and the same ratio in models trained alike on random targets, by Welch's t.",
-    failure_modes=(
-        "Outcomes are drawn, so the gradient of one sequence does not vanish where the answer is right but open: it "
-        "falls to what chance leaves, and neither curve need reach 5 %. Both gradients hold dL/dz, so both vanish "
-        "where it does; only their ratio speaks about routing. Scores and values have different scales and signs of "
-        "life: a larger value vector makes the score gradient larger."
-    ),
-    estimates=(),
-    quantities={},
-    arrays={},
-)
-TEXTS = {DRIFT: DRIFT_TEXTS, GRADIENTS: GRADIENT_TEXTS}
-
-
-def sections(courses: Sequence[Course]) -> dict[str, Measured]:
-    """Drifts and gradients where every run has them, with verdicts: none of these where too little was trained."""
-    made = {DRIFT: _drift(courses)} if all(c.drifts for c in courses) else {}
-    if all(c.signals for c in courses):
-        made[GRADIENTS] = _gradients(courses)
+def sections(trajectories: Sequence[Trajectory]) -> dict[str, Measured]:
+    """Sections of drifts and of gradients where every run has them, judged; too few runs leave a claim open."""
+    made = {DRIFT: _drift(trajectories)} if all(c.drifts for c in trajectories) else {}
+    if all(c.signals for c in trajectories):
+        made[GRADIENTS] = _gradients(trajectories)
     judged = claims.judge({probe: section.measured() for probe, section in made.items()})
     return {
         probe: replace(measured, estimates=tuple(_final(h, made[probe].lacking) for h in measured.estimates))
@@ -215,18 +175,18 @@ def _final(h: Estimate, lacking: Mapping[str, str]) -> Estimate:
     return replace(h, verdict="open", why=lacking[h.name]) if h.claim else h
 
 
-def _drift(courses: Sequence[Course]) -> Section:
-    section = Section(DRIFT, courses)
-    exact = "KL(exact || model)" if courses[0].run.task else "KL(last snapshot || model)"
-    section.curve("frame", "1 - CKA", "attention, apart from its end", lambda c: c.drift("frame"))
-    section.curve("value", "1 - CKA", "values, apart from their end", lambda c: c.drift("value"))
+def _drift(trajectories: Sequence[Trajectory]) -> Section:
+    section = Section(DRIFT, trajectories)
+    exact = "KL(exact || model)" if trajectories[0].run.task else "KL(last snapshot || model)"
+    section.curve("frame", "1 - CKA", "attention: distance from its end", lambda c: c.drift("frame"))
+    section.curve("value", "1 - CKA", "values: distance from their end", lambda c: c.drift("value"))
     section.curve("precision", "bits", exact, lambda c: c.drift("precision"))
-    section.curve("tv", "total variation", "attention weights, apart from their end", lambda c: c.drift("tv"))
+    section.curve("tv", "total variation", "attention weights: distance from their end", lambda c: c.drift("tv"))
 
-    def at(name: str, level: float = LEVEL) -> Callable[[Course], Settled]:
+    def at(name: str, level: float = LEVEL) -> Callable[[Trajectory], Settled]:
         return lambda c: settled(c.run.steps, c.drift(name), level)
 
-    def over(name: str, first: Callable[[Course], Settled], second: Callable[[Course], Settled]) -> None:
+    def over(name: str, first: Callable[[Trajectory], Settled], second: Callable[[Trajectory], Settled]) -> None:
         section.ratio(name, lambda c: Ratio.of(first(c), second(c)))
 
     over("frame over precision", at("frame"), at("precision"))
@@ -243,28 +203,28 @@ def _drift(courses: Sequence[Course]) -> Section:
     return section
 
 
-def _gradients(courses: Sequence[Course]) -> Section:
-    section = Section(GRADIENTS, courses)
+def _gradients(trajectories: Sequence[Trajectory]) -> Section:
+    section = Section(GRADIENTS, trajectories)
     names = {
         "score_gradient": "rms of dL/ds over its largest",
         "value_gradient": "rms of dL/dv over its largest",
         "spread": "spread of b over its largest",
     }
 
-    def pull(name: str) -> Callable[[Course], np.ndarray]:
-        return lambda c: c.pull(name)
+    def gradient(name: str) -> Callable[[Trajectory], np.ndarray]:
+        return lambda c: c.gradient(name)
 
-    def at(name: str, level: float = LEVEL) -> Callable[[Course], Settled]:
-        return lambda c: settled(c.run.steps, c.pull(name), level, whole=1.0)
+    def at(name: str, level: float = LEVEL) -> Callable[[Trajectory], Settled]:
+        return lambda c: settled(c.run.steps, c.gradient(name), level, whole=1.0)
 
-    def both(level: float) -> Callable[[Course], Ratio]:
+    def both(level: float) -> Callable[[Trajectory], Ratio]:
         return lambda c: Ratio.of(at("score_gradient", level)(c), at("value_gradient", level)(c))
 
-    def left(name: str) -> Callable[[Course], Ratio]:
-        return lambda c: Ratio(float(c.pull(name)[-1] / c.pull("value_gradient")[-1]), False)
+    def left(name: str) -> Callable[[Trajectory], Ratio]:
+        return lambda c: Ratio(float(c.gradient(name)[-1] / c.gradient("value_gradient")[-1]), False)
 
     for name, meaning in names.items():
-        section.curve(name, "fraction", meaning, pull(name))
+        section.curve(name, "fraction", meaning, gradient(name))
         section.settles(name, at(name))
     section.ratio("scores over values", both(LEVEL))
     section.ratio("scores over values, half-way", both(HALF))

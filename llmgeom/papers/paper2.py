@@ -13,7 +13,8 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch
 from llmgeom.bench.resume import recorded
 from llmgeom.bench.sweep import sweep
-from llmgeom.commands import dynamics
+from llmgeom.dynamics.follow import Inputs
+from llmgeom.dynamics.study import comparable, recipe, study, study_spec, train_runs
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, routing_law, sticky_chain
@@ -127,10 +128,14 @@ def next_step(subject: Subject, batch: Batch, **options: Any) -> Record:
 
 def settles(source: Chain, test: Check, section: str, metric: str) -> Estimate:
     """A metric of `llmgeom dynamics` on the bijection: five trainings, and five on random targets."""
-    folder = source.out / "dynamics"
-    config = dynamics.RunConfig(task="bijection", quick=source.quick, probes=(), out=str(folder))
-    record = recorded(folder, {"quick": source.quick}, lambda: dynamics.perform(config, source.progress)[1])
-    return _metric(record, section, metric)
+    folder, inputs = source.out / "dynamics", Inputs("bijection")
+    spec = {"quick": source.quick}
+
+    def follow() -> Record:
+        runs = comparable(train_runs(recipe("bijection", source.quick), folder / "runs", progress=source.progress))
+        return study(runs, inputs, folder, study_spec(runs, inputs, ()), progress=source.progress)
+
+    return _metric(recorded(folder, spec, follow), section, metric)
 
 
 def _metric(record: Record, section: str, name: str) -> Estimate:
