@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
@@ -421,3 +421,40 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: i
     most = max(batch.cluster.count(cluster) for cluster in set(batch.cluster))
     if most > 2:
         yield f"up to {most} prompts share one template; n counts templates, not prompts"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a command asks of one model: the arguments of `run_probes`. Controls read every input of its samples.
+
+    Attributes:
+        finish: completes the judged record, e.g. with a warning that depends on a verdict.
+    """
+
+    batch: Batch
+    probes: Mapping[str, Probe]
+    controls: int
+    seed: int
+    batch_tokens: int = BATCH_TOKENS
+    samples: Mapping[str, Batch] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    notes: Sequence[str] = ()
+    columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
+    finish: Callable[[Record], Record] | None = None
+
+    def record(self, subject: Subject, **options: Any) -> Record:
+        """The answer; options of `run_probes`, e.g. store and progress."""
+        record = run_probes(
+            subject,
+            self.batch,
+            self.probes,
+            samples=self.samples,
+            controls=self.controls,
+            seed=self.seed,
+            batch_tokens=self.batch_tokens,
+            notes=self.notes,
+            columns=self.columns,
+            whole=True,
+            **{**options, "facts": {**self.facts, **options.get("facts", {})}},
+        )
+        return self.finish(record) if self.finish else record

@@ -10,8 +10,9 @@ from pathlib import Path
 from shutil import rmtree
 
 from llmgeom import Subject
-from llmgeom.commands.grade import RunConfig, grade, perform
+from llmgeom.commands.grade import RunConfig, perform
 from llmgeom.probes import known
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
 from llmgeom.run import run_probes

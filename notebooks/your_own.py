@@ -17,9 +17,9 @@ import torch
 
 from llmgeom import Site, Subject
 from llmgeom.claims import Claim, Null, estimate, layer_band
-from llmgeom.commands.grade import grade
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes import known
+from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import bar
 from llmgeom.reports import figures, page
 from llmgeom.result import Estimate, Figure, quantity

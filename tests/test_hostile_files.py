@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from llmgeom.commands import grade as grading
+from llmgeom.bench import grading
 from llmgeom.commands import scan as scanning
 from llmgeom.errors import UserError
 from llmgeom.model import hub
@@ -232,7 +232,7 @@ def broken(tmp_path_factory):
     def stop(*_, **__):
         raise UserError(READ_ON)
 
-    patch.setattr(grading, "examine", stop)
+    patch.setattr(grading, "question", stop)
     patch.setattr(scanning, "sampled", stop)
     asked = Training("bijection:vocab=4,pairs=3", width=16, layers=1, heads=2, steps=2, batch=4, snapshots=2)
     root = tmp_path_factory.mktemp("models")

@@ -13,9 +13,9 @@ from scipy.stats import entropy, t
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import NO_EXACT
+from llmgeom.bench.grading import Origin
 from llmgeom.claims import judge
 from llmgeom.cli import main
-from llmgeom.commands.grade import Told, examine
 from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.capture import Capture, Site
@@ -31,8 +31,8 @@ from llmgeom.wind_tunnels.tasks.bijection import Bijection
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
+from tests.test_posterior_scores import examine, saying
 from tests.test_posterior_scores import of as graded_subject
-from tests.test_posterior_scores import saying
 
 TASK = wind_tunnels.load_task("hmm:steps=8")
 N, ASKED, H = 80, 8, 5
@@ -159,7 +159,7 @@ def test_grade_says_the_same_of_the_same_sequences():
         p, share = task.log_predictive(inputs).exp(), torch.tensor(mixed, dtype=torch.float64)[:, None]
         return ((1 - share) * p + share / 6).log()
 
-    record = examine(graded_subject(task, saying(task, predictive)), task, Told(task.title, 4), n=60, nulls=20)
+    record = examine(graded_subject(task, saying(task, predictive)), task, Origin(task.title, 4), n=60, nulls=20)
     graded = {h.name: h for h in record.results["posterior_horizon"].estimates}
     batch = task.sample(60, 0, "held-out")
     log_p = torch.full((60, 6, task.vocabulary), -1e9, dtype=torch.float64)

@@ -12,7 +12,7 @@ import torch
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.probes.posterior import memory
-from llmgeom.probes.posterior.scores import evaluation_batch, posterior_scores
+from llmgeom.probes.posterior.scores import Evaluation
 from llmgeom.probes.posterior.state_table import StateTable
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
@@ -88,16 +88,15 @@ def test_a_table_answers_with_the_counts_of_its_training_sequences(spec):
     assert any(met) and not all(met)
 
 
-def _scores(of, batch, form):
-    return posterior_scores(of, batch, form, trained=len(of.query), seed=0)
+def evaluation(of, n):
+    return Evaluation(of, n, 0, "held-out", len(of.query))
 
 
 def _of_table(spec, sequences):
     of = task(spec)
-    batch = of.sample(500, 0, "held-out")
-    table, exact = StateTable.filled(of, sequences, 0), of.answers.exact(batch.exact.predictive)
-    kl = bits(of.answers.kl(exact, table.answers(batch.tokens.data))).numpy()
-    return table, kl, _scores(of, batch, exact)
+    held_out, table = evaluation(of, 500), StateTable.filled(of, sequences, 0)
+    kl = bits(of.answers.kl(held_out.exact, table.answers(held_out.batch.tokens.data))).numpy()
+    return table, kl, held_out.posterior_scores(held_out.exact)
 
 
 def test_a_table_of_the_bijection_answers_held_out_hypotheses():
@@ -168,13 +167,14 @@ def test_states_that_cannot_be_held_out_are_refused(tmp_path, flags, value):
 
 def test_a_table_without_the_held_out_states_fails_in_them_and_the_exact_answer_does_not():
     of = task("bijection")
-    batch = evaluation_batch(of, 1500, 0, "held-out")
+    held_out = evaluation(of, 1500)
+    batch = held_out.batch
     out = of.held_out_states(batch.tokens.data)
     exact = of.answers.exact(batch.exact.predictive)
     uniform = of.answers.exact(torch.full_like(batch.exact.predictive, -math.log(8)))
     remembers = torch.where(out[..., None], uniform, exact)
     for form, low in ((exact, -1e-9), (remembers, 0.05)):
-        [found] = memory.measure_states(_scores(of, batch, form), out.numpy()).estimates
+        [found] = memory.measure_states(held_out.posterior_scores(form), out.numpy()).estimates
         assert (found.value > 0.05) == (low > 0) and found.value >= low
         kl = bits(of.answers.kl(exact, form)).numpy()
         by_query = [
@@ -187,8 +187,8 @@ def test_a_table_without_the_held_out_states_fails_in_them_and_the_exact_answer_
 
 def test_nothing_is_said_of_the_memory_of_a_model_that_does_not_infer():
     of = task("recall")
-    batch = evaluation_batch(of, 200, 0, "held-out")
-    scores = _scores(of, batch, of.answers.exact(batch.exact.predictive))
+    held_out = evaluation(of, 200)
+    scores = held_out.posterior_scores(held_out.exact)
     with pytest.raises(UserError, match=r"skill over bag of values is -1\.6"):
         memory.require_skill(np.full((200, 4), 3.0), scores)  # uniform: 3 bits; the bag of values: 1.146
     memory.require_skill(scores.own.kl, scores)

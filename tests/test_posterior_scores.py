@@ -18,13 +18,14 @@ from click.testing import CliRunner
 from scipy import integrate, stats
 
 from llmgeom import wind_tunnels
+from llmgeom.bench.grading import Origin, question
 from llmgeom.cli import main
-from llmgeom.commands.grade import RunConfig, Told, examine, grade, perform, table
+from llmgeom.commands.grade import RunConfig, perform, table
 from llmgeom.errors import UserError
 from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.answers import score_model
+from llmgeom.probes.posterior.answers import grade, score_model
 from llmgeom.probes.posterior.scores import score
 from llmgeom.probes.posterior.state_table import StateTable
 from llmgeom.record import Record
@@ -120,6 +121,10 @@ def nearly(task, seed=4):
     first, last = task.answers.tokens[0], task.answers.tokens[-1] + 1
     noisy = noise(task, seed, 0.2)
     return saying(task, lambda x: (0.94 * task.log_predictive(x).exp() + 0.01).log() + noisy(x)[..., first:last])
+
+
+def examine(subject, task, origin, **options):
+    return question(subject, task, origin, **options).record(subject)
 
 
 def verdicts(record):
@@ -277,7 +282,7 @@ def test_it_is_held_out_hypotheses_that_are_graded():
 
 def test_the_posterior_itself_passes_everything():
     task = REPLACED
-    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6, FEW), n=200, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=200, nulls=20)
     got = found(record, "posterior", KL)
     assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 1e-3
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
@@ -300,13 +305,13 @@ def test_a_predictor_that_rules_out_what_happens_is_left_out_and_named(monkeypat
     monkeypatch.setattr(type(task), "trivial", lambda self, inputs: {"always the first": sure[: len(inputs)]})
     got = grade(of(task, uniform(task)), task, 200, seed=2)
     assert got.excluded == ("always the first",) and set(got.trivial) == {"uniform", "constant", "position"}
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6, FEW), n=200, nulls=20)
+    record = examine(of(task, uniform(task)), task, Origin(task.title, 6, FEW), n=200, nulls=20)
     assert "always the first gives no probability" in " ".join(record.results["posterior"].notes)
 
 
 def test_the_uniform_model_is_the_uniform_predictor():
     task = PLAIN
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6, FEW), n=200, nulls=20)
+    record = examine(of(task, uniform(task)), task, Origin(task.title, 6, FEW), n=200, nulls=20)
     # After m pairs 6 - m values are left: KL = log2 6 - log2(6 - m), the same for every sequence.
     owed = [math.log2(6 / (6 - m)) for m in range(6)]
     np.testing.assert_allclose(record.results["posterior"].arrays["kl"], owed, atol=1e-6)
@@ -327,7 +332,7 @@ def test_the_uniform_model_is_the_uniform_predictor():
 def test_errors_of_entropy_do_not_see_a_model_that_is_certain_of_the_wrong_thing():
     task = Coin(flips=8, prior="beta:1,1")
     mirrored = saying(task, lambda x: task.log_predictive(x).flip(-1))
-    record = examine(of(task, mirrored), task, Told(task.title, 8), n=300, nulls=20)
+    record = examine(of(task, mirrored), task, Origin(task.title, 8), n=300, nulls=20)
     assert found(record, "posterior", "mae_abs").value < 1e-6
     assert found(record, "posterior", "mae_mean").value < 1e-6
     expected = []
@@ -352,7 +357,7 @@ def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
         never = held_out(whole)
         return torch.where(never[:, None, None], torch.full_like(exact, -math.log(6)), exact)
 
-    record = examine(of(task, saying(task, looked_up)), task, Told(task.title, 6, FEW), n=200, nulls=20)
+    record = examine(of(task, saying(task, looked_up)), task, Origin(task.title, 6, FEW), n=200, nulls=20)
     less = found(record, "posterior_memory", LESS)
     assert less.value == pytest.approx(np.mean([math.log2(6 / (6 - m)) for m in range(6)]), abs=1e-6)
     assert less.verdict == "ruled out" and less.n == 400
@@ -363,7 +368,7 @@ def test_a_model_that_looks_hypotheses_up_is_told_from_one_that_infers():
         exact, seen = task.log_predictive(inputs), (looked_up(inputs) == task.log_predictive(inputs)).all(-1).all(-1)
         return torch.where(seen[:, None, None], -math.log(6.0), exact)
 
-    record = examine(of(task, saying(task, swapped)), task, Told(task.title, 6, FEW), n=200, nulls=20)
+    record = examine(of(task, saying(task, swapped)), task, Origin(task.title, 6, FEW), n=200, nulls=20)
     assert record.unmeasured["posterior_memory"].startswith("skill over ")
 
 
@@ -375,7 +380,7 @@ def test_past_the_horizon_is_told_apart():
         near = (exact.exp() * (1 - mixed) + mixed / 6).log()
         return torch.where(torch.arange(6)[:, None] < 4, near, flat)
 
-    record = examine(of(task, saying(task, to_the_horizon)), task, Told(task.title, 4, FEW), n=100, nulls=20)
+    record = examine(of(task, saying(task, to_the_horizon)), task, Origin(task.title, 4, FEW), n=100, nulls=20)
     assert verdicts(record)["posterior", KL] == "holds" and record.facts["horizon"] == 4
     owed = [math.log2(6 / (6 - m)) for m in range(6)]
     past = record.results["posterior_horizon"]
@@ -387,7 +392,7 @@ def test_past_the_horizon_is_told_apart():
     assert record.results["posterior"].arrays["kl"].shape == (4,)
 
     mixed = saying(task, lambda x: to_the_horizon(x, 0.3))
-    record = examine(of(task, mixed), task, Told("bijection:vocab=6,pairs=4", 4), n=100, nulls=20)
+    record = examine(of(task, mixed), task, Origin("bijection:vocab=6,pairs=4", 4), n=100, nulls=20)
     within = []
     for m in range(4):
         p, q = 1 / (6 - m), 0.7 / (6 - m) + 0.05
@@ -395,13 +400,13 @@ def test_past_the_horizon_is_told_apart():
     ratio = found(record, "posterior_horizon", "first query past the horizon, over those within")
     assert ratio.value == pytest.approx(owed[4] / np.mean(within), rel=1e-5)
     assert "trained on bijection:vocab=6,pairs=4" in record.results["posterior"].notes
-    assert "posterior_horizon" in examine(of(task, mixed), task, Told(task.title, 5), n=20, nulls=2).results
-    assert "posterior_horizon" not in examine(of(task, mixed), task, Told(task.title, 6, FEW), n=20, nulls=2).results
+    assert "posterior_horizon" in examine(of(task, mixed), task, Origin(task.title, 5), n=20, nulls=2).results
+    assert "posterior_horizon" not in examine(of(task, mixed), task, Origin(task.title, 6, FEW), n=20, nulls=2).results
 
 
 def test_intervals_are_over_sequences():
     task = REPLACED
-    record = examine(of(task, nearly(task)), task, Told(task.title, 6, FEW), n=50, nulls=20)
+    record = examine(of(task, nearly(task)), task, Origin(task.title, 6, FEW), n=50, nulls=20)
     kl = grade(of(task, nearly(task)), task, 50, 0).own.kl
 
     def interval(x):
@@ -424,7 +429,7 @@ def test_intervals_are_over_sequences():
 def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
     task = REPLACED
     subject = of(task, nearly(task))
-    record = examine(subject, task, Told(task.title, 4, FEW), n=40, nulls=2)
+    record = examine(subject, task, Origin(task.title, 4, FEW), n=40, nulls=2)
     got, seen = grade(subject, task, 40, trained=4), grade(subject, task, 40, trained=4, split="seen")
     shown = {name: array for m in record.results.values() for name, array in m.arrays.items() if "kl" not in name}
     gap = got.own.gap[:, :4]
@@ -468,7 +473,7 @@ def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
 
 def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
     task = REPLACED
-    record = examine(of(task, uniform(task)), task, Told(task.title, 6, FEW), n=30, seed=7, nulls=5)
+    record = examine(of(task, uniform(task)), task, Origin(task.title, 6, FEW), n=30, seed=7, nulls=5)
     untrained = [grade(of(task, noise(task, 8 + i)), task, 30, 7) for i in range(5)]
     band = record.results["posterior"].arrays["kl_null"]
     kl = np.array([control.own.kl.mean(0) for control in untrained])
@@ -482,7 +487,7 @@ def test_the_band_is_that_of_the_twins_in_the_same_pipeline():
 def test_corrupted_labels_are_graded_against_both_answers():
     task, p = PLAIN, 0.3
     says = saying(task, lambda x: ((1 - p) * task.log_predictive(x).exp() + p / 6).log())
-    told = Told(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
+    told = Origin(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
     record = examine(of(task, says), task, told, n=400, nulls=20)
     words = verdicts(record)
     assert words["posterior", KL] == "ruled out" and words["posterior_mixture", "KL to the mixture"] == "holds"
@@ -511,7 +516,7 @@ def test_corrupted_labels_are_graded_against_both_answers():
 
 def test_where_every_trivial_predictor_is_exact_there_is_nothing_to_grade():
     task = Coin(flips=1)
-    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 1), n=20, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 1), n=20, nulls=20)
     assert record.unmeasured["posterior"] == "coin:flips=1: every trivial predictor is exact; nothing is left to infer"
     assert "posterior_calibration" in record.results
 
@@ -576,12 +581,12 @@ def test_rows_are_read_in_the_precision_of_the_weights():
 
 def test_standardised_residuals_tell_a_model_that_is_too_sure():
     task = Mean()
-    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Told("x", 4), n=1000, nulls=20)
+    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=1000, nulls=20)
     assert verdicts(record)["posterior", KL] == "holds" and "never trained on this task, but on x" in record.warnings
     off = "|rms of standardised residuals - 1|"
     assert found(record, "posterior_calibration", off).value < 0.03
     sure = of(task, lambda rows: (task.log_predictive(rows) - torch.tensor([0, math.log(4)])).float())
-    record = examine(sure, task, Told(), n=1000, nulls=20)
+    record = examine(sure, task, Origin(), n=1000, nulls=20)
     arrays = record.results["posterior_calibration"].arrays
     np.testing.assert_allclose(arrays["rms"], 2 * arrays["rms_exact"], rtol=1e-5)
     own = 2 * math.sqrt(np.square(arrays["rms_exact"]).mean())
@@ -739,7 +744,7 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
 
 def test_a_rare_failure_that_the_sample_lacks_stays_within_the_upper_end():
     task = REPLACED
-    record = examine(of(task, saying(task, task.log_predictive)), task, Told(task.title, 6, FEW), n=200, nulls=5)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=200, nulls=5)
     safe, plain = found(record, "posterior", "KL, rare failures included"), found(record, "posterior", KL)
     assert safe.value == pytest.approx(plain.value, abs=1e-6) and not safe.verdict
     # Clopper and Pearson: with this share of failures, 200 sequences have none with probability .0125.

@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmgeom import claims, probes, wind_tunnels
+from llmgeom.bench import grading
 from llmgeom.bench.resume import computed
 from llmgeom.bench.sweep import spread
-from llmgeom.commands import grade as grading
 from llmgeom.commands import patch
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import REACHED_KL, REACHED_SKILL, at_posterior
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions.component_run import examine_components
+from llmgeom.probes.interventions import component_probe
 from llmgeom.progress import Progress
 from llmgeom.record import Record
 from llmgeom.result import Estimate
@@ -168,13 +168,14 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     """Every metric that can be measured of a tunnel's model on n sequences.
 
     That is `llmgeom scan` with all probes, those of entropy at one query (`scan_entropy`), the next step of descent,
-    `patch`, `ablate --heads` and `--blocks`, `grade`.
+    `patch`, `ablate --what heads` and `--what blocks`, `grade`.
     """
     subject = Subject.load(str(folder))
-    origin = grading.Told.of(str(folder))
-    task = origin.asked(None, str(folder))
+    origin = grading.Origin.of(str(folder))
+    task = origin.load_task(None, str(folder))
     whole = task.sample(n, seed, task.test_split)
     draws: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
+    every = {"task": task, "positions": "all", **draws}
 
     def scan() -> Record:
         every = {**probes.known([name for name in probes.names() if name != ENTROPY]), routing_law.NAME: routing_law}
@@ -185,9 +186,9 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, n, seed),
         "patch": lambda: patch.examine(subject, task, n=n, **draws),
-        "heads": lambda: examine_components(subject, whole, "heads", task=task, positions="all", **draws),
-        "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **draws),
-        "grade": lambda: grading.examine(subject, task, origin, n=n, **draws),
+        "heads": lambda: component_probe.question(subject, whole, "heads", **every).record(subject),
+        "blocks": lambda: component_probe.question(subject, whole, "blocks", **every).record(subject),
+        "grade": lambda: grading.question(subject, task, origin, n=n, **draws).record(subject),
     }
     estimates, unmeasured = {}, {}
     for name, run in runs.items():

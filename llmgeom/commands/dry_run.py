@@ -23,7 +23,7 @@ from llmgeom import probes
 from llmgeom.batch import Batch
 from llmgeom.claims import Claim
 from llmgeom.commands.config import ModelConfig
-from llmgeom.commands.job import Job, Question
+from llmgeom.commands.job import Job
 from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
 from llmgeom.model import hub
@@ -37,6 +37,7 @@ from llmgeom.plan import PassPlan, Reading, measurable
 from llmgeom.probe import MATCHED, MIXED, WHOLE, Probe
 from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
 from llmgeom.reports.text import grid
+from llmgeom.run import Question
 from llmgeom.stats import power
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.rule import LEAST_DRAWS

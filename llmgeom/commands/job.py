@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show_record
 from llmgeom.flags import flag
@@ -18,44 +17,10 @@ from llmgeom.model import hub
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from llmgeom.batch import Batch
     from llmgeom.model.subject import Subject
-    from llmgeom.probe import Probe
     from llmgeom.progress import Progress
     from llmgeom.record import Record
-
-
-@dataclass(frozen=True)
-class Question:
-    """Inputs, probes and controls: the arguments of `run_probes`; of its samples controls read every input."""
-
-    batch: Batch
-    probes: Mapping[str, Probe]
-    controls: int
-    seed: int
-    batch_tokens: int
-    samples: Mapping[str, Batch] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    notes: Sequence[str] = ()
-    columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
-
-    def record(self, subject: Subject, **options: Any) -> Record:
-        """The answer; options of `run_probes`, e.g. store and progress."""
-        from llmgeom.run import run_probes
-
-        return run_probes(
-            subject,
-            self.batch,
-            self.probes,
-            samples=self.samples,
-            controls=self.controls,
-            seed=self.seed,
-            batch_tokens=self.batch_tokens,
-            notes=self.notes,
-            columns=self.columns,
-            whole=True,
-            **{**options, "facts": {**self.facts, **options.get("facts", {})}},
-        )
+    from llmgeom.run import Question
 
 
 @dataclass(frozen=True)
@@ -89,6 +54,8 @@ class Job:
 
     def perform(self, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
+        from llmgeom.cache.shards import captures_folder
+
         config.check_folder(self.folder, self.spec)
         subject = subject or self.asked.load(self.located)
         record = self.ask(subject, progress).record(

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from llmgeom.bench.grading import Origin
 from llmgeom.commands import config
-from llmgeom.commands.grade import Told
-from llmgeom.commands.job import Job, JobOutput, Question
+from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.model.batching import BATCH_TOKENS
@@ -18,7 +18,7 @@ from llmgeom.probes.interventions import hypothesis_frame
 from llmgeom.probes.interventions.interchange_results import PROBE, InterchangeProbe
 from llmgeom.progress import Progress
 from llmgeom.record import Record
-from llmgeom.run import CONTROLS, few_draws
+from llmgeom.run import CONTROLS, Question, few_draws
 from llmgeom.task import Task
 
 SUBSPACES = 39
@@ -99,8 +99,8 @@ def prepare(asked: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
     layers = None if asked.layers == "all" else config.numbers("--layers", asked.layers, "all", "0,1")
     located = asked.locate()
-    told = Told.of(located.path)
-    task = told.asked(asked.task, asked.model)
+    origin = Origin.of(located.path)
+    task = origin.load_task(asked.task, asked.model)
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         return question(
@@ -113,7 +113,7 @@ def prepare(asked: RunConfig) -> Job:
             seed=asked.seed,
             batch_tokens=asked.batch_tokens,
             progress=progress,
-            warnings=tuple(told.doubts(task)),
+            warnings=tuple(origin.doubts(task)),
         )
 
     return Job(asked, located, f"patch-{type(task).__name__.lower()}", asked.spec(located), ask)

@@ -11,23 +11,18 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior.scores import (
-    PosteriorScores,
-    Scores,
-    evaluation_batch,
-    posterior_scores,
-    score,
-)
+from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores, score
 from llmgeom.task import Split, Task
 
 NAME = "answers"
 NEVER = -1e30  # nats
 
 
-def answer_observer(task: Task) -> Observer:
-    """Reduces the logits at the queries to the form in which the task compares answers."""
+def answer_observer(task: Task, *samples: str) -> Observer:
+    """Reduces the logits at the queries of the main sample and of `samples` to the task's form of an answer."""
     width = len(task.answers.tokens) + 1 if task.answers.tokens else 2
-    return Observer(NAME, partial(_answers, task), version=f"{NAME} of {task.title}", row_bytes=4 * width)
+    version = f"{NAME} of {task.title}"
+    return Observer(NAME, partial(_answers, task), samples=("", *samples), version=version, row_bytes=4 * width)
 
 
 def _answers(task: Task, step: Step) -> dict[str, Tensor]:
@@ -84,9 +79,8 @@ def grade(
         corrupt: probability with which training drew targets again; the exact answer is then the mixture.
 
     Raises:
-        UserError: as `read_answers` and `posterior_scores`.
+        UserError: as `read_answers` and `Evaluation.posterior_scores`.
     """
-    batch = evaluation_batch(task, n, seed, split or task.test_split, corrupt)
     trained = min(task.trained_queries, trained or task.trained_queries)
-    form = read_answers(subject, task, batch)
-    return posterior_scores(task, batch, form, trained=trained, seed=seed, corrupt=corrupt, name=subject.name)
+    evaluation = Evaluation(task, n, seed, split or task.test_split, trained, corrupt)
+    return evaluation.posterior_scores(read_answers(subject, task, evaluation.batch), subject.name)

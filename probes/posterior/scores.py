@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -96,7 +97,7 @@ def _tally(exact: Tensor, predicted: Tensor, target: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class PosteriorScores:
-    """Scores of a model on one batch, beside those of the exact answer and of trivial predictors.
+    """Scores of a model on one batch, with those of the exact answer and of trivial predictors.
 
     Attributes:
         own: the model's scores.
@@ -138,7 +139,7 @@ class PosteriorScores:
     @property
     def as_exact(self) -> tuple[str, ...]:
         """Trivial predictors that are the exact answer here."""
-        return tuple(name for name, x in self.trivial.items() if x.kl[:, self.within].mean() < AS_EXACT)
+        return as_exact(self.trivial, self.trained)
 
     @property
     def best(self) -> str:
@@ -152,6 +153,11 @@ class PosteriorScores:
     def skill(self) -> float:
         """1 - KL(exact || model) / KL(exact || best trivial predictor)."""
         return skill(np.stack([self.own.kl[:, self.within], self.trivial[self.best].kl[:, self.within]], -1))
+
+
+def as_exact(trivial: Mapping[str, Scores], trained: int) -> tuple[str, ...]:
+    """Names of the predictors that are the exact answer at the first `trained` queries."""
+    return tuple(name for name, x in trivial.items() if x.kl[:, :trained].mean() < AS_EXACT)
 
 
 def mae_abs(gap: np.ndarray) -> float:
@@ -228,35 +234,65 @@ def trivial_answers(task: Task, batch: Batch, trained: int, seed: int, corrupt: 
     return {name: x.expand(shape) for name, x in answers.items()}
 
 
-def posterior_scores(
-    task: Task, batch: Batch, form: Tensor, *, trained: int, seed: int, corrupt: float = 0.0, name: str = "the model"
-) -> PosteriorScores:
-    """Scores of a model's answers, of the exact ones and of trivial predictors.
+@dataclass(frozen=True)
+class Evaluation:
+    """Sequences of a task, their exact answers, and the scores of predictors that do not infer.
 
-    Args:
-        form: the model's answers, [sequence query form].
-        trained: how many queries lie within the horizon.
-        seed: fixes the other sequences of the mean predictors.
+    Attributes:
+        n, seed, split: which sequences.
+        trained: how many queries, the first ones, lie within the horizon.
         corrupt: as in `evaluation_batch`.
-        name: of the model, in messages.
-
-    Raises:
-        UserError: an answer is infinitely far from the exact one.
     """
-    exact = exact_answers(task, batch)
-    parts = zip(exact.split(ROWS_AT_ONCE), form.double().split(ROWS_AT_ONCE), strict=True)
-    trivial = {k: score(task, batch, x) for k, x in trivial_answers(task, batch, trained, seed, corrupt).items()}
-    finite = {k: x for k, x in trivial.items() if np.isfinite(x.kl).all()}
-    own = score(task, batch, form)
-    if not np.isfinite(own.kl).all():
-        sequence, query = np.argwhere(~np.isfinite(own.kl))[0] + 1
-        raise UserError(f"{name} is infinitely far from the exact answer at query {query} of sequence {sequence}")
-    return PosteriorScores(
-        batch=batch,
-        own=own,
-        exact=score(task, batch, exact),
-        tv=torch.cat([task.answers.tv(*part) for part in parts]).numpy(),
-        trivial=finite,
-        excluded=tuple(k for k in trivial if k not in finite),
-        trained=trained,
-    )
+
+    task: Task
+    n: int
+    seed: int
+    split: Split
+    trained: int
+    corrupt: float = 0.0
+
+    @cached_property
+    def batch(self) -> Batch:
+        """The sequences. Raises UserError as `evaluation_batch`."""
+        return evaluation_batch(self.task, self.n, self.seed, self.split, self.corrupt)
+
+    @cached_property
+    def trivial(self) -> dict[str, Scores]:
+        """Name -> scores of each trivial predictor, infinite divergences included."""
+        answers = trivial_answers(self.task, self.batch, self.trained, self.seed, self.corrupt)
+        return {name: self.scores(form) for name, form in answers.items()}
+
+    @property
+    def finite(self) -> dict[str, Scores]:
+        """The trivial predictors that rule out nothing that may happen."""
+        return {name: x for name, x in self.trivial.items() if np.isfinite(x.kl).all()}
+
+    @cached_property
+    def exact(self) -> Tensor:
+        """The exact answers in the task's form, [sequence query form]."""
+        return exact_answers(self.task, self.batch)
+
+    def scores(self, form: Tensor) -> Scores:
+        """Scores of a predictor's answers, [sequence query form]."""
+        return score(self.task, self.batch, form)
+
+    def posterior_scores(self, form: Tensor, name: str = "the model") -> PosteriorScores:
+        """Scores of a model's answers [sequence query form], of the exact ones and of trivial predictors.
+
+        Raises:
+            UserError: an answer is infinitely far from the exact one; `name` is the model's, for the message.
+        """
+        parts = zip(self.exact.split(ROWS_AT_ONCE), form.double().split(ROWS_AT_ONCE), strict=True)
+        own, finite = self.scores(form), self.finite
+        if not np.isfinite(own.kl).all():
+            sequence, query = np.argwhere(~np.isfinite(own.kl))[0] + 1
+            raise UserError(f"{name} is infinitely far from the exact answer at query {query} of sequence {sequence}")
+        return PosteriorScores(
+            batch=self.batch,
+            own=own,
+            exact=self.scores(self.exact),
+            tv=torch.cat([self.task.answers.tv(*part) for part in parts]).numpy(),
+            trivial=finite,
+            excluded=tuple(name for name in self.trivial if name not in finite),
+            trained=self.trained,
+        )

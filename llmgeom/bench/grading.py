@@ -1,0 +1,167 @@
+"""Grading: how a model was trained, and the probes that compare its answers with the exact posterior."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llmgeom import wind_tunnels
+from llmgeom.errors import UserError
+from llmgeom.model import hub
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.subject import Subject
+from llmgeom.probes.posterior import grading
+from llmgeom.probes.posterior.answers import answer_observer, check_readable
+from llmgeom.probes.posterior.grading import GradeProbe
+from llmgeom.probes.posterior.memory import STATES
+from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR
+from llmgeom.probes.posterior.scores import Evaluation, as_exact
+from llmgeom.probes.posterior.state_table import MOST
+from llmgeom.run import CONTROLS, Question
+from llmgeom.task import Task
+from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
+from llmgeom.wind_tunnels.exactness import require_exact
+
+
+@dataclass(frozen=True)
+class Origin:
+    """How a model was trained, as its folder says: task.json and training.json; empty where they are missing."""
+
+    task: str = ""
+    trained: int = 0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
+
+    @classmethod
+    def of(cls, folder: str) -> Origin:
+        """Read a model's folder. Raises UserError for a damaged one."""
+        if not hub.tunnel(folder):
+            return cls()
+        about, path = hub.tunnel_facts(folder), Path(folder) / TRAINING
+        return cls(about["trained_on"], about["trained_queries"], read_facts(path) if path.exists() else {}, folder)
+
+    def load_task(self, spec: str | None, model: str) -> Task:
+        """The task of a spec, or else the model's own.
+
+        Raises:
+            UserError: there is neither; the task breaks its laws; it is code that came with the model.
+        """
+        if not (spec or self.task):
+            raise UserError(
+                f"{model} was trained on no task (no {hub.TUNNEL} next to its weights); name one with --task"
+            )
+        try:
+            task = wind_tunnels.load_task(spec or hub.trusted(self.task, self.folder))
+        except UserError as refusal:
+            raise refusal if spec else UserError(f"{self.folder}/{hub.TUNNEL}: {refusal}") from refusal
+        require_exact(task)
+        return task
+
+    @property
+    def corrupt(self) -> float:
+        """The probability with which training drew a target again."""
+        return float(self.facts.get("training", {}).get("corrupt", 0.0))
+
+    @property
+    def holds_out_states(self) -> bool:
+        """Whether training had no loss in some states of the evidence."""
+        return self.facts.get("training", {}).get("hold_out") == "states"
+
+    def doubts(self, task: Task) -> Iterator[str]:
+        """What could overturn a verdict about this task."""
+        if not self.task:
+            yield "never trained on this task: it has no task.json"
+        elif self.task.partition(":")[0] != task.title.partition(":")[0]:
+            yield f"never trained on this task, but on {self.task}"
+        if self.facts.get("step") == 0:
+            yield "untrained: the weights of step 0"
+
+    def sizes(self, task: Task, parameters: int) -> str:
+        """Could a table have been learnt? One sentence."""
+        prior = f"2^{task.log2_hypotheses:.1f} hypotheses"
+        if math.isinf(task.log2_hypotheses):
+            prior = "a continuum of hypotheses"
+        drew = "how many sequences training drew is not known"
+        if "sequences" in self.facts:
+            drew = f"training drew {self.facts['sequences']:,} sequences"
+        return f"the prior is over {prior}; {drew}; the model has {parameters:,} parameters"
+
+
+def question(
+    subject: Subject,
+    task: Task,
+    origin: Origin,
+    *,
+    n: int = 1000,
+    seed: int = 0,
+    nulls: int = CONTROLS,
+    batch_tokens: int = BATCH_TOKENS,
+) -> Question:
+    """Ask a model and `nulls` untrained controls n held-out sequences of a task and, where it has them, n seen ones.
+
+    Raises:
+        UserError: the model is edited, or has too few outputs; targets were corrupted and the task asks for numbers.
+    """
+    check_readable(subject, task)
+    trained, corrupt = min(task.trained_queries, origin.trained or task.trained_queries), origin.corrupt
+    exact = Evaluation(task, n, seed, task.test_split, trained)
+    trained_on = replace(exact, corrupt=corrupt) if corrupt else exact
+    sizes = origin.sizes(task, subject.facts["parameters"])
+    asked = "any hypothesis" if task.memorisable else "hypotheses held out of training"
+    other = [f"trained on {origin.task}"] * (origin.task not in ("", task.title))
+    probes = _probes(exact, trained_on, origin, (f"{n} sequences of {asked}", *other), sizes)
+    seen = {} if task.memorisable else {grading.SEEN: replace(trained_on, split="seen").batch}
+
+    def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
+        if CALIBRATION not in observations:
+            return {}
+        scores = trained_on.scores(observations[CALIBRATION][grading.MAIN]).at(slice(trained))
+        means = {"entropy": scores.entropy, "exact entropy": scores.exact, "KL": scores.kl}
+        return {name: tuple(x.mean(1).round(6).tolist()) for name, x in means.items()}
+
+    return Question(
+        trained_on.batch,
+        probes,
+        nulls,
+        seed,
+        batch_tokens,
+        samples=seen,
+        facts={"trained on": origin.task, "horizon": trained, "corrupt": corrupt, "sizes": sizes},
+        notes=(
+            *origin.doubts(task),
+            *[f"memorisable: {task.memorisable}"] * bool(task.memorisable),
+            *(
+                f"{name} is exact here: this task does not ask for what it leaves out; skill is against another"
+                for name in as_exact(exact.finite, trained)
+            ),
+        ),
+        columns=columns,
+    )
+
+
+def _probes(
+    exact: Evaluation, trained_on: Evaluation, origin: Origin, drawn_from: tuple[str, ...], sizes: str
+) -> dict[str, GradeProbe]:
+    """Name -> probe, in the order of the page; `trained_on` has the targets as training drew them."""
+    task, drew = exact.task, int(origin.facts.get("sequences") or MOST)
+    observer = answer_observer(task, grading.SEEN)
+    asks = {
+        POSTERIOR: (exact, partial(grading.distance, POSTERIOR, (*drawn_from, sizes))),
+        MIXTURE: (trained_on, partial(grading.distance, MIXTURE, (*drawn_from, sizes))),
+        CALIBRATION: (trained_on, grading.calibration),
+        MEMORY: (trained_on, partial(grading.memory, (sizes,))),
+        STATES: (trained_on, partial(grading.states, (sizes,))),
+        HORIZON: (trained_on, grading.horizon),
+    }
+    left_out = {MIXTURE} if trained_on is exact else set()
+    left_out |= set() if origin.holds_out_states else {STATES}
+    left_out |= set() if trained_on.trained < len(task.query) else {HORIZON}
+    return {
+        name: GradeProbe(evaluation, drew, ask, observer, seen=name == MEMORY and not task.memorisable)
+        for name, (evaluation, ask) in asks.items()
+        if name not in left_out
+    }
