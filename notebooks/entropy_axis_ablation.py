@@ -26,8 +26,8 @@ import numpy as np
 import plotly.graph_objects as go
 
 from llmgeom import Edit, Site, Subject
-from llmgeom.commands.ablate import examine
 from llmgeom.model.tokenizing import fitting
+from llmgeom.probes.interventions.axis_probe import question
 from llmgeom.progress import bar
 from llmgeom.prompts.domains import Domain
 from llmgeom.prompts.pool import stratify
@@ -55,7 +55,7 @@ fit, held = (batch.take(np.flatnonzero(half == one)) for one in (0, 1))
 
 # %%
 with bar() as progress:
-    record = examine(subject, batch, controls=39, seed=0, progress=progress)
+    record = question(subject, batch, controls=39, seed=0, progress=progress).record(subject, progress=progress)
 record
 
 # %% [markdown]

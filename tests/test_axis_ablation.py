@@ -11,7 +11,7 @@ import torch
 
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
-from llmgeom.commands.ablate import RunConfig, examine, perform
+from llmgeom.commands.ablate import RunConfig, perform
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
@@ -19,6 +19,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import patching, readout_direction
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, matched_weights
 from llmgeom.probes.interventions.axis_ablation import DOSES, MODES, joint_edits, project_out
+from llmgeom.probes.interventions.axis_probe import question
 from llmgeom.probes.interventions.axis_results import CONTROL, EQUAL, KL, measure_positive_control
 from llmgeom.probes.interventions.patching import PromptRun
 from llmgeom.probes.interventions.readout_direction import final_norm, norm_gain
@@ -47,6 +48,10 @@ def random_prompts(seed: int = 0, clusters: int = 20) -> Batch:
 BATCH, MANY = random_prompts(), random_prompts(1, 40)
 HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
+
+
+def examine(subject: Subject, batch: Batch, **options) -> Record:
+    return question(subject, batch, **options).record(subject)
 
 
 def values(subject: Subject, batch: Batch) -> torch.Tensor:
@@ -482,15 +487,16 @@ def test_a_request_ends_in_a_record_and_a_page_and_repeats_itself(tmp_path):
     [
         ({"layers": "3;7"}, "--layers 3;7"),
         ({"layers": "²"}, "--layers ²"),
-        ({"axis": "size"}, "--axis size"),
+        ({"what": "size"}, "--what size"),
         ({"directions": ("pc2",)}, "--direction pc2"),
         ({"mode": "drop"}, "--mode drop"),
         ({"positions": "final"}, "--positions final"),
         ({"n": 5}, "--n 5"),
         ({"controls": 0}, "--controls 0"),
-        ({"sula": True, "domain": "math"}, "--domain math"),
-        ({"sula": True, "limit": 50}, "--limit 50"),
-        ({"sula": True, "ks": (0, 1)}, "--k 0,1"),
+        ({"sula": "two-point", "domain": "math"}, "--domain math"),
+        ({"sula": "two-point", "limit": 50}, "--limit 50"),
+        ({"sula": "two-point", "ks": (0, 1)}, "--k 0,1"),
+        ({"sula": "two-points"}, "two-points"),
         ({"domain": "maths"}, "maths"),
     ],
 )

@@ -13,9 +13,11 @@ from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions import component_ablation
-from llmgeom.probes.interventions.component_ablation import DONORS, AblationEffects, donors, sites
+from llmgeom.probes.interventions.component_ablation import DONORS, AblationEffects, donors
+from llmgeom.probes.interventions.component_probe import ComponentAblation, question
 from llmgeom.probes.interventions.patching import PromptRun
-from llmgeom.probes.interventions.splits import PromptSplit
+from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, halves
+from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, VOCAB, Family, first, hooked
 
@@ -38,8 +40,20 @@ HALF = folds(BATCH.cluster, 0, 2)
 FIT, HELD = (BATCH.take(np.flatnonzero(one == HALF)) for one in (0, 1))
 
 
-def ablated(subject: Subject, kind: str, positions: str = "query", batch: Batch = BATCH) -> AblationEffects:
-    return AblationEffects.of(PromptSplit.of(subject, batch, sites(kind), 0, 4096), kind, positions)
+def examine(subject: Subject, batch: Batch, kind: str, **options) -> Record:
+    return question(subject, batch, kind, **options).record(subject)
+
+
+def ablated(
+    subject: Subject, kind: str, positions: str = "query", batch: Batch = BATCH, task=None, batch_tokens: int = 4096
+) -> AblationEffects:
+    """The effects alone, from captures made here."""
+    estimation, evaluation = halves(batch, 0)
+    ablation = ComponentAblation(kind, positions, estimation, 0, batch_tokens, task)
+    wanted = ablation.needs.sites | {Site.ENTROPY}
+    parts = {ESTIMATION: estimation, EVALUATION: evaluation}
+    captures = {half: subject.capture(part, wanted, batch_tokens=batch_tokens) for half, part in parts.items()}
+    return ablation.effects(subject, captures)
 
 
 @pytest.fixture(scope="module", params=KINDS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +13,9 @@ from scipy import stats as scipy_stats
 from llmgeom.claims import declared as declared_metrics
 from llmgeom.cli import main
 from llmgeom.commands.ablate import RunConfig, perform
-from llmgeom.commands.ablate import examine_components as examine
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.files import digest
-from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.component_ablation import METHODS, AblationEffects
+from llmgeom.probes.interventions.component_ablation import METHODS
 from llmgeom.probes.interventions.component_metrics import (
     BRANCH,
     EVIDENCE,
@@ -37,13 +34,12 @@ from llmgeom.probes.interventions.component_metrics import (
     head_fractions,
 )
 from llmgeom.probes.interventions.component_results import HALVED
-from llmgeom.probes.interventions.splits import PromptSplit
 from llmgeom.prompts.sula import Sula, available
 from llmgeom.record import Record
 from llmgeom.stats.ridge_probe import folds
 from tests.families import FAMILIES, Family, first, hooked
 from tests.refusals import refused
-from tests.test_component_ablation import BATCH, HEADS, KINDS, ablated, last_log_probs, random_prompts
+from tests.test_component_ablation import BATCH, HEADS, KINDS, ablated, examine, last_log_probs, random_prompts
 
 torch.set_num_threads(1)
 
@@ -232,7 +228,7 @@ def test_the_plan_of_batches_and_the_global_generators_change_nothing(llama, mon
     np.random.seed(5)
     again = ablated(llama, "heads").effects
     monkeypatch.setattr("llmgeom.probes.interventions.patching.ROWS_PER_PASS", 60)
-    other = AblationEffects.of(PromptSplit.of(llama, BATCH, {Site.Z}, 0, 90), "heads", "query").effects
+    other = ablated(llama, "heads", batch_tokens=90).effects
     for way, effects in first_run.items():
         assert (again[way]["kl"] == effects["kl"]).all()
         np.testing.assert_allclose(other[way]["kl"], effects["kl"], rtol=1e-3, atol=1e-8)
@@ -297,11 +293,11 @@ def test_on_label_sequences_the_exact_answer_is_lost_too(pythia):
 
 
 def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
-    asked = RunConfig(offline=True, device="cpu", limit=60, n=20, nulls=1, heads="all", positions="all",
+    asked = RunConfig(offline=True, device="cpu", limit=60, n=20, nulls=1, what="heads", positions="all",
                     out=str(tmp_path / "run"))  # fmt: skip
     out, record = perform(asked)
     assert Record.load(out).facts["command"] == (
-        "llmgeom ablate --device cpu --offline --heads all --positions all --n 20 --limit 60 --nulls 1"
+        "llmgeom ablate --device cpu --offline --what heads --nulls 1 --positions all --n 20 --limit 60"
     )
     assert set(record.results) == {"heads_zero", "heads_mean"} and not record.unmeasured
     assert record.results["heads_mean"].arrays["kl"].shape == (4, 4)
@@ -315,15 +311,14 @@ def test_a_request_ends_in_a_record_and_a_page_with_a_map(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"heads": "all", "blocks": "all"}, "--heads all with --blocks all"),
-        ({"heads": "3.1"}, "--heads 3.1"),
-        ({"blocks": "last"}, "--blocks last"),
-        ({"heads": "all", "mode": "steer"}, "--heads with --mode steer"),
-        ({"blocks": "all", "directions": ("pc1",)}, "--blocks with --direction pc1"),
-        ({"heads": "all", "layers": "each"}, "--heads with --layers each"),
-        ({"heads": "all", "controls": 20}, "--heads with --controls 20"),
-        ({"nulls": 5}, "--nulls 5"),
-        ({"heads": "all", "nulls": 0}, "--nulls 0"),
+        ({"what": "head"}, "--what head"),
+        ({"what": "heads", "mode": "steer"}, "--what heads with --mode steer"),
+        ({"what": "blocks", "directions": ("pc1",)}, "--what blocks with --direction pc1"),
+        ({"what": "heads", "layers": "each"}, "--what heads with --layers each"),
+        ({"what": "heads", "controls": 20}, "--what heads with --controls 20"),
+        ({"nulls": 5}, "--what axis with --nulls 5"),
+        ({"also": ("runs/seed1",)}, "--what axis with --also runs/seed1"),
+        ({"what": "heads", "nulls": 0}, "--nulls 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, monkeypatch):
@@ -332,28 +327,11 @@ def test_what_cannot_be_asked_is_refused_before_anything_is_loaded(wrong, says, 
         perform(RunConfig(**wrong))
 
 
-def test_an_axis_keeps_the_hash_it_had_before_heads_could_be_asked_for(monkeypatch):
-    def stop(folder, spec):
-        raise UserError(spec)
-
-    monkeypatch.setattr("llmgeom.commands.config.check_folder", stop)
-
-    def spec(**asked) -> str:
-        with pytest.raises(UserError) as told:
-            perform(RunConfig(offline=True, **asked))
-        return str(told.value)
-
-    since = {"heads", "blocks", "nulls", "task", "also", "out", "offline", "device"}
-    named = {f.name: getattr(RunConfig, f.name) for f in fields(RunConfig) if f.name not in since} | {
-        "positions": "query"
-    }
-    assert spec() == digest(named | {"revision": RunConfig().locate().revision})
-    assert len({spec(), spec(heads="all"), spec(blocks="all"), spec(heads="all", nulls=2)}) == 4
-
-
 def test_the_door_refuses_in_one_sentence():
-    shown = CliRunner().invoke(main, ["ablate", "--heads", "all", "--mode", "keep-only", "-q"], prog_name="llmgeom")
-    assert shown.exit_code == 1 and shown.stderr.startswith("llmgeom: --heads with --mode keep-only: that says how")
+    shown = CliRunner().invoke(main, ["ablate", "--what", "heads", "--mode", "keep-only", "-q"], prog_name="llmgeom")
+    assert shown.exit_code == 1 and shown.stderr.startswith(
+        "llmgeom: --what heads with --mode keep-only: it is not read"
+    )
     assert len(shown.stderr.strip().splitlines()) == 1
 
 

@@ -13,8 +13,7 @@ from scipy import stats as scipy_stats
 
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
-from llmgeom.commands.ablate import examine_components as examine
-from llmgeom.errors import Unavailable, UserError
+from llmgeom.errors import Unavailable
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.component_ablation import DONORS, METHODS, AblationEffects, donors
 from llmgeom.probes.interventions.component_metrics import (
@@ -28,9 +27,10 @@ from llmgeom.probes.interventions.component_metrics import (
     estimates,
     head_fractions,
 )
+from llmgeom.probes.interventions.component_probe import OtherTraining
 from llmgeom.probes.interventions.component_results import HALVED, measure_trainings
 from llmgeom.probes.interventions.patching import PatchingRun
-from llmgeom.probes.interventions.splits import TaskSplit
+from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, TaskSplit, halves
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds
@@ -39,6 +39,7 @@ from llmgeom.wind_tunnels.training_config import Training
 from tests.brute_force import filtered, hmm_of_rows, hot
 from tests.families import hooked
 from tests.refusals import refused
+from tests.test_component_ablation import ablated, examine
 
 torch.set_num_threads(1)
 BIJECTION, HMM, FEW = "bijection:vocab=4,pairs=3", "hmm:steps=4", "hmm:steps=4,horizon=2"
@@ -141,7 +142,7 @@ CASES = [(BIJECTION, "neox"), (HMM, "gpt2"), (FEW, "gpt2")]
 def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, arch, positions):
     task, one = wind_tunnels.load_task(spec), subject(spec, arch)
     batch = batch_of(task)
-    made = AblationEffects.of(TaskSplit.of(one, batch, task, 0, 60), "heads", positions)
+    made = ablated(one, "heads", positions, batch, task, 60)
     assert tuple(made.effects) == METHODS["heads"], (
         "positions mean the same in all sequences: even all can be exchanged"
     )
@@ -176,7 +177,7 @@ def test_a_head_replaced_everywhere_is_what_hooks_before_w_o_do(subject, spec, a
 @pytest.mark.parametrize(("spec", "arch"), CASES[:2])
 def test_a_block_bypassed_everywhere_passes_its_input_on(subject, spec, arch):
     task, one = wind_tunnels.load_task(spec), subject(spec, arch)
-    made = AblationEffects.of(TaskSplit.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
+    made = ablated(one, "blocks", "all", batch_of(task), task)
     layer = one.blocks[1].layer
 
     def bypass(_module, args, kwargs, out):
@@ -196,7 +197,7 @@ def test_the_record_holds_each_effect_s_mean(subject):
     task, one = wind_tunnels.load_task(HMM), subject(HMM, "gpt2", 0, 3)
     batch = batch_of(task)
     for kind in ("heads", "blocks"):
-        made = AblationEffects.of(TaskSplit.of(one, batch, task, 0, 4096), kind, "all")
+        made = ablated(one, kind, "all", batch, task)
         record = examine(one, batch, kind, task=task, positions="all", nulls=2)
         assert not record.unmeasured and record.source["name"] == HMM
         for way, found in made.effects.items():
@@ -288,18 +289,26 @@ def test_a_second_head_at_half_of_the_largest_is_no_head_that_stands_out():
 def test_over_trainings_every_model_counts_once(subject):
     task = wind_tunnels.load_task(BIJECTION)
     every = [subject(BIJECTION, "neox", seed) for seed in range(5)]
-    record = examine(every[0], batch_of(task), "heads", task=task, also=every[1:], positions="all", nulls=2)
-    half = folds(TaskSplit.of(every[0], batch_of(task), task, 0, 4096).evaluation.cluster, 0, 2)
+    record = examine(
+        every[0],
+        batch_of(task),
+        "heads",
+        task=task,
+        also=[OtherTraining.of(one) for one in every[1:]],
+        positions="all",
+        nulls=2,
+    )
+    half = folds(halves(batch_of(task), 0)[1].cluster, 0, 2)
     for way in METHODS["heads"]:
         measured = record.results[f"heads_{way}_trainings"]
         found = {h.name: h for h in measured.estimates}
-        seconds, halves = [], []
+        seconds, above = [], []
         for one in every:
-            kl = AblationEffects.of(TaskSplit.of(one, batch_of(task), task, 0, 4096), "heads", "all").effects[way]["kl"]
+            kl = ablated(one, "heads", "all", batch_of(task), task).effects[way]["kl"]
             largest, second = (cross_selected(kl, half, rank)[0] for rank in (0, 1))
             seconds.append(second.sum() / largest.sum())
-            halves.append(sum(kl.mean(1) > kl.mean(1).max() / 2))
-        for name, each in ((SECOND, seconds), (HALVED, halves)):
+            above.append(sum(kl.mean(1) > kl.mean(1).max() / 2))
+        for name, each in ((SECOND, seconds), (HALVED, above)):
             h = found[f"{name}, over trainings"]
             assert h.value == pytest.approx(np.mean(each)) and h.n == h.clusters == 5 and h.counts == "trainings"
             width = scipy_stats.t.ppf(0.975, 4) * np.std(each, ddof=1) / np.sqrt(5)
@@ -314,11 +323,13 @@ def test_over_trainings_every_model_counts_once(subject):
 
 def test_fewer_than_five_trainings_and_unlike_ones_are_refused(subject):
     task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
-    record = examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 1)], nulls=1)
+    few = [OtherTraining.of(subject(BIJECTION, "neox", 1))]
+    record = examine(one, batch_of(task), "heads", task=task, also=few, nulls=1)
     assert record.unmeasured["heads_zero_trainings"].startswith("2 trainings: an interval over them needs at least 5")
-    with refused(UserError, 6, 4):
-        examine(one, batch_of(task), "heads", task=task, also=[subject(BIJECTION, "neox", 0, 3)], nulls=1)
-    made = AblationEffects.of(TaskSplit.of(one, batch_of(task), task, 0, 4096), "blocks", "all")
+    unlike = [OtherTraining.of(subject(BIJECTION, "neox", 0, 3))] * 4
+    record = examine(one, batch_of(task), "heads", task=task, also=unlike, nulls=1)
+    assert "heads_zero" in record.results and " has 6 heads, " in record.unmeasured["heads_zero_trainings"]
+    made = ablated(one, "blocks", "all", batch_of(task), task)
     five = measure_trainings("blocks", "zero", [made] * 5, "abcde", [made], folds(made.clusters, 0, 2))
     assert HALVED not in five.ticks["statistic"] and five.estimates[0].low == five.estimates[0].high
 
@@ -332,13 +343,13 @@ def ablate(*options: str):
 
 def test_the_command_ablates_a_tunnel_s_model_on_its_own_task_everywhere(folder, tmp_path):
     given = ["--model", str(folder(HMM, "gpt2")), "--n", "20", "--nulls", "1"]
-    done = ablate(*given, "--heads", "all", "--out", str(tmp_path / "own"))
+    done = ablate(*given, "--what", "heads", "--out", str(tmp_path / "own"))
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "own")
     assert record.facts["components"]["positions"] == "all" and record.source["name"] == HMM
-    assert record.source["split"] == "held-out" and record.facts["command"].endswith("--heads all --n 20 --nulls 1")
+    assert record.source["split"] == "held-out" and record.facts["command"].endswith("--what heads --nulls 1 --n 20")
     assert "ise of |H_model - H_exact|" in (tmp_path / "own" / "report.html").read_text()
-    done = ablate(*given, "--blocks", "all", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
+    done = ablate(*given, "--what", "blocks", "--positions", "query", "--task", FEW, "--out", str(tmp_path / "other"))
     assert done.exit_code == 0, done.output
     record = Record.load(tmp_path / "other")
     assert record.facts["components"]["positions"] == "query" and record.source["name"] == FEW
@@ -349,21 +360,27 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
     for options, says in (
         (
             ["--model", neox],
-            f"{BIJECTION}: an axis can only be edited on prompts; with a task use --heads all or --blocks all",
+            f"{BIJECTION}: an axis can only be edited on prompts; with a task use",
         ),
-        (["--model", neox, "--heads", "all", "--task", HMM, "--sula"], f"--task {HMM} with --sula: a task brings"),
-        (["--model", neox, "--heads", "all", "--task", HMM, "--domain", "math"], "with --domain math: a task brings"),
         (
-            ["--model", neox, "--heads", "all", "--task", "bijection:vocab=9"],
+            ["--model", neox, "--what", "heads", "--task", HMM, "--sula", "beta"],
+            f"--sula beta with --task {HMM}: prompts come",
+        ),
+        (
+            ["--model", neox, "--what", "heads", "--task", HMM, "--domain", "math"],
+            f"--domain math with --task {HMM}: prompts come",
+        ),
+        (
+            ["--model", neox, "--what", "heads", "--task", "bijection:vocab=9"],
             "has 8 outputs; bijection:vocab=9 needs 18",
         ),
         (
-            ["--model", neox, "--heads", "all", "--task", "regression"],
+            ["--model", neox, "--what", "heads", "--task", "regression"],
             "regression asks for real numbers: ablations compare",
         ),
         (["--model", neox, "--also", neox], "--also"),
-        (["--model", str(folder(HMM, "lstm")), "--heads", "all"], "an lstm model has no attention"),
-        (["--model", str(folder(HMM, "lstm")), "--blocks", "all"], "an lstm model has no attention"),
+        (["--model", str(folder(HMM, "lstm")), "--what", "heads"], "an lstm model has no attention"),
+        (["--model", str(folder(HMM, "lstm")), "--what", "blocks"], "an lstm model has no attention"),
     ):
         done = ablate(*options, *out)
         assert done.exit_code == 1 and says in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
@@ -372,12 +389,17 @@ def test_what_a_task_does_not_have_is_said_in_one_sentence(folder, tmp_path):
 def test_layers_of_unlike_heads_are_not_cut_in_the_wrong_places(subject):
     task, one = wind_tunnels.load_task(BIJECTION), subject(BIJECTION, "neox")
 
+    batch = batch_of(task)
+    captures = {
+        half: one.capture(part, ()) for half, part in zip((ESTIMATION, EVALUATION), halves(batch, 0), strict=True)
+    }
+
     class Unlike(TaskSplit):
         def means(self, sites, positions):
             return {place: x[:, : x.shape[1] - place[1]] for place, x in super().means(sites, positions).items()}
 
     with refused(Unavailable, 2, 16, 31):
-        AblationEffects.of(Unlike.of(one, batch_of(task), task, 0, 4096), "heads", "all")
+        AblationEffects.of(Unlike(one, captures, 0, 4096, task), "heads", "all")
 
 
 def test_rows_are_numbered_input_after_input(subject):

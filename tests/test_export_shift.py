@@ -11,13 +11,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from llmgeom.batch import Batch, Text
-from llmgeom.commands.ablate import examine
 from llmgeom.errors import UserError
 from llmgeom.exports import shift
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
+from llmgeom.probes.interventions.axis_probe import question
 from llmgeom.probes.interventions.axis_results import AxisAblation
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
@@ -188,7 +188,9 @@ def test_the_adapter_of_a_run_does_what_the_run_measured(subjects, tmp_path):
 
     subject = subjects["llama"]
     batch = fitting(subject, Domain("math").sample(24, 0))
-    record = examine(subject, batch, directions=("ridge",), mode="steer", layers=(2,), positions="all", controls=1)
+    record = question(
+        subject, batch, directions=("ridge",), mode="steer", layers=(2,), positions="all", controls=1
+    ).record(subject)
     record.save(tmp_path / "run")
     record = Record.load(tmp_path / "run")
     shift.write(record, "steered", tmp_path / "steered")

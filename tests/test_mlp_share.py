@@ -14,13 +14,12 @@ from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.component_ablation import AblationEffects, components
 from llmgeom.probes.interventions.component_metrics import MLP_EVIDENCE, MLP_NORM, MLP_SHARE
 from llmgeom.probes.interventions.component_results import BlocksWithEvidence, measure_blocks
-from llmgeom.probes.interventions.splits import TaskSplit
 from llmgeom.stats.resampling import band
 from llmgeom.stats.ridge_probe import folds
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.families import FAMILIES
-from tests.test_component_ablation import HELD, ablated, alone, writes_of
+from tests.test_component_ablation import HELD, ablated, alone, examine, writes_of
 
 torch.set_num_threads(1)
 
@@ -145,14 +144,13 @@ def test_an_lstm_has_no_branches(tmp_path):
     subject = Subject.load(str(train(given, tmp_path / "t").out))
     task = wind_tunnels.load_task("hmm:steps=4")
     with pytest.raises(Unavailable):
-        AblationEffects.of(TaskSplit.of(subject, task.sample(12, 0, "held-out"), task, 0, 4096), "blocks", "all")
+        examine(subject, task.sample(12, 0, "held-out"), "blocks", task=task, positions="all")
 
 
 def test_a_task_s_branches_are_measured(tmp_path):
     given = Training("hmm:steps=4", arch="neox", width=32, layers=2, heads=2, steps=3, batch=8)
     subject = Subject.load(str(train(given, tmp_path / "t").out))
     task = wind_tunnels.load_task("hmm:steps=4")
-    split = TaskSplit.of(subject, task.sample(12, 0, "held-out"), task, 0, 4096)
-    own = AblationEffects.of(split, "blocks", "all")
+    own = ablated(subject, "blocks", "all", task.sample(12, 0, "held-out"), task)
     made = measure_blocks(own, "mean", [own], folds(own.clusters, 0, 2))
     assert made.mlp_evidence.shape == made.attention.shape == made.mlp_norm.shape == (2,)

@@ -45,7 +45,7 @@ def prompts(n: int) -> Batch:
     return Batch(Text(tuple(f"The number {i} is" for i in range(n))), tuple(map(str, range(n))), {"name": "x"})
 
 
-@pytest.mark.parametrize("command", ["scan", "grade", "patch", "ablate --heads all"])
+@pytest.mark.parametrize("command", ["scan", "grade", "patch", "ablate --what heads"])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_weight_that_is_not_finite_is_named_by_layer(tunnel, tmp_path, command, bad):
     from safetensors.torch import load_file, save_file

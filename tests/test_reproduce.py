@@ -25,6 +25,7 @@ from llmgeom.papers import paper1, paper3, primitives
 from llmgeom.papers.published_numbers import Check, Entry, table
 from llmgeom.papers.tables import Audit, Options, Source
 from llmgeom.papers.verdicts import over_seeds
+from llmgeom.probes.interventions import component_probe
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.record import Record
 from llmgeom.result import Measured
@@ -79,7 +80,7 @@ def never(*_, **__):
 
 def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_path, monkeypatch):
     asked = RunConfig(paper="paper1", quick=True, out=str(tmp_path))
-    done, own = [], paper1.examine_components
+    done, own = [], component_probe.question
 
     def stopped(*args, **options):
         done.append(args)
@@ -87,7 +88,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
             raise KeyboardInterrupt
         return own(*args, **options)
 
-    monkeypatch.setattr(paper1, "examine_components", stopped)
+    monkeypatch.setattr(component_probe, "question", stopped)
     with pytest.raises(KeyboardInterrupt):
         reproduce.perform(asked)
     assert len(done) == 2 and not (tmp_path / "record.json").exists()
@@ -95,7 +96,7 @@ def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_
     monkeypatch.setattr(paper1, "run_probes", never)
     out, found = reproduce.perform(asked)
     assert len(done) == 3  # the first seed's was there, the second's begins anew
-    for place, name in ((paper1, "examine_components"), (paper1, "grade"), (Subject, "load")):
+    for place, name in ((component_probe, "question"), (paper1, "grade"), (Subject, "load")):
         monkeypatch.setattr(place, name, never)
     again = reproduce.perform(asked)[1]
     assert again.to_dict() == found.to_dict() and again.lines() == found.lines() and out == tmp_path

@@ -2,121 +2,29 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from llmgeom import claims, wind_tunnels
-from llmgeom.batch import Batch
 from llmgeom.commands import config
-from llmgeom.commands.output import VerdictOutput, show_record
-from llmgeom.commands.scan import POOL, SEQUENCES
+from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
-from llmgeom.flags import LARGEST_SEED, flag
+from llmgeom.flags import LARGEST_SEED, flag, flags
 from llmgeom.model import hub
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Site
-from llmgeom.model.subject import Positions, Subject
-from llmgeom.model.tokenizing import fitting
-from llmgeom.probes.interventions.axis import Mode
-from llmgeom.probes.interventions.axis_ablation import (
-    axes_of,
-    edit_axes,
-    edit_each_layer,
-    edit_readout_direction,
-)
-from llmgeom.probes.interventions.axis_results import (
-    CONTROL,
-    measure_axis,
-    measure_layers,
-    measure_positive_control,
-)
-from llmgeom.probes.interventions.component_ablation import Kind
-from llmgeom.probes.interventions.component_run import examine_components
-from llmgeom.probes.interventions.splits import PromptSplit
-from llmgeom.progress import Progress, prefixed
-from llmgeom.prompts.domains import Domain
-from llmgeom.prompts.pool import stratify
-from llmgeom.prompts.sula import Sula, available, prior
-from llmgeom.provenance import took
-from llmgeom.record import Record
-from llmgeom.result import Measured, Result
-from llmgeom.run import few_draws
-from llmgeom.task import Task
-from llmgeom.wind_tunnels.exactness import require_exact
 
-DIRECTIONS = ("pc1", "ridge")
-WHERE: tuple[Positions, ...] = ("query", "all")
+if TYPE_CHECKING:
+    from llmgeom.batch import Batch
+    from llmgeom.model.subject import Subject
+    from llmgeom.probes.interventions.component_probe import OtherTraining
+    from llmgeom.progress import Progress
+    from llmgeom.record import Record
+    from llmgeom.run import Question
+    from llmgeom.task import Task
 
-
-def examine(
-    subject: Subject,
-    batch: Batch,
-    *,
-    directions: Sequence[str] = DIRECTIONS,
-    mode: Mode = "project-out",
-    layers: Sequence[int] | Literal["last", "each"] = "last",
-    positions: Positions = "query",
-    controls: int = 199,
-    seed: int = 0,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> Record:
-    """Edit the entropy axis: axes from the estimation half, effects on the evaluation half.
-
-    Args:
-        controls: draws of each kind of control edit.
-
-    Raises:
-        UserError: a layer that does not exist; fewer than 5 clusters in a half; a batch that has query positions.
-    """
-    started, last = time.time(), len(subject.blocks) - 1
-    chosen = tuple(sorted(set(layers))) if not isinstance(layers, str) else (last,)
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was edited")
-    split = PromptSplit.of(subject, batch, {Site.VALUE}, seed, batch_tokens)
-
-    def axis(direction: str) -> Result:
-        probe, axes = f"ablation_{direction}", axes_of(split, direction, chosen)
-        return measure_axis(probe, edit_axes(split, axes, mode, positions, controls, prefixed(progress, probe)))
-
-    def each_layer(direction: str) -> Result:
-        return measure_layers(edit_each_layer(split, direction, mode, positions, controls, progress))
-
-    def positive_control() -> Result:
-        dose = edit_readout_direction(split, controls, prefixed(progress, CONTROL))
-        return measure_positive_control(dose, split.clusters)
-
-    measures: dict[str, Callable[[], Result]] = {CONTROL: positive_control}
-    for direction in directions:
-        measures[f"ablation_{direction}"] = partial(axis, direction)
-        if layers == "each":
-            measures[f"ablation_{direction}_layers"] = partial(each_layer, direction)
-    results, unmeasured = {}, {}
-    for name, measure in measures.items():
-        try:
-            results[name] = measure().lowered()
-        except UserError as refusal:
-            unmeasured[name] = str(refusal)
-    results = claims.judge(results)
-    edited = {"directions": list(directions), "mode": mode, "layers": list(chosen), "positions": positions}
-    return replace(
-        split.record(results, unmeasured, controls, {"axis": edited, **(facts or {})}),
-        warnings=tuple(_limits(subject, results, controls)),
-        run=took(started),
-    )
-
-
-def _limits(subject: Subject, results: Mapping[str, Measured], controls: int) -> Iterator[str]:
-    yield from few_draws(controls)
-    if CONTROL not in results or results[CONTROL].estimates[0].verdict not in ("holds", "small"):
-        yield "the positive control failed: that an axis does no more than other edits says nothing here"
-    if subject.facts.get("note"):
-        yield subject.facts["note"]
+# Flags that only one kind of ablation reads.
+OF_AXIS, OF_COMPONENTS = ("directions", "mode", "layers", "controls"), ("task", "also", "nulls")
+POOL, SEQUENCES, PROMPTS, SULA_PROMPTS = 1000, 200, 75, 20  # drawn unless --limit or --n is given
 
 
 @dataclass(frozen=True)
@@ -125,157 +33,196 @@ class RunConfig(config.ModelConfig):
 
     VERB: ClassVar[str] = "ablate"
 
-    heads: Literal["all"] | None = flag(None, "Replace each head, one at a time, instead of editing an axis.")
-    blocks: Literal["all"] | None = flag(
-        None, "Replace each attention, MLP and whole block, one at a time, instead of editing an axis."
+    what: Literal["axis", "heads", "blocks"] = flag(
+        "axis", "Edit the entropy axis, or replace each head or each attention, MLP and block, one at a time."
     )
-    axis: Literal["entropy"] = flag("entropy", "The axis that is edited.")
     directions: tuple[Literal["pc1", "ridge"], ...] = flag(
-        DIRECTIONS,
-        "pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
+        ("pc1", "ridge"),
+        "Axis. pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
         name="--direction",
     )
-    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "What is done to the axis.")
-    layers: str = flag("last", "last, each (one at a time), or e.g. 3,7 (together).")
+    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "Axis: what is done to it.")
+    layers: str = flag("last", "Axis: last, each (one at a time), or e.g. 3,7 (together).")
+    controls: int = flag(199, "Axis: draws of each control edit.", least=1)
+    task: str | None = flag(None, "Heads and blocks: use sequences of this task. [default: the model's own, if any]")
+    also: tuple[str, ...] = flag((), "Heads and blocks: another training of the same model. Repeat for several.")
+    nulls: int = flag(20, "Heads and blocks: untrained controls.", least=1)
     positions: Literal["query", "all"] | None = flag(
         None,
         "query: the final token, or every query of a task's sequence. all: every position; with "
         "heads or blocks on prompts, all but the first. [default: query; all on a task]",
     )
-    domain: str = flag("mixed", "Prompt domain.")
-    sula: bool = flag(False, "Use label sequences instead of a domain; see `llmgeom evidence`.")
-    prior: str = flag("two-point", "With --sula: the prior of the label sequences.")
+    domain: str | None = flag(None, "Prompt domain. [default: mixed]")
+    sula: str | None = flag(
+        None, "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`."
+    )
     ks: tuple[int, ...] = flag((1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True)
     n: int | None = flag(None, "Prompts. [default: 75; 20 for each k with --sula; 200 sequences]", least=1)
     limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts.", least=20)
-    task: str | None = flag(None, "Heads and blocks: use sequences of this task. [default: the model's own, if any]")
-    also: tuple[str, ...] = flag((), "Heads and blocks: another training of the same model. Repeat for several.")
-    controls: int = flag(199, "Axis: draws of each control.", least=1)
-    nulls: int = flag(20, "Heads and blocks: untrained controls.", least=1)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
 
-    @property
-    def kind(self) -> Kind | None:
-        """Heads, blocks, or None for an axis. Raises UserError where it is more than one of them."""
-        if self.heads and self.blocks:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        names = {one.field: one.name for one in flags(type(self))}
+        changed = {one.name: getattr(self, one.name) for one in fields(self) if getattr(self, one.name) != one.default}
+        unread = OF_COMPONENTS if self.what == "axis" else OF_AXIS
+        for name in (name for name in unread if name in changed):
             raise UserError(
-                f"--heads {self.heads} with --blocks {self.blocks}: only one of them can be ablated in a run; give one"
+                f"--what {self.what} with {names[name]} {_shown(changed[name])}: it is not read there; leave it out"
+                + ", or give --what heads or --what blocks" * (self.what == "axis")
             )
-        kind: Kind | None = "heads" if self.heads else "blocks" if self.blocks else None
-        for field in ("directions", "mode", "layers", "controls") if kind else ("nulls", "also"):
-            given, default = getattr(self, field), getattr(RunConfig, field)
-            if given != default:
-                flag = "--direction" if field == "directions" else f"--{field}"
-                said = given[0] if isinstance(given, tuple) else given
-                raise UserError(
-                    f"--{kind} with {flag} {said}: this flag only applies to an axis; leave one out"
-                    if kind
-                    else (
-                        f"{flag} {said}: an axis is compared with --controls; leave it out, or give --heads or --blocks"
-                    )
-                )
-        return kind
+        sources = [name for name in ("domain", "sula", "task") if name in changed]
+        if self.limit and sources and sources[0] != "domain":
+            sources.append("limit")
+        if len(sources) > 1:
+            first, second = (f"--{name} {getattr(self, name)}" for name in sources[:2])
+            raise UserError(f"{first} with {second}: prompts come from one source; leave one out")
+        if self.sula and min(self.ks) < 1:
+            raise UserError(f"--k {_shown(self.ks)}: expected at least 1: without a label there is no evidence")
+        if self.n is not None and self.n < (least := 5 if self.sula else 20):
+            raise UserError(f"--n {self.n}: expected at least {least}")
 
-    def tunnel(self, located: hub.Located) -> Task | None:
-        """The task that is asked for, or else the model's own where no prompts are asked for. Raises UserError for one
-        that breaks its own laws, and beside prompts."""
-        prompts = [
-            flag
-            for flag, given in (
-                ("--sula", self.sula),
-                (f"--domain {self.domain}", self.domain != RunConfig.domain),
-                (f"--limit {self.limit}", self.limit),
-            )
-            if given
-        ]
-        if self.task and prompts:
-            raise UserError(f"--task {self.task} with {prompts[0]}: a task brings its own sequences; leave one out")
-        spelt = self.task or (hub.tunnel_task(located.path) if hub.tunnel(located.path) and not prompts else None)
-        if spelt is None:
-            return None
-        task = wind_tunnels.load_task(spelt)
-        require_exact(task)
-        return task
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 @config.command(
     RunConfig,
-    VerdictOutput,
+    JobOutput,
     examples=[
         "llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all",
-        "llmgeom ablate --model EleutherAI/pythia-70m --heads all --domain math",
-        "llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --heads all",
+        "llmgeom ablate --model EleutherAI/pythia-70m --what heads --domain math",
+        "llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --what heads",
     ],
 )
-def main(asked: RunConfig, output: VerdictOutput) -> int:
+def main(asked: RunConfig, output: JobOutput) -> int:
     """Edit the entropy axis, and compare the change of the output with that of equally large random edits.
 
-    With --heads all or --blocks all: replace each head or block, one at a time, and rank them by the change.
+    With --what heads or --what blocks: replace each head or block, one at a time, and rank them by the change.
     """
-    return show_record(perform, asked, output)
+    return prepare(asked).show(output)
+
+
+def prepare(asked: RunConfig) -> Job:
+    """Check what can be checked before weights load. Raises UserError."""
+    located = asked.locate()
+    task = _task(asked, located)
+    draw, drawn = _source(asked, task)
+    what = asked.mode if asked.what == "axis" else asked.what
+    ask = _axis(asked, draw) if asked.what == "axis" else _components(asked, task, draw)
+    return Job(asked, located, f"ablate-{drawn}-{what}", asked.spec(located), ask)
 
 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
-    """The whole of `llmgeom ablate`: check, load, examine, save the record and its page; (folder, record)."""
-    kind = asked.kind
-    layers: Sequence[int] | Literal["last", "each"] = "each" if asked.layers == "each" else "last"
+    """Check, load, ablate, save the record and its page; (folder, record)."""
+    return prepare(asked).perform(progress, subject)
+
+
+Draw = Callable[["Subject"], "Batch"]
+Ask = Callable[["Subject", "Progress | None"], "Question"]
+
+
+def _task(asked: RunConfig, located: hub.Located) -> Task | None:
+    """The task of --task, or else the model's own where no prompts are asked for. UserError if it breaks its laws."""
+    own = hub.tunnel_task(located.path) if hub.tunnel(located.path) else None
+    spec = asked.task or (None if asked.domain or asked.sula or asked.limit else own)
+    if spec is None:
+        return None
+    from llmgeom import wind_tunnels
+    from llmgeom.wind_tunnels.exactness import require_exact
+
+    task = wind_tunnels.load_task(spec)
+    require_exact(task)
+    if asked.what == "axis":
+        raise UserError(
+            f"{task.title}: an axis can only be edited on prompts; with a task use --what heads or --what blocks"
+        )
+    return task
+
+
+def _source(asked: RunConfig, task: Task | None) -> tuple[Draw, str]:
+    """How inputs are drawn for a model, and what they are called. Raises UserError for an unknown domain or prior."""
+    if task:
+        return lambda _: task.sample(asked.n or SEQUENCES, asked.seed, task.test_split), type(task).__name__.lower()
+    if asked.sula:
+        from llmgeom.prompts.sula import Sula, available, prior
+
+        believed = prior(asked.sula)
+        n = asked.n or SULA_PROMPTS
+        return lambda who: Sula(available(who.tokenizer), believed, ks=asked.ks).sample(n, asked.seed), "sula"
+    from llmgeom.prompts.domains import Domain
+
+    domain = Domain(asked.domain or "mixed")
+    return lambda who: _stratified(asked, domain, who), domain.name
+
+
+def _stratified(asked: RunConfig, domain: Any, subject: Subject) -> Batch:
+    """Prompts of a domain, spread over entropy."""
+    from llmgeom.model.tokenizing import fitting
+    from llmgeom.prompts.pool import stratify
+
+    pool = fitting(subject, domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
+    entropy = subject.entropy(pool, batch_tokens=asked.batch_tokens)
+    return stratify(pool, entropy, asked.n or PROMPTS, seed=asked.seed)
+
+
+def _axis(asked: RunConfig, draw: Draw) -> Ask:
+    """Edits of an axis. A further kind of axis is one more direction of `axis_probe.question`."""
+    layers: Any = asked.layers
     if asked.layers not in ("last", "each"):
         layers = config.numbers("--layers", asked.layers, "last, each", "3,7")
-    directions, mode, positions = asked.directions, asked.mode, asked.positions
-    located = asked.locate()
-    task = asked.tunnel(located)
-    if task and not kind:
-        raise UserError(
-            f"{task.title}: an axis can only be edited on prompts; with a task use --heads all or --blocks all"
+
+    def ask(subject: Subject, progress: Progress | None = None) -> Question:
+        from llmgeom.probes.interventions import axis_probe
+
+        return axis_probe.question(
+            subject,
+            draw(subject),
+            directions=asked.directions,
+            mode=asked.mode,
+            layers=layers,
+            positions=asked.positions or "query",
+            controls=asked.controls,
+            seed=asked.seed,
+            batch_tokens=asked.batch_tokens,
+            progress=progress,
         )
-    command = asked.command()
-    # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
-    positions = positions or ("all" if task else "query")
-    asked = replace(asked, positions=positions)
-    n = asked.n or (SEQUENCES if task else 20 if asked.sula else 75)
-    if n < (least := 5 if asked.sula else 20):
-        raise UserError(f"--n {n}: expected at least {least}")
-    if asked.sula and (asked.domain != RunConfig.domain or asked.limit):
-        flag, value = ("--domain", asked.domain) if asked.domain != RunConfig.domain else ("--limit", asked.limit)
-        raise UserError(f"--sula with {flag} {value}: label sequences have no domain and no pool; leave one out")
-    if asked.sula and min(asked.ks) < 1:
-        raise UserError(
-            f"--k {','.join(map(str, asked.ks))}: expected at least 1: without a label there is no evidence"
+
+    return ask
+
+
+def _components(asked: RunConfig, task: Task | None, draw: Draw) -> Ask:
+    """Ablation of every head or block."""
+    also = [_other(asked, name) for name in asked.also]
+
+    def ask(subject: Subject, progress: Progress | None = None) -> Question:
+        from llmgeom.probes.interventions import component_probe
+
+        return component_probe.question(
+            subject,
+            draw(subject),
+            "heads" if asked.what == "heads" else "blocks",
+            task=task,
+            also=also,
+            # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
+            positions=asked.positions or ("all" if task else "query"),
+            nulls=asked.nulls,
+            seed=asked.seed,
+            batch_tokens=asked.batch_tokens,
+            progress=progress,
         )
-    believed, domain = prior(asked.prior), Domain(asked.domain)
-    # What is not asked for is not named, so that an axis keeps the hash it had before heads could be asked for.
-    without = (
-        *(() if kind else ("heads", "blocks", "nulls")),
-        *(() if task else ("task",)),
-        *(() if asked.also else ("also",)),
-    )
-    spec = asked.spec(located, without=without)
-    drawn = type(task).__name__.lower() if task else "sula" if asked.sula else asked.domain
-    what = f"ablate-{drawn}-{kind or asked.mode}"
-    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
-    config.check_folder(out, spec)
-    subject = subject or asked.load(located)
-    if task:
-        batch = task.sample(n, asked.seed, task.test_split)
-    elif asked.sula:
-        batch = Sula(available(subject.tokenizer), believed, ks=asked.ks).sample(n, asked.seed)
-    else:
-        pool = fitting(subject, domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
-        batch = stratify(pool, subject.entropy(pool, batch_tokens=asked.batch_tokens), n, seed=asked.seed)
-    examined = partial(examine, directions=directions, mode=mode, layers=layers, controls=asked.controls)
-    if kind:
-        also = [replace(asked, model=one, revision=None).load() for one in asked.also]
-        examined = partial(examine_components, kind=kind, task=task, also=also, nulls=asked.nulls)
-    record = examined(
-        subject,
-        batch,
-        positions=positions,
-        seed=asked.seed,
-        batch_tokens=asked.batch_tokens,
-        progress=progress,
-        facts={"spec": spec, "command": command},
-    )
-    config.keep(record, out)
-    return out, record
+
+    return ask
+
+
+def _other(asked: RunConfig, name: str) -> OtherTraining:
+    """Another training, whose weights are loaded when they are needed. Raises UserError if it is not there."""
+    from llmgeom.cache import keys
+    from llmgeom.probes.interventions.component_probe import OtherTraining
+
+    config = replace(asked, model=name, revision=None)
+    located = config.locate()
+    return OtherTraining(located.name, keys.of_files(hub.folder(located)), lambda: config.load(located))

@@ -95,7 +95,9 @@ def records(
 
     def edits() -> Record:
         # All positions: at the final token of the last layer alone little passes through its values.
-        config = ablate.RunConfig(**common, sula=True, positions="all", controls=run.controls, out=str(out / ABLATE))
+        config = ablate.RunConfig(
+            **common, sula="two-point", positions="all", controls=run.controls, out=str(out / ABLATE)
+        )
         return ablate.perform(config, prefixed(progress, ABLATE), loaded())[1]
 
     makes = {MIXED: lambda: scans()[MIXED], MATH: lambda: scans()[MATH], SULA: lambda: answers(SULA, "sound")}

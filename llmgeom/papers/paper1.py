@@ -25,8 +25,8 @@ from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.tables import Options, Source
 from llmgeom.papers.verdicts import combined, over_seeds
 from llmgeom.probe import WHOLE
+from llmgeom.probes.interventions import component_probe
 from llmgeom.probes.interventions.component_ablation import Kind
-from llmgeom.probes.interventions.component_run import examine_components
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -249,7 +249,8 @@ def replaced(source: Tunnels, test: Check, task: str, arch: str, kind: Kind, wha
 
     def ablated(subject: Subject) -> Record:
         batch = of.sample(SCANNED, 0, of.test_split)
-        return examine_components(subject, batch, kind, task=of, positions="all", nulls=CONTROLS)
+        question = component_probe.question(subject, batch, kind, task=of, positions="all")
+        return question.record(subject, store=str(captures_folder()))
 
     records = [source.record(name, kind, ablated, task=of.title) for name in names]
     if what not in ("most", "least"):

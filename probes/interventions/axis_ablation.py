@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, Mode, rescal
 from llmgeom.probes.interventions.component_ablation import to_mean
 from llmgeom.probes.interventions.patching import Location, Patch, PromptRun
 from llmgeom.probes.interventions.readout_direction import readout_direction
-from llmgeom.probes.interventions.splits import PromptSplit
+from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, PromptSplit
 from llmgeom.progress import Progress, prefixed
 from llmgeom.stats.tests import spearman
 
@@ -67,6 +68,28 @@ class DoseEffects:
         }
         return cls(mode, run.run([own(dose) for dose in DOSES[mode]]), controls)
 
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The effects as arrays by name, for the cache."""
+        controls = {
+            f"control/{kind}/{place}/{effect}": x
+            for kind, doses in self.controls.items()
+            for place, effects in enumerate(doses)
+            for effect, x in effects.items()
+        }
+        return {f"own/{effect}": x for effect, x in self.own.items()} | controls
+
+    @classmethod
+    def of_arrays(cls, mode: Mode, arrays: Mapping[str, np.ndarray]) -> DoseEffects:
+        """The effects from `arrays`."""
+        own = {name.removeprefix("own/"): x for name, x in arrays.items() if name.startswith("own/")}
+        controls: dict[str, list[dict[str, np.ndarray]]] = {}
+        for name in (name for name in arrays if name.startswith("control/")):
+            _, kind, place, effect = name.split("/")
+            doses = controls.setdefault(kind, [{} for _ in DOSES[mode]])
+            doses[int(place)][effect] = arrays[name]
+        return cls(mode, own, {kind: controls[kind] for kind in (SIZE, VARIANCE) if kind in controls})
+
     def decisive(self, effect: str) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """[prompt] effects at the decisive doses, averaged; and kind -> [draw] means over prompts of the controls."""
         places = list(DECISIVE[self.mode])
@@ -111,10 +134,30 @@ class AxisEffects:
     rho: float
     step: np.ndarray
 
+    NUMBERS: ClassVar[tuple[str, ...]] = ("has_exact", "scale", "lengths", "share", "variance_left", "rho", "step")
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The effects and what is known of the axes as arrays by name, for the cache."""
+        return self.dose.arrays | {name: np.array(getattr(self, name)) for name in self.NUMBERS}
+
+    @classmethod
+    def of_arrays(
+        cls,
+        mode: Mode,
+        layers: tuple[int, ...],
+        positions: Positions,
+        clusters: np.ndarray,
+        arrays: Mapping[str, np.ndarray],
+    ) -> AxisEffects:
+        """The effects from `arrays`."""
+        values = {name: arrays[name] if arrays[name].ndim else arrays[name].item() for name in cls.NUMBERS}
+        return cls(DoseEffects.of_arrays(mode, arrays), layers, positions, clusters, **values)
+
 
 def axes_of(split: PromptSplit, direction: str, layers: Sequence[int]) -> dict[int, Axis]:
     """The axis of each layer, estimated on the estimation half."""
-    values, entropy = split.captures["estimation"].layers(Site.VALUE), split.entropy["estimation"]
+    values, entropy = split.captures[ESTIMATION].layers(Site.VALUE), split.entropy[ESTIMATION]
     return {
         n: Axis.estimate(_flat(values[n]).numpy(), entropy, split.estimation.cluster, direction, split.seed)
         for n in layers
@@ -133,7 +176,7 @@ def edit_axes(
     run = split.run(tuple(_location(n) for n in axes), positions)
     own, draws = joint_edits(axes, mode, count, split.seed)
     dose = DoseEffects.of(run, mode, own, draws, progress)
-    values = split.captures["evaluation"].layers(Site.VALUE)
+    values = split.captures[EVALUATION].layers(Site.VALUE)
     x = {n: _flat(values[n]) for n in axes}
     last = max(axes)
     edits = [[own], *(some[:BAND_DRAWS] for some in draws.values())]
@@ -147,7 +190,7 @@ def edit_axes(
         lengths=_lengths(x, axes, DOSES[mode][DECISIVE[mode][-1]], edits),
         share=float(np.mean([axis.share for axis in axes.values()])),
         variance_left=min(axis.variance_left for axis in axes.values()),
-        rho=spearman((axes[last].z(x[last]) @ axes[last].u).numpy(), split.entropy["evaluation"]),
+        rho=spearman((axes[last].z(x[last]) @ axes[last].u).numpy(), split.entropy[EVALUATION]),
         step=np.stack([(axis.sd * axis.spread * axis.u).numpy() for axis in axes.values()]),
     )
 

@@ -196,6 +196,21 @@ class AblationEffects:
         assert writes is not None, "at the queries every activation is known"
         return cls(every, layers, positions, clusters, effects, _squared_lengths(writes, points, len(clusters)))
 
+    def arrays(self, method: Method) -> dict[str, np.ndarray]:
+        """The effects of one method as arrays by name, for the cache."""
+        sizes = {"layers": np.array(self.layers), "components": np.array(len(self.components))}
+        return {**sizes, "norms": self.norms, **{f"effect {name}": x for name, x in self.effects[method].items()}}
+
+    @classmethod
+    def of_arrays(
+        cls, kind: Kind, positions: Positions, method: Method, clusters: np.ndarray, arrays: Mapping[str, np.ndarray]
+    ) -> AblationEffects:
+        """The effects of one method from `arrays`."""
+        layers = int(arrays["layers"])
+        every = components(kind, layers, int(arrays["components"]) // layers, 1)
+        effects = {name.removeprefix("effect "): x for name, x in arrays.items() if name.startswith("effect ")}
+        return cls(every, layers, positions, clusters, {method: effects}, arrays["norms"])
+
 
 def _squared_lengths(writes: Mapping[Location, Tensor], points: Sequence[Point], n: int) -> np.ndarray:
     """[point layer prompt] mean over a prompt's rows of the squared length of what is written there."""

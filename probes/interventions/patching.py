@@ -217,10 +217,16 @@ class TaskRun(PatchingRun):
         return {name: bits(x.unflatten(0, (n, -1))[:, :horizon].mean(1).numpy()) for name, x in effects.items()}
 
 
-def copies(inputs: int, patches: int) -> int:
-    """How many copies of the inputs a run of patches passes, with the clean ones in every packing."""
+def copies(inputs: int, *runs: int) -> int:
+    """How many copies of the inputs several runs of patches pass, with the clean ones once in every packing.
+
+    Args:
+        inputs: how many the batch has.
+        runs: how many patches each call of `PatchingRun.run` has.
+    """
     together = max(1, ROWS_PER_PASS // inputs)
-    return patches + min(patches, together) + (patches % together if patches > together else 0)
+    packings = {size for patches in runs for size in (min(patches, together), patches % together) if size}
+    return sum(runs) + sum(packings)
 
 
 def estimate_against(

@@ -1,0 +1,270 @@
+"""Probes of component ablation: every head or block of a model and of its untrained controls, by one method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.errors import Unavailable, UserError
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.capture import Capture
+from llmgeom.model.subject import Positions, Subject
+from llmgeom.probe import Needs, Probe, ProbeInput
+from llmgeom.probes.interventions.component_ablation import (
+    BRANCHES,
+    DONORS,
+    METHODS,
+    AblationEffects,
+    Kind,
+    Method,
+    sites,
+)
+from llmgeom.probes.interventions.component_results import measure_blocks, measure_heads, measure_trainings, titled
+from llmgeom.probes.interventions.patching import copies
+from llmgeom.probes.interventions.splits import (
+    ESTIMATION,
+    EVALUATION,
+    PROMPT_SITES,
+    PromptSplit,
+    TaskSplit,
+    check_prompts,
+    check_task,
+    halves,
+)
+from llmgeom.progress import Progress
+from llmgeom.result import Result
+from llmgeom.run import CONTROLS, Question
+from llmgeom.stats.resampling import LEAST_CLUSTERS
+from llmgeom.stats.ridge_probe import folds
+from llmgeom.task import Task
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class OtherTraining:
+    """Another training of the same architecture; `weights` is a hash of them, and `load` is called once at most."""
+
+    name: str
+    weights: str
+    load: Callable[[], Subject] = field(compare=False)
+
+    @classmethod
+    def of(cls, subject: Subject) -> OtherTraining:
+        """A model that is in memory."""
+        return cls(subject.name, subject.weight_hash, lambda: subject)
+
+    @cached_property
+    def subject(self) -> Subject:
+        """The model."""
+        return self.load()
+
+
+@dataclass(frozen=True)
+class ComponentAblation:
+    """The ablation of every component by every method, computed once for each model.
+
+    Attributes:
+        task: whose whole sequences are read; None for prompts, which are read at their ends.
+        estimation: the half from which means come.
+    """
+
+    kind: Kind
+    positions: Positions
+    estimation: Batch = field(compare=False)  # its captures are in the key
+    seed: int
+    batch_tokens: int
+    task: Task | None = None
+    progress: Progress | None = field(default=None, compare=False)
+
+    @cached_property
+    def methods(self) -> tuple[Method, ...]:
+        """At all positions of prompts there is no resampling: prompts differ in length."""
+        left_out = {"resample"} if self.task is None and self.positions == "all" else set()
+        return tuple(method for method in METHODS[self.kind] if method not in left_out)
+
+    @property
+    def needs(self) -> Needs:
+        """What is read of the clean model and of every untrained control."""
+        here = sites(self.kind) if self.task is None or self.positions == "query" else set()
+        return Needs(
+            sites=frozenset(here) | (PROMPT_SITES if self.task is None else frozenset()),
+            shuffled=False,
+            no_context=False,
+            samples=frozenset({ESTIMATION}),
+        )
+
+    def split(self, subject: Subject, captures: Mapping[str, Capture]) -> PromptSplit | TaskSplit:
+        """The halves of the batch, from captures of both."""
+        if self.task is None:
+            return PromptSplit.of(subject, captures, self.seed, self.batch_tokens)
+        return TaskSplit(subject, captures, self.seed, self.batch_tokens, self.task)
+
+    @cached_property
+    def _made(self) -> WeakKeyDictionary[Subject, AblationEffects]:
+        return WeakKeyDictionary()
+
+    def effects(self, subject: Subject, captures: Mapping[str, Capture], progress: bool = False) -> AblationEffects:
+        """What each ablation changes in one model. Raises Unavailable for layers whose heads differ in size."""
+        if subject not in self._made:
+            tell = partial(self.progress, self.kind) if self.progress and progress else None
+            split = self.split(subject, captures)
+            self._made[subject] = AblationEffects.of(split, self.kind, self.positions, tell)
+        return self._made[subject]
+
+    def effects_of(self, other: OtherTraining, captures: Mapping[str, Capture]) -> AblationEffects:
+        """The same of another training, which reads both halves here."""
+        model, wanted = other.subject, self.needs.sites | {"entropy"}
+        return self.effects(
+            model,
+            {
+                half: model.capture(captures[half].batch, wanted, batch_tokens=self.batch_tokens)
+                for half in (ESTIMATION, EVALUATION)
+            },
+        )
+
+    def cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
+        """Copies of the evaluation half that one model reads."""
+        layers, lengths = subject.facts["layers"], evaluation.tokens.lengths.numpy()
+        count = layers * (subject.facts["heads"] if self.kind == "heads" else len(BRANCHES))
+        draws = sum(DONORS if method == "resample" else 1 for method in self.methods)
+        passes = [(copies(len(evaluation), count * draws), lengths)]
+        if self.positions == "all":  # read once more, at every position
+            passes.append((1, subject.tokens(self.estimation).lengths.numpy()))
+        if self.positions == "all" and self.task is not None:
+            passes.append((1, lengths))
+        return passes
+
+
+@dataclass(frozen=True)
+class ComponentProbe:
+    """One method of an ablation."""
+
+    ablation: ComponentAblation
+    method: Method
+
+    @cached_property
+    def NEEDS(self) -> Needs:
+        first = self.method == self.ablation.methods[0]  # one examination serves all methods
+        return replace(
+            self.ablation.needs,
+            examine=partial(self._examine, progress=True),
+            examine_control=self._examine,
+            cost=self.ablation.cost if first else None,
+        )
+
+    def _examine(self, subject: Subject, captures: Mapping[str, Capture], progress: bool = False) -> Arrays:
+        return self.ablation.effects(subject, captures, progress).arrays(self.method)
+
+    def measure(self, data: ProbeInput) -> Result:
+        """Raises UserError where nothing that was ablated reaches the answers."""
+        own, *untrained = (self._effects(data, arrays) for arrays in (data.observations, *data.control_observations))
+        measure = measure_heads if self.ablation.kind == "heads" else measure_blocks
+        return titled(measure(own, self.method, untrained, self._half(data)), self.method)
+
+    def _effects(self, data: ProbeInput, arrays: Mapping[str, np.ndarray], prefix: str = "") -> AblationEffects:
+        own = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
+        return AblationEffects.of_arrays(self.ablation.kind, self.ablation.positions, self.method, data.clusters, own)
+
+    def _half(self, data: ProbeInput) -> np.ndarray:
+        return folds(data.capture.batch.cluster, self.ablation.seed, 2)
+
+
+@dataclass(frozen=True)
+class TrainingsProbe(ComponentProbe):
+    """The same over several trainings of one architecture: each counts once."""
+
+    others: tuple[OtherTraining, ...]
+    name: str
+
+    @cached_property
+    def NEEDS(self) -> Needs:
+        return replace(
+            self.ablation.needs,
+            check=self._check,
+            examine=self._trainings,
+            examine_control=self._examine,
+            cost=self._cost if self.method == self.ablation.methods[0] else None,
+            control_cost=lambda *_: [],
+        )
+
+    def _check(self, _: Subject) -> None:
+        if (count := 1 + len(self.others)) < LEAST_CLUSTERS:
+            raise UserError(
+                f"{count} trainings: an interval over them needs at least {LEAST_CLUSTERS}; give more --also"
+            )
+
+    def _trainings(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
+        every = [self.ablation.effects(subject, captures, progress=True)]
+        for done, other in enumerate(self.others, 1):
+            every.append(self.ablation.effects_of(other, captures))
+            if every[-1].components != every[0].components:
+                raise UserError(
+                    f"{other.name} has {len(every[-1].components)} {self.ablation.kind}, {subject.name} "
+                    f"{len(every[0].components)}, so it is not another training of the same model"
+                )
+            if self.ablation.progress:
+                self.ablation.progress("other trainings", done, len(self.others))
+        return {f"{i}/{name}": x for i, model in enumerate(every) for name, x in model.arrays(self.method).items()}
+
+    def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
+        return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
+
+    def measure(self, data: ProbeInput) -> Result:
+        """Raises UserError where no ablation of a model reaches its output."""
+        ablation, names = self.ablation, (self.name, *(other.name for other in self.others))
+        every = [self._effects(data, data.observations, f"{i}/") for i in range(len(names))]
+        untrained = [self._effects(data, arrays) for arrays in data.control_observations]
+        result = measure_trainings(ablation.kind, self.method, every, names, untrained, self._half(data))
+        return titled(result, self.method)
+
+
+def question(
+    subject: Subject,
+    batch: Batch,
+    kind: Kind,
+    *,
+    task: Task | None = None,
+    also: Sequence[OtherTraining] = (),
+    positions: Positions = "query",
+    nulls: int = CONTROLS,
+    seed: int = 0,
+    batch_tokens: int = BATCH_TOKENS,
+    progress: Progress | None = None,
+) -> Question:
+    """Ablate every head, or every block, by each method, in the subject and in `nulls` untrained controls.
+
+    Args:
+        task: the task whose whole sequences the batch holds; None for prompts, which are read at their ends.
+        also: other trainings of the same architecture.
+
+    Raises:
+        UserError: fewer than 5 clusters in a half; a batch with query positions of its own and no task; a task of real
+            numbers, or of more tokens than the model has outputs; a model without such components.
+    """
+    check_task(subject, task) if task else check_prompts(batch)
+    if why := subject.unavailable(sites(kind)):
+        raise Unavailable(f"{subject.name}: {why}")
+    estimation, evaluation = halves(batch, seed)
+    ablation = ComponentAblation(kind, positions, estimation, seed, batch_tokens, task, progress)
+    probes: dict[str, Probe] = {}
+    for method in ablation.methods:
+        probes[f"{kind}_{method}"] = ComponentProbe(ablation, method)
+        if also:
+            probes[f"{kind}_{method}_trainings"] = TrainingsProbe(ablation, method, tuple(also), subject.name)
+    about = {"kind": kind, "methods": list(ablation.methods), "positions": positions, "donors": DONORS}
+    return Question(
+        evaluation,
+        probes,
+        nulls,
+        seed,
+        batch_tokens,
+        samples={ESTIMATION: estimation},
+        facts={"estimated on": len(estimation), "components": about},
+    )
