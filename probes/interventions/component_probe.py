@@ -170,7 +170,8 @@ class ComponentProbe:
 
     def _effects(self, data: ProbeInput, arrays: Mapping[str, np.ndarray], prefix: str = "") -> AblationEffects:
         own = {name.removeprefix(prefix): x for name, x in arrays.items() if name.startswith(prefix)}
-        return AblationEffects.of_arrays(self.ablation.kind, self.ablation.positions, self.method, data.clusters, own)
+        ablation, clusters = self.ablation, np.array(data.capture.batch.cluster)
+        return AblationEffects.of_arrays(ablation.kind, ablation.positions, self.method, clusters, own)
 
     def _half(self, data: ProbeInput) -> np.ndarray:
         return folds(data.capture.batch.cluster, self.ablation.seed, 2)
