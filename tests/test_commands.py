@@ -194,7 +194,7 @@ HEAVY = ("torch", "transformers", "plotly", "sklearn", "scipy", "transformer_len
 
 
 # Commands whose module still imports its work at the top, so that their help is slow. Entries are only removed.
-SLOW = {"evidence", "ablate", "patch", "grade", "dynamics", "calibrate", "reproduce"}
+SLOW = {"evidence", "patch", "dynamics", "calibrate", "reproduce"}
 
 
 @pytest.mark.parametrize("name", ["", *(name for name in NAMES if name not in SLOW)])
@@ -208,7 +208,7 @@ def test_help_is_quick_and_loads_only_the_command_s_configuration(name):
     seconds, shown = zip(*(timed(code) for _ in range(3)), strict=True)
     *_, heavy, loaded = shown[0].strip().splitlines()
     assert heavy == "[]"
-    expected = {f"llmgeom.commands.{module}" for module in (name, "config", "output")}
+    expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output")}
     assert {*ast.literal_eval(loaded)} <= (expected if name else set())
     # 0.3 s on an idle core. This one may be busy: then the bare interpreter with numpy and click is the measure.
     bare = min(timed("import click, numpy")[0] for _ in range(3))

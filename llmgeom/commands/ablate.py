@@ -36,31 +36,42 @@ class RunConfig(config.ModelConfig):
     what: Literal["axis", "heads", "blocks"] = flag(
         "axis", "Edit the entropy axis, or replace each head or each attention, MLP and block, one at a time."
     )
-    directions: tuple[Literal["pc1", "ridge"], ...] = flag(
-        ("pc1", "ridge"),
-        "Axis. pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
-        name="--direction",
-    )
-    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "Axis: what is done to it.")
-    layers: str = flag("last", "Axis: last, each (one at a time), or e.g. 3,7 (together).")
-    controls: int = flag(199, "Axis: draws of each control edit.", least=1)
-    task: str | None = flag(None, "Heads and blocks: use sequences of this task. [default: the model's own, if any]")
-    also: tuple[str, ...] = flag((), "Heads and blocks: another training of the same model. Repeat for several.")
-    nulls: int = flag(20, "Heads and blocks: untrained controls.", least=1)
     positions: Literal["query", "all"] | None = flag(
         None,
         "query: the final token, or every query of a task's sequence. all: every position; with "
         "heads or blocks on prompts, all but the first. [default: query; all on a task]",
     )
-    domain: str | None = flag(None, "Prompt domain. [default: mixed]")
-    sula: str | None = flag(
-        None, "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`."
-    )
-    ks: tuple[int, ...] = flag((1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True)
-    n: int | None = flag(None, "Prompts. [default: 75; 20 for each k with --sula; 200 sequences]", least=1)
-    limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts.", least=20)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
+    directions: tuple[Literal["pc1", "ridge"], ...] = flag(
+        ("pc1", "ridge"),
+        "pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
+        name="--direction",
+        group="Axis",
+    )
+    mode: Literal["project-out", "keep-only", "steer"] = flag("project-out", "What is done to the axis.", group="Axis")
+    layers: str = flag("last", "last, each (one at a time), or e.g. 3,7 (together).", group="Axis")
+    controls: int = flag(199, "Draws of each control edit.", least=1, group="Axis")
+    task: str | None = flag(
+        None, "Use sequences of this task. [default: the model's own, if any]", group="Heads and blocks"
+    )
+    also: tuple[str, ...] = flag(
+        (), "Another training of the same model. Repeat for several.", group="Heads and blocks"
+    )
+    nulls: int = flag(20, "Untrained controls.", least=1, group="Heads and blocks")
+    domain: str | None = flag(None, "Prompt domain. [default: mixed]", group="Prompts")
+    sula: str | None = flag(
+        None,
+        "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`.",
+        group="Prompts",
+    )
+    ks: tuple[int, ...] = flag(
+        (1, 2, 4, 8), "With --sula: numbers of labels shown.", name="--k", listed=True, group="Prompts"
+    )
+    n: int | None = flag(
+        None, "How many. [default: 75; 20 for each k with --sula; 200 sequences]", least=1, group="Prompts"
+    )
+    limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts.", least=20, group="Prompts")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-ablate-DOMAIN-WHAT-HASH]", group="Output")
 
     def __post_init__(self) -> None:
@@ -161,11 +172,12 @@ def _source(asked: RunConfig, task: Task | None) -> tuple[Draw, str]:
 
 def _stratified(asked: RunConfig, domain: Any, subject: Subject) -> Batch:
     """Prompts of a domain, spread over entropy."""
+    from llmgeom.cache.shards import captures_folder
     from llmgeom.model.tokenizing import fitting
     from llmgeom.prompts.pool import stratify
 
     pool = fitting(subject, domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
-    entropy = subject.entropy(pool, batch_tokens=asked.batch_tokens)
+    entropy = subject.entropy(pool, batch_tokens=asked.batch_tokens, store=str(captures_folder()))
     return stratify(pool, entropy, asked.n or PROMPTS, seed=asked.seed)
 
 

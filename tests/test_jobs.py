@@ -1,0 +1,75 @@
+"""Commands that ask one question: what a dry run counts is what the run passes, and a repeated run passes nothing."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llmgeom.commands import ablate, dry_run, grade
+from llmgeom.model import running
+from llmgeom.model.self_check import probe_batch
+from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+from tests.source import MODULES, tree
+
+TASK = Training("recall:pairs=2,queries=2,keys=4,values=6", width=16, layers=2, heads=2, steps=2, snapshots=2)
+SULA = {"model": "pocket:pythia", "sula": "two-point", "ks": (1, 2), "n": 5, "controls": 2}
+CASES = {
+    "grade": (grade, {"n": 12, "nulls": 2}),
+    "heads of a task": (ablate, {"what": "heads", "n": 20, "nulls": 2}),
+    "blocks of a task, at its queries": (ablate, {"what": "blocks", "n": 20, "nulls": 2, "positions": "query"}),
+    "heads of prompts": (ablate, {**SULA, "controls": 199, "what": "heads", "nulls": 1, "positions": "all"}),
+    "axis": (ablate, {**SULA, "layers": "each", "directions": ("pc1",)}),
+}
+
+
+@pytest.fixture(scope="module")
+def tunnel(tmp_path_factory) -> str:
+    return str(train(TASK, tmp_path_factory.mktemp("tunnel") / "recall").out)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case, tunnel, tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    command, options = CASES[case]
+    asked = command.RunConfig(**({"model": tunnel} | options), offline=True, device="cpu", out=str(tmp_path / "first"))
+    (row,) = dry_run.price(command.prepare(asked))["sources"].values()
+    subject, passed, inner = asked.load(), [], running.one_pass
+    checks = 3 * int(probe_batch(subject.facts).tokens.lengths.sum())
+
+    def counted(reader, work, members):
+        passed.append(int(work.tokens.lengths[members].sum()))
+        return inner(reader, work, members)
+
+    monkeypatch.setattr(running, "one_pass", counted)
+    _, first = command.perform(asked, subject=subject)
+    assert first.results and row["tokens"] == sum(passed) + checks
+    passed.clear()
+    monkeypatch.setattr(Subject, "untrained", None)
+    _, again = command.perform(replace(asked, out=str(tmp_path / "again")), subject=subject)
+    assert passed == [] and again.unmeasured == first.unmeasured
+    assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
+
+
+# Modules that make a record of other records or of tables: they ask no model.
+OF_RECORDS = {
+    "llmgeom.commands.calibrate",
+    "llmgeom.commands.dynamics",
+    "llmgeom.commands.reproduce",
+    "llmgeom.probes.evidence.profile",
+}
+
+
+def constructions(module: str) -> int:
+    """How often a module calls Record(...)."""
+    calls = [node.func for node in ast.walk(tree(MODULES[module])) if isinstance(node, ast.Call)]
+    return sum(isinstance(func, ast.Name) and func.id == "Record" for func in calls)
+
+
+def test_only_the_runner_makes_the_record_of_a_model():
+    assert constructions("llmgeom.run") == 1
+    assert {module for module in MODULES if constructions(module)} == {"llmgeom.run"} | OF_RECORDS
