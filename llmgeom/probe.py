@@ -42,6 +42,10 @@ class Needs:
         examine_control: what is taken of an untrained control instead; by default `examine`.
         cost: what `examine` runs, for `--dry-run`: (times, lengths of the inputs) of each kind of pass, for one model.
         control_cost: the same of `examine_control`.
+        judged: whether a verdict on the claim of a name will be reached, as far as that is known without weights, for
+            `--dry-run`; called with the name, the model, the main sample and the further ones. By default always.
+        most_rows: how many rows of whole sequences it measures at most; 0 for all.
+        follows_entropy: whether its target is the entropy at the query, so that it needs that to vary.
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
             `examine` returned; by default the latter.
     """
@@ -61,6 +65,9 @@ class Needs:
     examine_control: Callable[[Subject, Mapping[str, Capture]], Any] | None = None
     cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
     control_cost: Callable[[Subject, Batch], list[tuple[int, Any]]] | None = None
+    judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
+    most_rows: int = 0
+    follows_entropy: bool = False
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
 

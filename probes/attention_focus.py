@@ -15,6 +15,7 @@ from llmgeom.claims import declared
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
+from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
 from llmgeom.result import Estimate, Figure, quantity
@@ -54,11 +55,17 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
     return Reach(tuple(int(capture.position[last]) + 1 - int(at) for at in first), tuple(weight))
 
 
+def judged(_: str, subject: Subject, *__: Any) -> bool:
+    """Falling with depth takes two layers."""
+    return subject.facts["layers"] > 1
+
+
 NEEDS = Needs(
     sites=frozenset({Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST}),
     all_prompts=True,
     observers=(Observer("visible", visible, frozenset({Site.ATTENTION})),),
     collect=collect,
+    judged=judged,
 )
 
 

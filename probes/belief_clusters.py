@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
@@ -82,8 +84,18 @@ def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> Rea
     return ReadOut(examined["tokens"], examined["rows"], examined.get("labels")) if "tokens" in examined else None
 
 
+def judged(_: str, __: Subject, batch: Batch, *___: Any) -> bool:
+    """Beliefs have groups where answers are among tokens, or are not known."""
+    return batch.posterior is None or batch.posterior.categorical
+
+
 NEEDS = Needs(
-    sites=frozenset({Site.FINAL}), shuffled=False, samples=frozenset({WHOLE}), examine=output_rows, collect=collect
+    sites=frozenset({Site.FINAL}),
+    shuffled=False,
+    samples=frozenset({WHOLE}),
+    examine=output_rows,
+    collect=collect,
+    judged=judged,
 )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
@@ -60,6 +61,14 @@ def has_lens(subject: Subject) -> None:
     _ = subject.unembed
 
 
+def judged(name: str, subject: Subject, batch: Batch, *_: Any) -> bool:
+    """The posterior must be countable, and a share of the largest step takes more than LEAST_STEPS sites."""
+    sites = subject.facts["layers"] * (1 + (not subject.unavailable({Site.ATTENTION_WRITE}))) + 1
+    exact = batch.posterior
+    countable = exact is not None and (exact.belief is not None or exact.categorical)
+    return countable and (name != GRADUAL or sites > LEAST_STEPS)
+
+
 NEEDS = Needs(
     sites=frozenset({Site.RESIDUAL}),
     optional=frozenset({Site.ATTENTION_WRITE}),
@@ -68,6 +77,8 @@ NEEDS = Needs(
     observers=(Observer("lens", lens, frozenset({Site.RESIDUAL})),),
     check=has_lens,
     collect=collect,
+    judged=judged,
+    most_rows=MOST_ROWS,
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +34,14 @@ def reach(subject: Subject, batch: Batch) -> Reach:
     return Reach(queries, told)
 
 
+def judged(_: str, subject: Subject, batch: Batch, samples: Mapping[str, Batch]) -> bool:
+    """A query must lie past those that a loss was on."""
+    whole, exact = samples.get(WHOLE), batch.posterior
+    if whole is None or exact is None or not exact.outcomes:
+        return False
+    return whole.exact.predictive.shape[1] > reach(subject, batch).queries
+
+
 NEEDS = Needs(
     sites=frozenset({Site.LOG_PROBS}),
     shuffled=False,
@@ -40,6 +49,7 @@ NEEDS = Needs(
     samples=frozenset({WHOLE}),
     exact=True,
     examine=lambda subject, captures: reach(subject, captures[""].batch),
+    judged=judged,
 )
 
 

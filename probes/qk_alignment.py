@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
+from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE, Needs, ProbeInput, Sample
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
@@ -101,12 +103,22 @@ def long_enough(lengths: np.ndarray) -> np.ndarray:
     return lengths >= LEAST_TOKENS
 
 
+def judged(name: str, subject: Subject, _: Batch, samples: Mapping[str, Batch]) -> bool:
+    """Bearing positions must be known; claims differ where they are the same in every sequence."""
+    bearing = samples[WHOLE].exact.bearing if WHOLE in samples else None
+    if bearing is None:
+        return False
+    alike = bool((bearing == bearing[:1]).all())
+    return name.endswith(PLACES) == alike and (subject.facts["layers"] > 1 or name == LAST)
+
+
 NEEDS = Needs(
     frozenset({Site.ATTENTION}),
     shuffled=False,
     samples=frozenset({WHOLE}),
     observers=(Observer("cosines", cosines, everywhere=frozenset({Site.QUERY, Site.KEY})),),
     collect=collect,
+    judged=judged,
 )
 
 

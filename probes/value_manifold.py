@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 
+from llmgeom.batch import Batch
 from llmgeom.claims import declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
 from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, ProbeInput, Sample
 from llmgeom.probes.shared.domain_gain import DomainGain, measure_gain
 from llmgeom.probes.shared.nulls import UNTRAINED, centred_null
@@ -36,8 +39,19 @@ from llmgeom.stats.pca import standardised
 from llmgeom.stats.tests import correlation_test, spearman
 
 SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
+
+
+def judged(name: str, _: Subject, __: Batch, samples: Mapping[str, Batch]) -> bool:
+    """A gain needs the mixed prompts that it is counted from."""
+    return not name.startswith("gain in") or {MIXED, MATCHED} <= samples.keys()
+
+
 NEEDS = Needs(
-    frozenset({Site.VALUE}), optional=frozenset({Site.ATTENTION_WRITE}), samples=frozenset({*SECOND, MIXED, MATCHED})
+    frozenset({Site.VALUE}),
+    optional=frozenset({Site.ATTENTION_WRITE}),
+    samples=frozenset({*SECOND, MIXED, MATCHED}),
+    judged=judged,
+    follows_entropy=True,
 )
 CLAIMS = declared("value_manifold")
 WRITE, DOMAIN = "attention_write_", "domain_"  # prefixes of quantities

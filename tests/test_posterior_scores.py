@@ -720,11 +720,10 @@ def test_the_command_prints_the_verdicts_and_every_predictor(tunnel, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--model", "pocket:pythia"], "pocket:pythia was trained on no task (no task.json beside its weights)"),
+        (["--model", "pocket:pythia"], "pocket:pythia was trained on no task (no task.json next to its weights)"),
         (["--n", "9"], "--n 9: expected at least 10"),
         (["--nulls", "0"], "--nulls 0: expected at least 1"),
         (["--seed", "-1"], "--seed -1: expected at least 0"),
-        (["--backend", "tl"], "--backend tl: a model is graded through its own forward pass"),
         (["--task", "bijektion"], "unknown task 'bijektion': did you mean 'bijection'?"),
     ],
 )

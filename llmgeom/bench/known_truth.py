@@ -40,7 +40,6 @@ KINDS: dict[Kind, str] = {
 READING = 2  # raised when what is measured changes
 SIZE, SMALLER = 100, 40  # sequences read; two trained models of each cell are read once more with fewer
 DRAWN = 400  # sequences by which the query is chosen at which entropy is read
-ENTROPY = "value_manifold"  # the probe whose metrics follow entropy
 STOPPED = (0.08, 0.2, 0.45)  # fractions of the steps at which the first, second and third training of a cell is read
 
 # Small enough to be trained in seconds, and wide enough to be right. Shapes differ on purpose.
@@ -178,7 +177,8 @@ def reading(folder: str | Path, n: int, seed: int) -> dict[str, Any]:
     every = {"task": task, "positions": "all", **draws}
 
     def scan() -> Record:
-        every = {**probes.known([name for name in probes.names() if name != ENTROPY]), routing_law.NAME: routing_law}
+        every = {name: probe for name, probe in probes.known().items() if not probe.NEEDS.follows_entropy}
+        every |= {routing_law.NAME: routing_law}
         batch = task.truncated(n, seed, task.test_split)
         return run_probes(subject, batch, every, samples={WHOLE: whole}, seed=seed, controls=CONTROLS)
 
@@ -225,7 +225,8 @@ def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
     are not measured, and no model is ranked.
     """
     batch = task.truncated(n, seed, task.test_split, at=entropy_query(task))
-    return run_probes(subject, batch, probes.known([ENTROPY]), seed=seed, controls=CONTROLS)
+    entropic = {name: probe for name, probe in probes.known().items() if probe.NEEDS.follows_entropy}
+    return run_probes(subject, batch, entropic, seed=seed, controls=CONTROLS)
 
 
 STORED = (

@@ -28,14 +28,12 @@ from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
 from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
-from llmgeom.model.capture import Site
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.passes import plan_capture
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
-from llmgeom.plan import PassPlan, Reading, measurable
-from llmgeom.probe import MATCHED, MIXED, WHOLE, Probe
-from llmgeom.probes import belief_readout, length_generalisation, qk_alignment
+from llmgeom.plan import MOST, PassPlan, Reading, measurable
+from llmgeom.probe import WHOLE, Needs, Probe
 from llmgeom.reports.text import grid
 from llmgeom.run import Question
 from llmgeom.stats import power
@@ -220,7 +218,7 @@ def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float
         len(one) if one.query is None else int(one.query.sum()) for one in (source.batch, *source.samples.values())
     )
     models = 1 + max((one.times for one in source.stages if one.stage == UNTRAINED), default=0)
-    rows = min(largest, belief_readout.MOST_ROWS)
+    rows = min(largest, MOST)
     return found | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
 
 
@@ -311,15 +309,15 @@ def assumptions() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     """A row for each claim that the record would judge, all of them in Holm's correction (llmgeom/stats/power.py)."""
     asked = [
-        claim
-        for module in source.modules.values()
-        for claim in getattr(module, "CLAIMS", {}).values()
-        if claim.claim and _judged(source, claim)
+        (probe.NEEDS, claim)
+        for probe in source.modules.values()
+        for claim in getattr(probe, "CLAIMS", {}).values()
+        if claim.claim and _judged(source, probe.NEEDS, claim)
     ]
     each = len(source.batch) / len(set(source.batch.cluster))
-    for claim in asked:
+    for needs, claim in asked:
         rank = claim.needed == "correlation"
-        have, most = _units(source, claim)
+        have, most = _units(source, needs, claim)
         row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
         row |= {"counts": claim.counts, "clusters": have, "most_units": most}
         assumed = assumptions().get(claim.probe, {}).get(claim.name, {})
@@ -363,34 +361,11 @@ def _never(design: power.Design) -> str:
     return no_n(design.null_spread, design.claim.unit if design.claim.needed == "mean" else "on Fisher's scale")
 
 
-def _judged(source: Source, claim: Claim) -> bool:
+def _judged(source: Source, needs: Needs, claim: Claim) -> bool:
     """Whether the scan will come to a verdict, as far as that is known without weights."""
-    facts, exact = source.subject.facts, source.batch.posterior
     if claim.counts == KV_HEADS:
-        return _units(source, claim)[0] >= LEAST_CLUSTERS
-    if claim.name.startswith("gain in"):
-        return {MIXED, MATCHED} <= source.samples.keys()
-    if claim.probe == "attention_focus":
-        return facts["layers"] > 1
-    if claim.probe == "belief_clusters":
-        return exact is None or exact.categorical
-    if claim.probe == "belief_readout":
-        steps = facts["layers"] * (1 + (not source.subject.unavailable({Site.ATTENTION_WRITE}))) + 1
-        countable = exact is not None and (exact.belief is not None or exact.categorical)
-        return countable and (claim.name != belief_readout.GRADUAL or steps > belief_readout.LEAST_STEPS)
-    whole = source.samples.get(WHOLE)
-    if claim.probe == "length_generalisation":
-        past = whole is not None and _queries(whole) > length_generalisation.reach(source.subject, source.batch).queries
-        return past and exact is not None and bool(exact.outcomes)
-    if claim.probe == "qk_alignment":
-        bearing = None if whole is None else whole.exact.bearing
-        if bearing is None:
-            return False
-        alike = bool((bearing == bearing[:1]).all())
-        return claim.name.endswith(qk_alignment.PLACES) == alike and (
-            facts["layers"] > 1 or claim.name == qk_alignment.LAST
-        )
-    return True
+        return _units(source, needs, claim)[0] >= LEAST_CLUSTERS
+    return needs.judged is None or needs.judged(claim.name, source.subject, source.batch, source.samples)
 
 
 def _queries(whole: Batch) -> int:
@@ -398,14 +373,14 @@ def _queries(whole: Batch) -> int:
     return whole.exact.predictive.shape[1]
 
 
-def _units(source: Source, claim: Claim) -> tuple[int, int | None]:
+def _units(source: Source, needs: Needs, claim: Claim) -> tuple[int, int | None]:
     """How many units the claim is judged on, and the most there can be; None where that is for the asking."""
     batch, facts = source.batch, source.subject.facts
     if claim.counts == KV_HEADS:
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
     have, most = len(set(batch.cluster)), len(set(source.pool.cluster)) if batch.posterior is None else None
-    if claim.probe == "belief_readout":
-        most = belief_readout.MOST_ROWS // _queries(source.samples.get(WHOLE, source.batch))
+    if needs.most_rows:
+        most = needs.most_rows // _queries(source.samples.get(WHOLE, source.batch))
     return have if most is None else min(have, most), most
 
 
