@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from llmgeom.claims import declared
-from llmgeom.papers import paper1, paper2
+from llmgeom.model.attention_gradients import DECREASE
+from llmgeom.papers import paper1, paper2, primitives, routing_law, sticky_chain
 from llmgeom.papers.published_numbers import PAPERS, Check, table
+from llmgeom.stats.information import bits
 from tests.refusals import refused
 
 # What was printed, in the order in which the notes on the papers number it: metric results; the numbers of Paper III;
@@ -230,3 +233,19 @@ def test_an_entry_twice_is_told(tmp_path):
     (tmp_path / "bad.toml").write_text(GOOD + GOOD)
     with refused(ValueError, "entry 2", "one"):
         table("bad", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("result", "constants"),
+    [
+        (primitives.Profile, (primitives.REACHED_KL, primitives.REACHED_SKILL)),
+        (
+            routing_law.Result,
+            (routing_law.PROMPTS, routing_law.SEQUENCES, routing_law.SHUFFLES, f"{DECREASE:f}".rstrip("0")),
+        ),
+        (sticky_chain.Schedules, (sum(sticky_chain.SIZES), sticky_chain.SLOW, f"{bits(sticky_chain.least()):.3f}")),
+    ],
+)
+def test_the_numbers_in_the_prose_are_those_of_the_code(result, constants):
+    prose = " ".join(result.prose().values())
+    assert all(re.search(rf"(?<![\d.]){re.escape(str(constant))}(?!\d)", prose) for constant in constants)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from llmgeom.stats.resampling import Interval, mean_intervals
 from llmgeom.stats.tests import equivalence_p
 from llmgeom.wind_tunnels.training_config import Training
 
+TEXTS = Path(__file__).with_name("texts")
 PRIMITIVES = {
     "accumulation": Training("bijection", steps=1000),
     "transport": Training("hmm", steps=2000),
@@ -52,25 +53,8 @@ def training(primitive: str, arch: str, quick: bool = False) -> Training:
 class Profile(Result):
     """How near every architecture comes to the posterior of every primitive."""
 
-    TITLE: ClassVar[str] = "Primitives"
-    MEANING: ClassVar[str] = (
-        "Accumulation rules out hypotheses one observation at a time, transport moves a belief through dynamics that "
-        "the sequence itself states, binding finds again what was paired with what. A cell says how many bits a query "
-        "the architecture stays from the exact answer after equally many sequences."
-    )
-    COMPUTED: ClassVar[str] = (
-        "Every architecture has as many parameters, within 2 %, and reads as many sequences. The learning rate of each "
-        "cell is chosen by successive halving on held-out hypotheses, with the first seed. KL(exact || model) in bits "
-        "and skill = 1 - KL(model) / KL(best trivial predictor), on held-out hypotheses; median over seeds, and "
-        "Student's 95 % interval over seeds. `Reached`: every seed has KL under "
-        f"{REACHED_KL} bits and skill over {REACHED_SKILL}."
-    )
-    NULL: ClassVar[str] = "The best trivial predictor of each task that is not itself exact."
-    FAILURE_MODES: ClassVar[str] = (
-        "What is not reached at this budget may be reached at another: a longer run, another depth or schedule. "
-        "Without replacement the bijection asks for no binding, and a bag of values is exact. Recall of four pairs "
-        "fits into any recurrent state. Few seeds give wide intervals."
-    )
+    TITLE = "Primitives"
+    TEXT = TEXTS / "primitives.md"
 
     kl: np.ndarray = quantity(
         "primitive architecture", "bits", "KL(exact || model), median over seeds", Figure("heatmap")
@@ -89,20 +73,8 @@ class Profile(Result):
 class Dose(Result):
     """The answers of a model trained on labels of which a fraction was drawn again."""
 
-    TITLE: ClassVar[str] = "Dose of corrupted labels"
-    MEANING: ClassVar[str] = (
-        "If a fraction p of the labels is drawn again, evenly, Bayes' rule gives the mixture of (1 - p) of the "
-        "posterior and p of a uniform answer. A model that infers follows that mixture at every dose."
-    )
-    COMPUTED: ClassVar[str] = (
-        "KL in bits a query on held-out hypotheses, mean over seeds, with Student's 95 % interval: of the mixture from "
-        "the model, which ought to be 0, and of the clean posterior from the model, beside that from the mixture."
-    )
-    NULL: ClassVar[str] = "A model that is the mixture: 0, and the dashed line."
-    FAILURE_MODES: ClassVar[str] = (
-        "At a dose of 1 nothing can be inferred, and an even answer is right. Noisy labels slow training down: a KL "
-        "from the mixture that grows with the dose may be a matter of steps."
-    )
+    TITLE = "Dose of corrupted labels"
+    TEXT = TEXTS / "primitives.md"
 
     kl_mixture: np.ndarray = quantity(
         "dose", "bits", "KL(mixture || model)", Figure("curve", interval="kl_mixture_interval")

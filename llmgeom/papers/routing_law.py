@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
-from llmgeom.model.attention_gradients import DECREASE, Mixing, step
+from llmgeom.model.attention_gradients import Mixing, step
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.result import Estimate, Figure, quantity
@@ -26,6 +27,7 @@ from llmgeom.run import CONTROLS
 from llmgeom.stats.resampling import jackknife
 
 NAME = "routing_law"
+TEXTS = Path(__file__).with_name("texts")
 PROMPTS, SEQUENCES = 8, 32  # a text asks for a prediction at every token, a sequence of a tunnel for one
 SHUFFLES = CONTROLS
 EXACT = 1e-9  # of the largest gradient: how far the formulas may lie from automatic differentiation in float64
@@ -161,33 +163,7 @@ class Result(Base):
     """What is at stake in every head's routing, and how far the next step follows the advantage."""
 
     TITLE = "Next step and advantage"
-    MEANING = (
-        "Paper II: descent on an attention score raises it where the key's value serves the loss better than the "
-        "average of what the query already gets (a positive advantage). As arithmetic this holds for every softmax "
-        "head, trained or not. Training moves no score by itself but all parameters at once: agreement of 1 says that "
-        "it routes as the advantage says, and the shuffled level that the advantage does not tell where weight goes "
-        "next. A selective scan obeys another law: its weights are not normalised, no baseline is subtracted, and the "
-        "advantage is one part of its score gradient."
-    )
-    COMPUTED = (
-        "A float64 copy of the model, one forward and backward on the mean loss of the first prompt of each of 8 "
-        "templates (every next token), or of 32 sequences of a tunnel (the outcome drawn). Then one step of plain "
-        f"gradient descent on all parameters, so small that the loss falls by {DECREASE:g} of itself. Agreement: the "
-        "share of attention on keys whose log weight the step moves to the side that the advantage says, over all "
-        "heads, layers and rows that have a choice. Intervals are jackknifed over templates or sequences, each left "
-        "out of the sums, not of the step."
-    )
-    NULL = (
-        "The advantages of each row in random order (20 draws); and the model re-initialised, with gradients and a "
-        "step of its own."
-    )
-    FAILURE_MODES = (
-        "About half of the attention always lies on either side of the average, so a map of its positive part is near "
-        "one half wherever keys are many. A step that is not plain descent (Adam, momentum) may follow more or less. "
-        "Rows with one key, and queries that the loss does not depend on, are not counted; a tunnel's cut sequences "
-        "ask one query each, so that the last layer has one row of each. Gradients are sums: a few sequences may "
-        "decide them."
-    )
+    TEXT = TEXTS / "next_step.md"
 
     error: np.ndarray = quantity("gradient layer", "of the largest", "largest |law - autograd|", Figure("heatmap"))
     rival: np.ndarray = quantity(

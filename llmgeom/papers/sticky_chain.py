@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from llmgeom.stats.resampling import mean_intervals
 from llmgeom.task import seeded
 from llmgeom.wind_tunnels.tasks.markov import Markov
 
+TEXTS = Path(__file__).with_name("texts")
 SEEDS = (42, 2024, 1337, 7777, 9999)
 TUNING = (1, 2)  # seeds on which rates are chosen, and nothing is judged
 READ, KEYS, VALUES = 20, 10, 15  # d_x, d_k, d_v
@@ -296,30 +297,8 @@ def fresh_loss(training: Mapping[str, Any]) -> float:
 class Schedules(Result):
     """What every schedule reaches, and how fast."""
 
-    TITLE: ClassVar[str] = "Schedules on the sticky chain"
-    MEANING: ClassVar[str] = (
-        "Paper II reads value updates as the M-step of an EM algorithm and concludes that they should be fast and "
-        "routing slow; its evidence is that W_V at ten times the rate reaches plain descent's final loss in 0.43 of "
-        "its steps. What decides is whether the same budget does more when it is spent on W_V than on anything else."
-    )
-    COMPUTED: ClassVar[str] = (
-        "One causal attention head on one noisy sequence of 8 sticky symbols, full-batch descent, five seeds, as "
-        "published. Steps: the first at which the training loss is below the one that plain descent (0.01 on all) ends "
-        "with, for the same seed. Equal sum: rates of the four matrices add up to the published 0.13; equal sum by "
-        "size: weighted by how many numbers a matrix has. Tuned: the free rate of each method, others at 0.01, that "
-        "needs the fewest steps on two seeds that are not judged. Values in closed form: W_V minimises an upper bound "
-        "of the loss with attention fixed (a ridge regression; the ridge with the least fresh loss on those two "
-        "seeds), then one plain step of the rest with values fixed; each counts as a step. Fresh: the loss on a "
-        "sequence never trained on. Ratios and intervals: Student's t over seeds, paired, on the log scale."
-    )
-    NULL: ClassVar[str] = "No difference: a ratio of 1. Losses: ln 8 (3 bits), uniform, and H_min = 2.639 bits."
-    FAILURE_MODES: ClassVar[str] = (
-        "A model of 820 numbers on 2,000 symbols, far from H_min where plain descent ends: speed is that of leaving a "
-        "uniform answer. A budget is a convention; two are shown. A tuned rate is the best of a coarse grid. Five "
-        "seeds. A ridge solve counts as one step although it costs more. The two steps of the alternation maximise no "
-        "common likelihood: in the model p = softmax(W_O' sum_j alpha_ij v_j) attention is mixed inside the exponent, "
-        "and EM's responsibilities are those of another model."
-    )
+    TITLE = "Schedules on the sticky chain"
+    TEXT = TEXTS / "sticky_chain.md"
 
     train: np.ndarray = quantity(
         "method", "bits", "training loss at the end, mean over seeds", Figure("curve", interval="train_interval")
