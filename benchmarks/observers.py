@@ -1,10 +1,11 @@
 """Who is taken for whom: simulated observers, and what `llmgeom evidence` says of each.
 
 `python benchmarks/observers.py --out FILE` writes one row for each simulated observer and design; observers.json holds
-those of 100 data sets each, seed 0 (a quarter of an hour on one core), and docs/sula.md shows them. A data set has the
-default size: 50 prompts for each k of 1, 2, 4, 8, with reliability .9 and prior 1/2 (`two-point`), or with a stated
-reliability of .3, .6 or .9 and a stated prior of .2, .5 or .8 (`stated`). A simulated answer is the rule's log odds
-plus independent normal noise of sd .25, the same for every observer.
+those of seed 0, and docs/sula.md and docs/evidence.md show them. `--sets` is the number of data sets of a row. A data
+set has the default size: 50 prompts for each k of 1, 2, 4, 8, with reliability .9 and prior 1/2 (`two-point`), or with
+a stated reliability of .3, .6 or .9 and a stated prior of .2, .5 or .8 (`stated`); of the other processes their own
+default k, less k = 0. A simulated answer is the rule's log odds (of more labels than two: log probabilities) plus
+independent normal noise of sd .25, the same for every observer.
 """
 
 from __future__ import annotations
@@ -15,25 +16,28 @@ from collections import Counter
 from pathlib import Path
 
 import numpy as np
-from scipy.special import expit, logit
+from scipy.special import expit, logit, softmax
 
 from llmgeom.probes.evidence.observer_fit import (
     BAYESIAN,
     OTHER,
     UNDECIDED,
     Contest,
+    Seen,
     attainable,
     called,
     lack_of_fit,
     lack_of_fit_draws,
 )
 from llmgeom.probes.evidence.observers import Observer, Shown, observers
+from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, Sequences
+from llmgeom.prompts.processes import load_process
 from llmgeom.stats import conjugate
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.tests import tail_p
 
 KS, EACH, CLUSTERS, NOISE, DRAWS = (1, 2, 4, 8), 50, 60, 0.25, 99
-DESIGNS = ("two-point", "stated")
+COUNTED = ("two-point", "stated")
 # Each simulated observer: the rule that answers and its parameters.
 SIMULATED: dict[str, tuple[str, tuple[float, ...]]] = {
     "exact": ("exact", ()),
@@ -51,8 +55,57 @@ SIMULATED: dict[str, tuple[str, tuple[float, ...]]] = {
 }
 
 
-def drawn(design: str, rng: np.random.Generator) -> tuple[Shown, np.ndarray]:
-    """What one data set shows, and the cluster of each prompt."""
+FIXED = {"majority": ("majority", (0.3,)), "copy-last": ("copy-last", (0.3,))}
+EXACT = {"exact": ("exact", ())}
+ITEMS = {"Bayes, lapse .1": ("Bayes with a lapse", (0.1,)), "forgetting": (FORGETTING_BAYES, (0.05, 0.8))}
+OF_DESIGN: dict[str, dict[str, tuple[str, tuple[float, ...]]]] = {
+    **dict.fromkeys(COUNTED, SIMULATED),
+    "dirichlet": EXACT
+    | {
+        "Bayes, prior 3": ("Bayes: fitted prior", (3.0,)),
+        "forgetting": (FORGETTING_BAYES, (0.6, 1.0)),
+        "counter, slope .8": ("logit-linear counter", (0.8,)),
+    }
+    | FIXED,
+    "markov": EXACT
+    | {
+        "Bayes, prior 2": ("Bayes: fitted prior", (2.0,)),
+        "forgetting": (FORGETTING_BAYES, (0.6, 0.5)),
+        "unigram": ("unigram that forgets", (1.0, 0.5)),
+    }
+    | FIXED,
+    "hmm": EXACT
+    | {
+        "Bayes, stay .7": ("Bayes: fitted chains", (0.7, 0.9)),
+        "forgetting": (FORGETTING_BAYES, (0.9, 0.9, 0.6)),
+        "Markov counts": ("Markov counts that forget", (1.0, 1.0)),
+    }
+    | FIXED,
+    "recall": EXACT | ITEMS | {"unigram": ("unigram that forgets", (1.0, 0.5))} | FIXED,
+    "bijection": EXACT
+    | ITEMS
+    | {
+        "no elimination": ("binds, does not eliminate", (0.1,)),
+        "no binding": ("eliminates, does not bind", (0.1,)),
+    }
+    | FIXED,
+}
+assert OF_DESIGN.keys() - set(COUNTED) == OF_PROCESS.keys()
+DESIGNS = tuple(OF_DESIGN)
+
+
+def drawn(design: str, rng: np.random.Generator) -> tuple[Seen, tuple[Observer, ...], np.ndarray]:
+    """What one data set shows, the observers that can read it, and the cluster of each prompt."""
+    if design in COUNTED:
+        shown, clusters = drawn_counts(design, rng)
+        return shown, observers(shown), clusters
+    batch = load_process(design).sample(EACH, int(rng.integers(2**31)))
+    shows = np.flatnonzero(np.array(batch.columns["k"]) > 0)
+    return Sequences.of(batch).take(shows), OF_PROCESS[design], np.array(batch.cluster)[shows]
+
+
+def drawn_counts(design: str, rng: np.random.Generator) -> tuple[Shown, np.ndarray]:
+    """The same of two labels whose counts suffice."""
     k = np.repeat(KS, EACH)
     n, nothing = len(k), np.full(len(k), np.nan)
     stated = design == "stated"
@@ -67,18 +120,22 @@ def drawn(design: str, rng: np.random.Generator) -> tuple[Shown, np.ndarray]:
     return Shown(labels, exact, *((reliability, prior) if stated else (nothing, nothing))), clusters
 
 
-def answers(rule: Observer, values: tuple[float, ...], shown: Shown, rng: np.random.Generator) -> np.ndarray:
-    """P(first) of a simulated observer."""
-    return expit(logit(np.clip(rule.rule(shown, *values), 1e-6, 1 - 1e-6)) + NOISE * rng.standard_normal(len(shown.k)))
+def answers(rule: Observer, values: tuple[float, ...], shown: Seen, rng: np.random.Generator) -> np.ndarray:
+    """The answers of a simulated observer: P(first), or P(label) of several."""
+    p = rule.rule(shown, *values)
+    if p.ndim == 1:
+        return expit(logit(np.clip(p, 1e-6, 1 - 1e-6)) + NOISE * rng.standard_normal(len(p)))
+    return softmax(np.log(np.clip(p, 1e-6, 1)) + NOISE * rng.standard_normal(p.shape), axis=1)
 
 
-def judged(shown: Shown, p: np.ndarray, clusters: np.ndarray, seed: int) -> tuple[str, str]:
+def judged(shown: Seen, rules: tuple[Observer, ...], p: np.ndarray, clusters: np.ndarray, seed: int) -> tuple[str, str]:
     """The observer that the answers are taken for, and what the model is called."""
-    contest = Contest(observers(shown), shown, p, clusters)
+    contest = Contest(rules, shown, p, clusters)
     best = contest.best(bayesian=True)
     misfit = tail_p(lack_of_fit(best, shown, p), lack_of_fit_draws(best, shown, p, DRAWS, seed), "upper")
     possible = attainable(contest.rules, shown, clusters)
-    return contest.winner.name, called(jackknife(np.mean, contest.gain, clusters), possible, misfit)
+    word = called(jackknife(np.mean, contest.gain, clusters), possible, misfit, contest.forgets)
+    return contest.winner.name, word
 
 
 def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str, int]]:
@@ -86,18 +143,22 @@ def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str,
     taken: Counter[str] = Counter()
     words: Counter[str] = Counter()
     for i in range(sets):
-        rng = np.random.default_rng([seed, DESIGNS.index(design), list(SIMULATED).index(name), i])
-        shown, clusters = drawn(design, rng)
-        of, values = SIMULATED[name]
-        (rule,) = (one for one in observers(shown) if one.name == of)
-        winner, word = judged(shown, answers(rule, values, shown, rng), clusters, i)
+        rng = np.random.default_rng([seed, DESIGNS.index(design), list(OF_DESIGN[design]).index(name), i])
+        shown, rules, clusters = drawn(design, rng)
+        of, values = OF_DESIGN[design][name]
+        (rule,) = (one for one in rules if one.name == of)
+        winner, word = judged(shown, rules, answers(rule, values, shown, rng), clusters, i)
         taken[winner] += 1
         words[word] += 1
     return {"taken": dict(taken), "called": dict(words)}
 
 
 def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
-    """The rows as lines of Markdown: how often each simulated observer is taken for which, and called what."""
+    """The rows as lines of Markdown: how often each simulated observer is taken for which, and called what.
+
+    Args:
+        rows: "DESIGN: OBSERVER" -> counts, as the stored file has them.
+    """
     lines = ["| design | simulated | taken for | Bayesian | not Bayesian | open |", "|---|---|---|---|---|---|"]
     for key, found in rows.items():
         design, name = key.split(": ", 1)
@@ -115,7 +176,7 @@ def main() -> None:
     asked = parser.parse_args()
     rows = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     for design in asked.design or DESIGNS:
-        for name in SIMULATED:
+        for name in OF_DESIGN[design]:
             key = f"{design}: {name}"
             if key not in rows:
                 rows[key] = row(design, name, asked.sets)

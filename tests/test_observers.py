@@ -145,7 +145,7 @@ def test_divergence_is_zero_at_home_and_stays_finite():
 
 def simulated(design, name, seed=0):
     rng = np.random.default_rng([seed, 77])
-    shown, clusters = simulation.drawn(design, rng)
+    shown, clusters = simulation.drawn_counts(design, rng)
     of, values = simulation.SIMULATED[name]
     return shown, clusters, simulation.answers(rule(of, shown), values, shown, rng)
 

@@ -191,8 +191,11 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
 
 # ---- other processes: a record for each, and the profile -------------------------------------------------------------
 
-OF_PROCESS: dict[str, Probe] = {answers.PROCESS: answers, belief.BELIEF: belief}
-COUNTED = ("two-point", "beta", "stated")  # two labels, whose counts are all that the exact answer needs
+OF_PROCESS: dict[str, Probe] = {
+    answers.PROCESS: answers,
+    belief.BELIEF: belief,
+    which_observer.OBSERVERS: which_observer,
+}
 OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
 
 
@@ -281,11 +284,10 @@ def _record(asked: RunConfig, process: Process, subject: Subject, spec: str, pro
     batch = process.sample(
         asked.n, asked.seed, subject.tokenizer, ks=asked.ks, surfaces=asked.surfaces, positions=positions
     )
-    probes = OF_PROCESS | ({which_observer.OBSERVERS: which_observer} if process.name in COUNTED else {})
     return run_probes(
         subject,
         batch,
-        probes,
+        OF_PROCESS,
         controls=asked.nulls,
         seed=asked.seed,
         batch_tokens=asked.batch_tokens,

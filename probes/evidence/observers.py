@@ -66,6 +66,17 @@ class Shown:
         return np.maximum(self.k[:, None] - 1 - np.arange(self.labels.shape[1]), 0)
 
     @property
+    def answers(self) -> np.ndarray:
+        """[prompt] exact P(first)."""
+        return np.exp(self.exact[:, 0])
+
+    @cached_property
+    def cells(self) -> np.ndarray:
+        """[prompt] which value of the sufficient statistic: both counts and, where stated, reliability and prior."""
+        parts = [*self.counts, np.nan_to_num(self.reliability, nan=-1.0), np.nan_to_num(self.prior, nan=-1.0)]
+        return np.unique(np.stack(parts, 1), axis=0, return_inverse=True)[1].ravel()
+
+    @property
     def stated(self) -> bool:
         """Whether every prompt states its reliability."""
         return bool(np.isfinite(self.reliability).all())
@@ -77,8 +88,10 @@ class Observer:
 
     Attributes:
         bayesian: whether the rule is Bayes' rule under some prior.
-        rule: (what was shown, parameters ...) -> P(first) [prompt].
+        rule: (what was shown, parameters ...) -> P(first) [prompt], or P(label) [prompt label].
         names: of the parameters. start, bounds: first guess and range of each.
+        nests: whether it is a Bayesian rule with one parameter more, such as a discount. It is no rival, since it
+            predicts at least as well; its parameter says how far from Bayes' rule the model is.
     """
 
     name: str
@@ -87,6 +100,7 @@ class Observer:
     names: tuple[str, ...] = ()
     start: tuple[float, ...] = ()
     bounds: tuple[tuple[float, float], ...] = ()
+    nests: bool = False
 
 
 # ---- Bayesian -------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from llmgeom.probes.evidence.estimates import UNTRAINED
 from llmgeom.probes.evidence.observer_fit import (
     LEAST_GAIN,
     Contest,
+    Seen,
     attainable,
     called,
     fitted,
@@ -25,6 +26,7 @@ from llmgeom.probes.evidence.observer_fit import (
 )
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, Sequences
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.tests import tail_p
@@ -79,17 +81,35 @@ def measure(data: ProbeInput) -> Observed:
         UserError: fewer than 5 clusters, or more than two labels.
     """
     models = (data.observations, *data.control_observations)
-    return measure_observers(data.capture.batch, [model.p for model in models], data.seed)
+    several = process_of(data.capture.batch) in OF_PROCESS
+    return measure_observers(data.capture.batch, [np.exp(x.log_p) if several else x.p for x in models], data.seed)
+
+
+def process_of(batch: Batch) -> str:
+    """The name of the batch's process."""
+    return str(batch.source.get("name", "")).partition(":")[0]
+
+
+def read(batch: Batch) -> tuple[Seen, tuple[Observer, ...]]:
+    """What observers see of a batch, and the observers that can read it.
+
+    Raises:
+        UserError: more than two labels, in prompts of no process that has observers.
+    """
+    if (rules := OF_PROCESS.get(process_of(batch))) is not None:
+        return Sequences.of(batch), rules
+    if (labels := batch.exact.predictive.shape[-1]) != 2:
+        raise UserError(f"observer models of these prompts answer with two labels; they have {labels}")
+    shown = Shown.of(batch)
+    return shown, observers(shown)
 
 
 def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Observed:
-    """The same from P(first), [prompt], of the model and then of its untrained controls."""
+    """The same from the answers of the model and then of its untrained controls: P(first), or P(label)."""
     truth = ExactAnswers(batch)
-    if truth.log_p.shape[1] != 2:
-        raise UserError(f"observer models answer with two labels; these prompts have {truth.log_p.shape[1]}")
     rows, clusters = truth.observed, truth.cluster[truth.observed]
-    shown = Shown.of(batch).take(rows)
-    rules = observers(shown)
+    shown, rules = read(batch)
+    shown = shown.take(rows)
     own, *untrained = (Contest(rules, shown, one[rows], clusters) for one in p)
     possible, best = attainable(rules, shown, clusters), own.best(bayesian=True)
     gain = jackknife(np.mean, own.gain, clusters)
@@ -121,7 +141,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
         ticks={"observer": tuple(rule.name for rule in rules), "parameter": names},
         warnings=tuple(_open(possible, own)),
         notes=(
-            f"taken for: {own.winner.name}; called: {called(gain, possible, tail_p(misfit, draws))}",
+            f"taken for: {own.winner.name}; called: {called(gain, possible, tail_p(misfit, draws), own.forgets)}",
             *(f"{name}: {v:.3g} [{low:.3g}, {high:.3g}], of the exact answers {e:.3g}"
               for name, v, (low, high), e in zip(names, values, intervals, exact, strict=True)),
         ),
@@ -139,20 +159,19 @@ def _open(possible: float, contest: Contest) -> Iterator[str]:
 
 
 def _parameters(
-    rules: Sequence[Observer], shown: Shown, p: np.ndarray, clusters: np.ndarray
+    rules: Sequence[Observer], shown: Seen, p: np.ndarray, clusters: np.ndarray
 ) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]:
-    """Names, values, intervals and exact values of the parameters of the saturating counter and of forgetting."""
+    """Names, values, intervals and exact values of the parameters of the rules that hold the exact one among theirs."""
     names: list[str] = []
     values: list[float] = []
     exact: list[float] = []
     spans = []
-    truth = np.exp(shown.exact[:, 0])
     for rule in rules:
-        if rule.name in (SATURATING, FORGETTING):
+        if rule.name in (SATURATING, FORGETTING) or rule.nests:
             found, intervals = parameter_intervals(rule, shown, p, clusters)
             names += [f"{rule.name}: {name}" for name in rule.names]
             values += found
-            exact += fitted(rule, shown, truth)
+            exact += fitted(rule, shown, shown.answers)
             spans += intervals
     return tuple(names), np.array(values), _ends(spans), np.array(exact)
 
