@@ -99,6 +99,10 @@ class Process(ABC):
         """log P(hidden state | what each prompt shows) in nats, [prompt state] float64; None without finite states."""
         return None
 
+    def possible(self, draw: Draw) -> bool:
+        """Whether the process can show these observations."""
+        return True
+
     @abstractmethod
     def statistic(self, draw: Draw) -> str:
         """The sufficient statistic in short: prompts that share it have the same exact answer."""

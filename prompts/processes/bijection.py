@@ -48,6 +48,9 @@ class Bijection(Process):
         asked = int(rng.random() * k) if k and rng.random() < self.stored else k
         return Draw(tuple(of_item[:k]), of_item[asked], (*range(k), asked))
 
+    def possible(self, draw: Draw) -> bool:
+        return len(set(draw.seen)) == len(draw.seen)
+
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
         return evenly(torch.tensor([[outcome in draw.known if draw.known else outcome not in draw.seen
                                      for outcome in range(self.labels)] for draw in draws]))  # fmt: skip

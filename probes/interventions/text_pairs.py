@@ -1,0 +1,124 @@
+"""Prompts and their counterfactuals as tokens: the same but for the mark of one observation, and what each token is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from llmgeom.batch import Batch, Tokens
+from llmgeom.errors import UserError
+from llmgeom.stats.resampling import LEAST_CLUSTERS
+
+ROLES = ("changed mark", "token after it", "later marks", "other tokens between", "question", "last token")
+BEFORE = -1
+
+
+class Changed(Protocol):
+    """Another mark in one observation of a prompt (`prompts.counterfactual.Change`)."""
+
+    @property
+    def prompt(self) -> int: ...
+    @property
+    def place(self) -> int: ...
+    @property
+    def mark(self) -> int: ...
+    @property
+    def shift(self) -> float: ...
+
+
+@dataclass(frozen=True, eq=False)
+class TextPairs:
+    """Prompts x and their counterfactuals x', which differ in one mark, a single token.
+
+    Attributes:
+        x, other: x and x' as tokens; the last token is queried.
+        at: the position of the changed mark.
+        equal: another position at which x has the same mark; -1 where there is none.
+        role: what the token at each position is, an index of ROLES; BEFORE before the changed mark, and padding.
+        marks: token ids of the mark of x and of that of x'.
+        exact: bits by which the exact log odds of the mark of x' over that of x rise; infinite where undefined.
+    """
+
+    x: Batch
+    other: Batch
+    at: Int[Tensor, " prompt"]
+    equal: Int[Tensor, " prompt"]
+    role: Int[Tensor, "prompt seq"]
+    marks: Int[Tensor, "prompt 2"]
+    exact: Float[np.ndarray, " prompt"]
+
+    @property
+    def edited(self) -> Bool[Tensor, "prompt seq"]:
+        """The positions at which x and x' can differ inside a causal model."""
+        return self.role != BEFORE
+
+    @classmethod
+    def of(cls, batch: Batch, tokens: Tokens, changes: Sequence[Changed]) -> TextPairs:
+        """The pairs of a process's batch.
+
+        Args:
+            batch: with the answers' tokens and the column `seen`. tokens: the batch as the model reads it.
+            changes: at most one for each prompt.
+
+        Raises:
+            UserError: fewer than 5 clusters have a pair.
+        """
+        answers = batch.exact.answers
+        assert answers is not None  # a process that was sampled with a tokenizer
+        answers = answers[:, -1]
+        rows: list[tuple[Changed, list[int], list[int]]] = []
+        for change in changes:
+            seen = [int(mark) for mark in batch.columns["seen"][change.prompt]]
+            places = _places(tokens.real[change.prompt], answers[change.prompt].tolist(), seen)
+            if places:
+                rows.append((change, places, seen))
+        clusters = {batch.cluster[change.prompt] for change, *_ in rows}
+        if len(clusters) < LEAST_CLUSTERS:
+            raise UserError(
+                f"{batch.source.get('name')}: in prompts of {len(clusters)} sets of labels another mark changes the "
+                f"exact answer, and {LEAST_CLUSTERS} are needed: give more --n or larger --k"
+            )
+        return cls._of(batch, tokens, answers, rows)
+
+    @classmethod
+    def _of(cls, batch: Batch, tokens: Tokens, answers: Tensor, rows: Sequence[tuple[Any, ...]]) -> TextPairs:
+        x = replace(batch, inputs=tokens, posterior=None).take([change.prompt for change, *_ in rows])
+        lengths, width = x.tokens.lengths, x.tokens.data.shape[1]
+        x = replace(x, query=torch.arange(width) == lengths[:, None] - 1)
+        at = torch.tensor([places[change.place] for change, places, _ in rows])
+        marks = torch.stack([answers[c.prompt][[seen[c.place], c.mark]] for c, _, seen in rows])
+        ids = x.tokens.data.clone()
+        ids[torch.arange(len(rows)), at] = marks[:, 1]
+        equal = [
+            next((p for j, p in enumerate(places) if j != c.place and seen[j] == seen[c.place]), -1)
+            for c, places, seen in rows
+        ]
+        role = torch.stack([
+            _roles(width, int(n), places[c.place :]) for n, (c, places, _) in zip(lengths, rows, strict=True)
+        ])  # fmt: skip
+        other = replace(x, inputs=Tokens(ids, lengths))
+        return cls(x, other, at, torch.tensor(equal), role, marks, np.array([c.shift for c, *_ in rows]))
+
+
+def _places(ids: Sequence[int], answers: Sequence[int], seen: Sequence[int]) -> list[int]:
+    """The position of each observation's mark: the last k tokens that are marks. Empty if they are not those shown."""
+    found = [j for j, token in enumerate(ids) if token in answers][-len(seen) :] if seen else []
+    return found if [ids[j] for j in found] == [answers[mark] for mark in seen] else []
+
+
+def _roles(width: int, length: int, places: Sequence[int]) -> Tensor:
+    """[seq] roles, from the positions of the changed mark and of the marks after it."""
+    role = torch.full((width,), BEFORE)
+    role[places[0] : length] = ROLES.index("other tokens between")
+    role[places[-1] + 1 : length] = ROLES.index("question")
+    role[list(places[1:])] = ROLES.index("later marks")
+    role[places[0] + 1] = ROLES.index("token after it")
+    role[places[0]] = ROLES.index("changed mark")
+    role[length - 1] = ROLES.index("last token")
+    return role
