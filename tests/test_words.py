@@ -26,7 +26,7 @@ DIALECT = {
     pattern: (re.compile(rf"(?<![\w-])(?:{pattern})(?![\w])"), instead)
     for pattern, instead in (row.split("\t") for row in ROWS)
 }
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += sorted((ROOT / "probes/texts").glob("*.md"))
 # Calls whose strings a user reads: errors, flags, quantities of a result, stages of a run.
 SPOKEN = re.compile(r"\w*Error|Unavailable|UnsupportedModel|unknown|flag|option|quantity|stage|track|warn|warning")

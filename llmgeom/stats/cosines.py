@@ -70,7 +70,9 @@ def cosines(
     length = np.linalg.norm(x, axis=-1)
     if (length <= NOTHING * largest).any():
         which = np.argwhere(length <= NOTHING * largest)[0][-1]
-        raise UserError(f"vector {which} has no length{' next to the mean' if centre else ''}, so it has no direction")
+        raise UserError(
+            f"vector {which} has no length{' once the mean is removed' if centre else ''}, so it has no direction"
+        )
     x = x / length[..., None]
     return np.abs(x @ np.swapaxes(x, -1, -2)).clip(max=1)
 
