@@ -11,7 +11,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -106,18 +106,14 @@ class Run:
 
     def control(self, seed: int, examined: Sequence[str]) -> tuple[dict[str, Capture], dict[str, Any]]:
         """Captures of one untrained control, and what each probe of `examined` took from it."""
-        built: list[Subject] = []
-
-        def who() -> Subject:
-            if not built:
-                built.append(self.subject.untrained(seed))
-            return built[0]
-
-        captures = self._captures(seed, self.plan.control, who)
-        found = {}
-        for name in examined:
-            with contextlib.suppress(UserError):  # this control has no such weights: the others decide
-                found[name] = self.examine(name, who, captures, seed)
+        with contextlib.ExitStack() as stack:
+            # Drawn only where a shard or an examination is missing.
+            who = cache(lambda: stack.enter_context(self.subject.control(seed)))
+            captures = self._captures(seed, self.plan.control, who)
+            found = {}
+            for name in examined:
+                with contextlib.suppress(UserError):  # this control has no such weights: the others decide
+                    found[name] = self.examine(name, who, captures, seed)
         return captures, found
 
     def shuffles(self) -> tuple[Capture, ...]:

@@ -217,7 +217,7 @@ def build(
                     "sha256_of_first_1000": sha256(read.sequences[:1000]),
                 },
                 **measured,
-                "skills_at_step_0": exam.evidence(subject.untrained(spec.seed), spec.fillings),
+                "skills_at_step_0": exam.evidence(subject.initial(spec.seed), spec.fillings),
                 "demands": dataclasses.asdict(demands),
                 "misses_of_the_usual_demands": missed(measured, spec.demands),
                 "curve": curve,

@@ -165,8 +165,8 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     asked = PassPlan.of(subject, ragged(), probes, 3, 0, {"other": ragged(2)})
     options = {"batch_tokens": 24, "store": str(tmp_path)}
     built, made = [], []
-    control, shard = Subject.untrained, running._shard
-    monkeypatch.setattr(Subject, "untrained", lambda self, seed: built.append(seed) or control(self, seed))
+    control, shard = Subject.control, running._shard
+    monkeypatch.setattr(Subject, "control", lambda self, seed: built.append(seed) or control(self, seed))
     monkeypatch.setattr(
         running, "_shard", lambda self, work, i, *more: made.append((work.store.of, i)) or shard(self, work, i, *more)
     )

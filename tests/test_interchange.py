@@ -440,8 +440,8 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     subject, task = Subject.load(str(folder("recall", "neox"))), wind_tunnels.load_task("recall")
     asked, store = {"n": 24, "nulls": 2, "controls": 3}, str(tmp_path / "captures")
     whole = examine(subject, task, **asked)
-    built, untrained, of = [], Subject.untrained, InterchangeEffects.of
-    monkeypatch.setattr(Subject, "untrained", lambda self, seed: built.append(seed) or untrained(self, seed))
+    built, control, of = [], Subject.control, InterchangeEffects.of
+    monkeypatch.setattr(Subject, "control", lambda self, seed: built.append(seed) or control(self, seed))
 
     def stopped(subject, *args, **options):
         if subject.facts.get("untrained") == 2:
@@ -457,7 +457,7 @@ def test_what_was_examined_before_is_loaded_and_other_parameters_are_examined_an
     assert built == [1, 2, 1, 2], "the frames of weights are read again, the first control's patches are not"
     assert record.results[PROBE].estimates == whole.results[PROBE].estimates
     monkeypatch.setattr(InterchangeEffects, "of", None)
-    monkeypatch.setattr(Subject, "untrained", None)
+    monkeypatch.setattr(Subject, "control", None)
     again = question(subject, task, **asked).record(subject, store=store)
     assert all(np.array_equal(again.arrays[name], x) for name, x in record.arrays.items())
     with pytest.raises(TypeError):

@@ -49,7 +49,7 @@ def test_a_loaded_model_is_the_file_upcast_and_checked():
 
 def test_step0_is_the_twin_of_the_card_s_seed_and_not_the_trained_model():
     untrained, trained = Subject.load("pocket:pythia@step0"), Subject.load("pocket:pythia")
-    assert untrained.weight_hash == trained.untrained(0).weight_hash != trained.weight_hash
+    assert untrained.weight_hash == trained.initial(0).weight_hash != trained.weight_hash
     assert untrained.name == "pocket:pythia@step0"
 
 

@@ -313,7 +313,7 @@ def test_a_build_gives_a_model_and_a_card_that_is_true_of_what_was_stored(tiny):
 def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny):
     folder, card, _ = tiny
     subject = exam.stored(folder)
-    again = exam.evidence(subject, 1, sets=("held-out",)), exam.evidence(subject.untrained(0), 1, sets=("held-out",))
+    again = exam.evidence(subject, 1, sets=("held-out",)), exam.evidence(subject.initial(0), 1, sets=("held-out",))
     page = (folder / "card.md").read_text()
     for name in nonce.FORMATS:
         for found, key in zip(again, ("skills", "skills_at_step_0"), strict=True):
@@ -337,7 +337,7 @@ def test_every_architecture_learns_and_is_what_its_name_says(name, tiny):
     assert read.tokenizer.get_vocab() == exam.stored(tiny[0]).tokenizer.get_vocab()
     subject = Subject.of(model, read.tokenizer)
     assert subject.facts["model_type"] == spec.architecture and curve[-1]["loss"] < 7
-    assert Subject.of(spec.start()).weight_hash == subject.untrained(0).weight_hash != subject.weight_hash
+    assert Subject.of(spec.start()).weight_hash == subject.initial(0).weight_hash != subject.weight_hash
     assert subject.facts["kv_heads"] == (2 if spec.architecture in ("llama", "mistral") else 4)
 
 
@@ -359,7 +359,7 @@ def test_loss_is_that_of_transformers(tiny):
 def test_step_0_is_the_twin_of_the_card_s_seed(tiny):
     folder, card, _ = tiny
     torch.manual_seed(99)
-    assert exam.stored(folder).untrained(card["seed"]).weight_hash == card["weights"]["start"]
+    assert exam.stored(folder).initial(card["seed"]).weight_hash == card["weights"]["start"]
     assert exam.stored(folder).weight_hash == card["weights"]["stored"] != card["weights"]["start"]
 
 

@@ -147,7 +147,7 @@ def test_snapshots_are_subjects_and_the_first_is_the_untrained_model(tmp_path):
     kept = {int(p.name.removeprefix("step")) for p in (done.out / "snapshots").iterdir()}
     assert kept == snapshot_steps(60, 12) and {0, 1, 60} <= kept
     first = Subject.load(str(done.out / "snapshots/step0"))
-    assert first.weight_hash == first.untrained(SMALL.seed).weight_hash
+    assert first.weight_hash == first.initial(SMALL.seed).weight_hash
     last = Subject.load(str(done.out / "snapshots/step60"))
     assert last.weight_hash == Subject.load(str(done.out)).weight_hash != first.weight_hash
 

@@ -69,6 +69,7 @@ class Share:
         The control without context is left to the process that measures: it takes means over all shards of the model.
         """
         built: tuple[int | None, Subject] = (None, subject)
+        drawn = contextlib.ExitStack()
         works = [work for work in plan.works(subject, batch_tokens=batch_tokens, store=store) if work[0] != NO_CONTEXT]
         controls = len(plan.untrained)
         for done, (kind, seed, work) in enumerate(works, 1):
@@ -76,12 +77,14 @@ class Share:
             whole = kind == "untrained" and controls >= self.count
             if missing := self._missing(work, whole):
                 if seed is not None and kind == "untrained" and built[0] != seed:
-                    built = (seed, subject.untrained(seed))
+                    drawn.close()
+                    built = (seed, drawn.enter_context(subject.control(seed)))
                 running.fill(built[1] if kind == "untrained" else subject, work, missing)
             last = done == len(works) or works[done][:2] != (kind, seed)
             self._turn += whole and last
             if progress:
                 progress(f"process {self.index} of {self.count}: captures", done, len(works))
+        drawn.close()
 
     def _missing(self, work: CapturePlan, whole: bool = False) -> list[int]:
         self.works.append(work)

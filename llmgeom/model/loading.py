@@ -7,9 +7,6 @@ import importlib
 import json
 import logging
 import os
-import shutil
-import tempfile
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -211,18 +208,6 @@ def _placed(model: Any) -> list[str]:
     """Devices of the weights, e.g. ["cpu", "disk"]; several if accelerate has spread them."""
     spread = getattr(model, "hf_device_map", None) or {"": next(model.parameters()).device}
     return sorted({str(torch.device(place)) if place != "disk" else place for place in spread.values()})
-
-
-def placed_as(like: Any, model: Any) -> Any:
-    """The model in the precision and on the devices of another, spread by accelerate in the same way."""
-    parameter = next(like.parameters())
-    if len(_placed(like)) == 1:
-        return model.to(device=parameter.device, dtype=like.dtype)
-    from accelerate import dispatch_model
-
-    folder = tempfile.mkdtemp(prefix="llmgeom-untrained control-")
-    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
-    return dispatch_model(model.to(like.dtype), like.hf_device_map, offload_dir=folder)
 
 
 def init_seed(folder: str) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -10,13 +9,11 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
-import torch
-import transformers
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
 from llmgeom.errors import UnsupportedModel, UserError
-from llmgeom.model import hub, loading, running, self_check, tokenizing
+from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
 from llmgeom.model.edits import Edit
@@ -127,7 +124,7 @@ class Subject:
             facts = origin | hub.tunnel_facts(located.path)
             subject = cls.of(loaded, tokenizer, located.name, backend, **facts)
             if located.step0:
-                subject = subject.untrained(loading.init_seed(located.path))
+                subject = subject.initial(loading.init_seed(located.path))
             subject = replace(subject, name=located.name, facts={**subject.facts, "name": located.name})
             weights = subject.weight_hash if subject.weight_hash != loading.OFFLOADED else identity(subject)
             quantised = subject.facts["quantised"]
@@ -140,13 +137,37 @@ class Subject:
         return replace(subject, facts={**subject.facts, **checked})
 
     def untrained(self, seed: int) -> Subject:
-        """The same architecture in the same place, initialised anew from `seed` by its own config."""
-        config = copy.deepcopy(self.model.config)
-        vars(config).pop("quantization_config", None)  # a control has the precision of the weights that are not packed
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = transformers.AutoModelForCausalLM.from_config(config)
-        model = loading.placed_as(self.model, model)
+        """The same architecture in the same place and precision, with weights drawn anew; see `model.controls`."""
+        return self._other(controls.untrained(self.model, seed), seed)
+
+    @contextmanager
+    def control(self, seed: int) -> Iterator[Subject]:
+        """`with subject.control(seed) as control:` is `untrained`, in memory that the next control is drawn in.
+
+        However many controls a run has, the model and one control are in memory.
+        """
+        control = self._spare.pop() if self._spare else None
+        if control is not None and controls.redraw(control.model, seed):
+            control = replace(control, facts={**control.facts, **descent(self, seed)})
+        else:
+            control = None  # released before the next one is made
+            control = self.untrained(seed)
+        try:
+            yield control
+        finally:
+            if self.forward.backend == "transformers" and not self._spare:  # TransformerLens copies weights
+                self._spare.append(control)
+
+    @cached_property
+    def _spare(self) -> list[Subject]:
+        """An untrained control whose memory may be used again, or nothing."""
+        return []
+
+    def initial(self, seed: int) -> Subject:
+        """The step 0 of a training of this config that sets `torch.manual_seed(seed)` first."""
+        return self._other(controls.initial(self.model, seed), seed)
+
+    def _other(self, model: Any, seed: int) -> Subject:
         name = f"{self.name} re-initialised"
         return type(self).of(model, self.tokenizer, name, self.forward.backend, **descent(self, seed))
 

@@ -1,0 +1,173 @@
+"""Untrained controls: the architecture of a model with weights drawn anew, in the place and precision of the model."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+
+def untrained(like: Any, seed: int) -> Any:
+    """A model of the same config, place and precision as `like`, whose weights only `seed` decides.
+
+    No value of `like` is read. A family that leaves some parameters to its constructor is drawn by `initial` instead.
+    """
+    places = {group: torch.device("cpu") if place == "disk" else place for group, place in _spread(like).items()}
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(_config(like))
+    _cast(model, like.dtype)
+    if not places:
+        model.to_empty(device=next(like.parameters()).device)
+        model.tie_weights()
+        return model if _drawn(model, seed, poison=True) else initial(like, seed)
+    from accelerate.utils import find_tied_parameters
+
+    if find_tied_parameters(model):  # one tensor in two places: accelerate divides them when the model is whole
+        return initial(like, seed)
+    folder = _scratch(model)
+    index: dict[str, Any] = {}
+    for group, place in places.items():
+        part = model.get_submodule(group)
+        part.to_empty(device=place)
+        if not _drawn(model, seed, group, poison=True):
+            return initial(like, seed)
+        if like.hf_device_map[group] == "disk":
+            _offload(part, group, folder, index)
+    return _dispatched(model, like, folder, index)
+
+
+def redraw(model: Any, seed: int) -> bool:
+    """Draw the weights of a control of `untrained` anew, in the same memory; False where they are not in memory."""
+    if any(tensor.is_meta for tensor in model.parameters()):
+        return False
+    _drawn(model, seed)
+    return True
+
+
+def initial(like: Any, seed: int) -> Any:
+    """The weights that a training of the config of `like` begins with after `torch.manual_seed(seed)`.
+
+    transformers draws them on the CPU, from one generator; they are then put where `like` is, in its precision.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return _placed(transformers.AutoModelForCausalLM.from_config(_config(like)), like)
+
+
+def _config(like: Any) -> Any:
+    config = copy.deepcopy(like.config)
+    vars(config).pop("quantization_config", None)  # a control has the precision of the weights that are not packed
+    return config
+
+
+# ---- drawing ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def _drawn(model: nn.Module, seed: int, group: str = "", poison: bool = False) -> bool:
+    """Initialise every module below `group` by the family's own `_init_weights`, each from a generator of its own.
+
+    A generator a module, not one for all: which module lies where, or is drawn first, then changes nothing.
+
+    Args:
+        model: Its weights, undefined or not.
+        seed: With a module's name it decides that module's weights.
+        group: Path of a module; the whole model by default.
+        poison: Fill with NaN before, to see whether every number is written.
+
+    Returns:
+        Whether all floating parameters and buffers are finite; True without `poison`.
+    """
+    tensors = [x for x in _tensors(model.get_submodule(group)) if x.is_floating_point() and not x.is_meta]
+    for tensor in tensors if poison else ():
+        tensor.fill_(float("nan"))
+    written: set[int] = set()
+    cuda = sorted({tensor.get_device() for tensor in tensors if tensor.is_cuda})
+    with torch.random.fork_rng(devices=cuda):
+        for name, owner, module in _modules(model, model):
+            if group and name != group and not name.startswith(group + "."):
+                continue
+            own = {id(parameter) for parameter in module.parameters(recurse=False)}
+            if own and own <= written:
+                continue  # tied: an output embedding that is the input embedding keeps what that was given
+            torch.manual_seed(_seed(seed, name))
+            owner._init_weights(module)
+            written |= own
+    # One pass without a copy: NaN is left in a sum.
+    return not poison or all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _modules(module: nn.Module, owner: Any, path: str = "") -> Iterator[tuple[str, Any, nn.Module]]:
+    """(path, the pretrained model whose `_init_weights` is in charge, module), children before their parent.
+
+    The order of transformers' own `initialize_weights`: GPT-2 scales a child's weights when it comes to the parent.
+    """
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    for name, child in module.named_children():
+        yield from _modules(child, owner, f"{path}.{name}" if path else name)
+    yield path, owner, module
+
+
+def _seed(seed: int, name: str) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
+
+
+# ---- placing ---------------------------------------------------------------------------------------------------------
+
+
+def _spread(like: Any) -> dict[str, Any]:
+    """Module -> place, of a model that accelerate has divided over several; empty for one place."""
+    places = getattr(like, "hf_device_map", None) or {}
+    return places if len(set(map(str, places.values()))) > 1 else {}
+
+
+def _placed(model: Any, like: Any) -> Any:
+    """A whole model in the precision of `like`, and where it is."""
+    _cast(model, like.dtype)
+    if not _spread(like):
+        return model.to(device=next(like.parameters()).device)
+    return _dispatched(model, like, _scratch(model), None)
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters alone: buffers, such as rotary frequencies, keep the precision that the family gives them."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+
+
+def _scratch(model: Any) -> str:
+    """A folder that is removed with the model."""
+    folder = tempfile.mkdtemp(prefix="llmgeom-control-")
+    weakref.finalize(model, shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def _offload(part: nn.Module, group: str, folder: str, index: dict[str, Any]) -> None:
+    """Move the parameters of one group of modules to disk, so that no two groups are in memory at once."""
+    from accelerate.utils import offload_weight, set_module_tensor_to_device
+
+    for name, parameter in list(part.named_parameters()):
+        offload_weight(parameter.detach(), f"{group}.{name}", folder, index)
+        set_module_tensor_to_device(part, name, "meta")
+
+
+def _dispatched(model: Any, like: Any, folder: str, index: dict[str, Any] | None) -> Any:
+    from accelerate import dispatch_model
+    from accelerate.utils import save_offload_index
+
+    save_offload_index(index, folder)
+    return dispatch_model(model, like.hf_device_map, offload_dir=folder)
