@@ -178,7 +178,7 @@ def test_shares_together_make_all_that_a_scan_reads(tmp_path, monkeypatch, count
     )
     monkeypatch.setattr(running, "one_pass", None)
     for seed in (None, *asked.untrained):
-        who = subject if seed is None else control(subject, seed)
+        who = subject if seed is None else subject.untrained(seed)
         for reading in asked.own.readings if seed is None else asked.control.readings:
             who.capture(reading.batch, reading.sites, observers=reading.observers, **options)
     for i in range(3):
