@@ -194,7 +194,7 @@ def _warnings(found: Reach | None, long: np.ndarray, seen: np.ndarray, layers: i
     if not long.all():
         yield f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"
     if layers == 1:
-        yield "1 layer: there is no last layer beside the first, and focusing is left out"
+        yield "1 layer: the first layer is also the last, and focusing is left out"
     if layers < LEAST_LAYERS:
         yield f"{layers} layer{'s' * (layers > 1)}: monotonicity needs at least {LEAST_LAYERS} and is left out"
     if found is None:

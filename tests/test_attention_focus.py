@@ -164,7 +164,7 @@ def test_one_layer_has_nothing_to_narrow_from_and_no_verdict_about_it():
     result = attention_focus.measure(view([0.5], 7))
     assert set(heads(result)) == {"weight on the first token"}
     assert result.warnings == (
-        "1 layer: there is no last layer beside the first, and focusing is left out",
+        "1 layer: the first layer is also the last, and focusing is left out",
         "1 layer: monotonicity needs at least 3 and is left out",
     )
 

@@ -293,7 +293,7 @@ def test_a_tunnel_has_no_bos_and_a_refusal_is_listed(tmp_path, monkeypatch):
     (record,), found = stability.perform(plan)
     assert found.not_run == {
         "bfloat16": "no bfloat16 on this device",
-        "with BOS": "sequences of a task have no BOS token: the model has no tokenizer",
+        "with BOS": "a task's sequences have no BOS token: the model has no tokenizer",
     }
     assert {name for row in found.rows for name in row.others} == {"quarter batches"} and found.flipped == ()
     assert record.facts["stability"]["bfloat16"] == "not run: no bfloat16 on this device"

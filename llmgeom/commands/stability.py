@@ -68,7 +68,7 @@ def conditions(
     special = special_prefix(subject.tokenizer)
     bos, why, toggled = "without BOS" if special else "with BOS", "", None
     if subject.tokenizer is None:
-        why = "sequences of a task have no BOS token: the model has no tokenizer"
+        why = "a task's sequences have no BOS token: the model has no tokenizer"
     elif special:
         toggled = Toggled(subject.tokenizer, drop=special)
     elif subject.tokenizer.bos_token_id is None:

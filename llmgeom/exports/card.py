@@ -13,7 +13,7 @@ from llmgeom.reports.verdicts import Row, lines
 
 HEAD = ("quantity", "value", "95 % interval", "95 % band of the null", "p", "n", "verdict")
 READ = (
-    "A value counts only beside its control: what the same pipeline gives on the model re-initialised or on shuffled "
+    "A value counts only against its control: what the same pipeline gives on the model re-initialised or on shuffled "
     "prompts. Each claim has one of five words: holds; small (there, but less than the declared effect); ruled out; "
     "opposite; open (neither shown nor excluded). Intervals are over units (templates, documents or sequences)."
 )

@@ -138,7 +138,7 @@ class Table:
     HEAD: ClassVar[tuple[str, ...]] = ("ours", "95 %", "asked", "null or trivial", "n", "verdict")
     TEXT: ClassVar[Measured] = Measured(
         title="Published numbers",
-        meaning="Each printed number, measured here, beside what a predictor that does not infer or a model that was "
+        meaning="Each printed number, measured here, next to what a predictor that does not infer or a model that was "
         "not trained has. The words holds, small, ruled out and open are about the range that the entry asks for.",
         computed="See the definition of each entry below. Verdicts: two one-sided tests on the interval, Holm over all "
         "entries measured; ruled out where the interval excludes the range, by the declared tolerance.",
