@@ -198,12 +198,16 @@ def estimate(
         deletions=interval.deletions,
     )
     if claim.equivalence:
-        return _equivalent(common, interval, [null.centre for null in nulls], claim.one_sided)
+        return _equivalent(common, interval, nulls, claim.one_sided)
     return common
 
 
-def _equivalent(h: Estimate, interval: Interval, centres: list[float], one_sided: bool) -> Estimate:
-    """Two one-sided tests: within the margin of every control's centre, hence within the overlap of those ranges."""
+def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_sided: bool) -> Estimate:
+    """Two one-sided tests: within the margin of every control's centre, hence within the overlap of those ranges.
+
+    A control's own p of that counts where it is larger.
+    """
+    centres = [null.centre for null in nulls]
     near, far = NO_END if one_sided else max(centres) - h.effect, min(centres) + h.effect
     error = (h.high - h.low) / 2 / student_quantile(h.clusters) if h.clusters > 1 else 0.0
     return replace(
@@ -211,7 +215,7 @@ def _equivalent(h: Estimate, interval: Interval, centres: list[float], one_sided
         margin_low=near,
         margin=far,
         room=True,
-        p=equivalence_p(h.value, interval, near, far, h.clusters),
+        p=max(equivalence_p(h.value, interval, near, far, h.clusters), *(null.p or 0.0 for null in nulls)),
         p_excluded=outside_p(h.value, interval, near, far, h.clusters),
         p_opposite=1.0,
         noise=error * h.clusters**0.5 / h.effect,

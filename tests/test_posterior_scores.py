@@ -26,6 +26,7 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.layers import Block
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade, score_model
+from llmgeom.probes.posterior.results import divergence
 from llmgeom.probes.posterior.scores import score
 from llmgeom.probes.posterior.state_table import StateTable
 from llmgeom.record import Record
@@ -135,6 +136,7 @@ def found(record, probe, name):
     return next(h for h in record.results[probe].estimates if h.name == name)
 
 
+ENOUGH = 4700  # an exact model holds both claims about KL from 4,566 sequences on
 KL, SKILL, LESS = "KL to the posterior", "skill over the best trivial predictor", "KL, held-out less seen"
 REPLACED = Bijection(vocab=6, pairs=6, replacement=True)
 PLAIN = Bijection(vocab=6, pairs=6)
@@ -282,7 +284,7 @@ def test_it_is_held_out_hypotheses_that_are_graded():
 
 def test_the_posterior_itself_passes_everything():
     task = REPLACED
-    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=200, nulls=20)
+    record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=20)
     got = found(record, "posterior", KL)
     assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 1e-3
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
@@ -292,7 +294,7 @@ def test_the_posterior_itself_passes_everything():
     assert found(record, "posterior_calibration", "calibration error").value < 1e-6
     arrays = record.results["posterior_calibration"].arrays
     np.testing.assert_array_equal(arrays["accuracy"], arrays["accuracy_exact"])
-    assert arrays["count"].sum() == 200 * 6 * 6 and (arrays["count"] > 0).all()
+    assert arrays["count"].sum() == ENOUGH * 6 * 6 and (arrays["count"] > 0).all()
     assert np.abs(arrays["exact"] - arrays["drawn"])[arrays["count"] > 500].max() < 0.06
     assert record.warnings == ()
     assert page([record]).count('class="plot"') == 9
@@ -380,7 +382,7 @@ def test_past_the_horizon_is_told_apart():
         near = (exact.exp() * (1 - mixed) + mixed / 6).log()
         return torch.where(torch.arange(6)[:, None] < 4, near, flat)
 
-    record = examine(of(task, saying(task, to_the_horizon)), task, Origin(task.title, 4, FEW), n=100, nulls=20)
+    record = examine(of(task, saying(task, to_the_horizon)), task, Origin(task.title, 4, FEW), n=ENOUGH, nulls=5)
     assert verdicts(record)["posterior", KL] == "holds" and record.facts["horizon"] == 4
     owed = [math.log2(6 / (6 - m)) for m in range(6)]
     past = record.results["posterior_horizon"]
@@ -413,17 +415,18 @@ def test_intervals_are_over_sequences():
         return stats.t.interval(0.95, len(x) - 1, x.mean(), stats.sem(x))
 
     h = found(record, "posterior", KL)
-    assert (h.low, h.high) == pytest.approx(interval(kl.mean(1))) and (h.n, h.clusters, h.counts) == (
-        50,
-        50,
-        "sequences",
-    )
+    assert kl.mean(1).max() < 1 and (h.n, h.clusters, h.counts) == (50, 50, "sequences")
+    assert h.low == pytest.approx(interval(kl.mean(1))[0])
+    # The other half of the error allows for failures that 50 sequences lack: see tests/test_rare_failures.py.
+    usual = kl.mean() + stats.t.ppf(0.9875, 49) * stats.sem(kl.mean(1))
+    assert h.high == pytest.approx(usual + 9 * (1 - 0.0125 ** (1 / 50)))
     np.testing.assert_allclose(record.results["posterior"].arrays["kl_interval"][3], interval(kl[:, 3]), atol=1e-9)
     seen = score_model(of(task, nearly(task)), task, task.sample(50, 0, "seen")).kl.mean(1)
     less = found(record, "posterior_memory", LESS)
-    both = math.sqrt(stats.sem(kl.mean(1)) ** 2 + stats.sem(seen) ** 2)
     assert less.value == pytest.approx(kl.mean() - seen.mean())
-    assert less.high - less.value == pytest.approx(stats.t.ppf(0.975, 99) * both, rel=0.01)
+    usual = stats.ttest_ind(kl.mean(1), seen, equal_var=False).confidence_interval(0.975)
+    beyond_usual = 9 * (1 - 0.0125 ** (1 / 50))
+    assert (less.low, less.high) == pytest.approx((usual.low - beyond_usual, usual.high + beyond_usual))
 
 
 def test_what_is_shown_are_means_of_the_scores_within_the_horizon():
@@ -488,7 +491,7 @@ def test_corrupted_labels_are_graded_against_both_answers():
     task, p = PLAIN, 0.3
     says = saying(task, lambda x: ((1 - p) * task.log_predictive(x).exp() + p / 6).log())
     told = Origin(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
-    record = examine(of(task, says), task, told, n=400, nulls=20)
+    record = examine(of(task, says), task, told, n=ENOUGH, nulls=5)
     words = verdicts(record)
     assert words["posterior", KL] == "ruled out" and words["posterior_mixture", "KL to the mixture"] == "holds"
     assert words["posterior_mixture", f"{SKILL}, mixture"] == "holds" and words["posterior_memory", LESS] == "holds"
@@ -581,7 +584,7 @@ def test_rows_are_read_in_the_precision_of_the_weights():
 
 def test_standardised_residuals_tell_a_model_that_is_too_sure():
     task = Mean()
-    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=1000, nulls=20)
+    record = examine(of(task, lambda rows: task.log_predictive(rows).float()), task, Origin("x", 4), n=ENOUGH, nulls=5)
     assert verdicts(record)["posterior", KL] == "holds" and "never trained on this task, but on x" in record.warnings
     off = "|rms of standardised residuals - 1|"
     assert found(record, "posterior_calibration", off).value < 0.03
@@ -741,11 +744,17 @@ def test_a_damaged_task_file_is_refused(tunnel, tmp_path):
         perform(RunConfig(model=str(tmp_path / "copy")))
 
 
-def test_a_rare_failure_that_the_sample_lacks_stays_within_the_upper_end():
+def test_without_enough_sequences_for_rare_failures_the_claim_is_open_and_says_how_many():
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=200, nulls=5)
-    safe, plain = found(record, "posterior", "KL, rare failures included"), found(record, "posterior", KL)
-    assert safe.value == pytest.approx(plain.value, abs=1e-6) and not safe.verdict
+    got = found(record, "posterior", KL)
     # Clopper and Pearson: with this share of failures, 200 sequences have none with probability .0125.
-    share = 1 - 0.0125 ** (1 / 200)
-    assert safe.high == pytest.approx(9 * share, rel=1e-3) and plain.high < 1e-3
+    assert got.high == pytest.approx(9 * (1 - 0.0125 ** (1 / 200)), rel=1e-3) and abs(got.value) < 1e-6
+    assert got.verdict == "open" and "needs n >= 4566 units" in got.why
+
+
+def test_the_claim_that_answers_are_exact_fails_where_one_sequence_in_a_thousand_is_wrong_by_20_bits():
+    """True KL: .02 bits, twice the margin. By Student's interval of 1,000 sequences the claim held in 36 %."""
+    rng = np.random.default_rng(0)
+    graded = [divergence("posterior", KL, np.where(rng.random(6000) < 1e-3, 20.0, 0.0)) for _ in range(200)]
+    assert sum(h.p < 0.025 for h in graded) <= 10 and not any(h.p_excluded < 0.025 for h in graded)

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from scipy import optimize
 from scipy import stats as scipy_stats
 from sklearn.decomposition import PCA
 from sklearn.preprocessing import StandardScaler
@@ -16,7 +15,7 @@ from sklearn.preprocessing import StandardScaler
 from llmgeom.claims import Claim, Null, estimate, layer_band
 from llmgeom.errors import UserError
 from llmgeom.stats import pca, resampling, tests
-from llmgeom.stats.resampling import Interval, mean_intervals, tail_safe_interval
+from llmgeom.stats.resampling import Interval
 from tests.refusals import refused
 from tests.words import prediction_p
 
@@ -604,36 +603,3 @@ def test_needed_n_refuses_an_effect_of_nothing():
 def test_the_statistics_load_without_torch_or_scipy():
     code = "import sys, llmgeom.stats; print([m for m in ('torch', 'scipy', 'sklearn') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-# ---- intervals with a rare tail --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("share, size", [(0.0, 0.0), (1e-3, 20.0), (3e-4, 10.0), (1e-2, 2.0)])
-def test_a_tail_safe_interval_covers_a_mean_that_rests_on_rare_values(share, size):
-    rng = np.random.default_rng(7)
-    n, repeats, true = 1000, 400, 0.003 * (1 - share) + share * size
-    covered, student = 0, 0
-    for _ in range(repeats):
-        x = np.where(rng.random(n) < share, size, rng.exponential(0.003, n))
-        interval = tail_safe_interval(x, 1.0, 20.0)
-        covered += interval.low <= true <= interval.high
-        low, high = mean_intervals([x])[0]
-        student += low <= true <= high
-    assert covered / repeats >= 0.95
-    if share * n == 1:  # what is mended: Student's interval misses where no rare value was drawn
-        assert student / repeats < 0.7
-
-
-def test_a_tail_safe_interval_is_student_s_below_and_binomial_above():
-    x = np.array([0.1, 0.2, 0.3, 0.2, 0.1, 5.0])
-    interval = tail_safe_interval(x, 1.0, 10.0)
-    clipped = np.array([0.1, 0.2, 0.3, 0.2, 0.1, 1.0])
-    # Clopper and Pearson: the share p at which 1 or fewer of 6 have probability .0125.
-    share = optimize.brentq(lambda p: scipy_stats.binom.cdf(1, 6, p) - 0.0125, 0.1, 0.999)
-    spread = scipy_stats.sem(clipped)
-    assert interval.low == pytest.approx(clipped.mean() - scipy_stats.t.ppf(0.975, 5) * spread)
-    upper = clipped.mean() + scipy_stats.t.ppf(0.9875, 5) * spread + 9 * share
-    assert interval.high == pytest.approx(upper)
-    with pytest.raises(ValueError, match="expected 0 to 4"):
-        tail_safe_interval(x, 1.0, 4.0)

@@ -66,9 +66,9 @@ class Null:
         return cls(name, low, high, float(np.median(draws)), None, len(draws), tuple(map(float, draws)), side, noisy)
 
     @classmethod
-    def number(cls, name: str, at: float) -> Null:
-        """A number that nobody drew, such as one half, which the share of a majority exceeds."""
-        return cls(name, at, at, at)
+    def number(cls, name: str, at: float, p: float | None = None) -> Null:
+        """A number that nobody drew, such as one half, which a majority's share exceeds; p, where it has its own."""
+        return cls(name, at, at, at, p)
 
     @classmethod
     def half(cls) -> Null:

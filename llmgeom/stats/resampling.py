@@ -121,35 +121,6 @@ def mean_intervals(
     return x.mean(1)[:, None] + half[:, None] * np.array([-1, 1])
 
 
-def tail_safe_interval(values: Real[np.ndarray, " row"], usual: float, largest: float, level: float = 0.95) -> Interval:
-    """Interval of the mean of independent values from 0 to `largest`, of which most are small and a few may be huge.
-
-    Student's interval fails where the mean rests on rare values that the sample lacks: if 1 value of 1,000 is 20, a
-    sample of 1,000 has none in 37 % of cases. With c = `usual`, mean = E min(X, c) + E max(X - c, 0). The upper end is
-    Student's for the first term plus (largest - c) times the exact binomial (Clopper and Pearson 1934) upper end of
-    P(X > c) for the second, each with half of the error; the lower end is Student's for the first term. Even when no
-    value exceeds c, about largest ln(4 / (1 - level)) / n is added: without an assumption on the tail, no smaller
-    sample excludes such values. Derived here.
-
-    Raises:
-        ValueError: a value lies outside 0 .. largest, or `usual` does.
-    """
-    from scipy.stats import beta, t
-
-    x = np.asarray(values, dtype=np.float64)
-    n, rare = len(x), int((x > usual).sum())
-    if not (0 <= usual <= largest and x.min() >= -TIE and x.max() <= largest + TIE):
-        raise ValueError(f"values of {x.min()} to {x.max()}, usual {usual}: expected 0 to {largest}")
-    error = (1 - level) / 2
-    clipped = x.clip(max=usual)
-    spread = clipped.std(ddof=1) / math.sqrt(n)
-    share = 1.0 if rare == n else float(beta.ppf(1 - error / 2, rare + 1, n - rare))
-    low = clipped.mean() - t.ppf(1 - error, n - 1) * spread
-    high = clipped.mean() + t.ppf(1 - error / 2, n - 1) * spread + (largest - usual) * share
-    method = f"Student below {usual:g}, binomial above it ({rare} of {n})"
-    return Interval(float(low), float(high), level, method)
-
-
 def geometric_mean(values: Draws) -> tuple[float, float, float]:
     """Geometric mean of independent positive values and its 95 % interval; the value itself, three times, of one."""
     x = np.log(values)

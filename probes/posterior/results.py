@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
+from llmgeom.claims import declared, estimate
 from llmgeom.probes.posterior.scores import (
     CategoricalScores,
     GaussianScores,
@@ -28,13 +29,16 @@ from llmgeom.probes.shared.length_curves import (
     near,
     numbered,
 )
-from llmgeom.result import Figure, quantity
-from llmgeom.stats.resampling import mean_intervals, tail_safe_interval
+from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.stats.controls import Null
+from llmgeom.stats.rare_failures import RareFailures
+from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.rule import ALPHA
 
 PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
-# Bits of KL in one sequence: a rare failure is more than USUAL, and one of more than LARGEST counts as LARGEST.
-USUAL, LARGEST = 1.0, 10.0
+# Bits of KL, mean over the queries of a sequence. A sequence that fails by more than 10 counts as 10.
+FAILURES = RareFailures(usual=1.0, largest=10.0)
 CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "posterior_horizon"
 
 
@@ -171,15 +175,7 @@ def measure_distance(
         predictor_mae_abs=np.array([mae_abs(x.gap) for x in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
-            near(probe, f"KL to the {target}", mean, both[:, 0], 0.0, "the exact answer"),
-            measured(
-                probe,
-                f"KL, rare failures included{suffix}",
-                mean,
-                clipped := own.kl.mean(1).clip(0, LARGEST),
-                [control.kl.mean(1).clip(0, LARGEST) for control in controls],
-                interval=tail_safe_interval(clipped, USUAL, LARGEST),
-            ),
+            divergence(probe, f"KL to the {target}", own.kl.mean(1)),
             near(probe, f"skill over the best trivial predictor{suffix}", skill, both, 1.0, "the exact answer"),
             measured(
                 probe,
@@ -193,6 +189,31 @@ def measure_distance(
         ticks={**numbered(1, scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
     )
+
+
+def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = None) -> Estimate:
+    """Mean KL of sequences, or that less the mean of others, claimed to lie at most the declared margin above 0.
+
+    Interval and p are right even if failures are rare (`RareFailures`). The price is n: for this claim and "held-out
+    less seen" to hold, an exact model needs 4,566 sequences. Simulated, 2,000 gradings each: with 6,000 sequences the
+    claim held for every model of .003 bits, and for 0.3 % of models that are exact but for 20 bits in 1 sequence of
+    1,000; by Student's interval of 1,000 sequences it held for 36 % of those. A model of .005 bits needs 10,000.
+
+    Args:
+        probe: Where the claim is declared.
+        name: Of the claim.
+        kl: [sequence] bits, mean over queries.
+        less: [sequence] bits, of other sequences.
+    """
+    claim = declared(probe)[name]
+    out, known = FAILURES.clip(kl), None if less is None else FAILURES.clip(less)
+    exact = "the exact answer" if known is None else "no difference"
+    null = Null.number(exact, 0.0, FAILURES.within_p(out, claim.margin, known))
+    value = out.mean() - (0.0 if known is None else known.mean())
+    n = len(out) + (0 if known is None else len(known))
+    made = estimate(claim, value, FAILURES.interval(out, known), [null], n=n, clusters=n)
+    # The bound falls with 1 / n and not with its root, so that n is planned here: for two claims, by Holm.
+    return replace(made, noise=0.0, needed=FAILURES.needed(claim.margin, ALPHA / 2))
 
 
 def measure_calibration(scores: PosteriorScores, untrained: Sequence[Scores]) -> Calibration | Residuals:
@@ -249,19 +270,13 @@ def measure_memory(
 ) -> Memory:
     """Divergence on held-out less that on seen hypotheses; `untrained` are scores on the seen ones."""
     out, known = held_out.own.kl[:, held_out.within], seen.kl[:, held_out.within]
-    rows = np.concatenate([np.stack([kl.mean(1), np.full(len(kl), flag)], 1) for flag, kl in ((1, out), (0, known))])
-
-    def difference(rows: np.ndarray) -> float:
-        is_out = rows[:, 1] == 1
-        return float(rows[is_out, 0].mean() - rows[~is_out, 0].mean())
-
     controls = [control.kl[:, held_out.within].mean(1) for control in untrained]
     return Memory(
         held_out=out.mean(0),
         held_out_interval=mean_intervals(out.T),
         seen=known.mean(0),
         estimates=(
-            near(MEMORY, "KL, held-out less seen", difference, rows, 0.0, "no difference"),
+            divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),
             measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
         ),
         ticks=numbered(1, held_out.trained),
