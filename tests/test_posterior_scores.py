@@ -286,7 +286,7 @@ def test_the_posterior_itself_passes_everything():
     task = REPLACED
     record = examine(of(task, saying(task, task.log_predictive)), task, Origin(task.title, 6, FEW), n=ENOUGH, nulls=20)
     got = found(record, "posterior", KL)
-    assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 1e-3
+    assert abs(got.value) < 1e-6 and got.null == "the exact answer" and got.p < 0.0125
     assert found(record, "posterior", SKILL).value == pytest.approx(1, abs=1e-6)
     assert {verdicts(record)[key] for key in (("posterior", KL), ("posterior", SKILL), ("posterior_memory", LESS))} == {
         "holds"
@@ -491,7 +491,7 @@ def test_corrupted_labels_are_graded_against_both_answers():
     task, p = PLAIN, 0.3
     says = saying(task, lambda x: ((1 - p) * task.log_predictive(x).exp() + p / 6).log())
     told = Origin(task.title, 6, {"training": {"corrupt": p}, "sequences": 20})
-    record = examine(of(task, says), task, told, n=ENOUGH, nulls=5)
+    record = examine(of(task, says), task, told, n=6000, nulls=5)  # more: Holm corrects over claims that fail, too
     words = verdicts(record)
     assert words["posterior", KL] == "ruled out" and words["posterior_mixture", "KL to the mixture"] == "holds"
     assert words["posterior_mixture", f"{SKILL}, mixture"] == "holds" and words["posterior_memory", LESS] == "holds"

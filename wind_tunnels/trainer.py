@@ -16,7 +16,7 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.task import Task, seeded
 from llmgeom.wind_tunnels.targets import answer_sheet, entropy_floor, exact_answers, with_loss
-from llmgeom.wind_tunnels.training_config import Training
+from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -136,12 +136,18 @@ class Trainer:
         elif config.evidence == "unbound":
             inputs = inputs.index_copy(1, self.query, inputs[:, self.query].roll(1, 0))
         elif self.sheet is not None:
-            lots = torch.rand(*target.shape, self.sheet.shape[-1], generator=self.generator, device=target.device)
-            target = (self.sheet - (-lots.log()).log()).argmax(-1)  # the Gumbel trick: P(k) is the sheet's
+            target = self._drawn(self.sheet.expand(*target.shape, -1))
+        elif config.evidence in TRIVIAL:
+            target = self._drawn(task.trivial(inputs)[TRIVIAL[config.evidence]][:, : task.trained_queries])
         if config.corrupt:
             target = corrupt_targets(target, config.corrupt, len(self.tokens), self.generator)
         share = slice(self.rank, None, self.world)
         return inputs[share], target[share]
+
+    def _drawn(self, log_p: Tensor) -> Tensor:
+        """Outcomes drawn from log-probabilities, by the Gumbel trick."""
+        lots = torch.rand(log_p.shape, generator=self.generator, device=log_p.device)
+        return (log_p - (-lots.log()).log()).argmax(-1)
 
     def facts(self, spec: str, step: int) -> dict[str, Any]:
         """What a checkpoint records about its training."""

@@ -37,7 +37,7 @@ from llmgeom.wind_tunnels.checkpoint import (
 from llmgeom.wind_tunnels.exactness import require_exact
 from llmgeom.wind_tunnels.targets import JUDGED_SEQUENCES, kl_to_exact
 from llmgeom.wind_tunnels.trainer import Trainer
-from llmgeom.wind_tunnels.training_config import Training
+from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
 SAVE_EVERY = 30.0  # seconds between resume states
@@ -143,10 +143,16 @@ def _check_options(config: Training, task: Any) -> None:
             "--hold-out states --cuda-graph: a CUDA graph cannot change which queries have a loss; leave one out"
         )
     if isinstance(task.answers, Categorical):
+        wanted, there = TRIVIAL.get(config.evidence), task.trivial(task.draw_split(1, seeded("trivial", 0)).inputs)
+        if wanted and wanted not in there:
+            raise UserError(
+                f"--evidence {config.evidence}: {task.title} has no predictor called {wanted!r}, but "
+                f"{', '.join(map(repr, there)) or 'none'}; choose another kind of evidence"
+            )
         return
     for flag, given in (
         (f"--corrupt {config.corrupt}", config.corrupt),
-        ("--evidence sheet", config.evidence == "sheet"),
+        (f"--evidence {config.evidence}", config.evidence in ("sheet", *TRIVIAL)),
     ):
         if given:
             raise UserError(f"{flag}: {task.title} asks for real numbers, not outcomes")

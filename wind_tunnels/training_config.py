@@ -15,7 +15,9 @@ from llmgeom.flags import LARGEST_SEED, argument, check, flag
 LONGEST = 10**9  # steps, or parameters, of a training
 
 
-Evidence = Literal["kept", "exchanged", "unbound", "sheet"]
+Evidence = Literal["kept", "exchanged", "unbound", "sheet", "memoryless", "bag"]
+# Evidence by which targets are drawn from a predictor of the task's own that does not infer (`Task.trivial`).
+TRIVIAL = {"memoryless": "memoryless", "bag": "bag of values"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,8 @@ class Training:
         evidence: What the model learns from. "exchanged": the targets of another sequence; every position keeps its
             outcomes, and nothing can be inferred. "unbound": the inputs at the queries are another sequence's; what
             was shown counts, its keys do not. "sheet": targets drawn from the exact answers to one fixed sequence;
-            they depend on position only.
+            they depend on position only. "memoryless" and "bag": targets drawn from the exact answer to the last
+            observation, or to the values shown in any order.
         hold_out: What training never shows, besides the held-out hypotheses. "states": the loss leaves out a tenth of
             the states of the evidence (`Task.held_out_states`), so that no table of states can answer there.
         precision: Of the forward pass; "bf16" is autocast, and the weights stay float32.
@@ -68,7 +71,8 @@ class Training:
     evidence: Evidence = flag(
         "kept",
         "Train on corrupted evidence instead. exchanged: targets are shuffled across sequences. unbound: the queried "
-        "keys are shuffled. sheet: targets depend on position only.",
+        "keys are shuffled. sheet: targets depend on position only. memoryless: on the last observation only. bag: on "
+        "the values shown, in any order.",
     )
     hold_out: Literal["hypotheses", "states"] = flag(
         "hypotheses",

@@ -85,7 +85,8 @@ def spread(
         KeyboardInterrupt: Ctrl-C was pressed; every job ended after its step.
     """
     results: dict[str, Any] = {}
-    workers = min(len(jobs), os.cpu_count() or 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = min(len(jobs), cores)  # those that this process may use: `taskset -c 0` makes one worker
     if not workers:
         return results
     context = multiprocessing.get_context("spawn")
