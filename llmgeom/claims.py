@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import textwrap
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -110,6 +110,18 @@ def digest(folder: Path = FOLDER) -> str:
         data = path.read_bytes()
         whole.update(f"{path.name} {len(data)}\n".encode() + data)
     return whole.hexdigest()
+
+
+def rules_digest(probes: Iterable[str]) -> str:
+    """sha256 of the rules of these probes' metrics: equal where their numbers were judged alike, whatever the prose."""
+    names = {f.name for f in fields(Rule)}
+    chosen = set(probes)
+    rules = sorted(
+        (entry.probe, entry.name, *(getattr(entry, name) for name in sorted(names)))
+        for entry in entries()
+        if entry.probe in chosen
+    )
+    return hashlib.sha256(repr(rules).encode()).hexdigest()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -177,8 +177,9 @@ class Grouped:
         """Mean over the kept rows, as if there were no others; a row alone in its group counts 0, as does one group."""
         if kept is None or len(kept) == len(self.label):
             return _silhouette(self.sums, self.label, self.member)
-        gone = np.setdiff1d(np.arange(len(self.label)), kept)
-        sums = self.sums[kept] - self.distance[np.ix_(kept, gone)] @ self.member[gone]
+        gone = np.ones(len(self.label), bool)
+        gone[kept] = False
+        sums = self.sums[kept] - self.distance[kept][:, gone] @ self.member[gone]
         return _silhouette(sums, self.label[kept], self.member[kept])
 
 

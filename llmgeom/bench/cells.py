@@ -50,8 +50,8 @@ class Cell:
 
     Attributes:
         training: On the task itself.
-        others: What changes in trainings of the other kinds. A kind that would be exact in this task is left out, e.g. a
-            bag of values in the bijection without replacement.
+        others: What changes in trainings of the other kinds. A kind that would be exact in this task is left out, e.g.
+            a bag of values in the bijection without replacement.
     """
 
     training: Training

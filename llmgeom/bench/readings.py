@@ -37,6 +37,14 @@ SIZE, CONTROLS = 60, 8  # sequences of a reading, and draws of each control
 DECIDING, DECIDING_SEED = 2000, 999
 DRAWN = 400  # sequences by which the query is chosen at which entropy is read
 ENTROPY = "value_manifold"  # the probe whose metrics follow entropy
+# What a reading measures: a change of these rules makes it again, and the shipped table says that it is of others.
+PROBES = (
+    *probes.names(),
+    routing_law.NAME,
+    "interchange",
+    *(f"{part}_{edit}" for part in ("heads", "blocks") for edit in ("zero", "mean", "resample")),
+    *(grading.POSTERIOR, grading.CALIBRATION, grading.MEMORY, grading.HORIZON),
+)
 
 
 def readings(out: Path, progress: Progress | None = None) -> list[dict[str, Any]]:
@@ -64,7 +72,7 @@ def _read(folder: str, recipe: Recipe) -> list[dict[str, Any]]:
 def _place(folder: Path, recipe: Recipe, kind: Kind, step: int) -> tuple[Path, dict[str, Any]]:
     """The file of a reading, and everything that determines it."""
     spec = {**asdict(recipe.training), "read on": recipe.task, "step": step, "kind": kind}
-    return folder / f"{kind.replace(' ', '-')}.json", spec | {"reading": READING, "claims": claims.digest()}
+    return folder / f"{kind.replace(' ', '-')}.json", spec | {"reading": READING, "claims": claims.rules_digest(PROBES)}
 
 
 def _once(folder: Path, recipe: Recipe, kind: Kind, step: int) -> dict[str, Any]:
@@ -177,7 +185,20 @@ def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
     return run_probes(subject, batch, probes.known([ENTROPY]), seed=seed, controls=CONTROLS)
 
 
-STORED = ("value", "low", "high", "unit", "null_low", "null_high", "p", "side", "verdict", "equivalence", "n", "clusters")
+STORED = (
+    "value",
+    "low",
+    "high",
+    "unit",
+    "null_low",
+    "null_high",
+    "p",
+    "side",
+    "verdict",
+    "equivalence",
+    "n",
+    "clusters",
+)
 
 
 def plain(h: Estimate) -> dict[str, Any]:
