@@ -17,7 +17,6 @@ from llmgeom.commands import grade as grading
 from llmgeom.commands import patch
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.papers import routing_law
 from llmgeom.papers.primitives import at_posterior
 from llmgeom.probe import WHOLE
 from llmgeom.probes.interventions.component_run import examine_components
@@ -31,7 +30,7 @@ from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.training import train
 
 READING = 3  # raised when what is measured changes
-SIZE, CONTROLS = 60, 8  # sequences of a reading, and draws of each control
+SIZE, CONTROLS = 50, 6  # sequences of a reading, and draws of each control
 # Of the KL that says which models are at the posterior. Its sequences are not those of a reading, so that no printed
 # metric decides who is a positive.
 DECIDING, DECIDING_SEED = 2000, 999
@@ -40,9 +39,8 @@ ENTROPY = "value_manifold"  # the probe whose metrics follow entropy
 # What a reading measures: a change of these rules makes it again, and the shipped table says that it is of others.
 PROBES = (
     *probes.names(),
-    routing_law.NAME,
     "interchange",
-    *(f"{part}_{edit}" for part in ("heads", "blocks") for edit in ("zero", "mean", "resample")),
+    *("blocks_zero", "blocks_mean"),
     *(grading.POSTERIOR, grading.CALIBRATION, grading.MEMORY, grading.HORIZON),
 )
 
@@ -126,8 +124,8 @@ def equal_loss(folder: Path, recipe: Recipe, task: Task) -> int:
 def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     """Every metric that can be measured on a tunnel's model.
 
-    That is `llmgeom scan` with all probes, those of entropy at one query (`scan_entropy`), the next step of descent,
-    `patch`, `ablate --heads` and `--blocks`, `grade`.
+    That is `llmgeom scan` with all probes, those of entropy at one query (`scan_entropy`), `patch`, `ablate --blocks`
+    and `grade`.
     """
     subject = Subject.load(str(folder))
     origin = grading.Told.of(str(folder))
@@ -135,7 +133,7 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     draws: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
 
     def scan() -> Record:
-        every = {**probes.known([name for name in probes.names() if name != ENTROPY]), routing_law.NAME: routing_law}
+        every = probes.known([name for name in probes.names() if name != ENTROPY])
         batch = task.truncated(SIZE, seed, task.test_split)
         return run_probes(subject, batch, every, samples={WHOLE: whole}, seed=seed, controls=CONTROLS)
 
@@ -143,7 +141,6 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, SIZE, seed),
         "patch": lambda: patch.examine(subject, task, n=SIZE, **draws),
-        "heads": lambda: examine_components(subject, whole, "heads", task=task, positions="all", **draws),
         "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **draws),
         "grade": lambda: grading.examine(subject, task, origin, n=SIZE, **draws),
     }

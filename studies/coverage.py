@@ -1,0 +1,105 @@
+"""How often 95 % intervals hold what they are about: one model, measured on many fresh samples.
+
+`python -m studies.coverage PROBE FOLDER REPLICATES` prints rows of the table in docs/claims.md.
+
+What an interval is about is the mean of its statistic over samples of this size; the mean over all replicates stands
+for it. A replicate runs the commands' own code on sequences that no other has, with one untrained control, which does
+not enter an interval.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom import probes
+from llmgeom.commands import grade as grading
+from llmgeom.commands import patch
+from llmgeom.model.subject import Subject
+from llmgeom.probe import WHOLE
+from llmgeom.probes.interventions.component_run import examine_components
+from llmgeom.record import Record
+from llmgeom.run import run_probes
+from llmgeom.task import Task
+
+SIZE = 60
+Estimates = dict[str, tuple[float, float, float, bool]]  # value, low, high, whether it is a claim
+
+
+def scan(subject: Subject, task: Task, names: Sequence[str], seed: int) -> Record:
+    """`llmgeom scan` with these probes."""
+    whole = task.sample(SIZE, seed, task.test_split)
+    batch = task.truncated(SIZE, seed, task.test_split)
+    return run_probes(subject, batch, probes.known(names), samples={WHOLE: whole}, seed=seed, controls=1)
+
+
+def at_one_query(subject: Subject, task: Task, seed: int) -> Record:
+    """The values' geometry, at the last query of every sequence."""
+    batch = task.truncated(SIZE, seed, task.test_split, at=-1)
+    return run_probes(subject, batch, probes.known(["value_manifold"]), seed=seed, controls=1)
+
+
+def ablate(subject: Subject, task: Task, kind: str, seed: int) -> Record:
+    """`llmgeom ablate --blocks` or `--heads`."""
+    whole = task.sample(SIZE, seed, task.test_split)
+    return examine_components(subject, whole, kind, task=task, positions="all", seed=seed, nulls=1)
+
+
+def grade(subject: Subject, task: Task, told: grading.Told, seed: int) -> Record:
+    """`llmgeom grade`."""
+    return grading.examine(subject, task, told, n=SIZE, seed=seed, nulls=1)
+
+
+def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
+    """What is measured on a trained model, by name: a function of the seed."""
+    subject, told = Subject.load(str(folder)), grading.Told.of(str(folder))
+    task = told.asked(None, str(folder))
+    made: dict[str, Callable[[int], Record]] = {
+        name: partial(scan, subject, task, [name]) for name in probes.names() if name != "value_manifold"
+    }
+    return made | {
+        "value_manifold": partial(at_one_query, subject, task),
+        "patch": lambda seed: patch.examine(subject, task, n=SIZE, seed=seed, nulls=1),
+        "blocks": partial(ablate, subject, task, "blocks"),
+        "heads": partial(ablate, subject, task, "heads"),
+        "grade": partial(grade, subject, task, told),
+    }
+
+
+def replicates(run: Callable[[int], Record], seeds: Sequence[int]) -> Iterator[Estimates]:
+    """Every estimate of each replicate."""
+    for seed in seeds:
+        record = run(seed)
+        yield {
+            f"{probe}: {h.name}": (h.value, h.low, h.high, bool(h.claim))
+            for probe, measured in record.results.items()
+            for h in measured.estimates
+        }
+
+
+def coverage(every: Sequence[Estimates]) -> dict[str, tuple[bool, int, float, float, float]]:
+    """By metric: whether it is a claim, replicates, coverage, that of an interval half as wide again, the mean."""
+    by_name = defaultdict(list)
+    for estimates in every:
+        for name, numbers in estimates.items():
+            by_name[name].append(numbers)
+    table = {}
+    for name, rows in by_name.items():
+        value, low, high, claim = np.array(rows).T
+        truth = value.mean()
+        held = (low <= truth) & (truth <= high)
+        wide = (value - 1.5 * (value - low) <= truth) & (truth <= value + 1.5 * (high - value))
+        table[name] = (bool(claim[0]), len(rows), float(held.mean()), float(wide.mean()), float(truth))
+    return table
+
+
+if __name__ == "__main__":
+    chosen, model, count = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+    measured = list(replicates(runs(model)[chosen], [5000 + i for i in range(count)]))
+    for name, (claim, n, held, wide, mean) in coverage(measured).items():
+        print(f"| {name}{' (claim)' * claim} | {n} | {held:.2f} | {wide:.2f} | {mean:.3g} |", flush=True)
