@@ -19,7 +19,7 @@ from llmgeom.record import Record
 from llmgeom.result import Estimate
 
 TABLE = Path(__file__).parent / "calibrated.json"
-VERSION = 1
+VERSION = 2
 OTHER_CLAIMS = "the shipped calibration was made with other claims"
 Z95 = 1.959964  # a normal's 97.5 % point
 
@@ -28,11 +28,12 @@ Z95 = 1.959964  # a normal's 97.5 % point
 class Signature:
     """One metric on the bench.
 
-    area, low, high   AUC of models trained to the posterior against models trained as long where nothing could be
-                      inferred, and its 95 % interval. `word`: "yes" where it tells them apart, "no" where an area of
-                      0.75 is excluded, "reversed", "undecided", or why it could not be had.
-    trained, idle     5 % and 95 % points of the two kinds, in units of each value's own null; None where it has none.
-    numbers           everything else that the table has: areas against other kinds, error rates, power, relation to KL.
+    area, low, high   AUC of models at the posterior against the kind of other models that is hardest to tell from
+                      them, and its 95 % interval. `word`: "yes" where it tells them from every kind, "no" where an
+                      area of 0.75 is excluded against some kind, "reversed", "undecided", or why it was not measured.
+    trained, idle     5 % and 95 % points of models at the posterior and of those that could infer nothing, in units of
+                      each value's own null; None where it has none.
+    numbers           everything else in the table: every kind's area, how often the metric is found, relation to KL.
     """
 
     probe: str
@@ -50,7 +51,7 @@ class Signature:
 class Calibration:
     """The table: its signatures, and of which models it is.
 
-    bench    how many subjects of each kind, tasks, architectures, CPU minutes, version, what made it.
+    bench    how many models of each kind, tasks, architectures, cells, CPU minutes, version, what made it.
     width, depth, n   the ranges, ends included, of d_model, layers and sequences.
     """
 
@@ -82,6 +83,12 @@ class Calibration:
     def stale(self, claims_hash: str | None) -> str:
         """Why the table says nothing about values that were judged by these claims; empty where it does."""
         return "" if self.bench.get("claims_hash") == claims_hash else OTHER_CLAIMS
+
+    @property
+    def partial(self) -> str:
+        """How much of the bench the table is of; empty if it is of all."""
+        cells, planned = len(self.bench["cells"]), self.bench["cells_planned"]
+        return f"a part of the bench: {cells} of {planned} cells" if cells < planned else ""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
@@ -154,4 +161,6 @@ def placed(h: Estimate, probe: str, record: Record) -> str:
         "reversed": "tells them apart the WRONG way round",
         "undecided": "not shown to tell them apart",
     }[found.word]
-    return f"{own}{ranges}{told} (AUC {found.area:.2f}, {found.low:.2f} to {found.high:.2f})"
+    against = f"against {found.numbers['hardest']}: " if "hardest" in found.numbers else ""
+    part = f"; {table.partial}" if table.partial else ""
+    return f"{own}{ranges}{told} (AUC {against}{found.area:.2f}, {found.low:.2f} to {found.high:.2f}){part}"

@@ -14,9 +14,10 @@ from click.testing import CliRunner
 
 from llmgeom import validity as placing
 from llmgeom import wind_tunnels
-from llmgeom.bench import known_truth as subjects
-from llmgeom.bench import sweep
-from llmgeom.bench.known_truth import CELLS, KINDS, recipes
+from llmgeom.bench import cells, sweep
+from llmgeom.bench import readings as bench
+from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES, SEEDS, recipes
+from llmgeom.bench.table import ELSEWHERE, calibration
 from llmgeom.claims import Null, declared, digest, estimate, judge
 from llmgeom.cli import main
 from llmgeom.commands import calibrate
@@ -29,6 +30,7 @@ from llmgeom.result import Measured
 from llmgeom.stats.resampling import Interval
 from llmgeom.validity import Calibration, Signature, null_units, placed
 from llmgeom.wind_tunnels import load_task
+from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.models.architectures import build
 from llmgeom.wind_tunnels.targets import answer_sheet
 from llmgeom.wind_tunnels.trainer import Trainer
@@ -100,6 +102,25 @@ def test_a_sheet_holds_the_answers_to_one_sequence(monkeypatch):
     assert not torch.equal(answers, answer_sheet(task, 1, "cpu").exp())
 
 
+@pytest.mark.parametrize(("evidence", "name"), [("memoryless", "memoryless"), ("bag", "bag of values")])
+def test_targets_of_a_trivial_predictor_are_drawn_from_it(evidence, name, monkeypatch):
+    """Grouped by the predictor's own answer, each outcome is drawn as often as that answer says."""
+    spec = "hmm:symbols=3,steps=4,fixed=True,encoding=tokens"
+    task = wind_tunnels.load_task(spec)
+    inputs, target = shown(evidence, monkeypatch, spec, batch=6000)
+    answers = task.trivial(inputs)[name].exp()
+    for answer in answers[:, 3].unique(dim=0):
+        here = (answers[:, 3] == answer).all(-1)
+        if here.sum() > 300:
+            often = torch.bincount(target[here, 3], minlength=3).double() / here.sum()
+            assert often.numpy() == pytest.approx(answer.numpy(), abs=4 * 0.5 / int(here.sum()) ** 0.5)
+
+
+def test_a_predictor_that_the_task_does_not_have_is_refused(tmp_path):
+    with refused(UserError, "--evidence memoryless", "markov", "'bag of values'"):
+        train(Training("markov:fixed=False", **TINY, evidence="memoryless"), tmp_path, device="cpu")
+
+
 def test_evidence_is_a_word_and_hard():
     with refused(UserError, "--evidence none", "kept", "exchanged", "unbound", "sheet"):
         Training("coin", evidence="none")
@@ -132,19 +153,45 @@ def test_what_is_learnt_is_what_the_bench_says(tmp_path):
 
 def test_the_bench_is_as_large_as_it_says():
     runs = recipes()
-    kinds = Counter(kind for run in runs.values() for kind, _, n in run.readings if n == subjects.SIZE)
-    least = {"trained": 40, "stopped": 30, "untrained": 60, "no inference": 60}
-    assert all(kinds[kind] >= n for kind, n in least.items())
-    assert kinds["position only"] + kinds["bag of values"] >= 20
-    assert set(kinds) == set(KINDS)
-    seeds = {(run.cell, run.training.evidence): [] for run in runs.values()}
-    for run in runs.values():
-        seeds[run.cell, run.training.evidence].append(run.training.seed % 2)
-    assert all(2 * sum(odd) == len(odd) for odd in seeds.values())
-    assert len({(r.training.task, r.training.arch, r.training.evidence, r.training.seed) for r in runs.values()}) == 130
+    assert len(CELLS) == 12 and len({cell.training.task for cell in CELLS.values()}) >= 7
+    kinds = Counter(kind for run in runs.values() for kind, _ in run.readings)
+    assert set(kinds) == set(KINDS) and {*KINDS} == {"trained", *NEGATIVES}
+    assert all(kinds[kind] == SEEDS * 12 for kind in ("trained", "no inference", "untrained", "stopped"))
+    by_kind = {kind: {run.task for run in runs.values() if kind in dict(run.readings)} for kind in KINDS}
+    assert all(len(tasks) >= 3 for tasks in by_kind.values())  # an area needs two tasks
+    assert len({(run.cell, str(run.training)) for run in runs.values()}) == len(runs)
 
 
-def test_no_twin_is_a_subject():
+@pytest.mark.parametrize("name", CELLS)
+def test_no_negative_is_exact_and_none_can_be_told_by_its_shape(name):
+    """A bag of values, or the last observation, is a negative only where the posterior asks for more."""
+    cell = CELLS[name]
+    task = wind_tunnels.load_task(cell.training.task)
+    scores = grade(Subject.of(build(cell.training.arch, **shape(cell.training, task)), None, "x"), task, 300, 0)
+    for kind, change in cell.others.items():
+        predictor = {"last observation": "memoryless", "bag of values": "bag of values"}.get(kind)
+        assert predictor not in scores.as_exact
+        other = wind_tunnels.load_task(change.get("task", cell.training.task))
+        assert (other.length, other.vocabulary, other.query) == (task.length, task.vocabulary, task.query)
+        if kind == "wrong prior":
+            inputs = task.sample(300, 0, task.test_split).tokens.data
+            right, wrong = task.log_predictive(inputs), other.log_predictive(inputs)
+            assert (right.exp() * (right - wrong)).sum(-1).mean() / math.log(2) > 0.02  # bits
+
+
+def shape(training, task):
+    heads = 4 if training.arch == "gqa" else 2
+    return {
+        "vocabulary": task.vocabulary,
+        "length": task.length,
+        "features": task.features,
+        "width": 16,
+        "layers": 1,
+        "heads": heads,
+    }
+
+
+def test_no_untrained_control_is_a_model_of_the_bench():
     seeds = {run.training.seed for run in recipes().values()}
     untrained = {1000 + 100 * seed + 1 + i for seed in seeds for i in range(20)}
     assert not seeds & untrained
@@ -154,17 +201,18 @@ def test_no_twin_is_a_subject():
 def small(monkeypatch):
     """Two cells, hardly trained and hardly read."""
     monkeypatch.setattr(sweep, "ProcessPoolExecutor", InProcess)
-    cells = {name: replace(CELLS[name], width=8, layers=1, steps=8, batch=8, warmup=1) for name in subjects.QUICK[:2]}
-    monkeypatch.setattr(subjects, "CELLS", cells)
-    monkeypatch.setattr(subjects, "QUICK", tuple(cells))
+    kept = {}
+    for name in ("coin neox", "bijection llama"):
+        training = replace(CELLS[name].training, width=8, layers=1, steps=8, batch=8, warmup=1)
+        kept[name] = cells.Cell(training, cells.IDLE)
+    monkeypatch.setattr(cells, "CELLS", kept)
     made = []
 
-    def read(folder, n, seed):
-        made.append((folder, n, seed))
-        name = folder.parent.parent.name
-        return fabricated("kept" in name, made=len(made))
+    def read(folder, task, seed):
+        made.append((folder, task, seed))
+        return fabricated("-trained-" in folder.parent.parent.name, made=len(made))
 
-    monkeypatch.setattr(subjects, "reading", read)
+    monkeypatch.setattr(bench, "reading", read)
     return made
 
 
@@ -177,11 +225,11 @@ def fabricated(good: bool, made: int = 0, **more):
         null = Null.of("re-initialised", value, draws, claim.side)
         h = estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
         judged = judge({probe: Measured("", "", "", "", "", (h,), {}, {})})
-        return subjects._plain(judged[probe].estimates[0])
+        return bench.plain(judged[probe].estimates[0])
 
     rng = np.random.default_rng(made)
     return {
-        "n": subjects.SIZE,
+        "n": bench.SIZE,
         "facts": {"model_type": "gpt2", "layers": 1, "d_model": 8, "parameters": 100},
         "kl": 0.001 if good else 0.5 + made / 1000,
         "skill": 0.99 if good else 0.0,
@@ -197,23 +245,37 @@ def fabricated(good: bool, made: int = 0, **more):
 
 
 def test_a_bench_that_was_stopped_goes_on(small, tmp_path):
-    found = subjects.readings(tmp_path, quick=True)
+    found = bench.readings(tmp_path)
     assert len(found) == len(small) == 2 * (2 * 2 + 2 * 2)
     assert Counter(one["kind"] for one in found) == {"trained": 4, "stopped": 4, "no inference": 4, "untrained": 4}
-    again = subjects.readings(tmp_path, quick=True)
-    assert again == found
+    assert bench.readings(tmp_path) == found == bench.finished(tmp_path)
     assert len(small) == len(found)  # nothing was read twice
-    gone = next(tmp_path.glob("*/reading*.json"))
-    gone.unlink()
-    subjects.readings(tmp_path, quick=True)
+    next(tmp_path.glob("coin*/untrained.json")).unlink()
+    assert {one["cell"] for one in bench.finished(tmp_path)} == {"bijection llama"}
+    bench.readings(tmp_path)
     assert len(small) == len(found) + 1
 
 
 def test_a_training_that_stays_short_is_no_positive(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(subjects, "reading", lambda folder, n, seed: fabricated(False))
-    kinds = Counter(one["kind"] for one in subjects.readings(tmp_path, quick=True))
-    assert kinds["trained"] == 0
-    assert kinds["stopped"] == 8
+    monkeypatch.setattr(bench, "reading", lambda folder, task, seed: fabricated(False))
+    kinds = Counter(one["kind"] for one in bench.readings(tmp_path))
+    assert kinds["trained"] == 0 and kinds["stopped"] == 8
+
+
+def test_a_stopped_model_has_the_loss_of_the_best_predictor_that_does_not_infer(tmp_path):
+    """The oracle grades every snapshot on other sequences."""
+    task = wind_tunnels.load_task("coin:flips=6")
+    training = Training("coin:flips=6", arch="gpt2", width=16, layers=1, steps=60, lr="1e-2", batch=32)
+    train(training, tmp_path, device="cpu")
+    step = bench.equal_loss(tmp_path, cells.Recipe("c", "coin:flips=6", training, ()), task)
+    steps = [s for s in snapshot_steps(60, training.snapshots) if 0 < s < 60]
+    scores = {s: grade(Subject.load(str(tmp_path / "snapshots" / f"step{s}")), task, 1000, 3) for s in steps}
+    away = {s: abs(math.log(one.kl / one.trivial[one.best].kl.mean())) for s, one in scores.items()}
+    assert away[step] == pytest.approx(min(away.values()), abs=0.3)
+
+
+def test_positives_are_decided_on_sequences_that_no_printed_metric_has_seen():
+    assert bench.DECIDING_SEED not in {1000 + 100 * run.training.seed for run in recipes().values()}
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
@@ -223,7 +285,7 @@ def given(tasks=5, seeds=8):
     """Readings of a whole bench, made up: trained and without inference in every task, and nothing in between."""
     made = 0
     for task in range(tasks):
-        for kind, good in (("trained", True), ("no inference", False), ("untrained", False)):
+        for kind, good in ((kind, kind == "trained") for kind in KINDS):
             for seed in range(seeds):
                 made += 1
                 cell = f"cell {task}"
@@ -234,39 +296,66 @@ def given(tasks=5, seeds=8):
 
 @pytest.fixture(scope="module")
 def made():
-    return calibrate.calibration(list(given()))
+    return calibration(list(given()))
 
 
 def test_what_follows_inference_is_told_from_what_does_not(made):
     good, dull = made.find("value_manifold", "PC1 share"), made.find("value_manifold", "PC1+PC2 share")
-    assert (good.word, good.area) == ("yes", 1)
-    assert dull.word in ("no", "undecided")
-    assert dull.low < 0.5 < dull.high
+    assert (good.word, good.area) == ("yes", 1) and set(good.numbers["areas"]) == set(NEGATIVES)
+    assert dull.word in ("no", "undecided") and dull.area < 0.6
+    assert dull.area == min(found["value"] for found in dull.numbers["areas"].values())
     assert good.trained[0] > good.idle[1]
-    false = good.numbers["false_positives"]
-    assert (false["no inference"]["n"], false["trained"]["k"], false["trained"]["n"]) == (20, 40, 40)
-    assert good.numbers["verdict"]["trained"]["k"] == 40
-    assert good.numbers["verdict"]["no inference"]["k"] == 0
-    assert dull.numbers["verdict"]["no inference"]["k"] == 40  # above its null whatever was learnt
-    assert made.bench["subjects"]["no inference"] == 40
-    assert made.bench["cpu_minutes"] == 6.0
-    assert (made.width, made.depth, made.n) == ((8, 8), (1, 1), (100, 100))
+    assert (good.numbers["found"]["trained"]["k"], good.numbers["found"]["no inference"]["k"]) == (40, 0)
+    assert dull.numbers["found"]["no inference"]["k"] == 40  # above its null whatever was learnt
+    assert made.bench["models"]["no inference"] == 40 and made.bench["cpu_minutes"] == 16.0
+    assert (made.width, made.depth, made.n) == ((8, 8), (1, 1), (50, 50))
 
 
-def test_a_kind_of_which_a_headline_has_no_verdict_is_not_shown_as_one_of_none(made):
+def test_a_metric_that_one_kind_shares_does_not_tell():
+    """Told from models without inference, and not from those of a wrong prior: no."""
+    every = [
+        {**one, "estimates": fabricated(one["kind"] in ("trained", "wrong prior"), i)["estimates"]}
+        for i, one in enumerate(given())
+    ]
+    row = calibration(every).find("value_manifold", "PC1 share")
+    assert row.word in ("no", "undecided") and row.numbers["hardest"] == "wrong prior"
+    assert row.numbers["areas"]["no inference"]["value"] == 1
+
+
+def test_a_kind_that_no_metric_has_is_not_shown_as_one_of_none(made):
     shown = calibrate.measured(made)
-    assert shown.ticks["kind"] == ("trained", "untrained", "no inference") and shown.found[0].tolist() == [1, 0, 0]
+    assert set(shown.ticks["kind"]) == set(KINDS) and shown.found[0].tolist() == [1, *[0] * 7]
     one, *others = (row for row in made.signatures if row.area is not None)
-    verdict = {kind: of for kind, of in one.numbers["verdict"].items() if kind != "untrained"}
-    lacking = replace(one, numbers={**one.numbers, "verdict": verdict})
+    found = {kind: of for kind, of in one.numbers["found"].items() if kind != "untrained"}
+    lacking = replace(one, numbers={**one.numbers, "found": found})
     shown = calibrate.measured(replace(made, signatures=(lacking, *others)))
-    assert shown.ticks["kind"] == ("trained", "no inference") and shown.found[0].tolist() == [1, 0]
+    assert "untrained" not in shown.ticks["kind"] and shown.found.shape[1] == 7
+
+
+def test_rows_that_define_the_positives_or_follow_from_the_answers_are_marked():
+    every = list(given())
+    for one in every:
+        one["estimates"]["posterior"] = {
+            name: one["estimates"]["value_manifold"]["PC1 share"] for name in ("KL to the posterior", "mae_abs")
+        }
+    table = calibration(every)
+    marks = {row.name: row.numbers["mark"] for row in table.signatures if row.area is not None}
+    assert marks["KL to the posterior"] == "circular" and marks["mae_abs"] == "of the output"
+    assert marks["PC1 share"] == ""
+    assert "circular" in "\n".join(calibrate.Printed(table).lines())
+
+
+def test_a_part_of_the_bench_says_so(made):
+    assert made.partial == "a part of the bench: 5 of 12 cells"
+    whole = replace(made, bench={**made.bench, "cells": [*CELLS]})
+    assert whole.partial == "" and calibrate.Printed(made).lines()[0] == made.partial
+    assert calibrate.measured(made).warnings == (made.partial,)
 
 
 def test_every_probe_has_a_row(made):
     from llmgeom import probes
 
-    assert {one.probe for one in made.signatures} == {*probes.names(), *calibrate.ELSEWHERE}
+    assert {one.probe for one in made.signatures} == {*probes.names(), *ELSEWHERE}
     assert made.find("attention_focus", "").word.startswith("not on the bench: the prompts")
 
 
@@ -278,7 +367,7 @@ def test_the_table_is_read_back(made, tmp_path):
     for broken, why in (
         ("{", "table.json"),
         ('{"version": 7}', 7),
-        ('{"version": 1}', "signatures"),
+        ('{"version": 2}', "signatures"),
     ):
         path.write_text(broken)
         with refused(UserError, why):
@@ -287,32 +376,32 @@ def test_the_table_is_read_back(made, tmp_path):
 
 def test_one_task_makes_no_table():
     with refused(UserError, "compare"):
-        calibrate.calibration(list(given(tasks=1)))
+        calibration(list(given(tasks=1)))
 
 
 def test_what_does_not_discriminate_comes_first(made, tmp_path):
     dull = replace(made, signatures=tuple(replace(one, word="no") if one.area else one for one in made.signatures))
-    record = calibrate.record(calibrate.Found(dull), 0.0, "spec")
+    record = calibrate.record(calibrate.Printed(dull), 0.0, "spec")
     record.save(tmp_path)
     html = page([Record.load(tmp_path)])
-    first = html.index("does not tell models that infer")
+    first = html.index(calibrate.DULL)
     assert first < html.index('id="verdicts"')
     assert "value_manifold: PC1+PC2 share" in html[first : first + 400]
-    lines = calibrate.Found(dull).lines()
-    assert lines[2:4] == ["value_manifold: PC1 share", "value_manifold: PC1+PC2 share"]
+    lines = calibrate.Printed(dull).lines()
+    assert lines[3:5] == ["value_manifold: PC1 share", "value_manifold: PC1+PC2 share"]
 
 
 def test_the_command_goes_on_and_prints(small, tmp_path):
     runner = CliRunner()
-    first = runner.invoke(main, ["calibrate", "--quick", "-q", "--out", str(tmp_path)])
+    first = runner.invoke(main, ["calibrate", "-q", "--out", str(tmp_path)])
     assert first.exit_code == 0, first.output
     assert "PC1 share" in first.output
     assert (tmp_path / "report.html").exists()
-    found = json.loads(runner.invoke(main, ["calibrate", "--quick", "--json", "--out", str(tmp_path)]).output)
-    assert found["bench"]["subjects"]["trained"] == 4
+    found = json.loads(runner.invoke(main, ["calibrate", "--finished", "--json", "--out", str(tmp_path)]).output)
+    assert found["bench"]["models"]["trained"] == 4
     assert json.loads((tmp_path / "calibration.json").read_text())["bench"] == found["bench"]
     (tmp_path / "record.json").write_text('{"facts": {"spec": "of another run"}}')
-    refused = runner.invoke(main, ["calibrate", "--quick", "-q", "--out", str(tmp_path)])
+    refused = runner.invoke(main, ["calibrate", "-q", "--out", str(tmp_path)])
     assert refused.exit_code and "of another run" in (tmp_path / "record.json").read_text()
 
 
@@ -338,7 +427,7 @@ def test_null_units():
     assert null_units(found) == pytest.approx(2, abs=0.05)
 
 
-def a_record(kind="task", width=8, n=100, claims=None):
+def a_record(kind="task", width=8, n=50, claims=None):
     subject = {"name": "m", "d_model": width, "layers": 1}
     facts = {"claims_hash": digest() if claims is None else claims}
     return Record({}, {}, {"text": ("x",) * n}, subject, {"kind": kind, "name": "coin"}, facts)
@@ -348,11 +437,11 @@ def test_a_value_is_placed_only_where_the_bench_was(made, monkeypatch):
     monkeypatch.setattr(placing, "shipped", lambda: made)
     inside = placed(line(0.6), "value_manifold", a_record())
     assert inside.startswith("+17.6 null units; bench: trained +")
-    assert "tells them apart (AUC 1.00, " in inside
+    assert "tells them apart (AUC against no inference: 1.00, " in inside
     for record, why in (
         (a_record("domain"), "no task of the bench's kind"),
         (a_record(width=1024), "width 1024, the bench has 8 to 8"),
-        (a_record(n=20), "n 20, the bench has 100 to 100"),
+        (a_record(n=20), "n 20, the bench has 50 to 50"),
         (a_record(claims="0" * 64), "the shipped calibration was made with other claims"),
     ):
         said = placed(line(0.6), "value_manifold", record)
@@ -369,12 +458,12 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
     said = placed(line(0.15), "value_manifold", a_record())
     assert said == (
         "+0.0 null units; bench: trained -1.0 to +2.0, no inference -1.5 to +2.5; does NOT tell them apart "
-        "(AUC 0.50, 0.40 to 0.60)"
+        "(AUC 0.50, 0.40 to 0.60); a part of the bench: 5 of 12 cells"
     )
 
 
 def test_the_page_and_json_say_it(made):
-    record = calibrate.record(calibrate.Found(made), 0.0, "spec")
+    record = calibrate.record(calibrate.Printed(made), 0.0, "spec")
     rows = table([record])
     assert all("calibration" in row for row in rows)
     assert 'class="calibration"' in page([record])
@@ -386,7 +475,7 @@ def test_the_page_and_json_say_it(made):
 def test_entropy_is_read_at_the_one_query_where_the_exact_entropy_varies_most():
     """The oracle counts heads: after t flips, h of them heads, the odds are (h + 1) : (t - h + 1)."""
     task = load_task("coin:flips=12")
-    at = subjects.entropy_query(task)
+    at = bench.entropy_query(task)
     batch = task.truncated(300, 5, task.test_split, at=at)
     assert set(batch.columns["asked_at"]) == {task.query[at]}
 
@@ -402,8 +491,8 @@ def test_entropy_is_read_at_the_one_query_where_the_exact_entropy_varies_most():
 def test_where_the_exact_entropy_does_not_vary_the_bench_ranks_no_model(monkeypatch):
     task = load_task("bijection:vocab=6,pairs=5")
     model = build("gpt2", vocabulary=task.vocabulary, length=task.length, features=0, width=16, layers=1, heads=4)
-    monkeypatch.setattr(subjects, "CONTROLS", 2)
-    record = subjects.scan_entropy(Subject.of(model, None, "gpt2"), task, 40, 0)
+    monkeypatch.setattr(bench, "CONTROLS", 2)
+    record = bench.scan_entropy(Subject.of(model, None, "gpt2"), task, 40, 0)
     names = {h.name for h in record.results["value_manifold"].estimates}
     assert not any("entropy" in name or "order along" in name for name in names)
     assert record.unmeasured["value_manifold: entropy decodability (held-out R2)"].startswith("not measured")

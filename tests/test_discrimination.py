@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import binom, binomtest, mannwhitneyu, norm, spearmanr
 from sklearn.metrics import roc_auc_score
 
-from llmgeom.stats.auc import Area, area, rank_correlation, rate, threshold, told_apart
+from llmgeom.stats.auc import Area, area, rank_correlation, rate, told_apart
 from tests.refusals import refused
 
 
@@ -74,7 +74,7 @@ def test_areas_of_nothing_are_seldom_told_apart():
     hits = 0
     for _ in range(200):
         score, positive, stratum = bench(rng, spread=0.5)
-        hits += told_apart([area(score, positive, stratum, stratum)]) in (["yes"], ["reversed"])
+        hits += told_apart([{"other": area(score, positive, stratum, stratum)}]) in (["yes"], ["reversed"])
     assert hits <= binom.ppf(0.999, 200, 0.05)
 
 
@@ -104,7 +104,7 @@ def test_a_number_that_orders_every_task_is_told_beside_seventy_that_say_nothing
     found = [area(*(made := bench(rng)), made[2]) for _ in range(70)]
     found.append(area(*(made := bench(rng, apart=100)), made[2]))
     found.append(area(*(made := bench(rng, apart=-100)), made[2]))
-    words = told_apart(found)
+    words = told_apart([{"other": one} for one in found])
     assert words[-2:] == ["yes", "reversed"] and not {"yes", "reversed"} & {*words[:-2]}
 
 
@@ -142,18 +142,6 @@ def test_no_subject_has_no_rate():
         rate(np.zeros(0, bool), np.zeros(0))
 
 
-def test_the_threshold_is_exceeded_by_one_in_twenty():
-    rng, over = np.random.default_rng(4), 0
-    for _ in range(4000):
-        seen, new = rng.normal(size=33), rng.normal()
-        over += new > threshold(seen)
-    assert over <= binom.ppf(0.999, 4000, 0.05)
-    assert threshold(np.arange(19.0)) == 18
-    assert threshold(np.arange(39.0)) == 37
-    with refused(ValueError, 18, 0.05, 19):
-        threshold(np.arange(18.0))
-
-
 def test_rank_correlation_is_scipys_within_strata():
     rng = np.random.default_rng(5)
     x, stratum = rng.normal(size=60), np.repeat(range(6), 10)
@@ -173,12 +161,39 @@ def test_constant_and_tiny_strata_are_left_out_of_a_rank_correlation():
     assert (found.value, found.n, found.clusters) == (pytest.approx(1), 6, 2)
 
 
-def test_words():
-    def made(value, low, high, p):
-        return Area(value, low, high, p, 10, 5, 5, 4)
+def made(value, low, high, p, clusters=6):
+    return Area(value, low, high, p, 10, 5, 5, clusters)
 
+
+def test_words():
     found = [made(0.9, 0.7, 1, 1e-4), made(0.6, 0.4, 0.7, 0.2), made(0.2, 0.1, 0.4, 1e-4), made(0.7, 0.4, 0.9, 0.1)]
-    assert told_apart(found) == ["yes", "no", "reversed", "undecided"]
+    assert told_apart([{"other": one} for one in found]) == ["yes", "no", "reversed", "undecided"]
     # Alone p = .03 would do; among four Holm asks for .0125.
-    assert told_apart([made(0.8, 0.55, 0.9, 0.03)]) == ["yes"]
-    assert told_apart([made(0.8, 0.55, 0.9, 0.03)] * 4) == ["undecided"] * 4
+    assert told_apart([{"other": made(0.8, 0.55, 0.9, 0.03)}]) == ["yes"]
+    assert told_apart([{"other": made(0.8, 0.55, 0.9, 0.03)}] * 4) == ["undecided"] * 4
+
+
+@pytest.mark.parametrize(
+    ("second", "word"),
+    [
+        (made(0.9, 0.7, 1, 1e-4), "yes"),
+        (made(0.55, 0.45, 0.8, 0.4), "undecided"),  # told from untrained models, and not from this kind
+        (made(0.5, 0.3, 0.7, 0.9), "no"),
+        (made(0.1, 0.05, 0.3, 1e-4), "reversed"),
+        (None, "undecided"),  # no model of this kind gives the metric
+        (made(1.0, 0.3, 1, 1e-4, clusters=2), "yes"),  # an interval over two tasks says nothing
+        (made(0.9, 0.45, 1, 1e-4), "undecided"),  # on other tasks it may be otherwise
+    ],
+)
+def test_a_metric_tells_what_it_tells_from_every_kind(second, word):
+    assert told_apart([{"untrained": made(1.0, 0.9, 1, 1e-5), "second": second}]) == [word]
+
+
+def test_of_a_metric_that_tells_one_kind_alone_yes_is_said_seldom():
+    """The conjunction keeps its level without a correction over kinds: the other kind is at chance."""
+    rng, yes = np.random.default_rng(9), 0
+    for _ in range(200):
+        one, other = bench(rng, apart=3.0), bench(rng)
+        areas = {name: area(*some, some[2]) for name, some in (("one", one), ("other", other))}
+        yes += told_apart([areas]) == ["yes"]
+    assert yes <= binom.ppf(0.999, 200, 0.025)

@@ -7,7 +7,7 @@ strata (a task). numpy and scipy only.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,7 @@ from llmgeom.stats.resampling import jackknife_error
 from llmgeom.stats.tests import holm
 
 LEVEL = 0.95
+LEAST_TASKS = 5  # of fewer, an interval over tasks reaches over 1/2 whatever the area
 Scores = Float[np.ndarray, " subject"]
 Names = Shaped[np.ndarray, " subject"]
 
@@ -139,19 +140,6 @@ def rate(hit: Bool[np.ndarray, " subject"], cluster: Names) -> Rate:
     return Rate(k, n, low, high, effective)
 
 
-def threshold(score: Scores, level: float = 0.05) -> float:
-    """The score that at most this fraction of subjects like these exceed: with m of them, the
-    ceil((m + 1) (1 - level))th smallest (the quantile of conformal prediction: a further subject exceeds it with
-    probability of `level` at most).
-
-    Raises ValueError for so few that there is none.
-    """
-    place = math.ceil((len(score) + 1) * (1 - level))
-    if place > len(score):
-        raise ValueError(f"{len(score)} subjects bound no rate of {level:g}; at least {math.ceil(1 / level) - 1} do")
-    return float(np.sort(score)[place - 1])
-
-
 @dataclass(frozen=True)
 class Correlation:
     """Spearman's rho of score and target within strata, its interval, and on how many subjects and clusters."""
@@ -192,15 +180,31 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
     return Correlation(value, max(-1.0, value - reach), min(1.0, value + reach), count, len(groups))
 
 
-def told_apart(found: Sequence[Area], smallest: float = 0.75) -> list[str]:
-    """In words: "yes", the area is above 1/2, on these tasks by Holm over all areas and on other tasks by its interval;
-    "reversed", likewise below; "no", an area of `smallest` is excluded; "undecided"."""
+def told_apart(areas: Sequence[Mapping[str, Area | None]], smallest: float = 0.75) -> list[str]:
+    """Does each metric tell one kind from all others? One word for each, from its areas against every other kind.
+
+    - "yes": every area is above 1/2, on these tasks by Holm over all metrics, and on other tasks by the interval of
+      each area of at least LEAST_TASKS tasks. A conjunction needs no correction over kinds: its p is the largest of
+      theirs (Berger 1982).
+    - "reversed": an area is below 1/2 in both ways, Bonferroni over kinds.
+    - "no": an area of `smallest` is excluded against some kind.
+    - "undecided": anything else, and whatever lacks a kind.
+    """
+    tests = [[area for area in by_kind.values() if area] for by_kind in areas]
+    up = holm(np.array([max((_one_sided(a) for a in found), default=1.0) for found in tests]))
+    down = holm(np.array([min((_one_sided(a, -1) * len(found) for a in found), default=1.0) for found in tests]))
     words = []
-    for one, p in zip(found, holm(np.array([one.p for one in found])), strict=True):
-        if p < 1 - LEVEL and one.low > 0.5:
+    for by_kind, found, p_up, p_down in zip(areas, tests, up, down, strict=True):
+        wide = [area for area in found if area.clusters >= LEAST_TASKS]
+        if None not in by_kind.values() and p_up < (1 - LEVEL) / 2 and all(area.low > 0.5 for area in wide):
             words.append("yes")
-        elif p < 1 - LEVEL and one.high < 0.5:
+        elif p_down < (1 - LEVEL) / 2 and any(area.high < 0.5 for area in found):
             words.append("reversed")
         else:
-            words.append("no" if one.high < smallest else "undecided")
+            words.append("no" if any(area.high < smallest for area in found) else "undecided")
     return words
+
+
+def _one_sided(area: Area, sign: int = 1) -> float:
+    """p that the area is not above 1/2, or below it."""
+    return area.p / 2 if sign * (area.value - 0.5) > 0 else 1 - area.p / 2

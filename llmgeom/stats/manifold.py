@@ -6,6 +6,7 @@ first, as for `shares`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,11 +15,12 @@ from jaxtyping import Float, Int
 
 from llmgeom.errors import UserError
 from llmgeom.stats.pca import standardised
-from llmgeom.stats.resampling import Clusters, Interval
+from llmgeom.stats.resampling import Clusters, Interval, student_quantile
 
 LEAST_POINTS = 10
 DISCARDED = 0.1  # share of the largest ratios that TwoNN censors, as its authors discard them
 NEIGHBOURS_MLE = 10
+HALVES = 100
 NEIGHBOURS_GRAPH = 5
 SAME = 1e-4  # vectors closer than this share of the root mean square distance are one vector, up to rounding
 
@@ -135,6 +137,7 @@ class Dimension:
     twonn, mle            of the cloud (dimensions).
     gaussian, gaussian_mle  [draw] the same of `matched_gaussian`.
     points, coinciding    how many points they are from: one a unit; how many of those coincided with another.
+    error                 standard error of log TwoNN; see `ratio_interval`.
     """
 
     twonn: float
@@ -143,6 +146,7 @@ class Dimension:
     gaussian_mle: np.ndarray
     points: int
     coinciding: int
+    error: float
 
     @property
     def ratio(self) -> float:
@@ -150,20 +154,26 @@ class Dimension:
         return self.twonn / float(np.median(self.gaussian))
 
     def ratio_interval(self, level: float = 0.95) -> Interval:
-        """From the Gamma distribution of `twonn`'s denominator, over the Gaussian clouds' median.
+        """On a log scale, with the standard deviation of log TwoNN over random halves of the points as standard error.
 
-        Measured at 75 points: covers 91-95 % for Gaussian and t(4) clouds and curves, where the jackknife covers 100 %,
-        about twice too wide, since a point that leaves changes its neighbours' neighbours.
+        A half differs from all points by as much as these differ from the truth, if points are independent: sampling
+        without replacement has variance s^2 (1/m - 1/n), which at m = n / 2 is s^2 / n (Politis and Romano 1994).
+        Measured at 75 points, 300 samples of each: covers .98-1.00 for Gaussian clouds, curves, t(4) clouds and points
+        around 12 centres; its error is 1.2 to 1.4 times that of the ratio. The exact interval of exponential ratios
+        covers .77 around centres, where they are not exponential. The jackknife's error is 1.7 to 2.3 times too wide,
+        since a point that leaves changes its neighbours' neighbours.
         """
-        from scipy.stats import gamma
-
-        k = _uncensored(self.points)
-        low, high = (self.ratio * gamma.ppf(tail, k) / (k - 1) for tail in ((1 - level) / 2, (1 + level) / 2))
-        return Interval(float(low), float(high), level, f"exponential ratios of {self.points} points")
+        reach = student_quantile(self.points, level) * self.error
+        low, high = (self.ratio * math.exp(sign * reach) for sign in (-1, 1))
+        return Interval(low, high, level, f"{HALVES} random halves of {self.points} points, log scale")
 
 
 def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Clusters, draws: int, seed: int) -> Dimension:
-    """Dimension of the rows of x, standardised, one a unit (see `independent`). Raises UserError as `twonn` does."""
+    """Dimension of the rows of x, standardised, one for each cluster (see `independent`).
+
+    Raises:
+        UserError: as `twonn`; fewer than 20 points, whose halves have no dimension.
+    """
     names = set(np.asarray(clusters).tolist())
     x = standardised(x)
     x = standardised(x[independent(distances(x), clusters)])
@@ -175,7 +185,15 @@ def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Cluste
         gaussian_mle=levina_bickel(theirs),
         points=len(x),
         coinciding=len(names) - len(x),
+        error=_halved_error(own, seed),
     )
+
+
+def _halved_error(distance: np.ndarray, seed: int) -> float:
+    """Standard deviation of log TwoNN over random halves of the points."""
+    rng, n = np.random.default_rng([seed, 13]), len(distance)
+    halves = np.stack([rng.permutation(n)[: n // 2] for _ in range(HALVES)])
+    return float(np.log(twonn(distance[halves[:, :, None], halves[:, None]])).std())
 
 
 def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]:
