@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom import probes
-from llmgeom.commands import grade as grading
+from llmgeom.bench import grading
 from llmgeom.commands import patch
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions.component_run import examine_components
+from llmgeom.probes.interventions import component_probe
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.task import Task
@@ -47,18 +47,19 @@ def at_one_query(subject: Subject, task: Task, seed: int) -> Record:
 def ablate(subject: Subject, task: Task, kind: str, seed: int) -> Record:
     """`llmgeom ablate --blocks` or `--heads`."""
     whole = task.sample(SIZE, seed, task.test_split)
-    return examine_components(subject, whole, kind, task=task, positions="all", seed=seed, nulls=1)
+    options = {"task": task, "positions": "all", "seed": seed, "nulls": 1}
+    return component_probe.question(subject, whole, kind, **options).record(subject)
 
 
-def grade(subject: Subject, task: Task, told: grading.Told, seed: int) -> Record:
+def grade(subject: Subject, task: Task, origin: grading.Origin, seed: int) -> Record:
     """`llmgeom grade`."""
-    return grading.examine(subject, task, told, n=SIZE, seed=seed, nulls=1)
+    return grading.question(subject, task, origin, n=SIZE, seed=seed, nulls=1).record(subject)
 
 
 def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
     """What is measured on a trained model, by name: a function of the seed."""
-    subject, told = Subject.load(str(folder)), grading.Told.of(str(folder))
-    task = told.asked(None, str(folder))
+    subject, origin = Subject.load(str(folder)), grading.Origin.of(str(folder))
+    task = origin.load_task(None, str(folder))
     made: dict[str, Callable[[int], Record]] = {
         name: partial(scan, subject, task, [name]) for name in probes.names() if name != "value_manifold"
     }
@@ -67,7 +68,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
         "patch": lambda seed: patch.examine(subject, task, n=SIZE, seed=seed, nulls=1),
         "blocks": partial(ablate, subject, task, "blocks"),
         "heads": partial(ablate, subject, task, "heads"),
-        "grade": partial(grade, subject, task, told),
+        "grade": partial(grade, subject, task, origin),
     }
 
 

@@ -96,7 +96,7 @@ def question(
     task: Task,
     origin: Origin,
     *,
-    n: int = 1000,
+    n: int = 6000,
     seed: int = 0,
     nulls: int = CONTROLS,
     batch_tokens: int = BATCH_TOKENS,

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom import claims, probes, wind_tunnels
+from llmgeom.bench import grading
 from llmgeom.bench.cells import STOPPED, Kind, Recipe, recipes
 from llmgeom.bench.resume import computed, stored
 from llmgeom.bench.sweep import spread
-from llmgeom.commands import grade as grading
 from llmgeom.commands import patch
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import at_posterior
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions.component_run import examine_components
+from llmgeom.probes.interventions import component_probe
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -128,12 +128,13 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     and `grade`.
     """
     subject = Subject.load(str(folder))
-    origin = grading.Told.of(str(folder))
+    origin = grading.Origin.of(str(folder))
     whole = task.sample(SIZE, seed, task.test_split)
     draws: dict[str, Any] = {"seed": seed, "nulls": CONTROLS}
+    blocks = {"task": task, "positions": "all", **draws}
 
     def scan() -> Record:
-        every = probes.known([name for name in probes.names() if name != ENTROPY])
+        every = {name: probe for name, probe in probes.known().items() if not probe.NEEDS.follows_entropy}
         batch = task.truncated(SIZE, seed, task.test_split)
         return run_probes(subject, batch, every, samples={WHOLE: whole}, seed=seed, controls=CONTROLS)
 
@@ -141,8 +142,8 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, SIZE, seed),
         "patch": lambda: patch.examine(subject, task, n=SIZE, **draws),
-        "blocks": lambda: examine_components(subject, whole, "blocks", task=task, positions="all", **draws),
-        "grade": lambda: grading.examine(subject, task, origin, n=SIZE, **draws),
+        "blocks": lambda: component_probe.question(subject, whole, "blocks", **blocks).record(subject),
+        "grade": lambda: grading.question(subject, task, origin, n=SIZE, **draws).record(subject),
     }
     estimates, unmeasured = {}, {}
     for name, run in runs.items():
