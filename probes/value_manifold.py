@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -36,8 +36,10 @@ from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Combined, Estimate, Figure, quantity
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
+from llmgeom.stats.resampling import Interval, in_groups, jackknife
 from llmgeom.stats.tests import correlation_test, spearman
 
+GROUPS = 20  # of clusters, without each of which the curve is unrolled anew
 SECOND = (UNSTRATIFIED, ONE_TOKEN, LENGTH)
 
 
@@ -191,7 +193,25 @@ def _order(view: ProbeInput, unrolled: np.ndarray, controls: list[np.ndarray]) -
     without = None
     if view.no_context is not None:
         without = target.within(unroll(standardised(last_layer(view.no_context, Site.VALUE)))[:, 0])
-    return correlation(CLAIMS[ORDER], place, y, view.clusters, test, draws, without=without)
+    last = last_layer(view.capture, Site.VALUE)
+    interval = order_interval(last, target, view.clusters, view.seed)
+    return correlation(CLAIMS[ORDER], place, y, view.clusters, test, draws, without=without, interval=interval)
+
+
+def order_interval(last: np.ndarray, target: Target, clusters: Clusters, seed: int) -> Interval:
+    """Interval of |Spearman| of entropy and place along the curve: the curve is unrolled anew without each group.
+
+    Simulated at 75 points, 60 samples: covers .98 to 1.00; with the places held fixed it covers .78 where the vectors
+    fill a blob of three dimensions, along which Isomap's first coordinate may turn from sample to sample.
+    """
+
+    def rho(rows: np.ndarray) -> float:
+        part = target.at(rows)
+        return abs(spearman(part.within(unroll(standardised(last[rows]))[:, 0]), part.values))
+
+    span = jackknife(rho, np.arange(len(last)), in_groups(clusters, GROUPS, seed), "fisher")
+    method = span.method.replace("clusters", "groups of clusters")
+    return replace(span, low=max(span.low, 0.0), method=method, deletions=None)
 
 
 def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tuple[dict, list[Estimate], list[str]]:

@@ -14,7 +14,7 @@ from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.probes.labels.answers import AnswersProbe, read_answers
 from llmgeom.prompts import files
-from llmgeom.stats.calibration import bins, brier, calibrated_errors, calibration_error, ranking, reliability
+from llmgeom.stats.label_scores import bins, brier, calibrated_errors, calibration_error, ranking, reliability
 from tests.refusals import refused
 
 ANSWERS = ("the river", "town", "water")

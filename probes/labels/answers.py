@@ -18,8 +18,7 @@ from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.shared.nulls import permutation_null
 from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.calibration import BINS, brier, calibrated_errors, calibration_error, ranking, reliability
-from llmgeom.stats.label_scores import moved
+from llmgeom.stats.label_scores import BINS, brier, calibrated_errors, calibration_error, moved, ranking, reliability
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 
 PROBE = "answers"

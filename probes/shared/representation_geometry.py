@@ -25,7 +25,7 @@ from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.pca import share_intervals, shares
-from llmgeom.stats.resampling import jackknife
+from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interval, folds, permuted_decodability, read
 from llmgeom.stats.tests import Test, correlation_interval, correlation_test, max_statistic, spearman
 
@@ -327,6 +327,7 @@ def correlation(
     untrained: Mapping[str, np.ndarray],
     covariates: np.ndarray | None = None,
     without: np.ndarray | None = None,
+    interval: Interval | None = None,
 ) -> Estimate:
     """Estimate of a |rho|, against controls.
 
@@ -337,9 +338,10 @@ def correlation(
         untrained: name -> |rho| of each draw.
         covariates: [row column] what is held fixed.
         without: [row] scores of the model without context; all 0 where these hold nothing.
+        interval: in place of the one that holds the scores fixed.
     """
     permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
-    interval = correlation_interval(scores, entropy, clusters, covariates)
+    interval = interval or correlation_interval(scores, entropy, clusters, covariates)
     nulls = [*untrained_nulls(test.value, untrained), permuted]
     if without is not None:
         nulls.append(_rho_without(scores, without, entropy, clusters, covariates))

@@ -75,6 +75,11 @@ class Target:
             raise Constant(self.constant)
         return self
 
+    def at(self, rows: np.ndarray) -> Target:
+        """Of these rows alone; an exact entropy is compared within their positions."""
+        values, group = self.values[rows], np.unique(self.group[rows], return_inverse=True)[1]
+        return Target(centred(values, group) if self.exact else values, group, self.exact)
+
     def within(self, x: np.ndarray) -> np.ndarray:
         """Vectors [row coordinate] less their mean at the same position; as they are where there is one group."""
         return centred(x, self.group) if self.exact else x
