@@ -421,9 +421,10 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: i
 
 @dataclass(frozen=True)
 class Question:
-    """What a command asks of one model: the arguments of `run_probes`. Controls read every input of its samples.
+    """What a command asks of one model: the arguments of `run_probes`.
 
     Attributes:
+        whole: controls read every input of the samples, not at most `plan.MOST`.
         finish: completes the judged record, e.g. with a warning that depends on a verdict.
     """
 
@@ -436,6 +437,7 @@ class Question:
     facts: Mapping[str, Any] = field(default_factory=dict)
     notes: Sequence[str] = ()
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
+    whole: bool = True
     finish: Callable[[Record], Record] | None = None
 
     def record(self, subject: Subject, **options: Any) -> Record:
@@ -450,7 +452,7 @@ class Question:
             batch_tokens=self.batch_tokens,
             notes=self.notes,
             columns=self.columns,
-            whole=True,
+            whole=self.whole,
             **{**options, "facts": {**self.facts, **options.get("facts", {})}},
         )
         return self.finish(record) if self.finish else record

@@ -282,10 +282,13 @@ def test_a_label_of_several_tokens_is_refused(pythia):
 
 
 def test_the_record_of_a_repeated_run_is_the_same_and_runs_no_model(pythia, tmp_path, monkeypatch):
-    batch = {"n": 10, "nulls": 2, "store": str(tmp_path)}
-    first = experiment.examine(pythia, Sula(LABELS, ks=(1, 2, 4)), **batch)
+    def asked():
+        asks = experiment.question(pythia, Sula(LABELS, ks=(1, 2, 4)), n=10, nulls=2)
+        return asks.record(pythia, store=str(tmp_path))
+
+    first = asked()
     monkeypatch.setattr(type(pythia.model), "forward", lambda *_, **__: pytest.fail("the model ran again"))
-    again = experiment.examine(pythia, Sula(LABELS, ks=(1, 2, 4)), **batch)
+    again = asked()
     for name, measured in first.results.items():
         assert again.results[name].estimates == measured.estimates
     assert again.prompts["H label"] == first.prompts["H label"]
@@ -306,7 +309,7 @@ def test_variants_missing_from_the_prompts_are_refused_in_a_sentence(pythia):
 @pytest.mark.slow
 def test_the_positive_control_passes_and_the_negatives_do_not(name, learnt):
     subject = Subject.load(name, device="cpu", offline=True)
-    record = experiment.examine(subject, Sula(available(subject.tokenizer)), n=30)
+    record = experiment.question(subject, Sula(available(subject.tokenizer)), n=30).record(subject)
     assert not record.unmeasured
     verdicts = {h.name: h.verdict for m in record.results.values() for h in m.estimates if h.claim}
     wanted = ("skill", "rho of H label and exact entropy, given k", "log odds along the labels, last layer")

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from llmgeom.commands import ablate, dry_run, grade
+from llmgeom.commands import ablate, dry_run, evidence, grade
 from llmgeom.model import running
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
@@ -23,6 +23,7 @@ CASES = {
     "heads of a task": (ablate, {"what": "heads", "n": 20, "nulls": 2}),
     "blocks of a task, at its queries": (ablate, {"what": "blocks", "n": 20, "nulls": 2, "positions": "query"}),
     "heads of prompts": (ablate, {**SULA, "controls": 199, "what": "heads", "nulls": 1, "positions": "all"}),
+    "label sequences": (evidence, {"model": "pocket:pythia", "ks": (1, 2), "n": 10, "nulls": 1}),
     "axis": (ablate, {**SULA, "layers": "each", "directions": ("pc1",)}),
 }
 

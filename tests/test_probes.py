@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import json
+import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+
+from llmgeom import probes
+from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.probes import known, names
 from llmgeom.result import Result
 from tests.refusals import refused
+from tests.source import MODULES, tree, wing
 
 PROBES = Path(__file__).parent.parent / "probes"
 
@@ -32,3 +41,88 @@ def test_an_unknown_probe_gets_a_suggestion():
     with refused(UserError, "value_manifolds", "value_manifold", "attention_focus"):
         known(["value_manifolds"])
     assert names() == tuple(sorted(path.stem for path in PROBES.glob("*.py") if path.stem != "__init__"))
+
+
+NEW = '''"""How long are the values?"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.model.capture import Site
+from llmgeom.probe import Needs
+from llmgeom.result import Figure, quantity
+from llmgeom.result import Result as Base
+
+
+def examine(subject, captures):
+    return {"parameters": np.array(float(subject.facts["parameters"]))}
+
+
+NEEDS = Needs(
+    sites=frozenset({Site.VALUE}), shuffled=False, no_context=False, examine=examine, cost=lambda *_: [(1, [7, 5])]
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Base):
+    """Lengths."""
+
+    TITLE = "Lengths of values"
+    TEXT = Path(__file__).with_name("texts") / "value_length.md"
+
+    length: np.ndarray = quantity("layer", "units", "mean length", Figure("curve"))
+    parameters: float = quantity("", "parameters", "of the model")
+    estimates: tuple = ()
+    warnings: tuple = ()
+
+
+def measure(view):
+    lengths = [float(x.double().flatten(1).norm(dim=1).mean()) for x in view.capture.layers(Site.VALUE)]
+    return Result(length=np.array(lengths), parameters=float(view.observations["parameters"]))
+'''
+SECTIONS = ("Meaning", "Computed", "Null", "Failure modes")
+PROSE = "# Lengths of values\n\n" + "\n".join(f"## {name}\n\nProse of {name}.\n" for name in SECTIONS)
+
+
+def test_a_file_that_is_there_is_listed_priced_run_drawn_and_exported(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    folder, out = tmp_path / "probes", tmp_path / "run"
+    (folder / "texts").mkdir(parents=True)
+    (folder / "value_length.py").write_text(NEW)
+    (folder / "texts" / "value_length.md").write_text(PROSE)
+    monkeypatch.setattr(probes, "__path__", [*probes.__path__, str(folder)])
+
+    def llmgeom(*words: str) -> str:
+        done = CliRunner().invoke(main, [*words], prog_name="llmgeom")
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "value_length       How long are the values?" in llmgeom("list", "probes")
+    scan = ["scan", "--offline", "--domain", "math", "--limit", "60", "--n", "20", "--nulls", "2", "--out", str(out)]
+    own, other = (
+        json.loads(llmgeom(*scan, "--dry-run", "--json", "--probes", name))["sources"]["math"]["minutes"]
+        for name in ("value_length", "key_orthogonality")
+    )
+    assert own["edits and gradients"] > 0 and "edits and gradients" not in other
+    assert json.loads(llmgeom(*scan, "--json", "--probes", "value_length"))["status"] == "ok"
+    page = (out / "report.html").read_text()
+    assert "Lengths of values" in page and "Prose of Failure modes." in page and "mean length" in page
+    llmgeom("export", str(out), "safetensors", "--out", str(tmp_path / "arrays.safetensors"))
+    assert any("value_length" in key for key in load_file(tmp_path / "arrays.safetensors"))
+    monkeypatch.delitem(sys.modules, "llmgeom.probes.value_length")
+
+
+# Modules that still name one. Entries are only removed.
+KNOWING = {"llmgeom.reports.multiples"}
+
+
+def test_no_other_module_knows_the_name_of_a_probe():
+    knowing = set()
+    for module in (module for module in MODULES if wing(module) != "probes"):
+        nodes = list(ast.walk(tree(MODULES[module])))
+        texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        imported = {alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names}
+        knowing |= {module} if (texts | imported) & {*names(), *names(probes.PUBLISHED)} else set()
+    assert knowing <= KNOWING

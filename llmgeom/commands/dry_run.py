@@ -138,15 +138,15 @@ class Source:
         who.asked.clear()
         batch, samples, _ = sampled(plan, who, name)
         asked, modules = plan.request, probes.known(plan.probes)
-        question = Question(batch, modules, asked.nulls, asked.seed, asked.batch_tokens, samples)
-        return cls.asked(who, question, plan.pools[name], whole=False)
+        question = Question(batch, modules, asked.nulls, asked.seed, asked.batch_tokens, samples, whole=False)
+        return cls.asked(who, question, plan.pools[name])
 
     @classmethod
-    def asked(cls, who: Weightless, question: Question, pool: Batch, whole: bool = True) -> Source:
-        """What a question runs; with `whole` controls read every prompt of a sample."""
+    def asked(cls, who: Weightless, question: Question, pool: Batch) -> Source:
+        """What a question runs."""
         batch, samples = question.batch, question.samples
         measured, _ = measurable(who, batch, question.probes)
-        asked = PassPlan.of(who, batch, measured, question.controls, question.seed, samples, whole)
+        asked = PassPlan.of(who, batch, measured, question.controls, question.seed, samples, question.whole)
         size = question.batch_tokens
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
@@ -238,11 +238,21 @@ def estimate(plan: Plan) -> dict[str, Any]:
 
 def price(job: Job) -> dict[str, Any]:
     """The same of a command that asks one question of one model."""
-    who = Weightless.found(job.asked, job.located)
-    question = job.ask(who)
-    source = Source.asked(who, question, question.batch)
-    sources = [(str(question.batch.source.get("name", "prompts")), source)]
-    return _costs(who, sources, job.asked.device, question.batch_tokens, question.controls, job.folder)
+    return price_all(job.asked, job.located, [job.ask], job.folder)
+
+
+def price_all(
+    asked: ModelConfig, located: hub.Located, asks: Sequence[Callable[[Subject], Question]], out: Path
+) -> dict[str, Any]:
+    """The same of a command that asks one model several questions, each made from the model's shapes."""
+    who = Weightless.found(asked, located)
+    sources, questions = [], []
+    for ask in asks:
+        who.asked.clear()
+        questions.append(question := ask(who))
+        source = Source.asked(who, question, question.batch)
+        sources.append((str(question.batch.source.get("name", "prompts")), source))
+    return _costs(who, sources, asked.device, questions[0].batch_tokens, questions[0].controls, out)
 
 
 def _costs(

@@ -2,113 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import click
 
-from llmgeom.batch import Batch
-from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
-from llmgeom.commands.output import VerdictOutput, show, show_record
-from llmgeom.errors import NO_TOKENIZER, UserError
-from llmgeom.files import digest, write_whole
+from llmgeom.commands.job import Job, JobOutput, show_price
+from llmgeom.commands.output import show
+from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Probe
-from llmgeom.probes.evidence import answers, belief, controls, martingale, published, skill, which_observer
-from llmgeom.probes.evidence.predictions import label_ids
-from llmgeom.probes.evidence.profile import PROFILE, profile
 from llmgeom.progress import Progress, bar, first_word, prefixed
-from llmgeom.prompts import nonce
-from llmgeom.prompts.process import Process
-from llmgeom.prompts.processes import load_process, names
-from llmgeom.prompts.sula import CONDITIONS, Sula, available, prior
-from llmgeom.record import Record
-from llmgeom.reports.strips import strips
-from llmgeom.run import CONTROLS, run_probes
+
+if TYPE_CHECKING:
+    from llmgeom.model import hub
+    from llmgeom.model.subject import Subject
+    from llmgeom.prompts.process import Process
+    from llmgeom.prompts.sula import Sula
+    from llmgeom.record import Record
+    from llmgeom.run import Question
 
 Protocol = Literal["sound", "published"]
 KS = (0, 1, 2, 4, 8)
-PROBES: dict[Protocol, dict[str, Probe]] = {
-    "sound": {
-        skill.EVIDENCE: skill,
-        which_observer.OBSERVERS: which_observer,
-        belief.BELIEF: belief,
-        controls.CONTROLS: controls,
-        martingale.MARTINGALE: martingale,
-    },
-    "published": {published.PROBE: published},
-}
-
-
-def examine(
-    subject: Subject,
-    source: Sula,
-    *,
-    n: int = 50,
-    seed: int = 0,
-    nulls: int = CONTROLS,
-    protocol: Protocol = "sound",
-    batch_tokens: int = BATCH_TOKENS,
-    store: str | None = None,
-    progress: Progress | None = None,
-    facts: Mapping[str, Any] | None = None,
-) -> Record:
-    """Ask the model, and `nulls` untrained controls, `n` prompts a number of observations in every condition.
-
-    Args:
-        subject: the model.
-        source: prior, labels, template and numbers of observations.
-        n: prompts for each number of observations. seed: of prompts and controls. nulls: untrained controls.
-        protocol: "published": by Paper III's definitions, flaws included.
-        batch_tokens: tokens that run together.
-        store: folder of captures; what was captured or measured there before is loaded.
-        progress: called as progress(stage, done, total). facts: further provenance.
-
-    Raises:
-        UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
-    """
-    batch, samples = drawn(subject, source, n, seed, protocol)
-    main = skill.EVIDENCE if protocol == "sound" else published.PROBE
-
-    def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
-        entropy = observations[main].h_label
-        return {"template": batch.columns["lead"], "H label": tuple(round(float(h), 6) for h in entropy)}
-
-    return run_probes(
-        subject,
-        batch,
-        PROBES[protocol],
-        samples=samples,
-        controls=nulls,
-        seed=seed,
-        batch_tokens=batch_tokens,
-        store=store,
-        progress=progress,
-        columns=columns,
-        facts={
-            "conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}},
-            **(facts or {}),
-        },
-    )
-
-
-def drawn(subject: Subject, source: Sula, n: int, seed: int, protocol: Protocol) -> tuple[Batch, dict[str, Batch]]:
-    """The prompts and, by condition, the same draws changed in one way. Raises UserError as `examine` does."""
-    if subject.tokenizer is None:
-        raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    if max(source.ks) < 2:
-        raise UserError(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
-    wanted = frozenset().union(*(probe.NEEDS.samples for probe in PROBES[protocol].values()))
-    batch = source.sample(n, seed)
-    samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
-    for one in (batch, *samples.values()):
-        label_ids(subject.tokenizer, one)
-    return batch, samples
 
 
 @dataclass(frozen=True)
@@ -139,68 +57,93 @@ class RunConfig(config.ModelConfig):
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
     nulls: int = flag(20, "Untrained controls.", least=1)
     seed: int = flag(0, "Fixes prompts and nulls.", least=0, most=LARGEST_SEED)
-    batch_tokens: int = flag(BATCH_TOKENS, "Tokens in a batch.", least=1, most=LARGEST_SEED)
+    batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
 
 
 @config.command(
     RunConfig,
-    VerdictOutput,
+    JobOutput,
     examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
 )
-def main(asked: RunConfig, output: VerdictOutput) -> int:
+def main(asked: RunConfig, output: JobOutput) -> int:
     """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol, or --process).
 
     The answers are compared with the exact posterior, with controls and with simpler readers.
     """
     if asked.processes:
         return show_processes(asked, output)
+    return prepare(asked).show(output)
+
+
+def prepare(asked: RunConfig) -> Job:
+    """The job of the SULA protocol: check what can be checked before weights load. Raises UserError."""
+    from llmgeom.prompts import nonce
+    from llmgeom.prompts.sula import Sula, available, prior
+
     if asked.surfaces:
         raise UserError(f"--surface {','.join(asked.surfaces)} needs --process; SULA has --template")
-    return show_record(perform, asked, output)
+    believed, protocol = prior(asked.prior), asked.protocol
+    template = asked.template or {"sound": "colon", "published": "plain"}[protocol]
+    ks = asked.ks or KS
+    Sula(asked.labels or nonce.LABELS[:16], believed, template, ks)  # refused before anything is loaded
+    located = asked.locate()
+
+    def ask(subject: Subject, _: Progress | None = None) -> Question:
+        source = Sula(asked.labels or available(subject.tokenizer), believed, template, ks)
+        draws = {"n": asked.n, "seed": asked.seed, "nulls": asked.nulls, "batch_tokens": asked.batch_tokens}
+        return question(subject, source, protocol=protocol, **draws)
+
+    what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
+    return Job(asked, located, what.replace(":", "-"), asked.spec(located), ask)
 
 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
-    """The whole of `llmgeom evidence`: check, load, examine, save the record and its page; (folder, record)."""
-    given, protocol = prior(asked.prior), asked.protocol
-    template = asked.template or ("colon" if protocol == "sound" else published.TEMPLATE)
-    ks = asked.ks or KS
-    Sula(asked.labels or nonce.LABELS[:16], given, template, ks)  # refused before anything is loaded
-    located = asked.locate()
-    spec = asked.spec(located)
-    what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
-    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what.replace(":", "-"), spec)
-    config.check_folder(out, spec)
-    subject = subject or asked.load(located)
-    source = Sula(asked.labels or available(subject.tokenizer), given, template, ks)
-    record = examine(
-        subject,
-        source,
-        n=asked.n,
-        seed=asked.seed,
-        nulls=asked.nulls,
-        protocol=protocol,
-        batch_tokens=asked.batch_tokens,
-        store=str(captures_folder()),
-        progress=progress,
-        facts={"spec": spec, "command": asked.command()},
-    )
-    config.keep(record, out)
-    return out, record
+    """Check, load, ask, save the record and its page; (folder, record)."""
+    return prepare(asked).perform(progress, subject)
+
+
+def question(
+    subject: Subject, source: Sula, *, n: int = 50, seed: int = 0, protocol: Protocol = "sound", **options: Any
+) -> Question:
+    """Ask the model, and untrained controls, `n` prompts a number of observations in every condition.
+
+    Args:
+        subject: the model.
+        source: prior, labels, template and numbers of observations.
+        n: prompts for each number of observations. seed: of prompts and controls.
+        protocol: "published": by Paper III's definitions, flaws included.
+        options: of `probes.evidence.questions.question`, e.g. nulls.
+
+    Raises:
+        UserError: a tokenizer in which a label is several tokens; too few pairs, numbers of observations or prompts.
+    """
+    from llmgeom.probes.evidence import questions
+    from llmgeom.prompts.sula import CONDITIONS
+
+    questions.check_tokenizer(subject)
+    if max(source.ks) < 2:
+        raise UserError(f"--k {','.join(map(str, source.ks))}: at least one number of observations above 1 is needed")
+    wanted = questions.wanted_samples(protocol)
+    samples = {name: replace(source, condition=name).sample(n, seed) for name in CONDITIONS if name in wanted}
+    facts = {"conditions": {"main": CONDITIONS["main"], **{name: CONDITIONS[name] for name in samples}}}
+    batch = source.sample(n, seed)
+    return questions.question(subject, batch, samples, protocol=protocol, seed=seed, facts=facts, **options)
 
 
 # ---- other processes: a record for each, and the profile -------------------------------------------------------------
 
-OF_PROCESS: dict[str, Probe] = {
-    answers.PROCESS: answers,
-    belief.BELIEF: belief,
-    which_observer.OBSERVERS: which_observer,
-}
 OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
 
 
-def show_processes(asked: RunConfig, output: VerdictOutput) -> int:
-    """Ask the model about every process, and print profile, words and page; the exit code."""
+def show_processes(asked: RunConfig, output: JobOutput) -> int:
+    """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
+    if output.dry_run:
+        from llmgeom.commands.dry_run import price_all
+
+        chosen, located, _, out = _processes(asked)
+        asks = [partial(_question, asked, process) for process in chosen]
+        return show_price(price_all(asked, located, asks, out), output)
     first_word(f"evidence of {asked.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent) as progress:
         out, records = perform_processes(asked, progress)
@@ -211,6 +154,10 @@ def show_processes(asked: RunConfig, output: VerdictOutput) -> int:
 
 def lines(records: Sequence[Record]) -> Iterator[str]:
     """The records of several processes as text: the profile where there is one, then every process by itself."""
+    from llmgeom.probes.evidence import answers
+    from llmgeom.probes.evidence.profile import PROFILE
+    from llmgeom.reports.strips import strips
+
     whole = [record for record in records if PROFILE in record.results]
     for record in whole:
         measured = record.results[PROFILE]
@@ -238,36 +185,51 @@ def perform_processes(
         UserError: an unknown process or one that cannot be; a flag of the SULA protocol; prompts that the model's
             tokenizer or longest input cannot take.
     """
-    chosen = chosen_processes(asked)
-    located = asked.locate()
-    spec = asked.spec(located)
-    what = "+".join(process.title for process in chosen)
-    what = "all-processes" if len(chosen) == len(names()) else config.safe(what)
-    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    from llmgeom.cache.shards import captures_folder
+    from llmgeom.files import digest, write_whole
+    from llmgeom.probes.evidence.profile import PROFILE, profile
+    from llmgeom.reports import page
+
+    chosen, located, spec, out = _processes(asked)
     specs = [digest({"run": spec, "process": process.title}) for process in chosen]
     folders = [out / config.safe(process.title) if len(chosen) > 1 else out for process in chosen]
     for folder, own in zip(folders, specs, strict=True):
         config.check_folder(folder, own)
     subject = subject or asked.load(located)
-    if subject.tokenizer is None:
-        raise UserError(f"{subject.name} {NO_TOKENIZER}")
     records = []
     for process, folder, own in zip(chosen, folders, specs, strict=True):
-        records.append(_record(asked, process, subject, own, progress))
+        record = _question(asked, process, subject).record(
+            subject,
+            store=str(captures_folder()),
+            progress=prefixed(progress, process.title),
+            facts={"spec": own, "command": asked.command()},
+        )
+        records.append(record)
         records[-1].save(folder)
     if len(records) > 1:
         whole = profile(records, {"spec": digest({"run": spec, "process": PROFILE})})
         if whole.results:
             whole.save(out / PROFILE)
             records.insert(0, whole)
-    from llmgeom.reports import page
-
     write_whole(out / "report.html", page(records).encode())
     return out, records
 
 
+def _processes(asked: RunConfig) -> tuple[list[Process], hub.Located, str, Path]:
+    """The processes that are asked for, where the model is, the run's hash and its folder. Raises UserError."""
+    from llmgeom.prompts.processes import names
+
+    chosen, located = chosen_processes(asked), asked.locate()
+    spec = asked.spec(located)
+    what = "+".join(process.title for process in chosen)
+    what = "all-processes" if len(chosen) == len(names()) else config.safe(what)
+    return chosen, located, spec, Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+
+
 def chosen_processes(asked: RunConfig) -> list[Process]:
     """The processes of a configuration, `all` for every one. Raises UserError."""
+    from llmgeom.prompts.processes import load_process, names
+
     defaults = {f.name: f.default for f in fields(asked)}
     for name in OF_SULA:
         if getattr(asked, name) != defaults[name]:
@@ -279,19 +241,12 @@ def chosen_processes(asked: RunConfig) -> list[Process]:
     return [load_process(spec) for spec in dict.fromkeys(specs)]
 
 
-def _record(asked: RunConfig, process: Process, subject: Subject, spec: str, progress: Progress | None) -> Record:
-    positions = subject.facts["positions"]
-    batch = process.sample(
-        asked.n, asked.seed, subject.tokenizer, ks=asked.ks, surfaces=asked.surfaces, positions=positions
-    )
-    return run_probes(
-        subject,
-        batch,
-        OF_PROCESS,
-        controls=asked.nulls,
-        seed=asked.seed,
-        batch_tokens=asked.batch_tokens,
-        store=str(captures_folder()),
-        progress=prefixed(progress, process.title),
-        facts={"spec": spec, "command": asked.command()},
-    )
+def _question(asked: RunConfig, process: Process, subject: Subject) -> Question:
+    """What a process asks of a model. Raises UserError: prompts that it cannot read."""
+    from llmgeom.probes.evidence import questions
+
+    questions.check_tokenizer(subject)
+    options = {"ks": asked.ks, "surfaces": asked.surfaces, "positions": subject.facts["positions"]}
+    batch = process.sample(asked.n, asked.seed, subject.tokenizer, **options)
+    draws = {"seed": asked.seed, "nulls": asked.nulls, "batch_tokens": asked.batch_tokens}
+    return questions.question_of_process(batch, **draws)

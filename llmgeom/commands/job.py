@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -70,9 +70,15 @@ class Job:
     def show(self, output: JobOutput, table: Callable[[Record], Iterator[str]] | None = None) -> int:
         """Carry the job out and print its verdicts, or print its price; the exit code."""
         if output.dry_run:
-            from llmgeom.commands.dry_run import lines, price
+            from llmgeom.commands.dry_run import price
 
-            cost = price(self)
-            print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
-            return 0
+            return show_price(price(self), output)
         return show_record(lambda _, progress: self.perform(progress), self.asked, output, table)
+
+
+def show_price(cost: dict[str, Any], output: JobOutput) -> int:
+    """Print what a dry run found; the exit code."""
+    from llmgeom.commands.dry_run import lines
+
+    print_json(cost) if output.json else click.echo("\n".join(lines(cost)))
+    return 0

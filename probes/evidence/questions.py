@@ -1,0 +1,86 @@
+"""What `llmgeom evidence` asks: the probes of each protocol, and those of a process in text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from llmgeom.batch import Batch
+from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.model.batching import BATCH_TOKENS
+from llmgeom.model.subject import Subject
+from llmgeom.probe import Probe
+from llmgeom.probes.evidence import answers, belief, controls, martingale, published, skill, which_observer
+from llmgeom.probes.evidence.predictions import label_ids
+from llmgeom.run import CONTROLS, Question
+
+PROBES: dict[str, dict[str, Probe]] = {
+    "sound": {
+        skill.EVIDENCE: skill,
+        which_observer.OBSERVERS: which_observer,
+        belief.BELIEF: belief,
+        controls.CONTROLS: controls,
+        martingale.MARTINGALE: martingale,
+    },
+    "published": {published.PROBE: published},
+}
+OF_PROCESS: dict[str, Probe] = {
+    answers.PROCESS: answers,
+    belief.BELIEF: belief,
+    which_observer.OBSERVERS: which_observer,
+}
+
+
+def wanted_samples(protocol: str) -> frozenset[str]:
+    """The conditions, beside the main one, that the probes of a protocol read."""
+    return frozenset().union(*(probe.NEEDS.samples for probe in PROBES[protocol].values()))
+
+
+def question(
+    subject: Subject,
+    batch: Batch,
+    samples: Mapping[str, Batch],
+    *,
+    protocol: str = "sound",
+    seed: int = 0,
+    nulls: int = CONTROLS,
+    batch_tokens: int = BATCH_TOKENS,
+    facts: Mapping[str, Any] | None = None,
+) -> Question:
+    """Label sequences, and by condition the same draws changed in one way.
+
+    Raises:
+        UserError: a tokenizer in which a label is several tokens.
+    """
+    for one in (batch, *samples.values()):
+        label_ids(subject.tokenizer, one)
+    main = next(iter(PROBES[protocol]))
+
+    def columns(observations: Mapping[str, Any]) -> dict[str, tuple]:
+        entropy = observations[main].h_label
+        return {"template": batch.columns["lead"], "H label": tuple(round(float(h), 6) for h in entropy)}
+
+    return Question(
+        batch,
+        PROBES[protocol],
+        nulls,
+        seed,
+        batch_tokens,
+        samples=samples,
+        facts=facts or {},
+        columns=columns,
+        whole=False,
+    )
+
+
+def question_of_process(
+    batch: Batch, *, seed: int = 0, nulls: int = CONTROLS, batch_tokens: int = BATCH_TOKENS
+) -> Question:
+    """The prompts of a process, whose batch holds the exact answers."""
+    return Question(batch, OF_PROCESS, nulls, seed, batch_tokens, whole=False)
+
+
+def check_tokenizer(subject: Subject) -> None:
+    """Raise UserError for a model that reads no text."""
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
