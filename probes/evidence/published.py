@@ -26,7 +26,6 @@ from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.tests import correlation_interval, spearman
 
 PROBE = "published_sula"
-TEMPLATE = "plain"
 CONDITIONS = (MAIN, "remap", "shuffled", "no words")
 ERROR, PEARSON = (
     "error of H label, latent class, k = 0 included",
