@@ -60,8 +60,9 @@ def chosen(only: tuple[str, ...] | None, protocol: str = "sound", *, prompts: bo
 def on_request(name: str) -> bool:
     """Whether a probe is measured on prompts only where it is named: its source sets ON_REQUEST = True, because it
     costs more than the rest of a scan together. Reads the file; imports nothing."""
-    place = name.replace(f"{PUBLISHED}_", f"{PUBLISHED}/")
-    return "\nON_REQUEST = True" in (Path(__path__[0]) / f"{place}.py").read_text(encoding="utf-8")
+    file = name.replace(f"{PUBLISHED}_", f"{PUBLISHED}/") + ".py"
+    path = next(path for folder in __path__ if (path := Path(folder) / file).is_file())
+    return "\nON_REQUEST = True" in path.read_text(encoding="utf-8")
 
 
 def known(only: Iterable[str] | None = None) -> dict[str, ModuleType]:
