@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmgeom import probes
 from llmgeom.batch import Batch
@@ -16,10 +16,13 @@ from llmgeom.commands.config import DrawsConfig, ModelConfig, safe
 from llmgeom.files import digest
 from llmgeom.flags import flags
 from llmgeom.model import hub
-from llmgeom.papers import paper2, paper3
+from llmgeom.papers import paper3
 from llmgeom.papers.paper3 import ABLATE, MATH, MIXED, SULA, SULA_PUBLISHED, LanguageModel
 from llmgeom.progress import Progress, prefixed
 from llmgeom.record import Record
+
+if TYPE_CHECKING:
+    from llmgeom.papers.paper2 import NextStep
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,10 @@ def records(
     return {name: recorded(out / name, spec, make) for name, make in (makes | {ABLATE: edits}).items()}
 
 
-def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iterator[paper2.NextStep]:
+def next_steps(config: Any, out: Path, progress: Progress | None = None) -> Iterator[NextStep]:
     """The next step of plain descent on each model: on mixed prompts, or on a tunnel's own task."""
+    from llmgeom.papers import paper2
+
     for run, located in _found(config, out):
 
         def read(run: ModelRuns = run, located: hub.Located = located) -> Record:

@@ -10,13 +10,12 @@ from typing import Any, ClassVar, Literal
 
 import click
 
-from llmgeom.commands import paper_runs
 from llmgeom.commands.config import DrawsConfig, LoadConfig, check_folder, command, keep
 from llmgeom.commands.output import Output, show_rows
 from llmgeom.errors import UserError
 from llmgeom.files import digest
 from llmgeom.flags import argument, flag, flags
-from llmgeom.papers import paper1, paper2, primitives, tables
+from llmgeom.papers import tables
 from llmgeom.papers.published_numbers import Entry, Size, table
 from llmgeom.papers.tables import TABLES, Options, Source, Table
 from llmgeom.progress import Progress
@@ -210,6 +209,8 @@ def planned(asked: RunConfig) -> list[str]:
 
 def _module(asked: RunConfig) -> Any:
     """The module that trains the models of a table; None if the table is about models that are named."""
+    from llmgeom.papers import paper1, paper2, primitives
+
     if asked.only == "primitives":
         return primitives
     return {"paper1": paper1, "paper2": paper2}.get("" if asked.models else asked.paper)
@@ -218,6 +219,8 @@ def _module(asked: RunConfig) -> Any:
 def _sources(asked: RunConfig, out: Path, progress: Progress | None) -> Iterator[Source]:
     if module := _module(asked):
         return module.sources(asked.options, _tests(asked), out, progress)
+    from llmgeom.commands import paper_runs
+
     runs = paper_runs.next_steps if asked.paper == "paper2" else paper_runs.language_models
     return runs(asked, out, progress)
 
@@ -225,6 +228,8 @@ def _sources(asked: RunConfig, out: Path, progress: Progress | None) -> Iterator
 def _plan(asked: RunConfig) -> list[str]:
     if module := _module(asked):
         return module.planned(asked.options, _tests(asked))
+    from llmgeom.commands import paper_runs
+
     return paper_runs.planned(asked)
 
 
