@@ -79,6 +79,19 @@ def test_every_stored_result_is_that_of_its_command(results):
         assert results.stored(name)["command"] == command, f"{name}: make docs-numbers"
 
 
+@pytest.mark.slow
+def test_a_stored_output_is_what_the_command_prints_today(results, tmp_path, monkeypatch):
+    """One scan stands for all: where it differs, the pages need `make docs-numbers`."""
+    monkeypatch.setattr(results, "COMMANDS", {"second": results.COMMANDS["second"]})
+    stored = results.stored("second")
+    monkeypatch.setattr(results, "STORE", tmp_path)
+    results.measure(str(tmp_path))
+    fresh = results.stored("second")
+    assert fresh["output"] == stored["output"]
+    for name, metric in stored["metrics"].items():
+        assert fresh["metrics"][name]["value"] == pytest.approx(metric["value"], rel=1e-3, abs=1e-4), name
+
+
 def test_marks_are_filled_from_the_store_and_from_nothing_else(results, tmp_path, monkeypatch):
     monkeypatch.setattr(results, "STORE", tmp_path)
     metric = {"value": 0.4267, "low": 0.39, "high": 0.466, "null_low": -0.0, "null_high": 0.43, "clusters": 142}
