@@ -165,8 +165,6 @@ class Process(ABC):
             UserError: An unknown surface; numbers that cannot be; a tokenizer without enough single-token words; a
                 prompt longer than the model's input.
         """
-        import torch
-
         ks, surfaces = tuple(ks) or self.KS, tuple(surfaces) or tuple(SURFACES)
         self._check(n, ks, surfaces)
         sets = mark_sets(tokenizer, self.answers)
@@ -180,17 +178,37 @@ class Process(ABC):
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
                 draws.append(self.draw(k, rng))
                 rows.append(self._row(draws[-1], k, surface, marks, rng))
+        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed}
+        return self._batch(draws, rows, about, tokenizer, positions)
+
+    def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:
+        """A batch of these very draws, in one surface and with one set of marks and items."""
+        marks, rng = mark_sets(tokenizer, self.answers)[0], "llmgeom/process/write"
+        rows = [self._row(draw, len(draw.seen), surface, marks, Random(rng)) for draw in draws]
+        return self._batch(draws, rows, {"surfaces": (surface,)}, tokenizer, positions)
+
+    def _batch(
+        self,
+        draws: Sequence[Draw],
+        rows: Sequence[dict[str, Any]],
+        about: Mapping[str, Any],
+        tokenizer: Any,
+        positions: int | None,
+    ) -> Batch:
+        import torch
+
         text, cluster = (tuple(row.pop(name) for row in rows) for name in ("text", "cluster"))
         marks = [row["marks"].split() for row in rows]
         answers = None
         if tokenizer is not None:
-            check_fits(self.title, ks, [row["k"] for row in rows], text, tokenizer, positions)
+            k = [row["k"] for row in rows]
+            check_fits(self.title, sorted(set(k)), k, text, tokenizer, positions)
             answers = torch.tensor(answer_tokens(tokenizer, text, marks))[:, None]
         predictive, belief = self.predictive(draws), self.belief(draws)
         columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
         columns["exact_entropy"] = tuple(np.abs(np.round(bits(entropy(predictive)).numpy(), 6)).tolist())
         columns["likeliest"] = tuple((predictive if belief is None else belief).argmax(-1).tolist())
-        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed, "spec": asdict(self)}  # type: ignore[call-overload]
+        about = {**about, "spec": asdict(self)}  # type: ignore[call-overload]
         return Batch(
             inputs=Text(text),
             cluster=cluster,

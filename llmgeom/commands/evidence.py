@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -12,15 +12,18 @@ import click
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput, show_price
-from llmgeom.commands.output import show
+from llmgeom.commands.output import print_json, show
 from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
 from llmgeom.progress import Progress, bar, first_word, prefixed
 
 if TYPE_CHECKING:
+    import numpy as np
+
+    from llmgeom.batch import Batch
     from llmgeom.model import hub
     from llmgeom.model.subject import Subject
-    from llmgeom.prompts.process import Process
+    from llmgeom.prompts.process import Draw, Process
     from llmgeom.prompts.sula import Sula
     from llmgeom.record import Record
     from llmgeom.run import Question
@@ -43,6 +46,12 @@ class RunConfig(config.ModelConfig):
     )
     surfaces: tuple[str, ...] = flag((), "With --process: list, sentences, code. [default: all]", listed=True,
                                      name="--surface", group="Process")  # fmt: skip
+    fuzz: bool = flag(
+        False,
+        "With --process: search for the shortest evidence at which the model leaves the exact answer.",
+        group="Process",
+    )
+    bound: float = flag(0.5, "With --fuzz: by more than so many bits of KL(exact || answer).", group="Process")
     prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
     template: Literal["colon", "is", "plain", "instructed"] | None = flag(
         None,
@@ -71,6 +80,8 @@ def main(asked: RunConfig, output: JobOutput) -> int:
 
     The answers are compared with the exact posterior, with controls and with simpler readers.
     """
+    if asked.fuzz:
+        return show_search(asked, output)
     if asked.processes:
         return show_processes(asked, output)
     return prepare(asked).show(output)
@@ -250,3 +261,80 @@ def _question(asked: RunConfig, process: Process, subject: Subject) -> Question:
     batch = process.sample(asked.n, asked.seed, subject.tokenizer, **options)
     draws = {"seed": asked.seed, "nulls": asked.nulls, "batch_tokens": asked.batch_tokens}
     return questions.question_of_process(batch, **draws)
+
+
+# ---- where it breaks ------------------------------------------------------------------------------------------------
+
+
+def show_search(asked: RunConfig, output: JobOutput) -> int:
+    """Search every process for the shortest evidence that breaks the model, and print it as a prompt; the exit code."""
+    if not asked.processes:
+        raise UserError("--fuzz searches the evidence of a process: give --process NAME, e.g. --process two-point")
+    if not asked.bound > 0:
+        raise UserError(f"--bound {asked.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
+    chosen = chosen_processes(asked)
+    subject = asked.load(asked.locate())
+    found = [fuzz(subject, process, asked) for process in chosen]
+    if output.json:
+        print_json({"schema_version": 1, "searches": found})
+    else:
+        click.echo("\n\n".join("\n".join(search_lines(one)) for one in found))
+    return 0
+
+
+def fuzz(subject: Subject, process: Process, asked: RunConfig) -> dict[str, Any]:
+    """The shortest evidence found at which a model misses the exact answer by more than a bound, as plain data.
+
+    Raises:
+        UserError: the model has no tokenizer, or none with enough single-token labels; the prompts are too long.
+    """
+    import numpy as np
+
+    from llmgeom.probes.evidence import answers, questions
+    from llmgeom.prompts.shrink import search
+    from llmgeom.run import observe
+    from llmgeom.stats.information import bits, kl
+
+    questions.check_tokenizer(subject)
+    surface = (asked.surfaces or ("list",))[0]
+    positions = subject.facts["positions"]
+
+    def written(draws: Sequence[Draw]) -> tuple[Batch, np.ndarray]:
+        batch = process.write(draws, surface, subject.tokenizer, positions)
+        return batch, observe(subject, batch, answers.NEEDS).log_p
+
+    def distance(draws: Sequence[Draw]) -> np.ndarray:
+        batch, log_p = written(draws)
+        return bits(kl(batch.exact.predictive[:, -1].numpy(), log_p))
+
+    most = min(process.most, max(asked.ks or process.KS))
+    result = search(process, distance, asked.bound, n=asked.n, most=most, seed=asked.seed)
+    about = {"model": subject.name, "process": process.title, "bound": asked.bound, "seed": asked.seed,
+             "tried": result.tried, "longest": most, "surface": surface}  # fmt: skip
+    if result.draw is None:
+        return about | {"prompt": None}
+    batch, log_p = written([result.draw])
+    exact = batch.exact.predictive[0, -1].exp().tolist()
+    shares = zip(batch.columns["marks"][0].split(), exact, np.exp(log_p[0]).tolist(), strict=True)
+    return about | {
+        "prompt": batch.text[0],
+        "observations": len(result.draw.seen),
+        "bits": result.bits,
+        "answers": [{"label": label, "exact": p, "model": q} for label, p, q in shares],
+    }
+
+
+def search_lines(found: Mapping[str, Any]) -> Iterator[str]:
+    """A search as text: the prompt on a line of its own, then the exact answer and the model's."""
+    where = f"{found['model']} on {found['process']}"
+    searched = f"{found['tried']} sequences of at most {found['longest']} observations, seed {found['seed']}"
+    if found["prompt"] is None:
+        yield f"{where}: none found in {searched}, more than {found['bound']:g} bits from the exact answer"
+        return
+    yield f"{where}: {found['bits']:.2f} bits from the exact answer after {found['observations']} observations"
+    yield f"({searched}, bound {found['bound']:g} bits)"
+    yield ""
+    yield found["prompt"]
+    yield ""
+    for row in found["answers"]:
+        yield f"  {row['label']:8} exact {row['exact']:.3f}   model {row['model']:.3f}"
