@@ -25,6 +25,7 @@ from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probe import Needs, Probe
+from llmgeom.prompt_table import attention_observer
 
 MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
 MAIN = ""
@@ -188,12 +189,12 @@ class PassPlan:
             name: one if (kept := _subset(one, seed, most)) is None else one.take(kept) for name, one in inputs.items()
         }
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
-        own_observers = dict(observers)
+        own_observers = observers | {MAIN: (*observers[MAIN], *attention_observer(subject, inputs[MAIN]))}
         no_context, why = None, ""
         if any(need.no_context for need in needs.values()):
             try:
                 no_context = NoContext.of(subject, inputs[MAIN], seed)
-                own_observers[MAIN] = (*observers[MAIN], no_context.observer)
+                own_observers[MAIN] = (*own_observers[MAIN], no_context.observer)
             except Unavailable as reason:
                 why = str(reason)
         draws = range(seed + 1, seed + 1 + controls)

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
+import base64
 import math
+from dataclasses import replace
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.model.capture import Capture
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
+
+# Weights of attention that a record keeps, one byte each: the page of two records stays under 3 MB.
+SHOWN_WEIGHTS = 200_000
+# Weights that a capture keeps of all its prompts: 1,000 prompts of 20 tokens through 24 layers of 16 heads are 7.7 MB.
+KEPT_WEIGHTS = 2**26
+
+
+def _rows(step: Step) -> dict[str, Tensor]:
+    layers = step.layers(Site.ATTENTION)
+    alike = len({layer.shape for layer in layers}) == 1
+    return {"weights": (255 * torch.stack(layers, 1)).round().to(torch.uint8)} if alike else {}
+
+
+ATTENTION_ROWS = Observer("attention rows", _rows, frozenset({Site.ATTENTION}), version="1")
+
+
+def attention_observer(subject: Subject, batch: Batch) -> tuple[Observer, ...]:
+    """What keeps the attention of each prompt's final query; nothing where there is none, or too much of it.
+
+    Prompts with several queried positions have none: their rows would take the memory of the whole pass.
+    """
+    row = (subject.facts["layers"] or 0) * (subject.facts["heads"] or 0) * batch.tokens.data.shape[1]
+    fits = batch.query is None and 0 < len(batch) * row <= KEPT_WEIGHTS
+    return (replace(ATTENTION_ROWS, row_bytes=row),) if fits and not subject.unavailable({Site.ATTENTION}) else ()
 
 
 def prompt_table(
@@ -21,7 +50,9 @@ def prompt_table(
         batch: the prompts as they were given; tokens: as the model reads them.
         entropy: [prompt] bits, next-token entropy (mean over the queried positions of a prompt).
         capture: with Site.LIKELY, gives the column "next tokens": the likeliest at the last queried position,
-            [piece, probability] each.
+            [piece, probability] each; with ATTENTION_ROWS, the column "attention": the final query's weights on the
+            prompt's tokens, a text a layer, base64 of uint8 [head token] in 1/255. Where all would be more than
+            SHOWN_WEIGHTS, only prompts evenly spread over the order of entropies have them, the others ().
     """
     n = len(batch)
     if isinstance(batch.inputs, Text):
@@ -49,6 +80,9 @@ def prompt_table(
         )
         if capture is not None:
             table["next tokens"] = _likely(subject, tokens, capture)
+            if (f"{ATTENTION_ROWS.name}.weights", -1) in capture.tensors:
+                rows = capture.observed(f"{ATTENTION_ROWS.name}.weights").numpy()
+                table["attention"] = _attention(rows, tokens.lengths.numpy(), entropy)
     return table
 
 
@@ -80,3 +114,14 @@ def _likely(subject: Subject, tokens: Tokens, capture: Capture) -> tuple[tuple[t
         pieces = [_piece(subject, before, int(token)) for token in ids]
         rows.append(tuple((piece, round(math.exp(p), 6)) for piece, p in zip(pieces, log_p, strict=True)))
     return tuple(rows)
+
+
+def _attention(weights: np.ndarray, lengths: np.ndarray, entropy: np.ndarray) -> tuple[tuple[str, ...], ...]:
+    """weights [prompt layer head key] uint8; the first `lengths` keys of a prompt are its tokens."""
+    n, layers, heads, _ = weights.shape
+    fitting = min(n, SHOWN_WEIGHTS // max(int(lengths.mean()) * layers * heads, 1))
+    shown = set(np.argsort(entropy, kind="stable")[np.linspace(0, n - 1, fitting).round().astype(int)].tolist())
+    return tuple(
+        tuple(base64.b64encode(layer[:, :length].tobytes()).decode() for layer in prompt) if i in shown else ()
+        for i, (prompt, length) in enumerate(zip(weights, lengths.tolist(), strict=True))
+    )

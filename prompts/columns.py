@@ -9,7 +9,7 @@ from typing import Any
 from llmgeom.batch import row_numbers
 
 # Names of a record's own columns: a table that holds them, such as a saved run's prompts, gives its prompts alone.
-COMPUTED = frozenset({"entropy", "tokens", "pieces", "next tokens"})
+COMPUTED = frozenset({"entropy", "tokens", "pieces", "next tokens", "attention"})
 
 
 def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:

@@ -17,6 +17,7 @@ SIDE, EDGE = 300, 14  # pixels
 # Of viridis, dark to light; each is read on white and on black.
 SCALE = ("#440154", "#414487", "#2a788e", "#22a884", "#7ad151", "#c8d420")
 NAMED = 5  # categories with a colour of their own
+ENDS, TAIL = 4, 48  # prompts at each end of PC1, and how many of their last characters are shown
 
 
 class Dot(NamedTuple):
@@ -55,6 +56,27 @@ def multiples(record: Record) -> list[Panel]:
         control = np.asarray(measured.arrays[CONTROL], dtype=float)
         panels.append(_panel("an untrained copy, by entropy", control, "entropy", shown["entropy"]))
     return panels
+
+
+def extremes(record: Record) -> list[tuple[str, list[tuple[int, str, str]]]]:
+    """The prompts at both ends of PC1 of the values, outermost first: number, last words, entropy; empty without."""
+    measured, text = record.results.get(PROBE), record.prompts.get("text", ())
+    scores = np.asarray([] if measured is None else measured.arrays.get(SCORES, []), dtype=float)
+    if scores.ndim != 2 or not len(scores) == len(text) >= 2 * ENDS:
+        return []
+    order = np.argsort(scores[:, 0], kind="stable").tolist()
+    entropy = record.prompts["entropy"]
+    ends = {"Lowest on PC1 (left)": order[:ENDS], "Highest on PC1 (right)": order[: -ENDS - 1 : -1]}
+    return [
+        (title, [(i, last_words(text[i]), f"{entropy[i]:.1f} bits") for i in prompts])
+        for title, prompts in ends.items()
+    ]
+
+
+def last_words(text: str) -> str:
+    """The end of a prompt, in which nothing is invisible."""
+    shown = visible(text)
+    return shown if len(shown) <= TAIL else f"…{shown[1 - TAIL :]}"
 
 
 def _panel(title: str, scores: np.ndarray, name: str, values: Sequence[Any]) -> Panel:

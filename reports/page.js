@@ -26,15 +26,16 @@ function element(tag, given = {}, ...inside) {
 // ---- what is shown, and how it stands in the address ----------------------------------------------------------------
 
 // layer: null is each record's last. at: the figure in which the prompt was pointed at. s: the section gone to.
-const state = { s: "", layer: null, hide: new Set(), colour: "", record: 0, prompt: -1, pinned: false, at: "", step: "" };
+// attend: LAYER.HEAD of the attention that the panel shows, HEAD "mean" for the mean over heads; empty as at first.
+const state = { s: "", layer: null, hide: new Set(), colour: "", record: 0, prompt: -1, pinned: false, at: "", step: "", attend: "" };
 const domains = all("input[data-domain]").map((input) => input.dataset.domain);
 
 // `visit` makes an entry of the history, so that Back returns.
 function write(visit = false) {
-  const { s, layer, hide, colour, record, prompt, pinned, step } = state;
+  const { s, layer, hide, colour, record, prompt, pinned, step, attend } = state;
   const told = {
     s, layer: layer ?? "", hide: [...hide].map(encodeURIComponent).join(), colour: encodeURIComponent(colour),
-    prompt: pinned ? `${record}.${prompt}` : "", step,
+    prompt: pinned ? `${record}.${prompt}` : "", step, attend: pinned ? attend : "",
   };
   const parts = Object.entries(told).filter(([, value]) => value !== "").map((pair) => pair.join("="));
   const hash = parts.length ? `#${parts.join("&")}` : "";
@@ -57,7 +58,7 @@ function read() {
     layer: slider && layer >= 0 && layer < slider.max ? layer : null,
     hide: new Set(domains.filter((domain) => asked.hide?.includes(domain))),
     colour: content.records.some(({ columns }) => Object.hasOwn(columns, asked.colour?.[0] ?? "")) ? asked.colour[0] : "",
-    pinned: false, prompt: -1, step: asked.step?.[0] ?? "",
+    pinned: false, prompt: -1, step: asked.step?.[0] ?? "", attend: asked.attend?.[0] ?? "",
   });
   if (content.records[record]?.rows[prompt]) Object.assign(state, { record: +record, prompt: +prompt, pinned: true });
 }
@@ -169,35 +170,47 @@ const clear = () => choose(0, -1, false);
 
 // The small multiples of the first screen: each dot is a prompt.
 const dotted = all("circle[data-prompt]");
+const planeOf = (r) => scatters().find((id) => id.endsWith("value_manifold--scores") && figures[id].record === r) ?? "";
 function dots() {
   for (const dot of dotted)
     dot.classList.toggle("chosen", chosen(+dot.dataset.record) && +dot.dataset.prompt === state.prompt);
 }
 for (const [name, pins] of [["mouseover", false], ["click", true]])
-  document.addEventListener(name, ({ target }) => {
+  document.addEventListener(name, ({ target, clientX }) => {
     const { record, prompt } = target.dataset ?? {};
-    if (!target.matches?.("circle[data-prompt]") || (state.pinned && !pins)) return;
-    choose(+record, +prompt, pins && !(state.pinned && chosen(+record) && state.prompt === +prompt), "");
+    if (!target.matches?.("[data-prompt]") || (state.pinned && !pins)) return;
+    byId("panel").classList.toggle("left", clientX > innerWidth / 2); // not over what is pointed at
+    choose(+record, +prompt, pins && !(state.pinned && chosen(+record) && state.prompt === +prompt), planeOf(+record));
   });
 
 function listen(div) {
   const record = () => figures[div.id].record;
   div.on("plotly_hover", ({ points: [{ customdata }] }) => state.pinned || choose(record(), customdata, false, div.id));
   div.on("plotly_click", ({ points: [{ customdata: i }] }) => choose(record(), i, !(state.pinned && chosen(record()) && state.prompt === i), div.id));
-  div.addEventListener("keydown", (event) => {
+  steered(div, record, () => places(figures[div.id]), div.id);
+}
+
+// The arrow keys go through the prompts of a figure by what it draws along each axis, Enter pins.
+function steered(node, record, drawn, at) {
+  node.addEventListener("keydown", (event) => {
     const way = { ArrowRight: ["x", 1], ArrowLeft: ["x", -1], ArrowUp: ["y", 1], ArrowDown: ["y", -1] }[event.key];
     const { rows } = content.records[record()], here = chosen(record()) ? state.prompt : -1;
     if (way) {
-      const values = places(figures[div.id])[way[0]];
+      const values = drawn()[way[0]];
       const order = [...rows.keys()].filter((i) => !hidden(content.records[record()], i)).sort((a, b) => values[a] - values[b] || a - b);
       const next = here < 0 ? (way[1] > 0 ? 0 : order.length - 1) : Math.max(0, Math.min(order.length - 1, order.indexOf(here) + way[1]));
-      if (order.length) choose(record(), order[next], state.pinned, div.id);
-    } else if ((event.key === "Enter" || event.key === " ") && here >= 0) choose(record(), here, !state.pinned, div.id);
+      if (order.length) choose(record(), order[next], state.pinned, at);
+    } else if ((event.key === "Enter" || event.key === " ") && here >= 0) choose(record(), here, !state.pinned, at);
     else return;
     event.preventDefault();
   });
 }
+for (const plane of all(".panels svg[tabindex]")) {
+  const circles = all("circle[data-prompt]", plane), x = circles.map((dot) => +dot.getAttribute("cx")), y = circles.map((dot) => -dot.getAttribute("cy"));
+  steered(plane, () => +circles[0].dataset.record, () => ({ x, y }), planeOf(+circles[0].dataset.record));
+}
 
+const ending = (text) => (text.length > 34 ? `…${text.slice(-33)}` : text);
 function nearest() {
   const of = content.records[state.record].of, fits = (id) => id in figures && content.records[figures[id].record]?.of === of;
   const id = [state.at, ...scatters()].find(fits);
@@ -206,7 +219,7 @@ function nearest() {
   const far = (j) => Math.hypot(x[j] - x[i], y[j] - y[i]);
   const found = [...x.keys()].filter((j) => j !== i && !hidden(record, j)).sort((a, b) => far(a) - far(b) || a - b);
   const go = (j) => element("button", { type: "button", onclick: () => choose(state.record, j, true) }, `${j}`);
-  const list = found.slice(0, NEAREST).map((j) => element("li", {}, go(j), " ", record.rows[j][0]));
+  const list = found.slice(0, NEAREST).map((j) => element("li", { title: record.rows[j][0] }, go(j), " ", ending(record.rows[j][0])));
   const last = figures[id].layers?.length - 1, here = layerOf(last + 1), layer = here < last ? `, but at layer ${here}` : "";
   return [element("h4", {}, "Nearest prompts"), element("p", { className: "where" }, `by distance in the figure “${figures[id].name}”${layer}`), element("ol", { className: "nearest" }, ...list)];
 }
@@ -220,6 +233,41 @@ function likely({ next, label, head, rows }, several) {
   });
   const said = element("p", {}, `${several ? `${label}: ` : ""}entropy ${h < 0 ? "not recorded" : `${rows[i][h]} bits`}`);
   return table.length ? [said, element("table", { className: "next" }, element("caption", {}, "likeliest next tokens (· a space)"), element("tbody", {}, ...table))] : [said];
+}
+
+// Attention of the last token over the prompt, by layer and head: a token is as dark as its weight.
+function attended({ attention, pieces, label }, several) {
+  const layers = attention[state.prompt] ?? [], words = pieces[state.prompt] ?? [];
+  if (!layers.length || !words.length) return [];
+  const weights = layers.map((layer) => Uint8Array.from(atob(layer), (c) => c.charCodeAt(0)));
+  const heads = weights[0].length / words.length, told = state.attend.split(".");
+  const list = (name, options, at) => {
+    const select = element("select", { onchange: paint }, ...options.map((value) => element("option", { value }, `${value}`)));
+    select.value = options.map(String).includes(at) ? at : `${options[0]}`;
+    return [select, element("label", {}, `${name} `, select)];
+  };
+  const [layer, layerLabel] = list("layer", [...layers.keys()].reverse(), told[0]);
+  const [head, headLabel] = list("head", ["mean", ...Array(heads).keys()], told[1]);
+  const line = element("p", { className: "attended" }), most = element("p", { className: "where" });
+  function paint(event) {
+    const of = weights[layer.value], n = words.length;
+    const share = words.map((_, i) => {
+      const column = head.value === "mean" ? [...Array(heads).keys()].map((h) => of[h * n + i]) : [of[head.value * n + i]];
+      return column.reduce((a, b) => a + b) / column.length / 255;
+    });
+    line.replaceChildren(...words.map((word, i) => {
+      const piece = element("span", { title: `${(100 * share[i]).toFixed(1)} %` }, word);
+      piece.style.setProperty("--weight", `${Math.round(100 * share[i])}%`);
+      return piece;
+    }));
+    const order = [...share.keys()].sort((a, b) => share[b] - share[a] || a - b).slice(0, 3);
+    most.textContent = `most on ${order.map((i) => `“${words[i].trim() || words[i]}” (token ${i}) ${(100 * share[i]).toFixed(0)} %`).join(", ")}`;
+    if (!event) return;
+    state.attend = `${layer.value}.${head.value}`;
+    write();
+  }
+  paint();
+  return [element("h4", {}, `Attention of the last token${several ? `, ${label}` : ""}`), element("p", { className: "controls" }, layerLabel, headLabel), line, most];
 }
 
 function card() {
@@ -237,6 +285,7 @@ function card() {
     element("p", {}, button(pinned ? "unpin" : "pin", () => choose(r, i, !pinned)), " ", button("clear", clear)),
     element("p", { className: "pieces" }, ...pieces),
     ...same.flatMap((one) => likely(one, same.length > 1)),
+    ...same.flatMap((one) => attended(one, same.length > 1)),
     ...nearest(),
     element("dl", {}, ...facts),
   );
@@ -423,6 +472,9 @@ async function start() {
     }
   }, { rootMargin: "300px" });
   for (const div of all(".plot")) watch.observe(div);
+  // Above the figures that it stands next to, the panel floats.
+  const aside = ([{ isIntersecting }]) => byId("panel").classList.toggle("floating", !isIntersecting);
+  new IntersectionObserver(aside, { rootMargin: "0px 0px -40% 0px" }).observe(document.querySelector(".linked"));
   show([]);
   if (state.s) arrive(state.s);
   addEventListener("hashchange", () => {

@@ -21,7 +21,7 @@ from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
 from llmgeom.reports.findings import WORDS, Outcome, counting, findings, outcomes
 from llmgeom.reports.forest import ONE, ZERO, forest
 from llmgeom.reports.live import live as section_of
-from llmgeom.reports.multiples import SIDE, multiples
+from llmgeom.reports.multiples import SIDE, extremes, multiples
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
@@ -63,7 +63,7 @@ def page(
         live=run,
         run=Markup(_packed(_json(run.data).encode())) if run else "",
         pictures=[
-            (place, label if len(records) > 1 else "", panels)
+            (place, label if several else "", panels, extremes(record))
             for place, (label, record) in enumerate(zip(named, records, strict=True))
             if (panels := multiples(record))
         ],

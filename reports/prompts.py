@@ -14,7 +14,7 @@ UNITS = {"entropy": "bits", "tokens": "count"}
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#000000", "#9a9a9a")
 SHAPES = ("circle", "square", "diamond", "cross", "triangle-up", "x", "star", "circle-open")
 SHOWN_CATEGORIES = len(COLOURS) - 1
-PARTS = ("pieces", "next tokens")  # shown in the panel of a prompt, not in a table
+PARTS = ("pieces", "next tokens", "attention")  # shown in the panel of a prompt, not in a table
 FINAL = "final token"
 
 
@@ -69,6 +69,7 @@ def cards(prompts: Mapping[str, tuple]) -> dict[str, Any]:
         "rows": [[visible(written(v)) for v in row] for row in rows],
         "pieces": [[visible(piece) for piece in row] for row in prompts.get("pieces", ())],
         "next": [[[visible(piece), p] for piece, p in row] for row in prompts.get("next tokens", ())],
+        "attention": [[visible(layer) for layer in row] for row in prompts.get("attention", ())],
     }
 
 

@@ -467,7 +467,7 @@ def test_categories_differ_in_colour_for_every_eye_and_in_shape_for_all(eye):
 def test_words_stand_out_from_what_is_behind_them(scheme):
     css = (Path(sys.modules["llmgeom.reports.page"].__file__).parent / "page.css").read_text()
     light, dark = (dict(re.findall(r"--(\w+): (#\w+)", line)) for line in css.splitlines() if "--ink: #" in line)
-    assert set(light) == set(dark) and len(light) == 17
+    assert set(light) == set(dark) and len(light) == 18
     found = light if scheme == "light" else light | dark
     full = {name: c if len(c) == 7 else "#" + "".join(2 * d for d in c[1:]) for name, c in found.items()}
     bright = {name: linear(c) @ [0.2126, 0.7152, 0.0722] for name, c in full.items()}
@@ -478,6 +478,7 @@ def test_words_stand_out_from_what_is_behind_them(scheme):
 
     behind = ("paper", "pale", "cool", "warm", "mark", "last")
     assert min(contrast(word, under) for word in ("ink", "link") for under in behind) > 4.5
+    assert contrast("ink", "heat") > 4.5  # of attention, at its darkest
     # The words of outcomes and the grey of remarks stand on the page's own ground; two chips are filled with theirs.
     assert min(contrast(word, "paper") for word in ("grey", "amber", "holds", "against", "opposite", "open")) > 4.5
     # No colour of a word is written down but once.

@@ -1,9 +1,12 @@
 """The page in a real browser: it fetches nothing, runs nothing it was not given, and draws what the record holds."""
 
+import base64
 import shutil
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 
 from llmgeom.reports import page
@@ -38,10 +41,10 @@ def until(view, met: str) -> None:
 
 
 @contextmanager
-def opened(chromium, path, records, width=1280, at="", folded=False):
+def opened(chromium, path, records, width=1280, at="", folded=False, scheme="light"):
     """The drawn page and, under `.seen`, whatever it asked for or complained about; its sections open but `folded`."""
     path.write_text(page(records), encoding="utf-8")
-    view = chromium.new_page(viewport={"width": width, "height": 900})
+    view = chromium.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
     view.seen = {"requests": [], "messages": []}
     view.on("request", lambda request: view.seen["requests"].append(request.url))
     view.on("console", lambda message: view.seen["messages"].append(message.text))
@@ -245,3 +248,56 @@ def test_a_dark_page_has_no_white_figure(chromium, tmp_path):
         assert night.evaluate(ground) == night.evaluate("getComputedStyle(document.body).backgroundColor")
         night.close()
         assert view.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 400])
+def test_axe_finds_no_violation(chromium, tmp_path, scheme, width):
+    """axe-core, over the page with every section open and a prompt pinned: not even a minor violation."""
+    import axe_playwright_python
+
+    source = (Path(axe_playwright_python.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
+    named = {"value_manifold": synthetic().results["manifold"], **synthetic().results}
+    records = [replace(synthetic(), results=named), synthetic(source="math", layers=5)]
+    with opened(chromium, tmp_path / "page.html", records, width, scheme=scheme) as view:
+        view.evaluate("choose(0, 3, true, '')")
+        view.evaluate(f"{source}; undefined")
+        report = view.evaluate("axe.run(document)")
+        assert len(report["passes"]) > 40
+        assert [(one["id"], [node["target"] for node in one["nodes"]]) for one in report["violations"]] == []
+
+
+def test_the_panel_shows_the_attention_of_a_layer_and_a_head(chromium, tmp_path):
+    record, rng = synthetic(), np.random.default_rng(0)
+    rows = [rng.integers(0, 256, (3, 2, len(pieces)), dtype=np.uint8) for pieces in record.prompts["pieces"]]
+    column = tuple(tuple(base64.b64encode(layer.tobytes()).decode() for layer in prompt) for prompt in rows)
+    column = ((), *column[1:])
+    record = replace(record, prompts={**record.prompts, "attention": column})
+    shares = "all('.attended span').map((piece) => parseInt(piece.style.getPropertyValue('--weight')))"
+    with opened(chromium, tmp_path / "page.html", [record], at="#prompt=0.7&attend=1.0") as view:
+        seventh = rows[7].astype(float)
+        cases = (("1", "0", seventh[1, 0]), ("2", "mean", seventh[2].mean(0)), ("0", "1", seventh[0, 1]))
+        for layer, head, weights in cases:
+            view.locator("#card select").nth(0).select_option(layer)
+            view.locator("#card select").nth(1).select_option(head)
+            assert np.abs(np.array(view.evaluate(shares)) - 100 * weights / 255).max() <= 0.5 + 1e-9
+            assert view.evaluate("location.hash") == f"#prompt=0.7&attend={layer}.{head}"
+            assert f"(token {weights.argmax()})" in view.locator("#card .where").first.inner_text()
+        view.evaluate("choose(0, 0, true, '')")
+        assert view.locator(".attended").count() == 0  # this one has none
+        assert view.seen["messages"] == []
+
+
+def test_the_ends_of_pc1_are_buttons_and_the_keys_go_along_it(chromium, tmp_path):
+    record = synthetic()
+    scores = record.results["manifold"].arrays["scores"]
+    record = replace(record, results={"value_manifold": record.results["manifold"]})
+    with opened(chromium, tmp_path / "page.html", [record], folded=True) as view:
+        ends = view.locator(".ends button")
+        order = scores[:, 0].argsort()
+        assert [int(one.get_attribute("data-prompt")) for one in ends.all()] == [*order[:4], *order[::-1][:4]]
+        ends.nth(4).click()
+        assert view.locator("#said").inner_text() == f"prompt {order[-1]}, pinned"
+        assert view.locator("#panel").bounding_box()["y"] < 900, "the panel is in view"
+        view.locator(".panels svg[tabindex]").first.press("ArrowLeft")
+        assert view.locator("#said").inner_text() == f"prompt {order[-2]}, pinned"

@@ -3,6 +3,8 @@ every layer. Judged by the model run by hand and by a tokenizer written here."""
 
 from __future__ import annotations
 
+import base64
+import copy
 import math
 from itertools import pairwise
 from types import SimpleNamespace
@@ -19,7 +21,7 @@ from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_prefix
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import aligned_signs
-from llmgeom.prompt_table import _likely, _piece, prompt_table
+from llmgeom.prompt_table import SHOWN_WEIGHTS, _attention, _likely, _piece, prompt_table
 from llmgeom.prompts.domains import Domain
 from llmgeom.run import run_probes
 from tests.families import FAMILIES
@@ -136,3 +138,28 @@ def test_signs_follow_the_layer_after():
     last = np.array([[1.0, -1.0], [-1.0, 1.0], [0.5, 0.2]])
     found = aligned_signs([last * [1, -1], last * [-2, 1], last])
     assert np.array_equal(found, [last, last * [2, 1], last])
+
+
+def test_attention_of_the_final_query_is_that_of_the_model_run_by_hand(subject, record):
+    batch, made = record
+    eager = copy.deepcopy(subject.model)
+    eager.set_attn_implementation("eager")
+    every = zip(batch.text, made.prompts["attention"], made.prompts["pieces"], strict=True)
+    for text, layers, pieces in list(every)[:6]:
+        with torch.no_grad():
+            theirs = eager(subject.tokenizer(text, return_tensors="pt")["input_ids"], output_attentions=True).attentions
+        assert len(layers) == len(theirs)
+        for ours, weights in zip(layers, theirs, strict=True):
+            rows = np.frombuffer(base64.b64decode(ours), np.uint8).reshape(-1, len(pieces)) / 255
+            assert np.abs(rows - weights[0, :, -1].numpy()).max() < 0.5 / 255 + 1e-5
+
+
+def test_where_a_record_has_no_room_for_all_attention_prompts_of_every_entropy_keep_theirs():
+    n, layers, heads, tokens = 50, 12, 12, 100
+    entropy = np.random.default_rng(0).permutation(n).astype(float)
+    weights = np.full((n, layers, heads, tokens), 7, np.uint8)
+    kept = _attention(weights, np.full(n, tokens), entropy)
+    whose = [i for i, rows in enumerate(kept) if rows]
+    assert SHOWN_WEIGHTS * 0.9 < len(whose) * layers * heads * tokens <= SHOWN_WEIGHTS
+    assert sorted(entropy[whose])[:: len(whose) - 1] == [0, n - 1]
+    assert np.diff(sorted(entropy[whose])).max() <= np.ceil(n / (len(whose) - 1))
