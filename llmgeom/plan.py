@@ -23,7 +23,7 @@ from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec
 from llmgeom.model.subject import Subject
-from llmgeom.model.tokenizing import special_prefix
+from llmgeom.model.tokenizing import special_tokens
 from llmgeom.probe import Needs, Probe
 from llmgeom.prompt_table import attention_observer
 
@@ -137,7 +137,7 @@ class PassPlan:
     subset      which prompts of the main sample the controls read; None for all.
     own         what the model reads. control: what each untrained control reads, and the model without context.
     untrained, shuffles   the seed of each draw of either control; shuffled_sites: captured of shuffled prompts.
-    special     how many tokens at the beginning a shuffle leaves in place.
+    special     how many tokens at the beginning and at the end a shuffle leaves in place.
     no_context  the control without context; None where no probe asks for it, or the model has none: why says which.
     """
 
@@ -147,7 +147,7 @@ class PassPlan:
     untrained: range
     shuffles: range
     shuffled_sites: frozenset[Site]
-    special: int
+    special: tuple[int, int]
     no_context: NoContext | None = None
     no_context_why: str = ""
 
@@ -205,7 +205,7 @@ class PassPlan:
             draws if any(need.untrained for need in needs.values()) else range(0),
             draws if any(need.shuffled for need in needs.values()) else range(0),
             shuffled_sites,
-            special_prefix(subject.tokenizer),
+            special_tokens(subject.tokenizer),
             no_context,
             why,
         )
@@ -222,9 +222,9 @@ class PassPlan:
 
     def shuffled(self, i: int) -> Reading:
         """The prompts of the controls with their tokens in random order."""
-        batch = self.null_sample
+        batch, (before, after) = self.null_sample, self.special
         return Reading(
-            replace(batch, inputs=shuffle(batch.tokens, self.special, self.shuffles[i])), self.shuffled_sites
+            replace(batch, inputs=shuffle(batch.tokens, before, self.shuffles[i], after)), self.shuffled_sites
         )
 
     def without_context(self, captures: Mapping[str, Capture] | None = None) -> tuple[Reading, ...]:
@@ -273,14 +273,15 @@ def _subset(batch: Batch, seed: int, most: int | None) -> Tensor | None:
     return torch.from_numpy(np.sort(np.random.default_rng(seed).permutation(len(batch))[:most]))
 
 
-def shuffle(tokens: Tokens | Rows, keep: int, seed: int) -> Tokens | Rows:
-    """Every sequence with its tokens in random order; the first `keep` (special) and the final one stay in place."""
+def shuffle(tokens: Tokens | Rows, before: int, seed: int, after: int = 0) -> Tokens | Rows:
+    """Every sequence with its tokens in random order; special ones `before` and `after` it stay, and the final one."""
     generator = np.random.default_rng(seed)
     data = tokens.data.clone()
     for row, length in zip(data, tokens.lengths.tolist(), strict=True):
-        if length - 1 > keep:
-            order = keep + generator.permutation(length - 1 - keep)
-            row[keep : length - 1] = row[torch.from_numpy(order)]
+        end = length - max(after, 1)
+        if end > before:
+            order = before + generator.permutation(end - before)
+            row[before:end] = row[torch.from_numpy(order)]
     return type(tokens)(data, tokens.lengths)
 
 

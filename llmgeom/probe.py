@@ -13,7 +13,6 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer
 from llmgeom.model.subject import Subject
 from llmgeom.result import Result
-from llmgeom.stats.information import bits
 
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
@@ -160,11 +159,6 @@ def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result]], FunctionPr
         llmgeom.run_probes(subject, batch, {"norm": norm})
     """
     return lambda measure: FunctionProbe(needs, measure)
-
-
-def entropy_bits(capture: Capture) -> np.ndarray:
-    """[row] float64: next-token entropy in bits."""
-    return bits(capture.entropy.double().numpy())
 
 
 def _clusters(capture: Capture) -> np.ndarray:

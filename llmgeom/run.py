@@ -29,7 +29,7 @@ from llmgeom.model.passes import run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
-from llmgeom.probe import Needs, Probe, ProbeInput, Sample, entropy_bits
+from llmgeom.probe import Needs, Probe, ProbeInput, Sample
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
 from llmgeom.provenance import provenance, took
@@ -310,7 +310,7 @@ def run_probes(
         facts={
             **provenance(batch, plan.main.tokens, seed, controls),
             "batch_tokens": batch_tokens,
-            "bos_added": plan.special > 0,
+            "bos_added": plan.special[0] > 0,
             **(facts or {}),
         },
         warnings=(
@@ -352,13 +352,13 @@ def _inputs(
     cut = (run.without_context(captures) if wanted else None) or {}
     own = _of_subset(captures, plan) if plan.subset is not None else captures
     samples = {
-        name: Sample(capture, entropy_bits(capture), tuple(control[name] for control in untrained), cut.get(name))
+        name: Sample(capture, capture.entropy.numpy(), tuple(control[name] for control in untrained), cut.get(name))
         for name, capture in own.items()
         if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
     }
     view = ProbeInput(
         own[MAIN],
-        entropy_bits(own[MAIN]),
+        own[MAIN].entropy.numpy(),
         tuple(control[MAIN] for control in untrained),
         shuffled,
         samples,
@@ -380,7 +380,7 @@ def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
 def _whole(view: ProbeInput, capture: Capture) -> ProbeInput:
     """The input of a probe of `all_prompts`: all prompts, with those that the controls read as its subset."""
     controls: dict[str, Any] = {"untrained": (), "shuffled": (), "no_context": None}
-    return replace(view, capture=capture, entropy=entropy_bits(capture), **controls, subset=view)
+    return replace(view, capture=capture, entropy=capture.entropy.numpy(), **controls, subset=view)
 
 
 def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:

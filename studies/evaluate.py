@@ -14,7 +14,6 @@ import transformers
 
 from llmgeom.batch import Batch
 from llmgeom.errors import UserError
-from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.prompts import nonce
 from llmgeom.prompts.domains import MIXED, Domain
@@ -138,7 +137,7 @@ def prompts(name: str, n: int = 300) -> Batch:
 def entropies(subject: Subject, name: str) -> dict[str, Any]:
     """Entropy of the next token after prompts of a domain, in bits: quantiles, and span = largest minus least."""
     batch = prompts(name)
-    found = bits(subject.capture(batch, {Site.ENTROPY}).entropy.double().numpy())
+    found = subject.entropy(batch)
     quantiles = {f"{q}%": float(np.percentile(found, q)) for q in QUANTILES}
     return {"prompts": len(batch), "seed": batch.source["seed"], "span": float(np.ptp(found)), "quantiles": quantiles}
 

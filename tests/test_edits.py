@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 from llmgeom.errors import UserError
 from llmgeom.model.attention import Recorder
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import POINTS, Edit, Where
+from llmgeom.model.edits import POINTS, Edit, TokenIds, Where
 from llmgeom.model.subject import Subject
 from tests.families import FAMILIES, LENGTHS, first, hooked, prompts, ragged
 from tests.refusals import refused
 
 torch.set_num_threads(1)
 LAYER = 1
+ACTIVATIONS = [point for point in POINTS if point not in ("scores", "attention")]  # their width is the batch's
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -64,6 +67,37 @@ def as_edit(point, change: Callable[[Tensor, int], Tensor], positions="all") -> 
     return Edit(point, function, layers=(LAYER,), positions=positions)
 
 
+@contextmanager
+def eagerly(family, model, inputs=lambda q, k: (q, k), scores=None, weights=None):
+    """The family's own eager attention, in whose layer LAYER queries and keys [1 head position dim], capped and masked
+    scores or weights [1 head query key] are changed on the way: our code has no part in it."""
+    home = sys.modules[type(family.part(model, LAYER, family.attention)).__module__]
+    eager, softmax = home.eager_attention_forward, torch.nn.functional.softmax
+
+    def forward(module, query, key, value, *args, **kwargs):
+        if module.layer_idx != LAYER:
+            return eager(module, query, key, value, *args, **kwargs)
+        sink = getattr(module, "sinks", None) is not None
+
+        def between(x, *rest, **more):
+            real = x[..., :-1] if sink else x
+            lowest = torch.finfo(real.dtype).min / 4
+            if scores is not None:
+                real = scores(real.masked_fill(real < lowest, -torch.inf))
+            y = softmax(torch.cat([real, x[..., -1:]], -1) if sink else real, *rest, **more)
+            if weights is None:
+                return y
+            return torch.cat([weights(y[..., :-1]), y[..., -1:]], -1) if sink else weights(y)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch.nn.functional, "softmax", between)
+            return eager(module, *inputs(query, key), value, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(home, "eager_attention_forward", forward)
+        yield
+
+
 def by_hooks(family, model, point, change, positions="all") -> Tensor:
     """Log-probabilities at the last token of each prompt, run alone, with the change made by the test's own hooks."""
     attention = family.part(model, LAYER, family.attention)
@@ -94,6 +128,16 @@ def by_hooks(family, model, point, change, positions="all") -> Tensor:
             x = changed(x[0], prompt)[None]
             return ((x, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": x})
 
+        if point in ("query", "key"):
+
+            def inputs(query, key):
+                x = (query if point == "query" else key)[0].transpose(0, 1)
+                x = changed(x, prompt).transpose(0, 1)[None]
+                return (x, key) if point == "query" else (query, x)
+
+            own = family.model(eager=True)
+            with torch.no_grad(), eagerly(family, own, inputs):
+                return own(ids).logits[0, -1].log_softmax(-1)
         if point == "residual":
             handle = family.layer(model, LAYER).register_forward_pre_hook(entering, with_kwargs=True)
         elif point == "value":
@@ -110,18 +154,99 @@ def by_hooks(family, model, point, change, positions="all") -> Tensor:
 
 @pytest.mark.parametrize("positions", ["all", "query"])
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", ACTIVATIONS)
 def test_an_edit_is_what_hooks_on_the_family_s_own_modules_do(family, subject, point, change, positions):
     edit = as_edit(point, CHANGES[change], positions)
     with subject.edited(edit) as changed:
         edited = changed.capture(ragged(), {Site.LOG_PROBS}).log_probs
     expected = by_hooks(family, subject.model, point, CHANGES[change], positions)
     assert (edited - expected).abs().max() < 1e-5
+    if (point, change, positions) == ("key", "by_prompt", "all"):
+        return  # the same is added to every key of a prompt: the softmax does not see it
     assert (edited - subject.capture(ragged(), {Site.LOG_PROBS}).log_probs).abs().max() > 1e-3, "the edit does nothing"
 
 
+def edges(x: Tensor, rows=slice(None), heads=slice(None), keys=slice(None), to=0.0, add=None) -> Tensor:
+    """x [1 head query key] with some edges set to a number, or with a number added to them."""
+    x = x.clone()
+    x[:, heads, rows, keys] = to if add is None else x[:, heads, rows, keys] + add
+    return x
+
+
+MATRICES = {  # what Subject.edit is given -> the same change to the matrix of the family's own eager attention
+    "cut an edge": (
+        {"point": "scores", "fn": -torch.inf, "positions": "last", "heads": 1, "keys": 0},
+        {"scores": lambda x: edges(x, rows=-1, heads=1, keys=0, to=-torch.inf)},
+    ),
+    "favour two keys": ({"point": "scores", "fn": lambda x: x + 2, "heads": (0, 2), "keys": [1, 2]},
+                        {"scores": lambda x: edges(x, heads=[0, 2], keys=slice(1, 3), add=2)}),
+    "no weight on the first": ({"point": "attention", "fn": 0, "keys": 0}, {"weights": lambda x: edges(x, keys=0)}),
+    "square": ({"point": "attention", "fn": lambda x: x**2}, {"weights": lambda x: x**2}),
+    "two before the last": ({"point": "attention", "fn": 0.5, "positions": [-2], "keys": [-2]},
+                            {"weights": lambda x: edges(x, rows=-2, keys=-2, to=0.5)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", MATRICES)
+def test_scores_and_weights_are_edited_as_in_the_family_s_own_eager_attention(family, subject, change):
+    asked, theirs = MATRICES[change]
+    edited = subject.edit(layers=-1, **asked).capture(ragged(), {Site.LOG_PROBS, Site.ATTENTION})
+    own = family.model(eager=True)
+    with torch.no_grad(), eagerly(family, own, **theirs):
+        expected = torch.stack([own(ids).logits[0, -1].log_softmax(-1) for ids in prompts(ragged())])
+    assert (edited.log_probs - expected).abs().max() < 1e-5
+    if change == "two before the last":
+        return  # the final token does not see it in the last layer
+    assert (edited.log_probs - subject.capture(ragged(), {Site.LOG_PROBS}).log_probs).abs().max() > 1e-3
+    if change == "cut an edge":  # the first position too far away for a window has no weight to begin with
+        assert (edited.attention[LAYER][:, 1, 0] == 0).all()
+
+
+def test_a_matrix_that_is_not_changed_changes_nothing(subject):
+    sites = {Site.LOG_PROBS, Site.Z, Site.ATTENTION}
+    before = subject.capture(ragged(), sites)
+    for point in ("scores", "attention"):
+        after = subject.edit(point, lambda x: x).capture(ragged(), sites)
+        assert (after.log_probs - before.log_probs).abs().max() < 2e-5
+        assert (after.z - before.z).abs().max() < 2e-5 and (after.attention - before.attention).abs().max() < 2e-6
+
+
+def test_layers_positions_and_heads_are_chosen_by_number_slice_list_and_word(llama):
+    plain = llama.capture(ragged(), {Site.VALUE}, positions="all").value
+    last = torch.cat([torch.arange(n) == n - 1 for n in LENGTHS])
+    place = torch.cat([torch.arange(n) for n in LENGTHS])
+    cases = [
+        ({"layers": -1}, [1], None), ({"layers": slice(None, 1)}, [0], None), ({"layers": [0, 1]}, [0, 1], None),
+        ({"positions": "last"}, [0, 1], last), ({"positions": [3, 5]}, [0, 1], (place == 3) | (place == 5)),
+        ({"positions": 0, "layers": 1}, [1], place == 0),
+    ]  # fmt: skip
+    for asked, layers, rows in cases:
+        changed = llama.edit("value", 7.0, **asked).capture(ragged(), {Site.VALUE}, positions="all").value
+        hit = (changed == 7).flatten(2).all(-1)
+        for layer in (0, 1):
+            expected = (
+                torch.zeros_like(last) if layer not in layers else torch.ones_like(last) if rows is None else rows
+            )
+            assert torch.equal(hit[layer], expected), asked
+        assert torch.equal(changed[0][~hit[0]], plain[0][~hit[0]])  # later layers follow the earlier ones
+    one = llama.edit("value", 7.0, heads=1, layers=0).capture(ragged(), {Site.VALUE}).value[0]
+    assert (one[:, 1] == 7).all() and torch.equal(one[:, 0], llama.capture(ragged(), {Site.VALUE}).value[0][:, 0])
+
+
+def test_a_token_is_a_position(llama):
+    batch = ragged()
+    ids = batch.inputs.ids
+    edit = Edit("value", lambda x, _: 0 * x, (0,), positions=TokenIds((int(ids[0, 4]), int(ids[2, 1]))))
+    seen = llama.capture(batch, {Site.VALUE}, [edit], positions="all")
+    zero = (seen.value[0] == 0).flatten(1).all(-1)
+    hit = torch.cat(
+        [torch.isin(row[:n], torch.tensor(list(edit.positions))) for row, n in zip(ids, LENGTHS, strict=True)]
+    )
+    assert torch.equal(zero, hit) and hit.sum() >= 2
+
+
 def test_an_edit_that_depends_on_the_prompt_survives_another_packing(subject):
-    for point in POINTS:
+    for point in ACTIVATIONS:
         edit = as_edit(point, by_prompt)
         whole = subject.capture(ragged(), {Site.LOG_PROBS}, [edit]).log_probs
         alone = subject.capture(ragged(), {Site.LOG_PROBS}, [edit], batch_tokens=1).log_probs
@@ -130,7 +255,7 @@ def test_an_edit_that_depends_on_the_prompt_survives_another_packing(subject):
 
 def test_a_capture_shows_what_was_edited_and_leaves_the_past_alone(subject):
     before = subject.capture(ragged(), Site, positions="all")
-    for point in POINTS:
+    for point in ACTIVATIONS:
         after = subject.capture(ragged(), Site, [Edit(point, lambda x, _: 0.5 * x, layers=(LAYER,))], positions="all")
         site = Site(point)
         for layer in range(LAYER):
@@ -192,6 +317,10 @@ def test_shapes_an_edit_is_given(subject):
     width = (len(LENGTHS), max(LENGTHS))
     assert shapes == {
         "residual": (*width, facts["d_model"]),
+        "query": (*width, facts["heads"], facts["head_dim"]),
+        "key": (*width, facts["kv_heads"], facts["head_dim"]),
+        "scores": (*width, facts["heads"], max(LENGTHS)),
+        "attention": (*width, facts["heads"], max(LENGTHS)),
         "value": (*width, facts["kv_heads"], facts["head_dim"]),
         "z": (*width, facts["heads"], facts["head_dim"]),
         "attention_write": (*width, facts["d_model"]),
@@ -215,7 +344,7 @@ def llama() -> Subject:
     return Subject.of(FAMILIES["llama"].model(), name="llama")
 
 
-@pytest.mark.parametrize("layers", [(2,), (0, 99), (-1,)])
+@pytest.mark.parametrize("layers", [(2,), (0, 99), (-3,)])
 def test_an_edit_of_a_layer_that_does_not_exist_is_refused(llama, layers):
     with refused(UserError, f"layer {layers[-1]}", 1):
         llama.capture(ragged(), {Site.VALUE}, [Edit("value", lambda x, _: x, layers=layers)])
@@ -249,3 +378,24 @@ def test_an_edit_that_changes_the_shape_is_refused(llama, point):
 def test_a_misspelt_edit_is_refused_when_it_is_made(wrong, named):
     with refused(UserError, *named):
         Edit(function=lambda x, _: x, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"point": "residual", "heads": 1}, ("heads", "residual", "query")),
+        ({"point": "value", "keys": 0}, ("keys", "value", "scores")),
+        ({"point": "value", "layers": 5}, ("layer 5", "0 to 1")),
+        ({"point": "value", "layers": "last"}, ("last", "slice")),
+        ({"point": "value", "positions": " Paris"}, ("tokenizer",)),
+        ({"point": "value", "positions": []}, ("()", "query")),
+    ],
+)
+def test_an_edit_that_asks_for_what_is_not_there_is_refused(llama, wrong, named):
+    with refused(UserError, *named):
+        llama.edit(fn=0, **wrong)
+
+
+def test_a_head_that_is_not_there_is_refused_in_the_pass(llama):
+    with refused(UserError, "head 8", "0 to 7"):
+        llama.edit("z", 0, heads=8).capture(ragged(), {Site.Z})

@@ -22,7 +22,6 @@ from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs
 from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.run import run_probes
-from llmgeom.stats.information import bits
 
 N = 30
 
@@ -195,7 +194,7 @@ def test_second_samples_come_with_their_entropy_units_and_the_same_twins(subject
         for name, sample in view.samples.items():
             alone = subject.capture(samples[name], {Site.VALUE, Site.ENTROPY})
             torch.testing.assert_close(sample.capture.value, alone.value, rtol=0, atol=0)
-            np.testing.assert_array_equal(sample.entropy, bits(alone.entropy.double().numpy()))
+            np.testing.assert_array_equal(sample.entropy, alone.entropy.numpy())
             assert sample.clusters.tolist() == list(samples[name].cluster)
             for i, control in enumerate(sample.untrained):
                 own = subject.untrained(6 + i).capture(samples[name], {Site.VALUE})

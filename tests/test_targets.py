@@ -12,7 +12,6 @@ from llmgeom.batch import Batch
 from llmgeom.claims import entries
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
-from llmgeom.probe import entropy_bits
 from llmgeom.probes import known
 from llmgeom.probes.shared.representation_geometry import R2, RHO
 from llmgeom.probes.shared.targets import LEAST_SPREAD, Constant, Target, centred
@@ -57,7 +56,7 @@ def test_the_target_is_the_exact_entropy_less_its_mean_at_the_position():
     batch = load_task("coin:flips=12").truncated(40, 0)
     subject = tunnel_subject("gpt2", load_task("coin:flips=12"), 0)
     capture = subject.capture(batch, {Site.ENTROPY})
-    target = Target.of(capture, entropy_bits(capture))
+    target = Target.of(capture, capture.entropy.numpy())
     p = batch.posterior.predictive[:, 0].double().exp().numpy()
     exact = np.array([-sum(x * np.log2(x) for x in row if x > 0) for row in p])
     position = capture.position.numpy()
@@ -86,7 +85,7 @@ def test_a_task_whose_exact_entropy_is_a_function_of_position_is_not_measured():
     subject = tunnel_subject("gpt2", load_task("bijection:vocab=6,pairs=5"), 0)
     capture = subject.capture(batch := task.truncated(60, 0), {Site.ENTROPY})
     with pytest.raises(Constant, match="does not vary"):
-        Target.of(capture, entropy_bits(capture)).require()
+        Target.of(capture, capture.entropy.numpy()).require()
     record = run_probes(subject, batch, known(["value_manifold"]), controls=2)
     names = {estimate.name for estimate in record.results["value_manifold"].estimates}
     assert not names & {RHO, R2} and {"PC1 share"} <= names

@@ -34,7 +34,6 @@ from llmgeom.prompts.domains import MIXED, Domain
 from llmgeom.prompts.pool import as_diverse, diversity, length_matched, plain, stratify
 from llmgeom.result import Estimate
 from llmgeom.run import CONTROLS, observe
-from llmgeom.stats.information import bits
 from tests.test_stats import coverage
 from tests.words import prediction_p
 
@@ -161,7 +160,7 @@ def view(own: Taken, untrained: list[Taken], seed: int) -> ProbeInput:
 
     def sample(name: str) -> Sample:
         capture = own.captures[name]
-        entropy = bits(capture.entropy.double().numpy())
+        entropy = capture.entropy.numpy()
         return Sample(capture, entropy, tuple(control.captures[name] for control in untrained))
 
     main = sample("")

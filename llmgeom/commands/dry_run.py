@@ -77,7 +77,8 @@ class Weightless(Subject):
                     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:
             raise hub.explain(error, located) from error
-        return cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
+        who = cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
+        return who.chat() if getattr(asked, "chat", False) else who
 
     def lengths(self, batch: Batch) -> np.ndarray:
         """Tokens of each input."""

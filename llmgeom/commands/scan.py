@@ -73,6 +73,9 @@ class RunConfig(config.ModelConfig):
         least=FEWEST,
         group="Prompts",
     )
+    chat: bool = flag(
+        False, "Give each prompt as a user's message, in the chat template of the tokenizer.", group="Prompts"
+    )
     limit: int | None = flag(
         None, "Read only the first LIMIT prompts of a file, or draw a pool of at most LIMIT.", least=FEWEST,
         group="Prompts",
@@ -205,6 +208,7 @@ class Plan:
             "nulls": asked.nulls,
             "batch_tokens": asked.batch_tokens,
             "seed": asked.seed,
+            **({"chat": True} if asked.chat else {}),
         }
 
 
@@ -229,6 +233,8 @@ def prepare(asked: RunConfig, write: bool = True) -> Plan:
     own = asked.prompts_file is not None or asked.prompts_from is not None
     if asked.n is not None and own and not documents_asked:
         raise UserError(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
+    if asked.chat and (asked.processes or asked.tasks or asked.stability):
+        raise UserError("--chat reads prompts as messages: leave out --process, --task and --stability")
     located = asked.locate()
     if not any(given) and hub.tunnel(located.path):
         asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
@@ -310,7 +316,7 @@ def perform(
     from llmgeom.cache.distributed import Share
 
     share = Share.given(plan.request.shard)
-    subject = subject or plan.request.load(plan.located)
+    subject = _read(plan, subject)
     if share is not None and not _shared(share, plan, subject, progress):
         return
     records = []
@@ -344,6 +350,8 @@ def scan(
             disk, so that no command repeats the scan: `llmgeom.run.run_probes` measures it.
     """
     name = subject if isinstance(subject, str) else subject.name
+    if not isinstance(subject, str) and subject.facts.get("chat"):
+        options["chat"] = True
     known = {field.field for field in flags(RunConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
@@ -366,12 +374,26 @@ def _measured(plan: Plan, subject: Subject | None, write: bool, progress: Progre
     if write:
         made = [record for _, record in perform(plan, progress, subject)]
         return dict(zip(plan.pools, made, strict=True))
-    subject = subject or plan.request.load(plan.located)
+    subject = _read(plan, subject)
     found = {}
     for name in plan.pools:
         drawn = sampled(plan, subject, name, progress)
         found[name] = scanned(plan, subject, name, drawn, progress)
     return found
+
+
+def _read(plan: Plan, subject: Subject | None) -> Subject:
+    """The model of a plan, unless it is given, as it reads prompts."""
+    subject = subject or plan.request.load(plan.located)
+    return subject.chat() if plan.request.chat else subject
+
+
+def _template_note(subject: Subject, batch: Batch) -> list[str]:
+    from llmgeom.model.tokenizing import has_template
+
+    plain = batch.source["kind"] not in ("task", "process") and not subject.facts.get("chat")
+    note = "the tokenizer has a chat template, and prompts were read as plain text: --chat gives them as messages"
+    return [note] if plain and has_template(subject.tokenizer) else []
 
 
 def scanned(
@@ -394,7 +416,7 @@ def scanned(
         seed=plan.request.seed,
         controls=plan.request.nulls,
         samples=samples,
-        notes=notes,
+        notes=[*notes, *_template_note(subject, batch)],
         batch_tokens=batch_tokens or plan.request.batch_tokens,
         store=str(captures_folder()),
         progress=prefixed(progress, name),

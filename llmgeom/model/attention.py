@@ -58,6 +58,7 @@ class Recorder:
         where: tuple[Tensor, Tensor],
         everywhere: frozenset[Site] = frozenset(),
         positions: tuple[Tensor, Tensor] | None = None,
+        tokens: Tensor | None = None,
     ) -> None:
         self.layer = {block.attention: index for index, block in enumerate(blocks) if block.attention is not None}
         self.rows = rows
@@ -65,6 +66,7 @@ class Recorder:
         self.sites = sites
         self.everywhere, self.positions = everywhere, positions or rows
         self.where = where
+        self.tokens = tokens
         self.edits: dict[tuple[Point, int], list[Edit]] = defaultdict(list)
         for edit in edits:
             for index in edit.on(len(blocks)):
@@ -117,7 +119,8 @@ class Recorder:
         """x [batch position ...] after the edits of this point and layer."""
         for edit in self.edits.get((point, layer), ()):
             _, _, prompts, query, *_ = self.on(x.device)
-            x = edit.apply(x, Where(prompts, query, layer))
+            tokens = None if self.tokens is None else self.tokens.to(x.device)
+            x = edit.apply(x, Where(prompts, query, layer, tokens))
             self.touched.add(id(edit))
         return x
 
@@ -133,11 +136,17 @@ class Recorder:
                 "capturing while decoding from a cache is not supported; pass the whole text in one forward"
             )
         self.seen.append(layer)
-        self.keep(Site.QUERY, layer, query.transpose(1, 2))
-        self.keep(Site.KEY, layer, key.transpose(1, 2))
-        if ("value", layer) in self.edits:
-            value = self.edit("value", layer, value.transpose(1, 2)).transpose(1, 2)
-        self.keep(Site.VALUE, layer, value.transpose(1, 2))
+        query, key, value = (
+            self.edit(point, layer, x.transpose(1, 2)).transpose(1, 2) if (point, layer) in self.edits else x
+            for point, x in (("query", query), ("key", key), ("value", value))
+        )
+        for site, x in ((Site.QUERY, query), (Site.KEY, key), (Site.VALUE, value)):
+            self.keep(site, layer, x.transpose(1, 2))
+        if ("scores", layer) in self.edits or ("attention", layer) in self.edits:
+            z = self._written_out(kind, layer, query, key, value, mask, **kwargs)
+            z = self.edit("z", layer, z)
+            self.keep(Site.Z, layer, z)
+            return z
         if (self.sites | self.everywhere) & ROWS:
             # Eager attention rounds its scores to the model's dtype: a row is to be the one that was used.
             dtype = query.dtype if kind == PLAIN else torch.float32
@@ -151,6 +160,21 @@ class Recorder:
         z = self.edit("z", layer, z)
         self.keep(Site.Z, layer, z)
         return z
+
+    def _written_out(self, kind: str, layer: int, query, key, value, mask, *, scaling=None, **kwargs) -> Tensor:
+        """Attention with its whole matrix of weights, so that scores and weights can be edited: z as `_delegate`."""
+        heads, width, dim = query.shape[1:]
+        group, dtype = heads // key.shape[1], query.dtype if kind == PLAIN else torch.float32
+        scores = query.to(dtype) @ key.to(dtype).repeat_interleave(group, 1).mT
+        scores = (scores * (dim**-0.5 if scaling is None else scaling)).transpose(1, 2)
+        places = torch.arange(width, device=query.device)
+        allowed = (places <= places[:, None])[None, :, None] if mask is None else mask.transpose(1, 2)
+        weights = softmaxed(scores, allowed, edit=lambda x: self.edit("scores", layer, x), **kwargs)
+        weights = self.edit("attention", layer, weights)
+        if (self.sites | self.everywhere) & ROWS:
+            self.keep_rows(layer, query.device, lambda prompt, position: weights[prompt, position])
+        mixed = weights.transpose(1, 2).to(value.dtype) @ value.repeat_interleave(group, 1)
+        return mixed.transpose(1, 2)
 
 
 def row_statistic(site: Site, weights: Tensor) -> Tensor:
@@ -200,21 +224,33 @@ def attention_rows(
         k = (key if one_each else key[b]).to(dtype)
         q = query[b, :, t].to(dtype).view(len(b), kv_heads, heads // kv_heads, dim)
         scores = (q @ k.mT).mul_(scaling).view(len(b), heads, width)
-        if softcap:
-            scores = (scores / softcap).tanh_().mul_(softcap)
-        scores = scores.float()
         if mask is None:
             allowed = (columns <= t[:, None])[:, None]
         else:
             allowed = mask[b if mask.shape[0] > 1 else torch.zeros_like(b), :, t]
-        scores = scores.masked_fill_(~allowed, float("-inf"))
-        if s_aux is not None:
-            sink = s_aux.float().view(1, -1, 1).expand(len(b), -1, 1)
-            scores = torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1].contiguous()
-        else:
-            scores = scores.softmax(-1)
-        parts.append(scores)
+        parts.append(softmaxed(scores, allowed, softcap=softcap, s_aux=s_aux))
     return parts[1] if len(parts) == 2 else torch.cat(parts)
+
+
+def softmaxed(
+    scores: Tensor,
+    allowed: Tensor,
+    *,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    edit: Callable[[Tensor], Tensor] | None = None,
+    **_,
+) -> Tensor:
+    """Weights [... head key] float32 of scaled scores, which `edit` may change once they are capped and masked."""
+    if softcap:
+        scores = (scores / softcap).tanh_().mul_(softcap)
+    scores = scores.float().masked_fill(~allowed, float("-inf"))
+    if edit is not None:
+        scores = edit(scores)
+    if s_aux is None:
+        return scores.softmax(-1)
+    sink = s_aux.float()[:, None].expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], dim=-1).softmax(-1)[..., :-1].contiguous()
 
 
 def _delegate(kind: str, module: nn.Module, query, key, value, mask, **kwargs) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from llmgeom.batch import Batch, Posterior
 from llmgeom.errors import Unavailable
+from llmgeom.stats.information import bits
 
 
 class Site(StrEnum):
@@ -55,6 +56,7 @@ class Site(StrEnum):
 
 
 ROWS = frozenset({Site.ATTENTION, Site.ATTENTION_ENTROPY, Site.ATTENTION_FIRST, Site.ATTENTION_REST})
+ENTROPIES = frozenset({Site.ENTROPY, Site.ATTENTION_ENTROPY, Site.ATTENTION_REST})
 RANKS = 5  # likeliest next tokens that are kept
 OUTPUTS = frozenset({Site.LOG_PROBS, Site.ENTROPY, Site.LIKELY})
 # What only a model with attention has.
@@ -222,16 +224,19 @@ class Capture:
     def __getitem__(self, place: str | tuple[str, Any]) -> Any:
         """`capture["value", -1]`: a site at a layer (a number, negative from the end, or a slice).
 
-        `capture["value"]` is the site at all layers, and what has no layer. Raises LookupError for a site or a layer
-        that was not captured.
+        `capture["value"]` is the site at all layers, and what has no layer. Entropies are in bits, in float64;
+        `layers(site)` has them in nats, as they are stored. Raises LookupError for a site or a layer that was not
+        captured.
         """
         site, layer = place if isinstance(place, tuple) else (place, None)
         known = sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors})
         if site not in known:
             raise LookupError(f"{site!r} was not captured; this capture has {', '.join(known)}")
         layers = self.layers(Site(site))
+        if site in ENTROPIES:
+            layers = Layers(lambda key: bits(self.tensors[key].double()), layers.keys)
         if layer is None:
-            return layers[0] if next(iter(layers.keys))[1] == -1 else self.stacked(Site(site))
+            return layers[0] if layers.keys[0][1] == -1 else _stack(layers, site)
         if isinstance(layer, int) and not -len(layers) <= layer < len(layers):
             raise LookupError(f"{site!r} has layers 0 to {len(layers) - 1}, not {layer}")
         return layers[layer]
@@ -249,11 +254,7 @@ class Capture:
 
     def stacked(self, site: Site) -> Tensor:
         """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""
-        layers = list(self.layers(site))
-        shapes = {tuple(tensor.shape) for tensor in layers}
-        if len(shapes) > 1:
-            raise Unavailable(f"{site.value} has different shapes in different layers {sorted(shapes)}; use layers()")
-        return torch.stack(layers)
+        return _stack(self.layers(site), site)
 
     @property
     def value(self) -> Float[Tensor, "layer row kv_head head_dim"]:
@@ -273,7 +274,7 @@ class Capture:
 
     @property
     def attention_entropy(self) -> Float[Tensor, "layer row head"]:
-        return self.stacked(Site.ATTENTION_ENTROPY)
+        return self["attention_entropy"]
 
     @property
     def attention_first(self) -> Float[Tensor, "layer row head"]:
@@ -281,7 +282,7 @@ class Capture:
 
     @property
     def attention_rest(self) -> Float[Tensor, "layer row head"]:
-        return self.stacked(Site.ATTENTION_REST)
+        return self["attention_rest"]
 
     @property
     def z(self) -> Float[Tensor, "layer row head head_dim"]:
@@ -309,10 +310,19 @@ class Capture:
 
     @property
     def entropy(self) -> Float[Tensor, " row"]:
-        """Next-token entropy, nats."""
-        return self.layers(Site.ENTROPY)[0]
+        """Next-token entropy, bits."""
+        return self["entropy"]
 
     @property
     def likely(self) -> Float[Tensor, "row 2 rank"]:
         """Ids and log-probabilities (nats) of the likeliest next tokens."""
         return self.layers(Site.LIKELY)[0]
+
+
+def _stack(layers: Layers, site: str) -> Tensor:
+    """Layers along a new first axis. Raises Unavailable where they differ in shape."""
+    tensors = list(layers)
+    shapes = {tuple(tensor.shape) for tensor in tensors}
+    if len(shapes) > 1:
+        raise Unavailable(f"{site} has different shapes in different layers {sorted(shapes)}; use layers()")
+    return torch.stack(tensors)

@@ -2,69 +2,133 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from llmgeom.errors import UserError
 
-Point = Literal["residual", "value", "z", "attention_write", "mlp_write"]
-POINTS: tuple[Point, ...] = ("residual", "value", "z", "attention_write", "mlp_write")
+Point = Literal["residual", "query", "key", "value", "scores", "attention", "z", "attention_write", "mlp_write"]
+POINTS: tuple[Point, ...] = (
+    "residual", "query", "key", "value", "scores", "attention", "z", "attention_write", "mlp_write"
+)  # fmt: skip
+BY_HEAD = POINTS[1:7]
+BY_KEY: tuple[Point, ...] = ("scores", "attention")
+
+
+class TokenIds(tuple[int, ...]):
+    """The positions that hold one of these tokens."""
+
+
+Positions = Literal["all", "query"] | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Where:
-    """What an edit may need to know of the rows it is given: `prompt` [batch] int64, the index of each row in the
-    whole Batch; `query` [batch position] bool, the positions under examination; `layer`."""
+    """What an edit may need to know of the rows it is given.
+
+    Attributes:
+        prompt: [batch] int64, the index of each row in the whole Batch.
+        query: [batch position] bool, the positions under examination.
+        layer: Of the activation.
+        tokens: [batch position] int64, padded; None where the inputs are rows of numbers.
+    """
 
     prompt: Tensor
     query: Tensor
     layer: int
+    tokens: Tensor | None = None
+
+    def at(self, positions: Positions) -> Tensor:
+        """[batch position] bool: which positions are chosen; one that a prompt does not have is left out."""
+        places = torch.arange(self.query.shape[1], device=self.query.device).expand_as(self.query)
+        if positions == "all":
+            return torch.ones_like(self.query)
+        if positions == "query":
+            return self.query
+        if isinstance(positions, TokenIds):
+            if self.tokens is None:
+                raise UserError("an edit at a token: these inputs hold no tokens; give positions by number")
+            return torch.isin(self.tokens, torch.tensor(positions, device=self.tokens.device))
+        last = torch.where(self.query, places, -1).amax(1, keepdim=True)
+        wanted = [place if place >= 0 else last + 1 + place for place in positions]
+        return torch.stack([places == place for place in wanted]).any(0)
 
 
 @dataclass(frozen=True)
 class Edit:
     """Replace an activation by `function(x, where)` at one point of some layers.
 
-    point      residual         x is [batch position d_model]: the input of a layer, whatever it then reads it with.
-               value            x is [batch position kv_head head_dim]: what attention mixes, true kv heads.
-               z                x is [batch position head head_dim]: each query head's output before W_O.
-               attention_write, mlp_write
-                                x is [batch position d_model]: what the block adds to the residual stream.
-    layers     which layers, 0 .. L-1, or None for all.
-    positions  "all", or "query": the edit is kept only at the positions under examination.
-    spec       plain data that says what the function does; a Record stores it in the function's place.
+    `Edit("z", lambda x, where: 0 * x, layers=(3,), spec={"do": "zero"})` silences the attention of layer 3;
+    `Subject.edit` says the same in fewer words.
 
-    `Edit("z", lambda x, where: 0 * x, layers=(3,), spec={"do": "zero"})` silences the attention of layer 3.
+    Attributes:
+        point: What x is.
+            residual: [batch position d_model], the input of a layer, whatever it then reads it with.
+            query, key, value: [batch position head head_dim] as attention consumes them, after rotary embedding and
+                norms; keys and values have true kv heads.
+            scores: [batch position head key], q . k before the softmax: scaled, capped and -inf where a query may not
+                look. -inf at an edge cuts it, and the softmax shares its weight among the others.
+            attention: [batch position head key], the weights that mix the values; nothing is normalised after the edit.
+            z: [batch position head head_dim], each query head's output before W_O.
+            attention_write, mlp_write: [batch position d_model], what the block adds to the residual stream.
+        function: (x, where) -> x, of the same shape.
+        layers: Which layers, 0 .. L-1, negative from the end; None for all.
+        positions: The edit is kept at "all" positions, at the "query" positions (under examination), at places by
+            number (negative: back from the last queried one), or at tokens.
+        heads: The edit is kept at these heads (of keys and values: kv heads); None for all.
+        keys: Of scores and attention, which keys' positions; as `positions`.
+        spec: Plain data that says what the function does; a Record stores it in the function's place.
+
+    Raises:
+        UserError: A point, positions or an axis that does not exist.
     """
 
     point: Point
     function: Callable[[Tensor, Where], Tensor]
     layers: tuple[int, ...] | None = None
-    positions: Literal["all", "query"] = "all"
+    positions: Positions = "all"
     spec: Mapping[str, Any] = field(default_factory=dict)
+    heads: tuple[int, ...] | None = None
+    keys: Positions = "all"
 
     def __post_init__(self) -> None:
         if self.point not in POINTS:
             raise UserError(f"edit point {self.point!r} is unknown; an edit acts on one of {', '.join(POINTS)}")
-        if self.positions not in ("all", "query"):
-            raise UserError(f"edit positions {self.positions!r}: expected 'all' or 'query'")
+        for chosen in (self.positions, self.keys):
+            if not (chosen in ("all", "query") or (isinstance(chosen, tuple) and chosen)):
+                raise UserError(f"edit positions {chosen!r}: expected 'all', 'query' or a tuple of places")
         if self.layers is not None and not self.layers:
             raise UserError("an edit of no layers would change nothing; name layers, or None for all")
+        if self.heads is not None and (self.point not in BY_HEAD or not self.heads):
+            raise UserError(f"edit of heads {self.heads} at {self.point}: name heads of one of {', '.join(BY_HEAD)}")
+        if self.keys != "all" and self.point not in BY_KEY:
+            raise UserError(f"edit of keys {self.keys} at {self.point}: only {' and '.join(BY_KEY)} have keys")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What tells this edit from others in the cache."""
+        plain = {
+            name: {"tokens": list(value)} if isinstance(value, TokenIds) else value
+            for name, value in (("at", self.positions), ("keys", self.keys), ("heads", self.heads))
+        }
+        return {"point": self.point, "layers": self.layers, "spec": dict(self.spec), **plain}
 
     def on(self, layers: int) -> tuple[int, ...]:
         """The layers it touches in a model of `layers` layers. Raises UserError where one does not exist."""
         if self.layers is None:
             return tuple(range(layers))
-        wrong = [layer for layer in self.layers if not 0 <= layer < layers]
+        wrong = [layer for layer in self.layers if not -layers <= layer < layers]
         if wrong:
             raise UserError(f"edit of layer {wrong[0]}: this model has layers 0 to {layers - 1}; nothing was edited")
-        return self.layers
+        return tuple(layer % layers for layer in self.layers)
 
     def apply(self, x: Tensor, where: Where) -> Tensor:
-        """The edited activation. Raises UserError where the function changes the shape."""
+        """The edited activation. Raises UserError where the function changes the shape, or a head does not exist."""
         edited = self.function(x, where)
         if edited.shape != x.shape:
             raise UserError(
@@ -72,7 +136,38 @@ class Edit:
                 "an edit keeps the shape"
             )
         edited = edited.to(x.dtype)
-        if self.positions == "query":
-            mask = where.query.reshape(*where.query.shape, *([1] * (x.dim() - 2)))
-            return edited.where(mask, x)
-        return edited
+        if self.positions != "all":
+            edited = edited.where(where.at(self.positions).view(*x.shape[:2], *[1] * (x.dim() - 2)), x)
+        if self.heads is not None:
+            if wrong := [head for head in self.heads if not 0 <= head < x.shape[2]]:
+                raise UserError(f"edit of head {wrong[0]} at {self.point}: there are heads 0 to {x.shape[2] - 1}")
+            chosen = torch.zeros(x.shape[2], dtype=torch.bool, device=x.device)
+            chosen[list(self.heads)] = True
+            edited = edited.where(chosen[:, None], x)
+        return edited if self.keys == "all" else edited.where(where.at(self.keys)[:, None, None], x)
+
+
+def made(
+    point: str,
+    fn: Callable[..., Tensor] | float | Tensor,
+    layers: int | slice | range | list[int] | tuple[int, ...] | None,
+    depth: int,
+    **rest: Any,
+) -> Edit:
+    """The edit that `Subject.edit` describes, in a model of `depth` layers. Raises UserError as Edit does."""
+    if isinstance(layers, int):
+        layers = (layers,)
+    elif isinstance(layers, slice):
+        layers = range(depth)[layers]
+    if layers is not None and not all(isinstance(layer, int) for layer in layers):
+        raise UserError(f"edit layers={layers!r}: expected a number, a slice, or a list of numbers")
+    spec: dict[str, Any] = {}
+    if callable(fn):
+        plain = len(inspect.signature(fn).parameters) == 1
+        function = (lambda x, where: fn(x)) if plain else fn
+    elif isinstance(fn, Tensor):
+        function = lambda x, where: fn.to(x).expand_as(x)  # noqa: E731
+    else:
+        function, spec = (lambda x, where: torch.full_like(x, fn)), {"set to": str(fn)}
+    named: Any = point.replace(" ", "_")
+    return Edit(named, function, None if layers is None else tuple(layers), spec=spec, **rest)

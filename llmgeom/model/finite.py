@@ -29,8 +29,10 @@ def check_logits(reader: Reader, plan: CapturePlan, finite: Tensor, prompts: lis
     length = int(plan.tokens.lengths[prompt])
     rows = (torch.zeros(length, dtype=torch.int64), torch.arange(length))
     where = (torch.tensor([prompt]), plan.where[[prompt], :length])
-    recorder = Recorder(reader.blocks, rows, frozenset({Site.RESIDUAL}), plan.edits, where)
-    reader.forward.run(recorder, plan.tokens.data[[prompt], :length])
+    inputs = plan.tokens.data[[prompt], :length]
+    tokens = None if inputs.is_floating_point() else inputs
+    recorder = Recorder(reader.blocks, rows, frozenset({Site.RESIDUAL}), plan.edits, where, tokens=tokens)
+    reader.forward.run(recorder, inputs)
     bad = [layer for (_, layer), t in sorted(recorder.kept.items()) if not torch.isfinite(t).all()]
     place = "the output embedding" if not bad else "the input embedding" if bad[0] == 0 else f"layer {bad[0] - 1}"
     raise UserError(

@@ -239,7 +239,7 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         "positions": sha256(plan.where.numpy().tobytes()),
         "plan": digest({"batches": plan.batches, "shards": [list(group) for group in plan.groups]}),
         "sites": sorted(plan.sites),
-        "edits": [{"point": e.point, "layers": e.layers, "at": e.positions, "spec": dict(e.spec)} for e in plan.edits],
+        "edits": [edit.identity for edit in plan.edits],
     }
     if plan.observers:
         spec["observers"] = {one.name: one.version or keys.of_code(one.function) for one in plan.observers}

@@ -145,7 +145,8 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
     rows = mask.nonzero(as_tuple=True)
     every = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True) if plan.everywhere else rows
     where = (torch.tensor(members), mask)
-    recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every)
+    tokens = None if inputs.is_floating_point() else inputs
+    recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens)
     logits = reader.forward.run(recorder, inputs)
     _check_pass(reader, plan, recorder)
     tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if key[0] in plan.sites}

@@ -16,12 +16,11 @@ from llmgeom.errors import UnsupportedModel, UserError
 from llmgeom.model import controls, hub, loading, running, self_check, tokenizing
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import ATTENDING, Capture, Site
-from llmgeom.model.edits import Edit
+from llmgeom.model.edits import Edit, TokenIds, made
 from llmgeom.model.forward import Backend, Forward, through_transformers
 from llmgeom.model.layers import Block, without_attention
 from llmgeom.model.passes import Observer, Positions, descent, identity, plan_capture
 from llmgeom.model.unembedding import Unembedding, unembedding_of
-from llmgeom.stats.information import bits
 
 FIRST_LOOK = frozenset({Site.VALUE, Site.RESIDUAL, Site.ENTROPY, Site.LIKELY})  # what a capture keeps if not told
 
@@ -176,6 +175,57 @@ class Subject:
         """`with subject.edited(edit) as changed: changed.capture(...)`: a subject whose every pass is edited."""
         yield replace(self, edits=self.edits + edits)
 
+    def chat(self) -> Self:
+        """The subject that reads each prompt as a user's message, in its tokenizer's chat template.
+
+        Raises:
+            UserError: The tokenizer has no chat template.
+        """
+        if isinstance(self.tokenizer, tokenizing.Chat):
+            return self
+        return replace(self, tokenizer=tokenizing.Chat(self.tokenizer, self.name), facts={**self.facts, "chat": True})
+
+    def edit(
+        self,
+        point: str,
+        fn: Callable[..., torch.Tensor] | float | torch.Tensor,
+        *,
+        layers: int | slice | range | list[int] | tuple[int, ...] | None = None,
+        positions: str | int | Sequence[int] = "all",
+        heads: int | Sequence[int] | None = None,
+        keys: str | int | Sequence[int] = "all",
+    ) -> Self:
+        """A subject whose every pass is edited at one point; `Edit` says what x is there.
+
+        `subject.edit("value", 0, layers=-1)` silences the last layer's values;
+        `subject.edit("scores", -torch.inf, layers=2, heads=1, positions="last", keys=0)` cuts the edge from the last
+        token to the first in one head.
+
+        Args:
+            point: "residual", "query", "key", "value", "scores", "attention", "z", "attention write" or "mlp write".
+            fn: x -> x, or (x, where) -> x, of the same shape; or the number or tensor that x becomes.
+            layers: A number, negative from the end, a slice or a list; all by default.
+            positions: "all", "query", "last", numbers, or a token's text, at every place where it stands.
+            heads: One head or several; all by default.
+            keys: Of "scores" and "attention": which keys' positions, as `positions`.
+
+        Raises:
+            UserError: No such point, layer, head or token.
+        """
+        chosen = {"positions": self._places(positions), "keys": self._places(keys)}
+        whole = None if heads is None else (heads,) if isinstance(heads, int) else tuple(heads)
+        edit = made(point, fn, layers, len(self.blocks), heads=whole, **chosen)
+        edit.on(len(self.blocks))
+        return replace(self, edits=(*self.edits, edit))
+
+    def _places(self, positions: str | int | Sequence[int]) -> Any:
+        """Positions as an Edit has them."""
+        if isinstance(positions, str):
+            if positions in ("all", "query", "last"):
+                return (-1,) if positions == "last" else positions
+            return TokenIds(tokenizing.ids_of(positions, self.tokenizer, self.name))
+        return (positions,) if isinstance(positions, int) else tuple(positions)
+
     @cached_property
     def weight_hash(self) -> str:
         """sha256 over names and bytes of all parameters and buffers, sorted by name; 64 hex digits."""
@@ -244,8 +294,7 @@ class Subject:
 
     def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
         """Next-token entropy at the final position of each prompt, bits, over the full vocabulary; [batch] float64."""
-        nats = self.capture(batch, {Site.ENTROPY}, **options).entropy
-        return bits(nats.double().numpy())
+        return self.capture(batch, {Site.ENTROPY}, **options).entropy.numpy()
 
     @cached_property
     def unembed(self) -> Unembedding:

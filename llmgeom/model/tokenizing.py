@@ -69,10 +69,74 @@ def fitting(reader: Reader, batch: Batch) -> Batch:
     return batch.take([i for i, length in enumerate(lengths) if limit is None or length <= limit])
 
 
-def special_prefix(tokenizer: Tokenizer | None) -> int:
-    """How many special tokens the tokenizer puts before a text (1 for a BOS, else usually 0)."""
+def ids_of(token: str, tokenizer: Tokenizer | None, name: str) -> list[int]:
+    """The ids of a token by its text, with a space before it and without.
+
+    Raises:
+        UserError: The text is several tokens, or the model has no tokenizer.
+    """
     if tokenizer is None:
-        return 0
+        raise UserError(f"{name} {NO_TOKENIZER}")
+    ways = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in dict.fromkeys((token, f" {token}"))]
+    if found := [ids[0] for ids in ways if len(ids) == 1]:
+        return found
+    raise UserError(f"{token!r} is {len(ways[0])} tokens of {name}, not one: give positions by number")
+
+
+class Chat:
+    """A tokenizer that reads a text as the message of a user: the chat template stands where special tokens do.
+
+    Attributes:
+        tokenizer: With a chat template.
+
+    Raises:
+        UserError: The tokenizer has none.
+    """
+
+    def __init__(self, tokenizer: Any, name: str) -> None:
+        if not has_template(tokenizer):
+            raise UserError(f"{name} has no chat template in its tokenizer; leave out --chat")
+        self.tokenizer = tokenizer
+
+    def __call__(self, text: str | list[str], add_special_tokens: bool = True, **options: Any) -> Mapping[str, Any]:
+        if add_special_tokens:
+            text = self._message(text) if isinstance(text, str) else [self._message(one) for one in text]
+        return self.tokenizer(text, add_special_tokens=False, **options)
+
+    def _message(self, text: str) -> str:
+        message = [{"role": "user", "content": text}]
+        return self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "tokenizer":  # not there yet: a copy is being made
+            raise AttributeError(name)
+        return getattr(self.tokenizer, name)
+
+
+def has_template(tokenizer: Any) -> bool:
+    """Whether a tokenizer has a chat template, as those of instruct models have."""
+    return bool(getattr(tokenizer, "chat_template", None))
+
+
+def special_tokens(tokenizer: Tokenizer | None) -> tuple[int, int]:
+    """How many tokens the tokenizer puts before a text and after it: 1 and 0 for a BOS; of a chat its template."""
+    if tokenizer is None:
+        return 0, 0
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a", add_special_tokens=True)["input_ids"]
-    return next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+    for before in range(len(whole)):
+        if whole[before : before + len(plain)] == plain:
+            return before, len(whole) - before - len(plain)
+    # Within a template the text may be other tokens: what does not change with it is the template.
+    other = tokenizer("b", add_special_tokens=True)["input_ids"]
+    return _shared(whole, other), _shared(whole[::-1], other[::-1])
+
+
+def _shared(first: list[int], second: list[int]) -> int:
+    """How many tokens two sequences begin with alike."""
+    return next((i for i, (one, two) in enumerate(zip(first, second, strict=False)) if one != two), 0)
+
+
+def special_prefix(tokenizer: Tokenizer | None) -> int:
+    """How many special tokens the tokenizer puts before a text (1 for a BOS, else usually 0)."""
+    return special_tokens(tokenizer)[0]

@@ -49,7 +49,7 @@ class LabelPredictions:
         """From a capture with the observer LABELS."""
         log_p = capture.observed("labels.log_p").double().numpy()
         mass = np.logaddexp.reduce(log_p, 1)
-        entropy = bits(capture.entropy.double().numpy())
+        entropy = capture.entropy.numpy()
         made = cls(log_p - mass[:, None], np.exp(mass), entropy)
         if ("values.last", -1) not in capture.tensors:
             return made

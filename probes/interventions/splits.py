@@ -16,7 +16,6 @@ from llmgeom.model.edits import Point
 from llmgeom.model.subject import Positions, Subject
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.probes.interventions.patching import Location, PatchingRun, PromptRun, TaskRun
-from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import fit, folds
 from llmgeom.task import Categorical, Task
@@ -106,7 +105,7 @@ class PromptSplit(EstimationSplit):
     @classmethod
     def of(cls, subject: Subject, captures: Mapping[str, Capture], seed: int, batch_tokens: int) -> PromptSplit:
         """From captures of both halves with PROMPT_SITES and the entropy; `seed` is that of the ridge's folds."""
-        entropy = {half: bits(captures[half].entropy.double().numpy()) for half in (ESTIMATION, EVALUATION)}
+        entropy = {half: captures[half].entropy.numpy() for half in (ESTIMATION, EVALUATION)}
         stream = captures[ESTIMATION].layers(Site.RESIDUAL)[-1].double().numpy()
         centre, sd = stream.mean(0), np.where(stream.std(0) > 0, stream.std(0), 1)
         fold = folds(captures[ESTIMATION].batch.cluster, seed)

@@ -23,7 +23,6 @@ from llmgeom.probes.shared.nulls import (
 )
 from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.information import bits
 from llmgeom.stats.pca import share_intervals, shares
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.ridge_probe import Readout, decodability, decodability_interval, folds, permuted_decodability, read
@@ -412,7 +411,7 @@ def aligned_signs(scores: Sequence[np.ndarray]) -> np.ndarray:
 
 def entropy_of(capture: Capture) -> np.ndarray:
     """[row] float64, bits: the captured model's own next-token entropy."""
-    return bits(capture.entropy.double().numpy())
+    return capture.entropy.numpy()
 
 
 def input_at_rows(capture: Capture) -> Tensor:
