@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cache import keys, results
 from llmgeom.cache.shards import run_key
 from llmgeom.errors import UserError
@@ -28,6 +28,7 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import has_template
 from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample
 from llmgeom.progress import Progress
@@ -411,6 +412,8 @@ def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: i
         yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
     if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
         yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
+    if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
+        yield "the tokenizer has a chat template, and prompts were read as plain text: scan --chat sends messages"
     if subject.facts.get("note"):
         yield subject.facts["note"]
     yield from few_draws(controls)

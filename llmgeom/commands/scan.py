@@ -73,9 +73,7 @@ class RunConfig(config.ModelConfig):
         least=FEWEST,
         group="Prompts",
     )
-    chat: bool = flag(
-        False, "Give each prompt as a user's message, in the chat template of the tokenizer.", group="Prompts"
-    )
+    chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
     limit: int | None = flag(
         None, "Read only the first LIMIT prompts of a file, or draw a pool of at most LIMIT.", least=FEWEST,
         group="Prompts",
@@ -161,15 +159,19 @@ class Plan:
     stratify: bool
     out: Path
 
+    def subject(self, given: Subject | None) -> Subject:
+        """The model, unless it is given, as it reads prompts."""
+        read = given or self.request.load(self.located)
+        return read.chat() if self.request.chat else read
+
     def folder(self, name: str) -> Path:
         safe = "".join(c if c.isalnum() or c in "._+-" else "-" for c in name)
         return self.out / safe if len(self.pools) > 1 else self.out
 
     def n(self, name: str) -> int:
-        """How many prompts are scanned.
+        """How many prompts are scanned: 75 by default, as Paper III.
 
-        75 by default, as Paper III; in a small domain two thirds of what two a template allow, in fifths, so that each
-        fifth of the entropies can give its share.
+        In a small domain two thirds of what two a template allow, so that each fifth of the entropies gives its share.
         """
         if not self.stratify:
             return len(self.pools[name])
@@ -316,7 +318,7 @@ def perform(
     from llmgeom.cache.distributed import Share
 
     share = Share.given(plan.request.shard)
-    subject = _read(plan, subject)
+    subject = plan.subject(subject)
     if share is not None and not _shared(share, plan, subject, progress):
         return
     records = []
@@ -350,8 +352,7 @@ def scan(
             disk, so that no command repeats the scan: `llmgeom.run.run_probes` measures it.
     """
     name = subject if isinstance(subject, str) else subject.name
-    if not isinstance(subject, str) and subject.facts.get("chat"):
-        options["chat"] = True
+    options |= {} if isinstance(subject, str) or not subject.facts.get("chat") else {"chat": True}
     known = {field.field for field in flags(RunConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
@@ -372,28 +373,10 @@ def scan(
 
 def _measured(plan: Plan, subject: Subject | None, write: bool, progress: Progress | None) -> dict[str, Record]:
     if write:
-        made = [record for _, record in perform(plan, progress, subject)]
-        return dict(zip(plan.pools, made, strict=True))
-    subject = _read(plan, subject)
-    found = {}
-    for name in plan.pools:
-        drawn = sampled(plan, subject, name, progress)
-        found[name] = scanned(plan, subject, name, drawn, progress)
-    return found
-
-
-def _read(plan: Plan, subject: Subject | None) -> Subject:
-    """The model of a plan, unless it is given, as it reads prompts."""
-    subject = subject or plan.request.load(plan.located)
-    return subject.chat() if plan.request.chat else subject
-
-
-def _template_note(subject: Subject, batch: Batch) -> list[str]:
-    from llmgeom.model.tokenizing import has_template
-
-    plain = batch.source["kind"] not in ("task", "process") and not subject.facts.get("chat")
-    note = "the tokenizer has a chat template, and prompts were read as plain text: --chat gives them as messages"
-    return [note] if plain and has_template(subject.tokenizer) else []
+        return dict(zip(plan.pools, (record for _, record in perform(plan, progress, subject)), strict=True))
+    subject = plan.subject(subject)
+    drawn = {name: sampled(plan, subject, name, progress) for name in plan.pools}
+    return {name: scanned(plan, subject, name, drawn[name], progress) for name in plan.pools}
 
 
 def scanned(
@@ -416,7 +399,7 @@ def scanned(
         seed=plan.request.seed,
         controls=plan.request.nulls,
         samples=samples,
-        notes=[*notes, *_template_note(subject, batch)],
+        notes=notes,
         batch_tokens=batch_tokens or plan.request.batch_tokens,
         store=str(captures_folder()),
         progress=prefixed(progress, name),
@@ -465,8 +448,8 @@ def sampled(plan: Plan, subject: Subject, name: str, progress: Progress | None =
     def readable(of: Batch, what: str) -> Batch:
         kept = fitting(subject, of)
         if len(kept) < len(of):
-            positions = subject.facts["positions"]
-            notes.append(f"{len(of) - len(kept)} of {len(of)} {what} have more than {positions} tokens: left out")
+            longer = f"have more than {subject.facts['positions']} tokens"
+            notes.append(f"{len(of) - len(kept)} of {len(of)} {what} {longer}: left out")
         return kept
 
     def entropy(of: Batch, what: str) -> np.ndarray:
