@@ -18,7 +18,7 @@ from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, Needs, ProbeInput
+from llmgeom.probe import WHOLE, Needs, ProbeInput, Sample
 from llmgeom.probes.shared.nulls import NO_CONTEXT
 from llmgeom.probes.shared.representation_geometry import input_at_rows, varies
 from llmgeom.probes.shared.softmax_probe import read
@@ -38,7 +38,7 @@ GRADUAL = "fall outside the largest step"
 HALF_LENS, DOWN_LENS, HALF_CKA = "lens: way done at half depth", "lens: steps down", "CKA with the last, at half depth"
 CLAIMS = declared("belief_readout")
 
-Statistic = Callable[[Any, np.ndarray], float]  # of what is measured site by site, and the rows that are kept
+Statistic = Callable[[Any, np.ndarray], float]  # of what is measured at each site, and of the rows that are left
 
 
 def lens(step: Step) -> dict[str, Tensor]:
@@ -46,8 +46,8 @@ def lens(step: Step) -> dict[str, Tensor]:
     if step.batch.posterior is not None:
         return {}
     final = step.log_probs.double().log_softmax(-1)
-    each = [kl(final, step.unembed(x).double().log_softmax(-1)) for x in step.layers(Site.RESIDUAL)]
-    return {"kl": torch.stack(each, 1).clamp_min(0)}
+    by_depth = [kl(final, step.unembed(x).double().log_softmax(-1)) for x in step.layers(Site.RESIDUAL)]
+    return {"kl": torch.stack(by_depth, 1).clamp_min(0)}
 
 
 def collect(captures: Mapping[str, Capture], _: Any = None) -> np.ndarray | None:
@@ -134,10 +134,94 @@ class Lens(Base):
 
 
 def measure(view: ProbeInput) -> Result | Lens:
-    """The read-out where an exact answer is known, else the lens. Raises UserError for real-valued answers, and for a
-    posterior that position alone tells."""
-    if view.capture.batch.posterior is None:
-        return _lens(view)
+    """The read-out where an exact answer is known, else the logit lens.
+
+    Raises:
+        UserError: the answers are real numbers; the position alone determines the posterior; a language model has one
+            layer.
+    """
+    return _lens(view) if view.capture.batch.posterior is None else _read_out(view)
+
+
+# ---- exact answers: a softmax read-out at every site ----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Missed:
+    """KL(exact || read-out) in bits, held out: what the read-outs of the model and of its controls miss.
+
+    Attributes:
+        model: [site row].
+        base: [2 row]: read-outs of the position, and of position and input token.
+        untrained: [site row] for each untrained copy.
+        no_context: [site row] of the trained model without context; None where there is no such control.
+        shuffled: [draw row] at the last site, when the target is another sequence's posterior.
+        clusters: [row].
+    """
+
+    model: np.ndarray
+    base: np.ndarray
+    untrained: Sequence[np.ndarray]
+    no_context: np.ndarray | None
+    shuffled: np.ndarray
+    clusters: np.ndarray
+
+    @classmethod
+    def of(cls, whole: ProbeInput | Sample, rows: np.ndarray, seed: int, draws: int) -> Missed:
+        """Fit every read-out on the given rows of whole sequences. Raises UserError if the position is enough."""
+        capture, chosen = whole.capture, torch.from_numpy(rows)
+        exact = capture.exact
+        log_p = (exact.predictive if exact.belief is None else exact.belief)[chosen].double()
+        position, clusters = capture.position[chosen], whole.clusters[rows]
+
+        def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
+            return read(x, target, position, clusters, seed).kl
+
+        inputs = _input(capture)[chosen]
+        base = missed([torch.zeros_like(inputs), inputs])
+        if base[0].mean() < 1e-6:
+            raise UserError("the position alone determines the posterior: a residual stream can add nothing")
+        stream = _stream(capture, chosen)
+        others = torch.stack([log_p[_exchanged(capture, chosen, [seed, draw])] for draw in range(draws)])
+        return cls(
+            model=missed(stream),
+            base=base,
+            untrained=[missed(_stream(control, chosen)) for control in whole.untrained],
+            no_context=None if whole.no_context is None else missed(_stream(whole.no_context, chosen)),
+            shuffled=missed([stream[-1]] * draws, others),
+            clusters=clusters,
+        )
+
+    def skill(self, of: np.ndarray, rows: np.ndarray) -> float:
+        """1 - KL(last site) / KL(position)."""
+        return information.skill(of[-1, rows], self.base[0, rows])
+
+    def share(self, statistic: Statistic) -> Statistic:
+        """A part of the fall, over the model's own fall."""
+        return lambda of, rows: statistic(of, rows) / _fall(self.model, rows)
+
+    def estimate(
+        self, name: str, statistic: Statistic, *, half: bool = False, shuffled: bool = False, of_fall: bool = False
+    ) -> Estimate:
+        """A statistic with its jackknife interval and every control.
+
+        Args:
+            statistic: of what is missed [site row] at the rows that are left.
+            half: compare with one half, too. shuffled: compare with another sequence's posterior, too.
+            of_fall: divide by the fall: the model by its own in every jackknife sample, a control by the model's.
+        """
+        every = np.arange(len(self.clusters))
+        own: Statistic = (lambda of, rows: statistic(of, rows) / _fall(of, rows)) if of_fall else statistic
+        control = self.share(statistic) if of_fall else statistic
+        null = {UNTRAINED: np.array([control(draw, every) for draw in self.untrained])}
+        if shuffled:
+            null[SHUFFLED] = np.array([statistic(draw[None], every) for draw in self.shuffled])
+        span = jackknife(partial(own, self.model), every, self.clusters)
+        paired = _paired(own, self.model, control, self.no_context, self.clusters)
+        return _estimate(name, own(self.model, every), span, null, self.clusters, half, paired)
+
+
+def _read_out(view: ProbeInput) -> Result:
     whole = view.samples.get(WHOLE, view)
     exact = whole.capture.exact
     if exact.belief is None and not exact.categorical:
@@ -145,130 +229,93 @@ def measure(view: ProbeInput) -> Result | Lens:
             "this task asks for real numbers, and a softmax read-out needs discrete outcomes; try a task with outcomes"
         )
     rows = _rows(whole.capture, view.seed)
-    given = torch.from_numpy(rows)
-    log_p = (exact.predictive if exact.belief is None else exact.belief)[given].double()
-    position, clusters = whole.capture.position[given], whole.clusters[rows]
+    missed = Missed.of(whole, rows, view.seed, max(len(whole.untrained), 1))
+    split = _writes(whole.capture)
+    estimates, warnings = _estimates(missed, split)
+    layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
+    sites = [f"{site} {layer}" for layer in range(layers) for site in (("in", "attention") if split else ("in",))]
+    return Result(
+        missed=missed.model.mean(1),
+        missed_interval=mean_intervals(missed.model, missed.clusters),
+        missed_null=_band([control.mean(1) for control in missed.untrained]),
+        missed_no_context=None if missed.no_context is None else missed.no_context.mean(1),
+        position=float(missed.base[0].mean()),
+        input=float(missed.base[1].mean()),
+        shuffled=float(missed.shuffled.mean()),
+        estimates=estimates,
+        warnings=warnings,
+        notes=(f"{len(set(missed.clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
+        ticks={"site": (*sites, "out")},
+    )
 
-    def missed(x: Sequence[Tensor], target: Tensor = log_p) -> np.ndarray:
-        return read(x, target, position, clusters, view.seed).kl
 
-    own = missed(_stream(whole.capture, given))
-    there = _input(whole.capture)[given]
-    base = missed([torch.zeros_like(there), there])
-    if base[0].mean() < 1e-6:
-        raise UserError("the position alone determines the posterior: a residual stream can add nothing")
-    untrained = [missed(_stream(control, given)) for control in whole.untrained]
-    cut = None if whole.no_context is None else missed(_stream(whole.no_context, given))
-    draws = [_exchanged(whole.capture, given, [view.seed, draw]) for draw in range(max(len(untrained), 1))]
-    shuffled = missed([_stream(whole.capture, given)[-1]] * len(draws), torch.stack([log_p[one] for one in draws]))
-
-    every, both, made, warnings = np.arange(len(rows)), _writes(whole.capture), [], []
-
-    def add(
-        name: str,
-        statistic: Statistic,
-        null: dict[str, np.ndarray],
-        half: bool = False,
-        without: Statistic | None = None,
-    ) -> Interval:
-        span = jackknife(partial(statistic, own), every, clusters)
-        paired = _paired(statistic, own, without or statistic, cut, clusters)
-        made.append(_estimate(name, statistic(own, every), span, null, clusters, half, paired))
-        return span
-
-    def skill(of: np.ndarray, kept: np.ndarray) -> float:
-        return information.skill(of[-1, kept], base[0, kept])
-
-    def fall(of: np.ndarray, kept: np.ndarray) -> float:
-        return float((of[0, kept] - of[-1, kept]).mean())
-
-    def of_untrained(statistic: Statistic) -> dict[str, np.ndarray]:
-        return {UNTRAINED: np.array([statistic(control, every) for control in untrained])}
-
-    def over_own(statistic: Statistic) -> dict[str, np.ndarray]:
-        return {UNTRAINED: of_untrained(statistic)[UNTRAINED] / fall(own, every)}
-
-    def divided(statistic: Statistic) -> Statistic:
-        return lambda of, kept: statistic(of, kept) / fall(of, kept)
-
-    def over_model(statistic: Statistic) -> Statistic:
-        return lambda of, kept: statistic(of, kept) / fall(own, kept)
-
-    add(SKILL, skill, of_untrained(skill) | {SHUFFLED: np.array([skill(one[None], every) for one in shuffled])})
-    span = add(FALL, fall, of_untrained(fall))
-    if span.low <= 0:
+def _estimates(missed: Missed, split: bool) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
+    """The metrics, and why some are left out; `split` where attention's write is known, so that each layer has two
+    sites."""
+    warnings, steps = [], len(missed.model) - 1
+    fall = missed.estimate(FALL, _fall)
+    estimates = [missed.estimate(SKILL, missed.skill, shuffled=True), fall]
+    if fall.low <= 0:
         warnings.append(
-            f"from input to output the read-out gains {fall(own, every):.2g} bits [{span.low:.2g}, {span.high:.2g}], "
+            f"from input to output the read-out gains {fall.value:.2g} bits [{fall.low:.2g}, {fall.high:.2g}], "
             "not distinguishable from 0: shares of it are left out"
         )
     else:
-        if both:
-            add(SHARE, divided(_over_mlps), over_own(_over_mlps), True, over_model(_over_mlps))
-        if len(own) > LEAST_STEPS:
-            add(GRADUAL, divided(_outside), over_own(_outside), True, over_model(_outside))
-    if not both:
-        warnings.append("what attention writes cannot be told here: there is no share of the MLPs")
-    if len(own) <= LEAST_STEPS:
-        warnings.append(f"{len(own) - 1} steps: of so few the largest is never less than half, and it is left out")
-    add(DOWN, _down, of_untrained(_down))
-    layers = len(whole.capture.layers(Site.RESIDUAL)) - 1
-    names = [f"{name} {layer}" for layer in range(layers) for name in (("in", "attention") if both else ("in",))]
-    return Result(
-        missed=own.mean(1),
-        missed_interval=mean_intervals(own, clusters),
-        missed_null=_band([control.mean(1) for control in untrained]),
-        missed_no_context=None if cut is None else cut.mean(1),
-        position=float(base[0].mean()),
-        input=float(base[1].mean()),
-        shuffled=float(shuffled.mean()),
-        estimates=tuple(made),
-        warnings=tuple(warnings),
-        notes=(f"{len(set(clusters))} sequences, {len(rows)} queries, seed {view.seed}",),
-        ticks={"site": (*names, "out")},
-    )
+        if split:
+            estimates.append(missed.estimate(SHARE, _over_mlps, half=True, of_fall=True))
+        if steps >= LEAST_STEPS:
+            estimates.append(missed.estimate(GRADUAL, _outside, half=True, of_fall=True))
+    if not split:
+        warnings.append("what attention writes is not known here: there is no share of the MLPs")
+    if steps < LEAST_STEPS:
+        warnings.append(f"{steps} steps: the largest of so few is never less than half, and it is left out")
+    estimates.append(missed.estimate(DOWN, _down))
+    return tuple(estimates), tuple(warnings)
+
+
+# ---- no exact answer: the logit lens --------------------------------------------------------------------------------
 
 
 def _lens(view: ProbeInput) -> Lens:
     """KL by the lens and CKA at every depth. Raises UserError below two layers."""
-    own, clusters, every = view.observations, view.clusters, np.arange(len(view.clusters))
-    middle = (len(own) - 1) // 2
-    if len(own) - 1 < LEAST_LAYERS:
-        raise UserError(f"{len(own) - 1} layer: a way from input to output has at least {LEAST_LAYERS}")
-    lens_cut = view.no_context_observations
+    trained, untrained, no_context = view.observations, view.control_observations, view.no_context_observations
+    clusters, every = view.clusters, np.arange(len(view.clusters))
+    layers = len(trained) - 1
+    if layers < LEAST_LAYERS:
+        raise UserError(f"{layers} layer: a way from input to output has at least {LEAST_LAYERS}")
 
     def stream(capture: Capture) -> list[np.ndarray]:
         return [x.float().numpy() for x in capture.layers(Site.RESIDUAL)]
 
-    residuals = [stream(one) for one in (view.capture, *view.untrained)]
-    cut = None if view.no_context is None else stream(view.no_context)
+    def done(kl: np.ndarray, rows: np.ndarray) -> float:
+        first = kl[0, rows].mean()
+        return float(1 - kl[layers // 2, rows].mean() / first) if first > 0 else 0.0
 
-    def way(of: np.ndarray, kept: np.ndarray) -> float:
-        first = of[0, kept].mean()
-        return float(1 - of[middle, kept].mean() / first) if first > 0 else 0.0
+    def alike(residuals: Sequence[np.ndarray], rows: np.ndarray) -> float:
+        return _alike(residuals[layers // 2][rows], residuals[-1][rows])
 
-    def alike(of: Sequence[np.ndarray], kept: np.ndarray) -> float:
-        return _alike(of[middle][kept], of[-1][kept])
-
-    made = []
+    residuals = [stream(capture) for capture in (view.capture, *view.untrained)]
+    without = None if view.no_context is None else stream(view.no_context)
     measures: tuple[tuple[str, Statistic, Any, Sequence[Any], Any], ...] = (
-        (HALF_LENS, way, own, view.control_observations, lens_cut),
-        (DOWN_LENS, lambda of, kept: _down(of[:-1], kept), own, view.control_observations, lens_cut),
-        (HALF_CKA, alike, residuals[0], residuals[1:], cut),
+        (HALF_LENS, done, trained, untrained, no_context),
+        (DOWN_LENS, lambda kl, rows: _down(kl[:-1], rows), trained, untrained, no_context),
+        (HALF_CKA, alike, residuals[0], residuals[1:], without),
     )
-    for name, statistic, mine, theirs, without in measures:
-        span = jackknife(partial(statistic, mine), every, clusters)
-        null = {UNTRAINED: np.array([statistic(control, every) for control in theirs])}
-        paired = _paired(statistic, mine, statistic, without, clusters)
-        made.append(_estimate(name, statistic(mine, every), span, null, clusters, paired=paired))
-    alignment = np.array([[_alike(one, of[-1]) for one in of] for of in residuals])
+    estimates = []
+    for name, statistic, model, controls, cut in measures:
+        span = jackknife(partial(statistic, model), every, clusters)
+        null = {UNTRAINED: np.array([statistic(control, every) for control in controls])}
+        paired = _paired(statistic, model, statistic, cut, clusters)
+        estimates.append(_estimate(name, statistic(model, every), span, null, clusters, paired=paired))
+    alignment = np.array([[_alike(x, stream[-1]) for x in stream] for stream in residuals])
     return Lens(
-        missed=own.mean(1),
-        missed_interval=mean_intervals(own, clusters),
-        missed_null=_band([control.mean(1) for control in view.control_observations]),
-        missed_no_context=None if lens_cut is None else lens_cut.mean(1),
+        missed=trained.mean(1),
+        missed_interval=mean_intervals(trained, clusters),
+        missed_null=_band([control.mean(1) for control in untrained]),
+        missed_no_context=None if no_context is None else no_context.mean(1),
         alike=alignment[0],
         alike_null=_band([*alignment[1:]]),
-        estimates=tuple(made),
+        estimates=tuple(estimates),
     )
 
 
@@ -291,9 +338,9 @@ def _stream(capture: Capture, rows: Tensor) -> list[Tensor]:
     stream = [x[rows].double() for x in capture.layers(Site.RESIDUAL)]
     if not _writes(capture):
         return stream
-    wrote = [x[rows].double() for x in capture.layers(Site.ATTENTION_WRITE)]
-    pairs = zip(stream[:-1], wrote, strict=True)
-    return [each for x, write in pairs for each in (x, x + write)] + stream[-1:]
+    writes = [x[rows].double() for x in capture.layers(Site.ATTENTION_WRITE)]
+    pairs = zip(stream[:-1], writes, strict=True)
+    return [site for x, write in pairs for site in (x, x + write)] + stream[-1:]
 
 
 def _writes(capture: Capture) -> bool:
@@ -301,21 +348,26 @@ def _writes(capture: Capture) -> bool:
 
 
 def _input(capture: Capture) -> Tensor:
-    """[row coordinate] what is put in where it is asked: a token's indicator, or the real-valued row."""
-    there = input_at_rows(capture)
-    return (there[:, None] == there.unique()).double() if there.dim() == 1 else there.double()
+    """[row coordinate] the input at each queried position: a token's indicator, or the real-valued row."""
+    inputs = input_at_rows(capture)
+    return (inputs[:, None] == inputs.unique()).double() if inputs.dim() == 1 else inputs.double()
 
 
 def _exchanged(capture: Capture, rows: Tensor, seed: list[int]) -> Tensor:
-    """[row] whose posterior each row is given: that of the next sequence in a random ring, at the same position."""
+    """[row] the row whose posterior replaces its own: that of the next sequence in a random ring, same position."""
     prompt, position = capture.prompt[rows].numpy(), capture.position[rows].numpy()
     place = np.random.default_rng([*seed, 12]).permutation(prompt.max() + 1)[prompt]
-    given = np.empty(len(rows), dtype=np.int64)
+    donor = np.empty(len(rows), dtype=np.int64)
     for at in np.unique(position):
         ring = np.flatnonzero(position == at)
         ring = ring[np.argsort(place[ring])]
-        given[ring] = np.roll(ring, 1)
-    return torch.from_numpy(given)
+        donor[ring] = np.roll(ring, 1)
+    return torch.from_numpy(donor)
+
+
+def _fall(missed: np.ndarray, rows: np.ndarray) -> float:
+    """Bits from the first site to the last; missed [site row]."""
+    return float((missed[0, rows] - missed[-1, rows]).mean())
 
 
 def _over_mlps(missed: np.ndarray, rows: np.ndarray) -> float:
@@ -335,17 +387,14 @@ def _down(missed: np.ndarray, rows: np.ndarray) -> float:
 
 
 def _paired(
-    statistic: Statistic, own: Any, without: Statistic, cut: Any, clusters: np.ndarray
+    statistic: Statistic, model: Any, of_control: Statistic, control: Any, clusters: np.ndarray
 ) -> tuple[float, Interval] | None:
-    """The statistic of the model without context, and the interval of the model's less it; None without that control.
-
-    `without` is the statistic of the control, where it is not the same: a share of the model's own fall.
-    """
-    if cut is None:
+    """A control's statistic, and the interval of the model's less the control's by cluster; None without control."""
+    if control is None:
         return None
     every = np.arange(len(clusters))
-    difference = jackknife(lambda kept: statistic(own, kept) - without(cut, kept), every, clusters)
-    return without(cut, every), difference
+    difference = jackknife(lambda rows: statistic(model, rows) - of_control(control, rows), every, clusters)
+    return of_control(control, every), difference
 
 
 def _band(draws: Sequence[np.ndarray]) -> np.ndarray:
