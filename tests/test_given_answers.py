@@ -12,7 +12,8 @@ from sklearn.metrics import brier_score_loss, roc_auc_score
 from llmgeom import plan
 from llmgeom.commands.probe import RunConfig, perform
 from llmgeom.errors import UserError
-from llmgeom.probes.labels.answers import AnswersProbe, read_answers
+from llmgeom.probes.labels.answer_scores import scored
+from llmgeom.probes.labels.answers import read_answers
 from llmgeom.prompts import files
 from llmgeom.stats.label_scores import bins, brier, calibrated_errors, calibration_error, ranking, reliability
 from tests.refusals import refused
@@ -120,8 +121,7 @@ def test_accuracy_is_above_permuted_answers_only_where_the_model_knows(shift, ab
     rng = np.random.default_rng(3)
     right = rng.integers(0, 3, 120)
     log_prob = rng.standard_normal((120, 3)) + 2 * shift * (right[:, None] == np.arange(3))
-    probe = AnswersProbe(ANSWERS, "right")
-    result = probe._result(log_prob, rng.random(120), np.full(120, 7), right, np.arange(120) // 2, 0)
+    result = scored(log_prob.tolist(), right, np.arange(120) // 2, 0, (), names=ANSWERS, entropy=rng.random(120))
     accuracy, _, score, sure, _ = result.estimates
     assert (accuracy.p < 0.01) == above and (score.p < 0.01) == above and (sure.value > 0.6) == above
 

@@ -36,6 +36,9 @@ class RunConfig(config.ModelConfig):
     answers: str | None = flag(
         None, "Instead of --target: the column of right answers, scored by log-probability.", group="Prompts"
     )
+    log: str | None = flag(
+        None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai (JSON) logged.", group="Prompts"
+    )
     cluster: str | None = flag(
         None, "Column whose equal values stay on one side of every split. [default: template, or each row]",
         group="Prompts",
@@ -76,7 +79,8 @@ class RunConfig(config.ModelConfig):
     RunConfig,
     VerdictOutput,
     examples=[
-        "llmgeom probe --model EleutherAI/pythia-410m --prompts mine.jsonl --target correct --given length,source"
+        "llmgeom probe --model EleutherAI/pythia-410m --prompts mine.jsonl --target correct --given length,source",
+        "llmgeom probe --log samples_arc_easy_2026-01-31.jsonl",
     ],
 )
 def main(asked: RunConfig, output: VerdictOutput) -> int:
@@ -89,6 +93,8 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
     from llmgeom.files import digest
     from llmgeom.prompts import documents, files
 
+    if asked.log:
+        return _logged(asked)
     if not asked.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if asked.answers and asked.target:
@@ -162,6 +168,54 @@ def _answers(asked: RunConfig, batch: Batch) -> Measure:
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=tuple(warnings))
 
     return measure
+
+
+def _logged(asked: RunConfig) -> tuple[Path, Record]:
+    """Score the answers of a log: no model is loaded. (folder, record)."""
+    import numpy as np
+
+    from llmgeom import __version__, claims
+    from llmgeom.files import digest
+    from llmgeom.probes.labels.answer_scores import PROBE, probabilities, scored
+    from llmgeom.prompts import logs
+    from llmgeom.record import Record
+
+    for name in ("prompts", "target", "answers"):
+        if getattr(asked, name):
+            raise UserError(f"--{name} {getattr(asked, name)} with --log {asked.log}: a log holds prompts and answers")
+    log = logs.read(str(asked.log), asked.cluster)
+    content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
+    spec = digest(content | {"seed": asked.seed})
+    out = Path(asked.out or f"runs/{config.safe(log.model or 'log')}-answers-{config.safe(log.name)}-{spec[:8]}")
+    result = scored(log.log_prob, np.array(log.right), np.array(log.cluster), asked.seed, log.notes).lowered()
+    config.check_folder(out, spec)
+    probability, n = probabilities(log.log_prob), len(log.text)
+    columns = {
+        "likeliest answer": tuple(
+            answers[i] for answers, i in zip(log.answers, probability.argmax(1).tolist(), strict=True)
+        ),
+        "right answer": tuple(answers[i] for answers, i in zip(log.answers, log.right, strict=True)),
+        "p of the right answer": tuple(probability[np.arange(n), list(log.right)].round(6).tolist()),
+        "correct": tuple((probability.argmax(1) == np.array(log.right)).astype(int).tolist()),
+    }
+    known = {"tags": ("",) * n, "domain": (log.name,) * n, "template": log.cluster, "text": log.text}
+    record = Record(
+        results=claims.judge({PROBE: result}),
+        unmeasured={},
+        prompts={**known, **columns, "entropy": tuple(result.arrays["entropy"].round(6).tolist()), "tokens": (0,) * n},
+        subject={"name": log.model or "the logged model"},
+        source={"kind": "log", "name": log.name, "n": n},
+        facts={
+            "llmgeom": __version__,
+            "claims_hash": claims.digest(),
+            "seed": asked.seed,
+            "spec": spec,
+            "answers": "the log",
+            "command": f"llmgeom probe --log {asked.log}" + f" --cluster {asked.cluster}" * bool(asked.cluster),
+        },
+    )
+    config.keep(record, out)
+    return out, record
 
 
 def _run(

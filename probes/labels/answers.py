@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Text, Tokens
-from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.shared.nulls import permutation_null
+from llmgeom.probes.labels.answer_scores import PROBE, Answers, scored
 from llmgeom.record import Record
-from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.label_scores import BINS, brier, calibrated_errors, calibration_error, moved, ranking, reliability
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS
 
-PROBE = "answers"
 PROMPT, RIGHT = "prompt", "right"  # columns of the expanded batch
 MOST = 20  # different answers
-DRAWS = 199
-CLAIMS = declared(PROBE)
 
 
 def next_token(step: Step) -> dict[str, torch.Tensor]:
@@ -36,31 +29,6 @@ def next_token(step: Step) -> dict[str, torch.Tensor]:
 
 
 NEXT = Observer("answer", next_token, row_bytes=4)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answers(Result):
-    """How likely, how right and how calibrated the answers are."""
-
-    TITLE = "Given answers"
-    TEXT = Path(__file__).parents[1] / "texts" / "answers.md"
-
-    share: np.ndarray = quantity(
-        "confidence",
-        "fraction",
-        "share of right answers, by confidence",
-        Figure("curve", interval="share_interval", beside="confidence"),
-    )
-    share_interval: np.ndarray = quantity("confidence bound", "fraction", "95 % interval, prompts as independent")
-    confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
-    count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
-    log_prob: np.ndarray = quantity("prompt answer", "nats", "log-probability of each answer, all its tokens")
-    entropy: np.ndarray = quantity("prompt", "bits", "next-token entropy before the answer")
-    tokens: np.ndarray = quantity("prompt", "count", "tokens of each prompt")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,65 +58,13 @@ class AnswersProbe:
         right = np.array(capture.batch.columns[RIGHT], dtype=np.int64)[::width]
         clusters = np.array(capture.batch.cluster)[::width]
         tokens = capture.position.numpy()[first] + 1
-        return self._result(total, data.entropy[first], tokens, right, clusters, data.seed)
-
-    def _result(
-        self,
-        log_prob: np.ndarray,
-        entropy: np.ndarray,
-        tokens: np.ndarray,
-        right: np.ndarray,
-        clusters: np.ndarray,
-        seed: int,
-    ) -> Answers:
-        probability = np.exp(log_prob - log_prob.max(1, keepdims=True))
-        probability /= probability.sum(1, keepdims=True)
-        said, sure = probability.argmax(1), probability.max(1)
-        orders = moved(right, clusters, DRAWS, seed)
-        rows = np.arange(len(right))
-
-        def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
-            """`statistic` of rows and of the right answers there; by default against right answers in another order."""
-            value = statistic(rows, right)
-            span = jackknife(lambda kept: statistic(kept, right[kept]), rows, clusters)
-            if null:
-                draws = calibrated_errors(sure, DRAWS, seed)
-            else:
-                draws = np.array([statistic(rows, right[order]) for order in orders])
-            other: Null = permutation_null(null or "right answers in another order", value, draws, CLAIMS[name].side)
-            return estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
-
-        mean, share, count = reliability(sure, said == right)
-        spans = _binomial(share, count)
-        common = int(np.bincount(right, minlength=len(self.answers)).max())
-        return Answers(
-            share=share,
-            share_interval=spans,
-            confidence=mean,
-            count=count.astype(np.float64),
-            log_prob=log_prob,
-            entropy=entropy,
-            tokens=tokens.astype(np.float64),
-            estimates=(
-                measured("accuracy", lambda kept, truth: float((said[kept] == truth).mean())),
-                measured(
-                    "calibration error (ECE)",
-                    lambda kept, truth: calibration_error(sure[kept], said[kept] == truth),
-                    "a calibrated model of these confidences",
-                ),
-                measured("Brier score", lambda kept, truth: brier(probability[kept], truth)),
-                measured(
-                    "AUROC of the largest probability", lambda kept, truth: ranking(sure[kept], said[kept] == truth)
-                ),
-                measured("AUROC of low entropy", lambda kept, truth: ranking(-entropy[kept], said[kept] == truth)),
-            ),
-            notes=(
-                f"answers: {', '.join(map(repr, self.answers))}; right ones in column {self.column!r}",
-                f"the most common answer is right for {common / len(right):.2f} of the prompts",
-                f"at most {BINS} bins of equally many prompts",
-            ),
-            ticks={"confidence": tuple(f"{value:.2f}" for value in mean), "answer": self.answers},
+        common = int(np.bincount(right, minlength=width).max())
+        notes = (
+            f"answers: {', '.join(map(repr, self.answers))}; right ones in column {self.column!r}",
+            f"the most common answer is right for {common / len(right):.2f} of the prompts",
         )
+        of_prompts = {"entropy": data.entropy[first], "tokens": tokens}
+        return scored(total.tolist(), right, clusters, data.seed, notes, names=self.answers, **of_prompts)
 
 
 def read_answers(batch: Batch, column: str) -> tuple[str, ...]:
@@ -240,11 +156,3 @@ def prompt_columns(batch: Batch, record: Record, answers: Sequence[str], column:
         "likeliest answer": tuple(answers[i] for i in probability.argmax(1)),
         "p of the right answer": tuple(probability[np.arange(n), right].round(6).tolist()),
     }
-
-
-def _binomial(share: np.ndarray, count: np.ndarray) -> np.ndarray:
-    """[bin bound] Wilson's interval of a share, 95 %."""
-    z = 1.959964
-    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
-    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
-    return np.stack([centre - half, centre + half], 1)

@@ -1,0 +1,133 @@
+"""How likely, how right and how calibrated scored answers are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.claims import Null, declared, estimate
+from llmgeom.probes.shared.nulls import permutation_null
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.stats.label_scores import BINS, brier, calibrated_errors, calibration_error, moved, ranking, reliability
+from llmgeom.stats.resampling import jackknife
+
+PROBE = "answers"
+DRAWS = 199
+CLAIMS = declared(PROBE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Result):
+    """How likely, how right and how calibrated the answers are."""
+
+    TITLE = "Given answers"
+    TEXT = Path(__file__).parents[1] / "texts" / "answers.md"
+
+    share: np.ndarray = quantity(
+        "confidence",
+        "fraction",
+        "share of right answers, by confidence",
+        Figure("curve", interval="share_interval", beside="confidence"),
+    )
+    share_interval: np.ndarray = quantity("confidence bound", "fraction", "95 % interval, prompts as independent")
+    confidence: np.ndarray = quantity("confidence", "fraction", "mean confidence: a calibrated model lies here")
+    count: np.ndarray = quantity("confidence", "prompts", "prompts in each bin")
+    log_prob: np.ndarray | None = quantity("prompt answer", "nats", "log-probability of each answer, all its tokens")
+    entropy: np.ndarray = quantity(
+        "prompt", "bits", "entropy of the next token; of the answers where only these are known"
+    )
+    tokens: np.ndarray | None = quantity("prompt", "count", "tokens of each prompt")
+    estimates: tuple[Estimate, ...]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
+
+
+def probabilities(log_prob: Sequence[Sequence[float]]) -> np.ndarray:
+    """[prompt answer] probabilities among the answers of a prompt; 0 where it has fewer answers than others."""
+    x = np.full((len(log_prob), max(map(len, log_prob))), -np.inf)
+    for i, row in enumerate(log_prob):
+        x[i, : len(row)] = row
+    x = np.exp(x - x.max(1, keepdims=True))
+    return x / x.sum(1, keepdims=True)
+
+
+def scored(
+    log_prob: Sequence[Sequence[float]],
+    right: np.ndarray,
+    clusters: np.ndarray,
+    seed: int,
+    notes: Sequence[str],
+    *,
+    names: tuple[str, ...] = (),
+    entropy: np.ndarray | None = None,
+    tokens: np.ndarray | None = None,
+) -> Answers:
+    """Accuracy, calibration and ranking of answers, with intervals by cluster.
+
+    Args:
+        log_prob: [prompt][answer] nats.
+        right: [prompt] index of the right answer.
+        clusters: [prompt] what was drawn independently.
+        notes: What the answers are.
+        names: Of the answers, where all prompts have the same.
+        entropy: [prompt] bits, of the next token; by default that of the answers.
+        tokens: [prompt] of each prompt.
+
+    Raises:
+        UserError: fewer than 5 clusters.
+    """
+    probability = probabilities(log_prob)
+    if entropy is None:
+        entropy = -(probability * np.log2(np.where(probability > 0, probability, 1))).sum(1)
+    answer, sure = probability.argmax(1), probability.max(1)
+    rows, orders = np.arange(len(right)), moved(right, clusters, DRAWS, seed)
+
+    def measured(name: str, statistic: Callable[[np.ndarray, np.ndarray], float], null: str = "") -> Estimate:
+        """`statistic` of rows and of the right answers there; by default against right answers in another order."""
+        value = statistic(rows, right)
+        span = jackknife(lambda kept: statistic(kept, right[kept]), rows, clusters)
+        if null:
+            draws = calibrated_errors(sure, DRAWS, seed)
+        else:
+            draws = np.array([statistic(rows, right[order]) for order in orders])
+        other: Null = permutation_null(null or "right answers in another order", value, draws, CLAIMS[name].side)
+        return estimate(CLAIMS[name], value, span, [other], n=len(right), clusters=len(set(clusters.tolist())))
+
+    mean, share, count = reliability(sure, answer == right)
+    regular = len(set(map(len, log_prob))) == 1
+    return Answers(
+        share=share,
+        share_interval=_binomial(share, count),
+        confidence=mean,
+        count=count.astype(np.float64),
+        log_prob=np.array(log_prob, dtype=np.float64) if regular else None,
+        entropy=entropy,
+        tokens=None if tokens is None else tokens.astype(np.float64),
+        estimates=(
+            measured("accuracy", lambda kept, truth: float((answer[kept] == truth).mean())),
+            measured(
+                "calibration error (ECE)",
+                lambda kept, truth: calibration_error(sure[kept], answer[kept] == truth),
+                "a calibrated model of these confidences",
+            ),
+            measured("Brier score", lambda kept, truth: brier(probability[kept], truth)),
+            measured(
+                "AUROC of the largest probability", lambda kept, truth: ranking(sure[kept], answer[kept] == truth)
+            ),
+            measured("AUROC of low entropy", lambda kept, truth: ranking(-entropy[kept], answer[kept] == truth)),
+        ),
+        notes=(*notes, f"at most {BINS} bins of equally many prompts"),
+        ticks={"confidence": tuple(f"{value:.2f}" for value in mean), **({"answer": names} if names else {})},
+    )
+
+
+def _binomial(share: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """[bin bound] Wilson's interval of a share, 95 %."""
+    z = 1.959964
+    centre = (share + z**2 / (2 * count)) / (1 + z**2 / count)
+    half = z / (1 + z**2 / count) * np.sqrt(share * (1 - share) / count + z**2 / (4 * count**2))
+    return np.stack([centre - half, centre + half], 1)
