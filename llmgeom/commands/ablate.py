@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import UserError
+from llmgeom.files import sha256
 from llmgeom.flags import LARGEST_SEED, flag, flags
 from llmgeom.model import hub
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from llmgeom.task import Task
 
 # Flags that only one kind of ablation reads.
-OF_AXIS, OF_COMPONENTS = ("directions", "mode", "layers", "controls"), ("task", "also", "nulls")
+OF_AXIS, OF_COMPONENTS = ("axis", "pair", "directions", "mode", "layers", "controls"), ("task", "also", "nulls")
+OF_ENTROPY = ("directions", "layers")  # a saved direction has its own
 POOL, SEQUENCES, PROMPTS, SULA_PROMPTS = 1000, 200, 75, 20  # drawn unless --limit or --n is given
 
 
@@ -43,6 +45,10 @@ class RunConfig(config.ModelConfig):
     )
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes prompts, halves and controls.", least=0, most=LARGEST_SEED)
+    axis: str = flag("entropy", "entropy, or the direction.safetensors of an `llmgeom probe` run.", group="Axis")
+    pair: tuple[str, ...] = flag(
+        (), "With --axis FILE: the label's two answers, whose log-odds are followed.", listed=True, group="Axis"
+    )
     directions: tuple[Literal["pc1", "ridge"], ...] = flag(
         ("pc1", "ridge"),
         "pc1: first principal component, as published. ridge: the weights that predict entropy. Repeat for both.",
@@ -60,6 +66,7 @@ class RunConfig(config.ModelConfig):
     )
     nulls: int = flag(20, "Untrained controls.", least=1, group="Heads and blocks")
     domain: str | None = flag(None, "Prompt domain. [default: mixed]", group="Prompts")
+    prompts: str | None = flag(None, "Prompts of your own: a file as `llmgeom probe` takes it.", group="Prompts")
     sula: str | None = flag(
         None,
         "Use label sequences with this prior, e.g. two-point, instead of a domain; see `llmgeom evidence`.",
@@ -84,7 +91,15 @@ class RunConfig(config.ModelConfig):
                 f"--what {self.what} with {names[name]} {_shown(changed[name])}: it is not read there; leave it out"
                 + ", or give --what heads or --what blocks" * (self.what == "axis")
             )
-        sources = [name for name in ("domain", "sula", "task") if name in changed]
+        saved = self.axis != "entropy"
+        for name in (name for name in (OF_ENTROPY if saved else ("pair",)) if name in changed):
+            raise UserError(
+                f"{names[name]} {_shown(changed[name])} with --axis {self.axis}: "
+                + ("the file has its own place; leave it out" if saved else "give --axis FILE, or leave it out")
+            )
+        if len(self.pair) not in (0, 2):
+            raise UserError(f"--pair {_shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
+        sources = [name for name in ("domain", "prompts", "sula", "task") if name in changed]
         if self.limit and sources and sources[0] != "domain":
             sources.append("limit")
         if len(sources) > 1:
@@ -106,12 +121,14 @@ def _shown(value: Any) -> str:
     examples=[
         "llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all",
         "llmgeom ablate --model EleutherAI/pythia-70m --what heads --domain math",
+        "llmgeom ablate --axis runs/mine/direction.safetensors --prompts mine.jsonl --pair yes,no --mode steer",
         "llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --what heads",
     ],
 )
 def main(asked: RunConfig, output: JobOutput) -> int:
     """Edit the entropy axis, and compare the change of the output with that of equally large random edits.
 
+    With --axis FILE: edit the direction of a label.
     With --what heads or --what blocks: replace each head or block, one at a time, and rank them by the change.
     """
     return prepare(asked).show(output)
@@ -124,7 +141,10 @@ def prepare(asked: RunConfig) -> Job:
     draw, drawn = _source(asked, task)
     what = asked.mode if asked.what == "axis" else asked.what
     ask = _axis(asked, draw) if asked.what == "axis" else _components(asked, task, draw)
-    return Job(asked, located, f"ablate-{drawn}-{what}", asked.spec(located), ask)
+    more = {} if asked.axis == "entropy" else {"direction": sha256(Path(asked.axis).read_bytes())}
+    if asked.prompts:
+        more["prompts"] = sha256(Path(asked.prompts).read_bytes())
+    return Job(asked, located, f"ablate-{drawn}-{what}", asked.spec(located, **more), ask)
 
 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
@@ -139,7 +159,7 @@ Ask = Callable[["Subject", "Progress | None"], "Question"]
 def _task(asked: RunConfig, located: hub.Located) -> Task | None:
     """The task of --task, or else the model's own where no prompts are asked for. UserError if it breaks its laws."""
     own = hub.tunnel_task(located.path) if hub.tunnel(located.path) else None
-    spec = asked.task or (None if asked.domain or asked.sula or asked.limit else own)
+    spec = asked.task or (None if asked.domain or asked.prompts or asked.sula or asked.limit else own)
     if spec is None:
         return None
     from llmgeom import wind_tunnels
@@ -164,6 +184,11 @@ def _source(asked: RunConfig, task: Task | None) -> tuple[Draw, str]:
         believed = prior(asked.sula)
         n = asked.n or SULA_PROMPTS
         return lambda who: Sula(available(who.tokenizer), believed, ks=asked.ks).sample(n, asked.seed), "sula"
+    if asked.prompts:
+        from llmgeom.prompts import files
+
+        batch = files.read(asked.prompts)
+        return lambda _: batch, config.safe(Path(asked.prompts).stem)
     from llmgeom.prompts.domains import Domain
 
     domain = Domain(asked.domain or "mixed")
@@ -182,7 +207,9 @@ def _stratified(asked: RunConfig, domain: Any, subject: Subject) -> Batch:
 
 
 def _axis(asked: RunConfig, draw: Draw) -> Ask:
-    """Edits of an axis. A further kind of axis is one more direction of `axis_probe.question`."""
+    """Edits of the entropy axis, or of a saved direction."""
+    if asked.axis != "entropy":
+        return _saved(asked, draw)
     layers: Any = asked.layers
     if asked.layers not in ("last", "each"):
         layers = config.numbers("--layers", asked.layers, "last, each", "3,7")
@@ -196,6 +223,31 @@ def _axis(asked: RunConfig, draw: Draw) -> Ask:
             directions=asked.directions,
             mode=asked.mode,
             layers=layers,
+            positions=asked.positions or "query",
+            controls=asked.controls,
+            seed=asked.seed,
+            batch_tokens=asked.batch_tokens,
+            progress=progress,
+        )
+
+    return ask
+
+
+def _saved(asked: RunConfig, draw: Draw) -> Ask:
+    """Edits of a direction that `llmgeom probe` saved. Raises UserError for a file that holds none."""
+    from llmgeom.probes.labels.directions import SavedDirection
+
+    saved = SavedDirection.load(asked.axis)
+
+    def ask(subject: Subject, progress: Progress | None = None) -> Question:
+        from llmgeom.probes.interventions import label_axis
+
+        return label_axis.question(
+            subject,
+            draw(subject),
+            saved,
+            asked.pair,
+            mode=asked.mode,
             positions=asked.positions or "query",
             controls=asked.controls,
             seed=asked.seed,

@@ -56,10 +56,7 @@ class Axis:
         Raises:
             UserError: no coordinate varies, or the ridge regression finds no weight.
         """
-        mean, sd = x.mean(0), np.where(x.max(0) == x.min(0), 0.0, x.std(0))
-        if not sd.any():
-            raise UserError(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
-        z = (x - mean) * np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
+        mean, sd, z = _standardised(x)
         if direction == "pc1":
             u = np.linalg.svd(z, full_matrices=False)[2][0]
             u = u * (np.sign(z @ u @ (entropy - entropy.mean())) or 1)
@@ -68,13 +65,32 @@ class Axis:
             if not u.any():
                 raise UserError("entropy has no ridge weight on the values: there is no axis to edit")
             u = u / np.linalg.norm(u)
+        return cls._of(mean, sd, z, u)
+
+    @classmethod
+    def along(cls, x: np.ndarray, w: np.ndarray) -> Axis:
+        """The axis whose score orders prompts as w . x does, w [coordinate]: u = sd w / |sd w|, since x = mean + sd z.
+
+        Raises:
+            UserError: x has other coordinates than w, or none varies along it.
+        """
+        if x.shape[1] != len(w):
+            raise UserError(f"the direction has {len(w)} coordinates and the activations {x.shape[1]}: wrong model")
+        mean, sd, z = _standardised(x)
+        if not (length := float(np.linalg.norm(sd * w))):
+            raise UserError(f"no activation of {len(x)} prompts varies along the direction: there is no axis to edit")
+        return cls._of(mean, sd, z, sd * w / length)
+
+    @classmethod
+    def _of(cls, mean: np.ndarray, sd: np.ndarray, z: np.ndarray, u: np.ndarray) -> Axis:
+        """The axis of a unit vector u in z [prompt coordinate]."""
         _, size, others = np.linalg.svd(z - np.outer(z @ u, u), full_matrices=False)
         nonzero, spread = size > 1e-8 * np.linalg.norm(z), float(np.sqrt(np.square(z @ u).mean()))
 
         def tensor(a: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(a))
 
-        variances = size[nonzero] ** 2 / len(x)
+        variances = size[nonzero] ** 2 / len(z)
         return cls(tensor(mean), tensor(sd), tensor(u), spread, tensor(others[nonzero]), tensor(variances))
 
     @property
@@ -128,6 +144,14 @@ class Axis:
             signs = torch.from_numpy(rng.choice([-1.0, 1.0], weights.shape))
             draws[VARIANCE] = [self.same_variance(mode, weights[i], signs[i]) for i in range(count)]
         return draws
+
+
+def _standardised(x: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Mean, sd (0 where constant) and z of rows of x. Raises UserError where nothing varies."""
+    mean, sd = x.mean(0), np.where(x.max(0) == x.min(0), 0.0, x.std(0))
+    if not sd.any():
+        raise UserError(f"all {len(sd)} coordinates are constant over {len(x)} prompts: there is no axis to edit")
+    return mean, sd, (x - mean) * np.divide(1, sd, out=np.zeros_like(sd), where=sd > 0)
 
 
 def _along(z: Tensor, u: Tensor) -> Tensor:

@@ -177,11 +177,11 @@ def question(
         batch_tokens,
         samples={ESTIMATION: estimation},
         facts={"estimated on": len(estimation), "axis": about},
-        finish=_with_doubts,
+        finish=with_doubts,
     )
 
 
-def _with_doubts(record: Record) -> Record:
+def with_doubts(record: Record) -> Record:
     """A failed positive control overturns every result that finds no effect."""
     control = record.results.get(CONTROL)
     if control is not None and control.estimates[0].verdict in ("holds", "small"):

@@ -1,0 +1,241 @@
+"""Is a label's direction used? Edits along a direction that `llmgeom probe` saved, against equal random edits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from llmgeom.batch import Batch
+from llmgeom.claims import declared
+from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.edits import POINTS, Point
+from llmgeom.model.subject import Positions, Subject
+from llmgeom.probe import Needs, Probe, ProbeInput
+from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.axis_ablation import BAND_DRAWS, DECISIVE, DOSES, DoseEffects, PatchAtDose
+from llmgeom.probes.interventions.axis_probe import PositiveControlProbe, with_doubts
+from llmgeom.probes.interventions.axis_results import CONTROL
+from llmgeom.probes.interventions.component_ablation import to_mean
+from llmgeom.probes.interventions.patching import Location, copies, estimate_against
+from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, PromptSplit, check_prompts, halves
+from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.progress import Progress, prefixed
+from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.run import Question
+from llmgeom.stats.resampling import jackknife
+
+PROBE = "ablation_label"
+KL, ODDS = "KL of the edit", "log-odds of the answers moved"
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelAxis(Result):
+    """The effect of editing a label's direction, with edits of the same size and of the same variance."""
+
+    TITLE = "Ablation of a label's direction"
+    TEXT = Path(__file__).parents[1] / "texts" / "label_axis.md"
+
+    kl: np.ndarray = quantity(
+        "dose",
+        "bits",
+        "KL(clean || edited), mean over prompts",
+        Figure("curve", band="kl_null", interval="kl_interval"),
+    )
+    kl_null: np.ndarray = quantity("dose bound", "bits", "band of the control edits, the higher kind")
+    kl_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over clusters")
+    odds: np.ndarray = quantity(
+        "dose",
+        "bits",
+        "|change of the log-odds of the two answers|, mean over prompts",
+        Figure("curve", band="odds_null", interval="odds_interval"),
+    )
+    odds_null: np.ndarray = quantity("dose bound", "bits", "band of the control edits, the higher kind")
+    odds_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over clusters")
+    scale: float = quantity("", "bits", "KL when the activations are replaced by their mean: what there is to lose")
+    share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
+    estimates: tuple[Estimate, ...]
+    ticks: Mapping[str, tuple]
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LabelAxisProbe:
+    """Edits one layer along a saved direction. Its controls are other edits of the same model.
+
+    Attributes:
+        vector: the direction, of length 1.
+        point, layer: where the edit acts.
+        target: the label. answers: its two answers, or ().
+        pair: ids of the first tokens of the answers; () for the two likeliest tokens of each prompt.
+        controls: draws of each kind of control edit.
+    """
+
+    vector: tuple[float, ...]
+    point: Point
+    layer: int
+    target: str
+    answers: tuple[str, ...]
+    pair: tuple[int, ...]
+    mode: Mode
+    positions: Positions
+    controls: int
+    seed: int
+    batch_tokens: int
+    progress: Progress | None = field(default=None, compare=False)
+
+    @cached_property
+    def NEEDS(self) -> Needs:
+        """The site in both halves; the probe edits the model itself."""
+        return Needs(
+            sites=PROMPT_SITES | {Site(self.point)},
+            untrained=False,
+            shuffled=False,
+            no_context=False,
+            samples=frozenset({ESTIMATION}),
+            examine=self._examine,
+            cost=lambda subject, batch: [(copies(len(batch), *self._draws(), 1), batch.tokens.lengths.numpy())],
+        )
+
+    def _draws(self) -> list[int]:
+        """How many patches each run has: every dose of the edit, then of both kinds of control dose by dose."""
+        doses = range(len(DOSES[self.mode]))
+        each = [self.controls if i in DECISIVE[self.mode] else min(self.controls, BAND_DRAWS) for i in doses]
+        return [len(doses), *each * 2]
+
+    def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
+        split = PromptSplit.of(subject, captures, self.seed, self.batch_tokens)
+        if self.pair:
+            split = replace(split, pair=torch.tensor([self.pair]).expand(len(split.evaluation), -1))
+        location: Location = (self.point, self.layer)
+        x = captures[ESTIMATION].layers(Site(self.point))[self.layer].flatten(1).double()
+        axis = Axis.along(x.numpy(), np.array(self.vector))
+        run = split.run((location,), self.positions)
+        drawn = axis.controls(self.mode, self.controls, (self.seed, self.layer))
+        draws: dict[str, list[PatchAtDose]] = {
+            kind: [lambda dose, move=move: {location: move(dose)} for move in moves] for kind, moves in drawn.items()
+        }
+
+        def own(dose: float) -> dict:
+            return {location: axis.edit(self.mode, dose)}
+
+        effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, PROBE))
+        scale = run.run([{location: to_mean(axis.mean[None])}])["kl"].mean()
+        return effects.arrays | {"scale": np.array(scale), "share": np.array(axis.share)}
+
+    def measure(self, data: ProbeInput) -> LabelAxis:
+        """Estimates against the control edits. Raises UserError for few clusters."""
+        dose, doses = DoseEffects.of_arrays(self.mode, data.observations), DOSES[self.mode]
+        scale, warnings = float(data.observations["scale"]), []
+        if VARIANCE not in dose.controls:
+            warnings.append("no edit has the same variance: compared with edits of the same size alone")
+        if not self.answers:
+            warnings.append("no --pair: log-odds are of the two likeliest tokens, not of the label's answers")
+        decidable = scale > declared(PROBE)[KL].effect
+        if not decidable:
+            warnings.append(f"replacing the activations by their mean changes {scale:.3g} bits: too little to decide")
+        claimed = {KL: decidable and not warnings, ODDS: bool(self.answers)}
+        spans = {
+            name: np.array([[s.low, s.high] for s in (jackknife(np.mean, row, data.clusters) for row in own)])
+            for name, own in dose.own.items()
+            if name in ("kl", "odds")
+        }
+        said = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
+        return LabelAxis(
+            kl=dose.own["kl"].mean(1),
+            kl_null=dose.bands("kl"),
+            kl_interval=spans["kl"],
+            odds=dose.own["odds"].mean(1),
+            odds_null=dose.bands("odds"),
+            odds_interval=spans["odds"],
+            scale=scale,
+            share=float(data.observations["share"]),
+            estimates=tuple(
+                _estimate(name, dose, effect, data.clusters, claimed[name])
+                for name, effect in ((KL, "kl"), (ODDS, "odds"))
+            ),
+            ticks={"dose": doses},
+            warnings=tuple(warnings),
+            notes=(
+                f"label {self.target!r}, {self.point} {self.layer}, mode {self.mode}, {self.positions} positions{said}",
+            ),
+        )
+
+
+def _estimate(name: str, dose: DoseEffects, effect: str, clusters: np.ndarray, claimed: bool) -> Estimate:
+    claim, (values, null) = declared(PROBE)[name], dose.decisive(effect)
+    claim = claim if claimed else replace(claim, claim="")
+    return estimate_against(claim, values.mean(), jackknife(np.mean, values, clusters), null, clusters)
+
+
+def question(
+    subject: Subject,
+    batch: Batch,
+    saved: SavedDirection,
+    answers: tuple[str, ...] = (),
+    *,
+    mode: Mode,
+    positions: Positions,
+    controls: int,
+    seed: int,
+    batch_tokens: int,
+    progress: Progress | None = None,
+) -> Question:
+    """Edit a saved direction: coordinates' scales from the estimation half, effects on the evaluation half.
+
+    Raises:
+        UserError: a direction of other weights, or at a place that no edit reaches; answers that begin with the same
+            token; few clusters.
+    """
+    where = f"{saved.site.value} {saved.layer}"
+    if saved.model != subject.facts["weights"]:
+        raise UserError(
+            f"--axis: the direction was fitted to weights {saved.model[:12]}, and {subject.name} has "
+            f"{str(subject.facts['weights'])[:12]}; run llmgeom probe on this model"
+        )
+    point = next((one for one in POINTS if one == saved.site.value), None)
+    if point is None or saved.layer >= len(subject.blocks):
+        raise UserError(
+            f"--axis: the direction lies at {where}; edits act on {', '.join(POINTS)} of layers 0 to "
+            f"{len(subject.blocks) - 1} (residual: their input). Run llmgeom probe with such --sites and --layers"
+        )
+    check_prompts(batch)
+    estimation, evaluation = halves(batch, seed)
+    shared = (mode, positions, controls, seed, batch_tokens, progress)
+    pair = _first_tokens(subject, answers)
+    vector = tuple(saved.vector.tolist())
+    last = (len(subject.blocks) - 1,)
+    probes: dict[str, Probe] = {
+        CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, positions, controls, seed, batch_tokens, progress),
+        PROBE: LabelAxisProbe(vector, point, saved.layer, saved.target, answers, pair, *shared),
+    }
+    about = {"label": saved.target, "place": where, "mode": mode, "positions": positions}
+    return Question(
+        evaluation,
+        probes,
+        controls,
+        seed,
+        batch_tokens,
+        samples={ESTIMATION: estimation},
+        facts={"estimated on": len(estimation), "axis": about},
+        finish=with_doubts,
+    )
+
+
+def _first_tokens(subject: Subject, answers: tuple[str, ...]) -> tuple[int, ...]:
+    """The first token of each answer after one space."""
+    if not answers:
+        return ()
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
+    ids = [subject.tokenizer(f" {one.strip()}", add_special_tokens=False)["input_ids"] for one in answers]
+    if any(not one for one in ids) or ids[0][0] == ids[1][0]:
+        raise UserError(f"--pair: {answers[0]!r} and {answers[1]!r} begin with the same token; give other answers")
+    return tuple(one[0] for one in ids)

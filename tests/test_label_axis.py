@@ -1,0 +1,117 @@
+"""A label's direction is edited where it lies, and the edit is found to matter where it was planted to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from llmgeom.commands.ablate import RunConfig, perform
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Site
+from llmgeom.model.edits import Edit
+from llmgeom.probes.interventions.axis import Axis
+from llmgeom.probes.interventions.splits import halves
+from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.prompts import files
+from tests.refusals import refused
+
+LAYER = 3
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return RunConfig(model="pocket:pythia").load()
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    path = tmp_path_factory.mktemp("p") / "mine.txt"
+    words = ("river", "market", "engine", "garden", "letter", "window", "captain", "winter")
+    path.write_text("".join(f"The {a} near the old {b} was\n" for a in words for b in words if a < b))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def directions(subject, prompts, tmp_path_factory):
+    """At the input of the last layer: one that moves the log-odds of two answers the most, and one of no variance."""
+    place = tmp_path_factory.mktemp("d")
+    batch = files.read(prompts)
+    x = subject.capture(replace(batch, inputs=subject.tokens(batch)), {Site.RESIDUAL}).layers(Site.RESIDUAL)[LAYER]
+    odds = torch.tensor([subject.tokenizer(f" {w}", add_special_tokens=False)["input_ids"][0] for w in ("the", "a")])
+    unembedding = subject.model.get_output_embeddings().weight[odds].double()
+    w = (unembedding[0] - unembedding[1]).detach().numpy()
+    scale = float((x.double().numpy() @ w).std())
+    about = dict(site=Site.RESIDUAL, layer=LAYER, scale=scale, target="planted", prompts="0" * 64)
+    saved = SavedDirection(w / np.linalg.norm(w), model=subject.facts["weights"], **about)
+    saved.save(place / "odds.safetensors")
+    replace(saved, model="f" * 64).save(place / "other.safetensors")
+    replace(saved, layer=len(subject.blocks)).save(place / "last.safetensors")
+    return place
+
+
+def test_the_axis_orders_prompts_as_the_direction_does():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((30, 5)) * np.logspace(-1, 1, 5), rng.standard_normal(5)
+    axis = Axis.along(x, w)
+    score = (axis.z(torch.from_numpy(x)) @ axis.u).numpy()
+    assert np.corrcoef(score, x @ w)[0, 1] == pytest.approx(1)
+    moved = x + axis.edit("project-out", 1.0)(torch.from_numpy(x), torch.arange(30)).numpy()
+    np.testing.assert_allclose(moved @ w, np.full(30, (x @ w).mean()))  # nothing of the label is left
+
+
+def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_edit_by_hand(
+    subject, prompts, directions, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    path = directions / "odds.safetensors"
+    asked = RunConfig(
+        model="pocket:pythia", axis=str(path), prompts=prompts, pair=("the", "a"), mode="steer", controls=20,
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    _, record = perform(asked, subject=subject)
+    measured = record.results["ablation_label"]
+    odds = measured.estimates[1]
+    assert odds.claim and odds.value > odds.null_high and odds.verdict in ("holds", "open")
+    assert measured.arrays["odds"][3] > measured.arrays["odds"][2] > 0
+    # By hand: what steering by dose 2 adds, at the final token of the evaluation half, by an edit of our own.
+    w = SavedDirection.load(path).vector
+    estimation, evaluation = (replace(b, inputs=subject.tokens(b)) for b in halves(files.read(prompts), 0))
+    x = subject.capture(estimation, {Site.RESIDUAL}).layers(Site.RESIDUAL)[LAYER].double().numpy()
+    sd = x.std(0)
+    u = sd * w / np.linalg.norm(sd * w)
+    step = torch.from_numpy(2 * sd * u * (((x - x.mean(0)) / sd) @ u).std())
+    edit = Edit("residual", lambda x, _: x + step.to(x), (LAYER,), "query")
+    clean, edited = (subject.capture(evaluation, {Site.LOG_PROBS}, e).log_probs.double() for e in ((), (edit,)))
+    p = clean.exp()
+    assert measured.arrays["kl"][3] == pytest.approx(float((p * (clean - edited)).sum(1).mean() / np.log(2)), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"axis": "other"}, ("weights", "f" * 12)),
+        ({"axis": "last"}, ("residual 4", "layers 0 to 3")),
+        ({"pair": ("the", "the")}, ("--pair", "same token")),
+    ],
+)
+def test_directions_that_cannot_be_edited_are_refused(change, words, subject, prompts, directions, tmp_path):
+    fields = {"axis": "odds", "pair": (), **change}
+    fields["axis"] = str(directions / f"{fields['axis']}.safetensors")
+    with refused(UserError, *words):
+        perform(RunConfig(model="pocket:pythia", prompts=prompts, out=str(tmp_path), **fields), subject=subject)
+
+
+def test_flags_that_a_saved_direction_does_not_read_are_refused():
+    for fields, words in (
+        ({"axis": "x", "layers": "2"}, ("--layers 2", "--axis x")),
+        ({"pair": ("a", "b")}, ("--pair a,b", "--axis FILE")),
+        ({"axis": "x", "pair": ("a",)}, ("--pair a", "two")),
+        ({"prompts": "x", "domain": "math"}, ("--prompts x", "--domain math")),
+    ):
+        with refused(UserError, *words):
+            RunConfig(**fields)
+    with refused(UserError, "nothere", "direction"):
+        perform(RunConfig(axis="nothere"))
