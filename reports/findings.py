@@ -233,7 +233,9 @@ def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -
 def _sentence(one: Outcome, head: str) -> str:
     h, on = one.estimate, f" on {one.record}" if one.record else ""
     metric = f"{'it' if one.head == pretty(h.claim.rstrip('.')) else pretty(h.name)} is {one.value}{on}"
-    control = f"{_names_of(h.null)} {'give' if h.null_low != h.null_high else 'is'} {one.control}"
+    of = _names_of(h.null)
+    several = of[:1].isdigit() or of.startswith("the same weights")
+    control = f"{of} {'give' if several else 'gives'} {one.control}"
     if h.null_low == h.null_high:
         control = f"the control is {one.control}" if h.null != "one half" else "the control is one half"
     more = f"{short(h.effect)}{unit(h)}"
@@ -283,7 +285,7 @@ def _names_of(null: str) -> str:
 
 def unit(h: Estimate) -> str:
     """The unit as it follows a number; empty where the metric's name says it."""
-    return "" if h.unit in SILENT_UNITS else f" {pretty(h.unit)}"
+    return "" if h.unit in SILENT_UNITS or h.unit == h.name else f" {pretty(h.unit)}"
 
 
 def short(value: float) -> str:

@@ -54,7 +54,7 @@ function read() {
   const [word] = asked.s || [raw], slider = byId("layer"), layer = Number.parseInt(asked.layer?.[0]);
   const [, record, prompt] = /^(\d+)\.(\d+)$/.exec(asked.prompt?.[0]) || [];
   Object.assign(state, {
-    s: byId(word)?.matches(PLACES) ? word : "", at: "",
+    s: byId(word)?.matches(PLACES) ? word : "", at: word in figures ? word : "",
     layer: slider && layer >= 0 && layer < slider.max ? layer : null,
     hide: new Set(domains.filter((domain) => asked.hide?.includes(domain))),
     colour: content.records.some(({ columns }) => Object.hasOwn(columns, asked.colour?.[0] ?? "")) ? asked.colour[0] : "",
@@ -210,7 +210,7 @@ for (const plane of all(".panels svg[tabindex]")) {
   steered(plane, () => +circles[0].dataset.record, () => ({ x, y }), planeOf(+circles[0].dataset.record));
 }
 
-const ending = (text) => (text.length > 34 ? `…${text.slice(-33)}` : text);
+const ending = (text) => (text.length > 26 ? `…${text.slice(-25)}` : text);
 function nearest() {
   const of = content.records[state.record].of, fits = (id) => id in figures && content.records[figures[id].record]?.of === of;
   const id = [state.at, ...scatters()].find(fits);
@@ -231,7 +231,7 @@ function likely({ next, label, head, rows }, several) {
     bar.style.width = `${(100 * p).toFixed(1)}%`;
     return element("tr", {}, element("th", { scope: "row" }, piece.replace(/^ /, "·")), element("td", {}, bar), element("td", {}, `${(100 * p).toFixed(1)} %`));
   });
-  const said = element("p", {}, `${several ? `${label}: ` : ""}entropy ${h < 0 ? "not recorded" : `${rows[i][h]} bits`}`);
+  const said = element("p", {}, `${several ? `${label}: ` : ""}entropy ${h < 0 ? "not recorded" : `${Number(Number(rows[i][h]).toPrecision(3))} bits`}`);
   return table.length ? [said, element("table", { className: "next" }, element("caption", {}, "likeliest next tokens (· a space)"), element("tbody", {}, ...table))] : [said];
 }
 

@@ -109,8 +109,8 @@ def test_the_panel_tells_pieces_entropy_next_tokens_and_neighbours(view):
     pieces = panel.locator(".pieces span")
     assert pieces.all_text_contents() == list(FIRST.prompts["pieces"][8])
     assert pieces.first.get_attribute("class") == "special" and pieces.first.text_content() == "<s>"
-    assert f"pocket:pythia: entropy {FIRST.prompts['entropy'][8]:.6g} bits" in panel.inner_text()
-    assert f"pocket:llama: entropy {SECOND.prompts['entropy'][8]:.6g} bits" in panel.inner_text()
+    assert f"pocket:pythia: entropy {FIRST.prompts['entropy'][8]:.3g} bits" in panel.inner_text()
+    assert f"pocket:llama: entropy {SECOND.prompts['entropy'][8]:.3g} bits" in panel.inner_text()
     table = panel.locator("table.next").first.locator("tbody tr")
     told = [(r.locator("th").text_content(), r.locator("td").nth(1).text_content()) for r in table.all()]
     assert told == [(f"·{piece[1:]}", f"{100 * p:.1f} %") for piece, p in FIRST.prompts["next tokens"][8]]
