@@ -176,12 +176,12 @@ def test_every_claim_of_a_scan_has_a_measured_spread():
 
 
 def test_what_a_plan_assumes_belongs_to_a_claim():
-    known = {"spread", "null_spread", "task_spread", "task_null_spread", "null_margin"}
+    known = {"spread", "null_spread", "task_spread", "task_null_spread", "control"}
     declared = {(claim.probe, claim.name) for claim in claims.entries() if claim.claim}
     for probe, metrics in planning.assumptions().items():
         for name, assumed in metrics.items():
             assert (probe, name) in declared and assumed.keys() <= known, (probe, name)
-            assert assumed.get("null_margin", "end") in get_args(power.Margin)
+            assert assumed.get("control", "draws") in get_args(power.Control)
 
 
 def test_prompts_and_sequences_have_spreads_of_their_own(tunnel, tmp_path):

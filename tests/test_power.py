@@ -44,8 +44,8 @@ def clustered(rng, clusters: int, sd: float, alike: float = 0.7) -> tuple[np.nda
 def of_a_mean(design: Design, clusters: int, truth: float):
     """One experiment: the mean of prompts in clusters, a further draw and more, against draws or the number 0."""
     claim = design.claim
-    drawn = not claim.equivalence and design.null_margin != "fixed"
-    noise = design.spread / math.sqrt(clusters) if design.null_margin == "centre" else 0.0
+    drawn = not claim.equivalence and design.control != "number"
+    noise = design.spread / math.sqrt(clusters) if design.control == "noisy draws" else 0.0
 
     def experiment(rng) -> bool:
         x, unit = clustered(rng, clusters, design.spread)
@@ -61,18 +61,18 @@ def of_a_mean(design: Design, clusters: int, truth: float):
 
 
 @pytest.mark.parametrize(
-    ("changes", "null_spread", "claims", "null_margin"),
+    ("changes", "null_spread", "claims", "control"),
     [
-        ({}, 0.01, 8, "end"),
-        ({"side": "lower"}, 0.005, 1, "end"),
-        ({}, 0.008, 4, "centre"),
-        ({}, 0.0, 8, "fixed"),
-        ({"equivalence": True, "effect": 0.0, "margin": 0.1}, 0.0, 8, "end"),
-        ({"equivalence": True, "effect": 0.0, "margin": 0.1, "one_sided": True}, 0.0, 3, "end"),
+        ({}, 0.01, 8, "draws"),
+        ({"side": "lower"}, 0.005, 1, "draws"),
+        ({}, 0.008, 4, "noisy draws"),
+        ({}, 0.0, 8, "number"),
+        ({"equivalence": True, "effect": 0.0, "margin": 0.1}, 0.0, 8, "draws"),
+        ({"equivalence": True, "effect": 0.0, "margin": 0.1, "one_sided": True}, 0.0, 3, "draws"),
     ],
 )
-def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_spread, claims, null_margin):
-    design = Design(replace(MEAN, **changes), 0.2, null_spread, 20, claims, null_margin)
+def test_the_planned_units_find_a_mean_in_nine_of_ten_experiments(changes, null_spread, claims, control):
+    design = Design(replace(MEAN, **changes), 0.2, null_spread, 20, claims, control)
     clusters, claim = needed(design), design.claim
     truth = 0.0 if claim.equivalence else 0.1
     for n, low, high in ((clusters, 0.85, 0.95), (clusters // 2, 0.0, 0.72)):
@@ -135,7 +135,7 @@ def test_one_layer_of_several_is_found_by_the_p_of_the_largest():
 def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     # n = 3 + ((1.960 + 1.282) / atanh(.3))^2 (1 + .3^2 / 2), and for a mean ((1.960 + 1.282) s / d)^2 and a little.
     assert needed_in_any_layer(0.3, 1) == math.ceil(3 + (3.2415 / math.atanh(0.3)) ** 2 * 1.045)
-    design = Design(MEAN, 0.3, 0.0, 20, 1, "fixed")
+    design = Design(MEAN, 0.3, 0.0, 20, 1, "number")
     assert 95 <= needed(design) <= tests.needed_n_mean(0.1, 0.3) == 97
     for clusters in (10, 40, 100):
         exact = scipy_stats.nct.sf(
@@ -148,7 +148,7 @@ def test_of_one_layer_and_no_draws_the_plans_are_the_textbook_s():
     "design",
     [
         Design(MEAN, 0.3, 0.01, 20, 8),
-        Design(MEAN, 0.3, 0.01, 39, 3, "centre"),
+        Design(MEAN, 0.3, 0.01, 39, 3, "noisy draws"),
         Design(RHO, 0.0, 0.02, 40, 1),
         Design(replace(RHO, scale="fisher"), 0.0, 0.02, 20, 4),
         Design(replace(MEAN, equivalence=True, effect=0.0, margin=0.1), 0.3, 0.0, 20, 5),
@@ -179,7 +179,7 @@ def test_more_claims_wider_draws_and_larger_spreads_need_more():
 def test_no_units_make_up_for_too_few_draws(draws, can):
     assert (needed(Design(MEAN, 0.3, 0.01, draws, 1)) is not None) == can
     assert (detectable(Design(RHO, 0.0, 0.01, draws, 1), 500) is not None) == can
-    assert needed(Design(MEAN, 0.3, 0.01, draws, 1, "fixed")) is not None  # it has no draws
+    assert needed(Design(MEAN, 0.3, 0.01, draws, 1, "number")) is not None  # it has no draws
 
 
 def test_a_correlation_leaves_no_room_beyond_one():

@@ -342,8 +342,8 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
                 "why": "not planned: how much units differ was never measured",
             }
             continue
-        margin = assumed.get("null_margin", "end")
-        design = power.Design(claim, spread, null_spread, nulls, len(asked), margin)
+        control = assumed.get("control", "draws")
+        design = power.Design(claim, spread, null_spread, nulls, len(asked), control)
         row["interval_units"] = _interval(design)
         row["needed_units"] = found = power.needed(design)
         row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None

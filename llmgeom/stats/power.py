@@ -29,7 +29,7 @@ POWER = 0.9
 MOST_UNITS = 10**6  # more are no plan
 HALF_MEDIAN = 0.67449  # the median of |z|
 ROOT_MEAN, ROOT_SD = 0.82216, 0.34915  # mean and standard deviation of sqrt(|z|), z standard normal
-Margin = Literal["end", "centre", "fixed"]
+Control = Literal["draws", "noisy draws", "number"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class Design:
             besides.
         draws: How many.
         claims: The claims of the record.
-        null_margin: "end": draws of models; "centre": draws with the value's sampling noise too; "fixed": a number.
+        control: What the value is compared with: draws of models, draws with its own sampling noise too, or a number.
     """
 
     claim: Rule
@@ -114,7 +114,7 @@ class Design:
     null_spread: float
     draws: int = 20
     claims: int = 1
-    null_margin: Margin = "end"
+    control: Control = "draws"
 
     def of(self, effect: float) -> Design:
         """The same for another effect (of an equivalence claim, another margin)."""
@@ -125,10 +125,10 @@ class Design:
     def setting(self) -> Setting:
         """The same in units of the effect, for a mean."""
         claim, size = self.claim, self.claim.smallest
-        if claim.equivalence or self.null_margin == "fixed":
+        if claim.equivalence or self.control == "number":
             sides = 2 if claim.equivalence and not claim.one_sided else 1
             return Setting(self.spread / size, 0.0, 0, False, self.claims, sides)
-        noisy = self.null_margin == "centre"
+        noisy = self.control == "noisy draws"
         return Setting(self.spread / size, self.null_spread / size, self.draws, noisy, self.claims)
 
 
