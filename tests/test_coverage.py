@@ -5,14 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmgeom.probes.shared.targets import Target
-from llmgeom.probes.value_manifold import order_interval
-from llmgeom.stats.manifold import unroll
-from llmgeom.stats.pca import standardised
-from llmgeom.stats.tests import correlation_interval, spearman
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from studies.coverage import coverage, replicates, runs
+from studies.simulated_coverage import covered, rows
 
 REPLICATES = 200
 LEAST = 0.92
@@ -38,23 +34,30 @@ def test_intervals_of_claims_cover(run, trained):
     assert not low
 
 
+SIMULATED = {name: (draw, count) for name, draw, count in rows()}
+MENDED = (
+    "order along the curve, blob",
+    "TwoNN ratio, 12 centres",
+    "KL of 1,000 sequences, 10 in 10,000 off by 10 bits",
+)
+
+
 @pytest.mark.slow
-def test_the_interval_of_order_allows_for_a_curve_that_turns():
-    """Vectors in a blob of three directions: with the places along the curve held fixed the interval covers .78."""
-    rng, mixing, values, spans, fixed = np.random.default_rng(0), np.random.default_rng(6), [], [], []
-    mixing = mixing.normal(size=(3, 20))
-    for seed in range(60):
-        t, noise = rng.random(75), rng.normal(size=(75, 22))
-        x = np.column_stack([2 * t, noise[:, :2]]) @ mixing + 0.3 * noise[:, 2:]
-        y = t + 0.15 * rng.normal(size=75)
-        target, clusters = Target(y, np.zeros(75, dtype=int), False), np.arange(75)
-        place = unroll(standardised(x))[:, 0]
-        values.append(abs(spearman(place, y)))
-        spans.append(order_interval(x, target, clusters, seed))
-        fixed.append(correlation_interval(place, y, clusters))
-    truth = np.mean(values)
-    assert np.mean([span.low <= truth <= span.high for span in spans]) >= 0.92
-    assert np.mean([span.low <= truth <= span.high for span in fixed]) < 0.9
+@pytest.mark.parametrize("name", SIMULATED)
+def test_simulated_intervals_cover(name):
+    draw, count = SIMULATED[name]
+    rng = np.random.default_rng(11)
+    new, old = covered([draw(rng) for _ in range(count)])
+    assert new >= LEAST
+    if name in MENDED:  # the interval before did not
+        assert old < 0.9
+
+
+def test_an_interval_of_points_around_centres_covers():
+    """Around centres log mu is far from exponential, and the interval of exponential ratios is too narrow."""
+    rng = np.random.default_rng(12)
+    new, old = covered([SIMULATED["TwoNN ratio, 12 centres"][0](rng) for _ in range(60)])
+    assert old < 0.92 <= new
 
 
 def test_coverage_counts_intervals_that_hold_the_mean_of_the_statistic():

@@ -1,0 +1,94 @@
+"""Coverage of three intervals where the truth can be simulated: `python -m studies.simulated_coverage` prints rows.
+
+Each row has the new interval and the one that it replaced, on the same samples. The mean of the statistic over samples
+stands for what an interval is about, except for means, whose truth is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from scipy.stats import gamma
+
+from llmgeom.probes.shared.targets import Target
+from llmgeom.probes.value_manifold import order_interval
+from llmgeom.stats.manifold import intrinsic_dimension, unroll
+from llmgeom.stats.pca import standardised
+from llmgeom.stats.rare_failures import RareFailures
+from llmgeom.stats.resampling import mean_intervals
+from llmgeom.stats.tests import correlation_interval, spearman
+
+POINTS = 75
+Ends = tuple[float, float]
+Sample = tuple[float, Ends, Ends]  # the statistic, the interval, the one that it replaced
+
+
+def rare(rng: np.random.Generator, n: int, share: float, size: float) -> Sample:
+    """A mean of n values of about .003, of which a share is `size`."""
+    x = np.where(rng.random(n) < share, size, rng.exponential(0.003, n))
+    low, high = mean_intervals([x])[0]
+    span = RareFailures(1.0, 10.0).interval(x)
+    return 0.003 * (1 - share) + share * size, (span.low, span.high), (low, high)
+
+
+def cloud(rng: np.random.Generator, kind: str) -> np.ndarray:
+    """[point coordinate] in 20 dimensions."""
+    fixed, n = np.random.default_rng(5), POINTS
+    if kind == "Gaussian":
+        return rng.normal(size=(n, 20)) * 0.8 ** np.arange(20)
+    if kind == "curve":
+        t = 4 * rng.random(n)
+        return np.stack([np.cos(t), np.sin(t)], 1) @ fixed.normal(size=(2, 20)) + 0.05 * rng.normal(size=(n, 20))
+    if kind == "t(4) in 3 dimensions":
+        return rng.standard_t(4, size=(n, 3)) @ fixed.normal(size=(3, 20))
+    centres = 2 * fixed.normal(size=(12, 20))
+    return centres[rng.integers(0, 12, n)] + 0.3 * rng.normal(size=(n, 20)) * rng.gamma(1, 1, (n, 1))
+
+
+def dimension(rng: np.random.Generator, kind: str) -> Sample:
+    """TwoNN over that of Gaussian clouds."""
+    made = intrinsic_dimension(cloud(rng, kind), np.arange(POINTS), 30, int(rng.integers(2**31)))
+    span, k = made.ratio_interval(), int(np.ceil(0.9 * POINTS))
+    low, high = (made.ratio * gamma.ppf(tail, k) / (k - 1) for tail in (0.025, 0.975))
+    return made.ratio, (span.low, span.high), (low, high)
+
+
+def order(rng: np.random.Generator, kind: str) -> Sample:
+    """|rho| of a number and the place along a curve, or in a blob of three directions."""
+    t, noise, n = rng.random(POINTS), rng.normal(size=(POINTS, 22)), POINTS
+    fixed = np.random.default_rng(6).normal(size=(3, 20))
+    if kind == "curve":
+        x = np.stack([np.cos(4 * t), np.sin(4 * t)], 1) @ fixed[:2] + 0.2 * noise[:, 2:]
+    else:
+        x = np.column_stack([2 * t, noise[:, :2]]) @ fixed + 0.3 * noise[:, 2:]
+    y = t + 0.15 * rng.normal(size=n)
+    span = order_interval(x, Target(y, np.zeros(n, dtype=int), False), np.arange(n), int(rng.integers(2**31)))
+    place = unroll(standardised(x))[:, 0]
+    held = correlation_interval(place, y, np.arange(n))
+    return abs(spearman(place, y)), (span.low, span.high), (held.low, held.high)
+
+
+def rows() -> Iterator[tuple[str, Callable[[np.random.Generator], Sample], int]]:
+    """What is simulated: its name, a function that draws one sample, and how many."""
+    for share, size in ((0.0, 0.0), (1e-3, 10.0), (3e-4, 10.0), (1e-2, 2.0)):
+        name = f"KL of 1,000 sequences, {share * 1e4:g} in 10,000 off by {size:g} bits"
+        yield name, lambda rng, share=share, size=size: rare(rng, 1000, share, size), 1000
+    for kind in ("Gaussian", "curve", "t(4) in 3 dimensions", "12 centres"):
+        yield f"TwoNN ratio, {kind}", lambda rng, kind=kind: dimension(rng, kind), 300
+    for kind in ("curve", "blob"):
+        yield f"order along the curve, {kind}", lambda rng, kind=kind: order(rng, kind), 60
+
+
+def covered(samples: list[Sample]) -> tuple[float, float]:
+    """Coverage of the interval and of the one that it replaced."""
+    truth = np.mean([sample[0] for sample in samples])
+    new, old = (np.mean([low <= truth <= high for low, high in (s[i] for s in samples)]) for i in (1, 2))
+    return float(new), float(old)
+
+
+if __name__ == "__main__":
+    for name, draw, count in rows():
+        rng = np.random.default_rng(7)
+        new, old = covered([draw(rng) for _ in range(count)])
+        print(f"| {name} | {count} | {new:.2f} | {old:.2f} |", flush=True)
