@@ -180,7 +180,8 @@ def _mlp_share(
 ) -> Estimate:
     """The MLPs' share, against the untrained controls' MLPs over the trained model's total, and against one half.
 
-    Nothing is held fixed in the jackknife: the means come from the estimation half, and no component is selected.
+    The replacements, means of the estimation half, are held fixed in the jackknife: read the interval as conditional on
+    them. Over fresh samples of both halves it covers less than 95 %.
     """
     parts = branches(own, effect)
     value, total = mlp_part(parts), parts.mean(-1).sum()
