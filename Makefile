@@ -8,7 +8,7 @@ PYTEST := $(BIN)/python -m pytest -q
 SPREAD := $(PYTEST) -n auto --dist loadgroup --no-loadscope-reorder
 ASIDE := browser or gpu or compile or soak
 
-.PHONY: demo test slow browser check soak lint types package notebooks docs docs-numbers clean
+.PHONY: demo test slow browser gpu check soak lint types package notebooks docs docs-numbers clean
 .NOTPARALLEL: check
 
 .venv/installed: pyproject.toml constraints.txt
@@ -25,13 +25,17 @@ demo: .venv/installed
 
 test: .venv/installed
 	$(SPREAD) -m 'not (slow or $(ASIDE))'
-	@echo 'the rest: make slow, make browser (both: make check), make soak, pytest -m gpu, pytest -m compile'
+	@echo 'the rest: make slow, make browser (both: make check), make soak, make gpu, pytest -m compile'
 
 slow: .venv/installed
 	$(SPREAD) -m 'slow and not ($(ASIDE))'
 
 browser: .venv/installed
 	$(PYTEST) -m browser
+
+gpu: .venv/installed
+	$(PYTEST) -m gpu
+	$(BIN)/python benchmarks/gpu.py --seconds 400 --write docs/benchmarks.md
 
 check: test slow browser
 

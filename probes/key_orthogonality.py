@@ -174,7 +174,15 @@ NEEDS = Needs(
     frozenset({Site.KEY}),
     shuffled=False,
     no_context=False,
-    observers=(Observer("single_tokens", first_layer, frozenset({Site.KEY, Site.QUERY}), samples=(TOKENS,)),),
+    observers=(
+        Observer(
+            "single_tokens",
+            first_layer,
+            frozenset({Site.KEY, Site.QUERY}),
+            samples=(TOKENS,),
+            row_bytes=lambda facts: 4 * (facts["heads"] + facts["kv_heads"]) * facts["head_dim"],
+        ),
+    ),
     inputs={TOKENS: single_tokens},
     examine=weights,
     collect=collect,

@@ -135,7 +135,7 @@ CAPTURING = {
     "model/forward": "c22491a941c2bdfb",
     "model/layers": "222527f475c65328",
     "model/loading": "57e3c9cdce0452e2",
-    "model/passes": "63e039e5dc4ac879",
+    "model/passes": "f248a61350ed8f8f",
     "model/running": "c54945b05e25149f",
     "model/subject": "d542d1afd11b3302",
     "model/tokenizing": "3c6e12eee2b256e5",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import copy
 import importlib
 import math
 import resource
@@ -30,6 +30,7 @@ from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
 from llmgeom.model.passes import plan_capture
+from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.plan import MOST, PassPlan, Reading, measurable
@@ -42,9 +43,9 @@ from llmgeom.stats.rule import LEAST_DRAWS
 from llmgeom.stats.tests import needed_n_correlation, needed_n_mean
 from llmgeom.stats.verdicts import no_n, too_few
 
-# Measured on one core. Seconds to start, and that a probe measures, a row, layer and model; how much longer a pass
-# takes than its products, and for how many small operations a layer it waits. Bytes of a report, and held by libraries.
-START, MEASURING, LONGER, LAUNCHES = 8.0, 6e-5, 1.6, 60
+# Measured on one core: seconds to start, and that a probe measures, a row, layer and model. Bytes of a report, and held
+# by libraries.
+START, MEASURING = 8.0, 6e-5
 PAGE, HELD = 3 * 2**20, 150 * 2**20
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
 UNTRAINED, SHUFFLED, EXAMINED = "untrained controls", "shuffled prompts", "examined by"
@@ -153,7 +154,10 @@ class Source:
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
             for reading in readings:
                 work = plan_capture(who, reading.batch, reading.sites, observers=reading.observers, batch_tokens=size)
-                yield Stage(called, times, work.tokens.lengths.numpy(), sum(work.sizes))
+                # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
+                tensors = len(work.step_sites) * who.facts["layers"]
+                kept = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
+                yield Stage(called, times, work.tokens.lengths.numpy(), kept)
 
         stages = [Stage("check at load", 3, who.checked)]
         stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
@@ -177,42 +181,91 @@ class Source:
 
 @dataclass(frozen=True)
 class Speed:
-    """Of this machine, by trial; seconds: a multiplication and addition in products of the model's width; a small
-    operation; a random number, its hash included."""
+    """Of this machine for this shape, by a trial of two seconds with random weights.
 
-    product: float
-    launch: float
+    Attributes:
+        call: seconds a layer and batch, however short.
+        token: seconds a layer and token.
+        logit: seconds a row of logits over the vocabulary.
+        number: seconds a random number of an untrained control.
+    """
+
+    call: float
+    token: float
+    logit: float
     number: float
 
     @classmethod
-    def of(cls, device: str, width: int) -> Speed:
-        a, b = torch.randn(256, width, device=device), torch.randn(width, 4 * width, device=device)
-        numbers = torch.empty(2**18)
+    def of(cls, who: Weightless, device: str, width: int, batch_tokens: int) -> Speed:
+        """Times one layer of the model on one prompt and on a batch of prompts of `width` tokens.
 
-        def seconds(run: Callable[[], Any], times: int) -> float:
-            took = []
-            for _ in range(5):  # the fastest: what others do on this machine is no property of it
-                start = time.perf_counter()
-                for _ in range(times):
-                    run()
-                if device.startswith("cuda"):
-                    torch.cuda.synchronize()
-                took.append((time.perf_counter() - start) / times)
-            return min(took)
+        Half the batch that the plan runs, or what 4e10 multiplications allow: a token costs the same in either.
+        """
+        facts, dtype = who.facts, who.model.dtype
+        block = _one_layer(who.model, device)
+        parameters = max(sum(one.numel() for one in block.parameters()), 1)
+        rows = max(2, int(min(batch_tokens, 4e10 / parameters)) // width)
 
-        draw = seconds(lambda: hashlib.sha256(numbers.normal_().numpy().tobytes()), 1)
-        return cls(seconds(lambda: a @ b, 2) / (1024 * width**2), seconds(lambda: b[0] + 1, 50), draw / 2**18)
+        def forward(count: int) -> Callable[[], Any]:
+            features = facts.get("features")
+            inputs = torch.randn(count, width, features) if features else torch.zeros(count, width, dtype=torch.long)
+            inputs = inputs.to(device, dtype) if features else inputs.to(device)
+            read = {"rows": inputs} if features else {"input_ids": inputs}
+            return lambda: block(**read, use_cache=False)
+
+        one, many = _seconds(forward(1), device), _seconds(forward(rows), device)
+        token = (many - one) / ((rows - 1) * width)
+        token = token if token > 0 else many / (rows * width)
+        columns = min(facts["vocabulary"], 8192)
+        x = torch.randn(64, facts["d_model"], device=device, dtype=dtype)
+        head = torch.randn(facts["d_model"], columns, device=device, dtype=dtype)
+        logit = _seconds(lambda: (x @ head).float().log_softmax(-1), device) / 64 * facts["vocabulary"] / columns
+        numbers = torch.empty(2**20, device=device, dtype=dtype)
+        return cls(max(one - width * token, 0.0), token, logit, _seconds(numbers.normal_, device) / 2**20)
+
+
+def _usual_width(source: Source) -> int:
+    """Tokens of the middle prompt of the stage that runs most of them."""
+    return max(1, int(np.median(max(source.stages, key=lambda one: one.tokens).lengths)))
+
+
+def _one_layer(like: Any, device: str) -> Any:
+    """The model with one layer and a small vocabulary, of random weights."""
+    config = copy.deepcopy(like.config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size = 1, min(text.vocab_size, 64)
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if isinstance(getattr(text, name, None), int):
+            setattr(text, name, None)
+    for name, value in list(vars(text).items()):
+        if isinstance(value, list) and len(value) == like.config.get_text_config().num_hidden_layers:
+            setattr(text, name, value[:1])
+    return transformers.AutoModelForCausalLM.from_config(config).to(device, like.dtype).eval()
+
+
+@torch.no_grad()
+def _seconds(run: Callable[[], Any], device: str, most: float = 0.4) -> float:
+    """The fastest of up to five runs within `most` seconds: what others do on this machine is no property of it."""
+    took: list[float] = []
+    run()
+    begun = time.perf_counter()
+    while len(took) < 5 and (not took or time.perf_counter() - begun < most):
+        start = time.perf_counter()
+        run()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        took.append(time.perf_counter() - start)
+    return min(took)
 
 
 def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
-    """By stage: a weight is multiplied and added once a token (attention's own T^2 is left out, small at the lengths of
-    prompts); untrained controls are drawn and hashed; and the probes measure."""
+    """Minutes by stage: every token passes every layer, every prompt has a row of logits, every control is drawn."""
     layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
     found: dict[str, float] = {}
     for one in source.stages:
         ran = one.batches(batch_tokens)
-        took = LONGER * parameters * sum(ran) * speed.product + len(ran) * layers * LAUNCHES * speed.launch
-        took += parameters * one.times * speed.number * (one.stage == UNTRAINED)
+        took = layers * (sum(ran) * speed.token + len(ran) * speed.call)
+        took += one.times * (len(one.lengths) * speed.logit + parameters * speed.number * (one.stage == UNTRAINED))
         stage = "edits and gradients" if one.stage.startswith(EXAMINED) else one.stage
         found[stage] = found.get(stage, 0) + took / 60
     largest = max(
@@ -227,7 +280,7 @@ def estimate(plan: Plan) -> dict[str, Any]:
     """Prompts, tokens, bytes, memory and minutes of each source, and what its claims can find, as plain data.
 
     tokens are those of one scan's passes, without padding; capture_bytes lie in the store and in memory; memory_bytes
-    adds the weights, those of an control and as much again while it is drawn and hashed, the largest batch and this
+    adds the weights, those of one untrained control, the captures that are not left on disk, the largest batch and this
     process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises UserError as a scan
     would.
     """
@@ -266,11 +319,15 @@ def _costs(
     scans: int = 1,
 ) -> dict[str, Any]:
     facts, item = who.facts, who.model.dtype.itemsize
-    speed = Speed.of(device := usable(device), facts["d_model"])
+    # Before the trial, which has memory of its own.
+    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    device, speed = usable(device), None
     rows: dict[str, dict[str, Any]] = {}
-    memory = 0
+    memory, copies = 0, 1
     for name, source in sources:
+        speed = speed or Speed.of(who, device, _usual_width(source), batch_tokens)
         minutes = _minutes(source, batch_tokens, speed)
+        copies = max(copies, 1 + any(one.stage == UNTRAINED for one in source.stages))
         largest = max(max(one.batches(batch_tokens)) for one in source.stages)
         longest = max(int(one.lengths.max()) for one in source.stages)
         kept = sum(one.times * one.kept for one in source.stages)
@@ -278,7 +335,8 @@ def _costs(
         computed = largest * (8 * facts["d_model"] * item) + min(largest, len(source.batch)) * facts["vocabulary"] * 12
         # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
         n = len(source.batch)
-        memory = max(memory, kept + computed + 8 * (4 * 10**4 * n + 600 * n**2))
+        held = sum(one.times * one.kept for one in source.stages if one.kept <= IN_MEMORY)
+        memory = max(memory, held + computed + 8 * (4 * 10**4 * n + 600 * n**2))
         rows[name] = {
             "pool": len(source.pool),
             "prompts": len(source.batch),
@@ -292,11 +350,10 @@ def _costs(
             "claims": list(findings(source, nulls)),
         }
     weights = facts["parameters"] * item
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return {
         "parameters": facts["parameters"],
         "weight_bytes": weights,
-        "memory_bytes": process + HELD + 3 * weights + memory,
+        "memory_bytes": process + HELD + copies * weights + memory,
         "scans": scans,
         "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),

@@ -78,7 +78,8 @@ class Observer:
         sites: read at the queried rows. everywhere: read at every real position.
         samples: names of the samples that it reads ("" is the main one).
         version: what tells this code from an earlier one in the cache; by default a hash of the function's module.
-        row_bytes: about how many bytes a row takes, for the estimate of disk space; 0 for two numbers a layer and head.
+        row_bytes: about how many bytes a row takes, for the estimate of disk space, or a function of a model's facts;
+            by default two numbers a layer and head.
     """
 
     name: str
@@ -87,7 +88,9 @@ class Observer:
     everywhere: frozenset[Site] = frozenset()
     samples: tuple[str, ...] = ("",)
     version: str = ""
-    row_bytes: int = 0
+    row_bytes: int | Callable[[Mapping[str, Any]], int] = lambda facts: (
+        16 * (facts["layers"] or 1) * (facts["heads"] or 1)
+    )
 
     @property
     def wanted(self) -> frozenset[Site]:
@@ -184,8 +187,8 @@ def plan_capture(
     where = _queried(batch, tokens, positions)
     batches = plan_batches(tokens.lengths.tolist(), batch_tokens)
     rows = [int(where[[*members]].sum()) for members in batches]
-    usual = 16 * (reader.facts["layers"] or 1) * (reader.facts["heads"] or 1)
-    observed = sum(observer.row_bytes or usual for observer in observers)
+    declared = [observer.row_bytes for observer in observers]
+    observed = sum(one(reader.facts) if callable(one) else one for one in declared)
     sizes = [
         nbytes(reader.facts, sites, n, int(tokens.lengths[members[0]])) + observed * n
         for n, members in zip(rows, batches, strict=True)

@@ -1,0 +1,249 @@
+"""True shapes on one card: load, passes, controls and a scan's cost against the bare model; and training steps.
+
+    python benchmarks/gpu.py [--shapes pythia-410m,phi-2,...] [--seconds 480] [--write docs/benchmarks.md]
+    python benchmarks/gpu.py --shapes tiny --device cpu          the same code where there is no card
+
+Weights are random, of each config's own shape and in its default precision: cost does not depend on them. What a whole
+scan takes is extrapolated from its parts, and says so: tokens of a default scan of one domain, timed here by the token.
+Shapes are measured in order of size until `--seconds` are over; those that are left are named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, MistralConfig, PhiConfig
+
+from llmgeom import wind_tunnels
+from llmgeom.batch import Batch, Tokens
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
+from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.training_config import Training
+
+SITES = frozenset({Site.VALUE, Site.KEY, Site.QUERY, Site.ATTENTION_ENTROPY, Site.ENTROPY})
+LENGTH, BATCH_TOKENS = 32, 4096
+POOLS, SAMPLES, SHUFFLES, CONTROLS = 3, 6, 20, 20  # of a default scan of one domain: 1,000 and 75 prompts each
+BEGIN, END = "<!-- benchmarks/gpu.py begins -->", "<!-- benchmarks/gpu.py ends -->"
+
+
+def _llama(kind: type, layers: int, width: int, heads: int, kv_heads: int, inner: int, vocabulary: int, **more: Any):
+    sizes = {"num_hidden_layers": layers, "hidden_size": width, "num_attention_heads": heads}
+    return kind(**sizes, num_key_value_heads=kv_heads, intermediate_size=inner, vocab_size=vocabulary, **more)
+
+
+SHAPES: dict[str, tuple[Callable[[], Any], torch.dtype]] = {
+    "pythia-410m": (
+        lambda: GPTNeoXConfig(
+            hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, vocab_size=50304
+        ),
+        torch.float32,
+    ),
+    "llama-3.2-1b": (
+        lambda: _llama(LlamaConfig, 16, 2048, 32, 8, 8192, 128256, tie_word_embeddings=True),
+        torch.float32,
+    ),
+    "phi-2": (
+        lambda: PhiConfig(
+            hidden_size=2560, num_hidden_layers=32, num_attention_heads=32, intermediate_size=10240, vocab_size=51200
+        ),
+        torch.bfloat16,
+    ),
+    "llama-3.2-3b": (
+        lambda: _llama(LlamaConfig, 28, 3072, 24, 8, 8192, 128256, tie_word_embeddings=True),
+        torch.bfloat16,
+    ),
+    "mistral-7b": (lambda: _llama(MistralConfig, 32, 4096, 32, 8, 14336, 32000), torch.bfloat16),
+    "tiny": (lambda: _llama(LlamaConfig, 2, 32, 4, 2, 64, 512), torch.float32),
+}
+PAPER = Training("bijection:vocab=20", arch="neox", width=192, layers=6, heads=6, batch=128, steps=100_000, lr="1e-3")
+
+
+def built(shape: str, device: str) -> Any:
+    """A model of random weights, made where it is used."""
+    config, dtype = SHAPES[shape]
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config(), dtype=dtype).eval()
+
+
+def prompts(count: int, vocabulary: int) -> Batch:
+    """Prompts of half to all of `LENGTH` tokens."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(LENGTH // 2, LENGTH + 1, (count,), generator=generator)
+    ids = torch.randint(vocabulary, (count, LENGTH), generator=generator)
+    return Batch(Tokens(ids, lengths), tuple(map(str, range(count))), {"name": "benchmark"})
+
+
+def synchronise(device: str) -> None:
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def clock(device: str, row: dict[str, float], name: str) -> Iterator[None]:
+    synchronise(device)
+    begun = time.perf_counter()
+    yield
+    synchronise(device)
+    row[name] = time.perf_counter() - begun
+
+
+def interleaved(arms: dict[str, Callable[[], Any]], device: str, repeats: int) -> dict[str, float]:
+    """The median seconds of each arm; the first call of each allocates and is not counted."""
+    took: dict[str, list[float]] = {name: [] for name in arms}
+    for repeat in range(repeats + 1):
+        for name, run in arms.items():
+            row: dict[str, float] = {}
+            with clock(device, row, name):
+                run()
+            took[name] += [row[name]] * (repeat > 0)
+    return {name: statistics.median(seconds) for name, seconds in took.items()}
+
+
+def peak(device: str, run: Callable[[], Any]) -> float:
+    """GiB that a call takes above what was there; 0 where torch does not count."""
+    if not device.startswith("cuda"):
+        run()
+        return 0.0
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    synchronise(device)
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+@torch.no_grad()
+def bare(model: Any, batch: Batch, device: str) -> None:
+    """The model alone on the batches of our plan's size, with the logits of each final token."""
+    tokens, count = batch.tokens, BATCH_TOKENS // LENGTH
+    output = model.get_output_embeddings()
+    for at in range(0, len(batch), count):
+        ids, lengths = tokens.ids[at : at + count].to(device), tokens.lengths[at : at + count].to(device)
+        rows = (torch.arange(len(ids), device=device), lengths - 1)
+        hook = output.register_forward_pre_hook(lambda _, args, rows=rows: (args[0][rows][:, None],))
+        try:
+            logits = model(input_ids=ids, use_cache=False).logits[:, 0]
+            logits.float().log_softmax(-1).cpu()
+        finally:
+            hook.remove()
+
+
+def measured(shape: str, device: str, repeats: int) -> dict[str, float]:
+    """One row of the table."""
+    row: dict[str, float] = {}
+    with clock(device, row, "load, s"):
+        model = built(shape, device)
+    subject = Subject.of(model, name=shape)
+    batch = prompts(512, subject.facts["vocabulary"])
+    options = {"batch_tokens": BATCH_TOKENS}
+    tokens = int(batch.tokens.lengths.sum())
+    arms = {
+        "bare": lambda: bare(model, batch, device),
+        "capture": lambda: subject.capture(batch, SITES, **options),
+        "entropies": lambda: subject.capture(batch, {Site.ENTROPY}, **options),
+    }
+    took = interleaved(arms, device, repeats)
+    row["tokens a second, bare"] = tokens / took["bare"]
+    row["capture / bare"] = took["capture"] / took["bare"]
+    row["peak GiB, bare"] = peak(device, arms["bare"])
+    row["peak GiB, capture"] = peak(device, arms["capture"])
+    with subject.control(0):  # allocates
+        pass
+    with clock(device, row, "a control, s"), subject.control(1):
+        pass
+    first = took["entropies"] / 512 * 1000 * POOLS + took["capture"] / 512 * 75 * SAMPLES
+    samples = took["capture"] / 512 * 75
+    row["passes to a first page, s (extrapolated)"] = first
+    row["passes of a scan, s (extrapolated)"] = (
+        first + CONTROLS * (row["a control, s"] + SAMPLES * samples) + SHUFFLES * samples
+    )
+    return row
+
+
+def steps(device: str, count: int, tiny: bool) -> dict[str, float]:
+    """Training steps a second at the size of Paper I's bijection, and hours of 100,000 of them."""
+    config = replace(PAPER, width=24, layers=1, batch=8) if tiny else PAPER
+    kinds = {"eager": config, "compiled": replace(config, compile=True), "CUDA graph": replace(config, graph=True)}
+    if not device.startswith("cuda"):
+        kinds = {"eager": config}
+    rates: dict[str, float] = {}
+    for name, one in kinds.items():
+        trainer = Trainer(one, wind_tunnels.load_task(one.task), 1e-3, device)
+        for i in range(5):  # compiles, warms up, captures the graph
+            trainer.step(i)
+        row: dict[str, float] = {}
+        with clock(device, row, name):
+            for i in range(count):
+                trainer.step(5 + i)
+        rates[f"{name}, steps a second"] = count / row[name]
+        rates[f"{name}, minutes of 100,000 steps (extrapolated)"] = 100_000 * row[name] / count / 60
+    return rates
+
+
+def table(rows: dict[str, dict[str, float]], training: dict[str, float], where: str, left: list[str]) -> str:
+    """The table as Markdown, with card and date."""
+    names = list(next(iter(rows.values()))) if rows else []
+    lines = [f"`python benchmarks/gpu.py` on {date.today()}, {where}, torch {torch.__version__}. Random weights."]
+    lines += ["", "| shape | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines += [f"| {shape} | " + " | ".join(f"{row[name]:.3g}" for name in names) + " |" for shape, row in rows.items()]
+    lines += [f"| {shape} | not run: out of time or memory |" for shape in left]
+    lines += ["", *(f"- training, {name}: {value:.3g}" for name, value in training.items())]
+    return "\n".join(lines)
+
+
+def write(path: Path, text: str) -> None:
+    """Put the table between the two marks of a document."""
+    document = path.read_text(encoding="utf-8")
+    if BEGIN not in document or END not in document:
+        raise UserError(f"{path} has no place for the table; put the lines {BEGIN} and {END} where it is to stand")
+    head, _, rest = document.partition(BEGIN)
+    path.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(name for name in SHAPES if name != "tiny"))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=480.0)
+    parser.add_argument("--write", type=Path)
+    asked = parser.parse_args()
+    wanted = asked.shapes.split(",")
+    if asked.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error("this machine has no CUDA device; try --shapes tiny --device cpu")
+    begun = time.monotonic()
+    training = steps(asked.device, 20 if wanted == ["tiny"] else 200, wanted == ["tiny"])
+    rows: dict[str, dict[str, float]] = {}
+    left: list[str] = []
+    for shape in wanted:
+        if time.monotonic() - begun > asked.seconds:
+            left.append(shape)
+            continue
+        try:
+            rows[shape] = measured(shape, asked.device, asked.repeats)
+        except torch.OutOfMemoryError:
+            left.append(shape)
+        if asked.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+        print(json.dumps({"shape": shape, **rows.get(shape, {})}), flush=True)
+    where = torch.cuda.get_device_name(0) if asked.device.startswith("cuda") else "a CPU"
+    text = table(rows, training, where, left)
+    print(text)
+    if asked.write:
+        write(asked.write, text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""The benchmark of a card runs where there is none, and puts its table where a document has a place for it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from llmgeom.errors import UserError
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def gpu():
+    spec = importlib.util.spec_from_file_location("gpu", ROOT / "benchmarks" / "gpu.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_shapes_are_those_of_the_models(gpu):
+    """Against the parameter counts that their authors give."""
+    counts = {"pythia-410m": 405.3e6, "phi-2": 2.78e9, "llama-3.2-1b": 1.236e9, "llama-3.2-3b": 3.213e9}
+    counts["mistral-7b"] = 7.242e9
+    from transformers import AutoModelForCausalLM
+
+    for shape, count in counts.items():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(gpu.SHAPES[shape][0]())
+        assert model.num_parameters() == pytest.approx(count, rel=2e-3), shape
+
+
+def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
+    row = gpu.measured("tiny", "cpu", 1)
+    assert all(value > 0 for name, value in row.items() if "GiB" not in name)
+    text = gpu.table({"tiny": row}, {"eager, steps a second": 3.0}, "a CPU", ["mistral-7b"])
+    document = tmp_path / "page.md"
+    document.write_text((ROOT / "docs" / "benchmarks.md").read_text())
+    gpu.write(document, text)
+    written = document.read_text()
+    assert text in written and "\nnot run: no GPU\n" not in written and "| mistral-7b | not run" in written
+    gpu.write(document, text)
+    assert document.read_text() == written, "a second table takes the place of the first"
+    document.write_text("no place")
+    with pytest.raises(UserError):
+        gpu.write(document, text)
