@@ -26,6 +26,7 @@ from llmgeom.record import Record
 from llmgeom.reports import table
 from llmgeom.result import Figure, Measured, Quantity
 from tests.refusals import refused
+from tests.test_compare import two
 from tests.test_result import head
 
 HOSTILE = "50% & $x_1^2 #{~\\end{tabular}}~<b>|é−ρ²—漢\u202e`code`\n*"
@@ -99,6 +100,16 @@ def test_an_array_of_other_prompts_is_not_put_beside_these():
     other = measured(quantities={"points": points[0]}, arrays={"points": points[1]})
     record = Record({"toy": other}, {}, {"text": ("a", "b", "c")}, {"name": "m"}, {}, {})
     assert set(tables(record)["prompts"]) == {"text"}
+
+
+def test_values_without_each_cluster_are_no_metadata(tmp_path):
+    first, _ = two(np.random.default_rng(0))
+    assert first.results["value_manifold"].estimates[0].deletions is not None
+    first.save(tmp_path)
+    export(str(tmp_path), "safetensors")
+    with safe_open(tmp_path / "record.safetensors", "numpy") as file:
+        (metric,) = json.loads(file.metadata()["llmgeom"])["estimates"]["value_manifold"]
+    assert metric["name"] == "|rho| of PC1 and entropy" and "deletions" not in metric
 
 
 def test_safetensors_holds_every_array_and_says_what_it_is(run):

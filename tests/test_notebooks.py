@@ -37,6 +37,7 @@ SAVED = {
     "tunnel": ("notebook-tunnel", "notebook-tunnel/scan"),
     "dynamics": ("notebook-dynamics",),
     "your_own": ("notebook-own", "notebook-own/untrained"),
+    "probe": ("notebook-probe",),
 }
 FIGURES = {
     "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
@@ -44,6 +45,7 @@ FIGURES = {
     "tunnel": (("posterior", "kl"), ("posterior", "entropy")),
     "dynamics": (("drift", "frame"), ("drift", "value"), ("drift", "precision"), ("gradients", "score_gradient")),
     "your_own": (("odds_line", "missed"),),
+    "probe": (("narrative", "residual_score"), ("narrative", "confound_score")),
 }
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
@@ -51,6 +53,7 @@ LAST = {  # the stage at which each bar ends
     "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "measuring", "measuring attention_focus"),
     "dynamics": ("bijection, gpt2", "bijection, gpt2", "snapshots scanned"),
     "your_own": ("urn.py:Urn, gpt2", "measuring value_manifold", "measuring value_manifold"),
+    "probe": ("measuring words",),
 }
 # What `make test` writes instead of the sizes that are committed; `make slow` runs the notebooks as they stand.
 SMALL = {
@@ -68,6 +71,7 @@ SMALL = {
         "steps=250": "steps=30", "n=500": "n=40", "truncated(120": "truncated(40", "controls=20": "controls=2",
         "cut, probes, progress": "cut, probes, controls=2, progress",
     },
+    "probe": {"sample(120": "sample(60", "controls=20": "controls=2"},
 }  # fmt: skip
 SIZES = ("small", pytest.param("committed", marks=pytest.mark.slow))
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'

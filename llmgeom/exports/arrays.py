@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     arrays = record.arrays | columns
     told = {
         "record": about(record),
-        "estimates": {probe: list(map(dataclasses.asdict, m.estimates)) for probe, m in record.results.items()},
+        "estimates": {probe: [h.plain() for h in m.estimates] for probe, m in record.results.items()},
         "quantities": {
             f"{probe}.{name}": {
                 "axes": q.axes,
