@@ -55,9 +55,6 @@ class Written(torch.nn.Module):
         assert not use_cache and tuple(logits_to_keep.tolist()) == self.task.query
         return SimpleNamespace(logits=self.answer(rows if input_ids is None else input_ids))
 
-    def _init_weights(self, module):
-        """An untrained control gives the same logits: they depend on no weight."""
-
 
 @dataclass(frozen=True, eq=False)
 class Answers:
@@ -83,6 +80,9 @@ class Answers:
 class Fake(Subject):
     def untrained(self, seed):
         return of(self.model.task, noise(self.model.task, seed), "re-initialised")
+
+    def control(self, seed):
+        return nullcontext(self.untrained(seed))
 
 
 def of(task, logits, name="fake"):
