@@ -168,7 +168,7 @@ def estimate(
     """The value with its interval, compared with the control that is hardest to beat (`stats.controls.hardest`).
 
     Name, centre, band, p and hurdle are those of that control. The estimate has no word yet: `judge` gives one to each
-    claim of a record.
+    claim of a record. Without any control it is a value with its interval, and no claim.
 
     Raises:
         ValueError: A control's draws were compared on the other side.
@@ -176,30 +176,41 @@ def estimate(
     turned = [null.name for null in nulls if null.side not in (None, claim.side)]
     if turned:
         raise ValueError(f"{claim.name} is declared {claim.side!r}, but null {turned[0]!r} was made for the other side")
-    found = hardest(claim, float(value), interval, nulls, clusters)
-    null = found.null
-    common = Estimate(
+    alone = Estimate(
         name=claim.name,
         value=float(value),
         unit=claim.unit,
         low=interval.low,
         high=interval.high,
         method=interval.method,
-        null_low=null.low,
-        null_high=null.high,
-        null=f"{null.name} ({null.draws} draws)" if null.draws else null.name,
-        p=max(found.p, LEAST_P),
+        null_low=0.0,
+        null_high=0.0,
+        null="",
+        p=1.0,
         n=n,
         clusters=clusters,
         claim=claim.claim,
         source=claim.source,
         published=claim.published,
         side=claim.side,
+        effect=claim.smallest,
+        equivalence=claim.equivalence,
+        counts=claim.counts,
+    )
+    nulls = [null for null in nulls if null.name]
+    if not nulls:  # a first look, before any control is read
+        return replace(alone, claim="")
+    found = hardest(claim, float(value), interval, nulls, clusters)
+    null = found.null
+    common = replace(
+        alone,
+        null_low=null.low,
+        null_high=null.high,
+        null=f"{null.name} ({null.draws} draws)" if null.draws else null.name,
+        p=max(found.p, LEAST_P),
         centre=found.centre,
         margin=found.hurdle,
-        effect=claim.smallest,
         room=found.room,
-        equivalence=claim.equivalence,
         p_excluded=max(found.p_excluded, LEAST_P),
         p_opposite=max(found.p_opposite, LEAST_P),
         noise=found.setting.noise,
@@ -268,8 +279,11 @@ def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> E
     return replace(h, verdict=verdict, why=why)
 
 
-def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray:
+def layer_band(draws: Mapping[str, np.ndarray], side: Side = "upper") -> np.ndarray | None:
     """The band at every layer, [layer bound], of the null that decides there, from name -> [draw layer]: of that whose
-    end on the claimed side lies farthest out."""
-    bands = zip(*([band(layer) for layer in each.T] for each in draws.values()), strict=True)
+    end on the claimed side lies farthest out. None where no null has a draw."""
+    some = [each for each in draws.values() if len(each)]
+    if not some:
+        return None
+    bands = zip(*([band(layer) for layer in each.T] for each in some), strict=True)
     return np.array([max(found, key=lambda ends: ends[1] if side == "upper" else -ends[0]) for found in bands])

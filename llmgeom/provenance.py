@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from llmgeom import __version__, claims
-from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cache.keys import of_tokens
+from llmgeom.model.subject import Subject
+from llmgeom.model.tokenizing import has_template
+from llmgeom.plan import PassPlan
+from llmgeom.probe import Probe
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
@@ -39,3 +44,29 @@ def versions() -> dict[str, str]:
     import transformers
 
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
+
+
+def subset_note(batch: Batch, plan: PassPlan, probes: Mapping[str, Probe]) -> list[str]:
+    """The warning that controls read a part of the prompts, where they do."""
+    if plan.subset is None:
+        return []
+    every = [name for name, probe in probes.items() if probe.NEEDS.all_prompts]
+    note = f"controls read {len(plan.subset)} of the {len(batch)} prompts, drawn at random"
+    return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
+
+
+def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, few: Sequence[str]) -> Iterator[str]:
+    """What could overturn a verdict."""
+    window, longest = subject.facts.get("window"), int(tokens.lengths.max())
+    if window and longest <= window:
+        yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
+    if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
+        yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
+    if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
+        yield "the tokenizer has a chat template, and prompts were read as plain text: scan --chat sends messages"
+    if subject.facts.get("note"):
+        yield subject.facts["note"]
+    yield from few
+    most = max(batch.cluster.count(cluster) for cluster in set(batch.cluster))
+    if most > 2:
+        yield f"up to {most} prompts share one template; n counts templates, not prompts"

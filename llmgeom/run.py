@@ -11,14 +11,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmgeom import claims
-from llmgeom.batch import Batch, Rows, Text, Tokens
+from llmgeom.batch import Batch
 from llmgeom.cache import keys, results
 from llmgeom.cache.shards import run_key
 from llmgeom.errors import UserError
@@ -28,15 +28,16 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
-from llmgeom.model.tokenizing import has_template
 from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
-from llmgeom.provenance import provenance, took
+from llmgeom.provenance import caveats, provenance, subset_note, took
 from llmgeom.record import Record, arrays_of, measured_from, plain_of
 from llmgeom.result import Measured
 
+LOOKS = (5, 10)  # untrained controls after which a run can be looked at
+Look = Callable[[int, Callable[[], Record]], bool]
 CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 
 
@@ -65,7 +66,7 @@ class Run:
     def _captures_key(self) -> str:
         """Names every capture of the run and the facts of its samples that no capture holds."""
         of = [work.store.of for _, _, work in self.plan.works(self.subject, **self._options) if work.store]
-        samples = {name: _facts_hash(batch) for name, (batch, _, _) in self.plan.own.places.items()}
+        samples = {name: keys.of_facts(batch) for name, (batch, _, _) in self.plan.own.places.items()}
         return digest({"captures": of, "samples": samples, "seed": self.seed, "claims": claims.digest()})
 
     def key(self, name: str, what: str, *more: Any) -> str:
@@ -190,21 +191,6 @@ def measuring_code() -> str:
     return digest({str(path.relative_to(path.parents[1])): sha256(path.read_bytes()) for path in sorted(paths)})
 
 
-def _facts_hash(batch: Batch) -> str:
-    """Clusters, columns, targets and posterior of a batch: what a probe may read besides tokens."""
-    facts: dict[str, Any] = {
-        "cluster": batch.cluster,
-        "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
-    }
-    tensors = {"query": batch.query, "target": batch.target}
-    if batch.posterior is not None:
-        posterior = batch.posterior
-        tensors |= {"predictive": posterior.predictive, "belief": posterior.belief, "answers": posterior.answers}
-        tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
-    facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
-    return digest({**facts, "source": dict(batch.source)})
-
-
 def observe(subject: Subject, batch: Batch, needs: Needs) -> Any:
     """The observations of one probe on one batch, without controls: what `ProbeInput.observations` holds."""
     inputs = {MAIN: replace(batch, inputs=subject.tokens(batch))}
@@ -235,6 +221,7 @@ def run_probes(
     notes: Sequence[str] = (),
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None,
     whole: bool = False,
+    look: Look | None = None,
 ) -> Record:
     """Ask `probes` of a model on a batch, with controls.
 
@@ -252,6 +239,9 @@ def run_probes(
         facts: further provenance. notes: warnings of the caller, put before ours.
         columns: makes further columns of the prompt table from the observations of the model by probe.
         whole: controls read every prompt of a sample, not at most `plan.MOST`.
+        look: called as look(drawn, record) after the model's own pass and after LOOKS untrained controls; record() is
+            what can be measured so far, and no claim in it has a word. Where look returns True, the run ends there
+            with that record.
 
     Returns:
         The record, with claims judged. A probe that raises UserError is listed with its reason as not measured.
@@ -279,50 +269,52 @@ def run_probes(
             answers[name] = str(refusal)
             run.keep(name, str(refusal), ())
             pending.pop(name, None)
-    view, control_observations, cut, control_events = _inputs(run, plan, pending, captures)
-    for done, (name, probe) in enumerate(pending.items()):
-        run._tell(f"measuring {name}", done, len(pending))
-        try:
-            data = replace(
-                view if plan.subset is None or not probe.NEEDS.all_prompts else _whole(view, captures[MAIN]),
-                observations=observations.get(name),
-                control_observations=control_observations.get(name, ()),
-                no_context_observations=_observed(probe.NEEDS, cut),
-            )
-            answers[name] = probe.measure(data).lowered()
-        except UserError as refusal:
-            answers[name] = str(refusal)
-        run.keep(name, answers[name], control_events)
-        run._tell(f"measuring {name}", done + 1, len(pending))
-    events += [*control_events, *(event for _, told in stored.values() for event in told)]
-    answers = {name: answers[name] for name in measured}  # in the order asked, stored or not
-    unmeasured |= {name: answer for name, answer in answers.items() if isinstance(answer, str)}
-    results_of = {name: answer for name, answer in answers.items() if isinstance(answer, Measured)}
-    for name, answer in results_of.items():
-        unmeasured |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
-    shown = batch if plan.subset is None else batch.take(plan.subset)
-    table = prompt_table(subject, shown, plan.null_sample.tokens, _by_prompt(view, len(plan.null_sample)), view.capture)
-    return Record(
-        results=claims.judge(results_of),
-        unmeasured=unmeasured,
-        prompts={**table, **(columns(observations) if columns else {})},
-        subject={k: v for k, v in subject.facts.items() if v is not None},
-        source=dict(batch.source),
-        facts={
-            **provenance(batch, plan.main.tokens, seed, controls),
-            "batch_tokens": batch_tokens,
-            "bos_added": plan.special[0] > 0,
-            **(facts or {}),
-        },
-        warnings=(
-            *notes,
-            *_subset_note(batch, plan, measured),
-            *([f"no control without context: {plan.no_context_why}"] if plan.no_context_why else []),
-            *_warnings(subject, shown, plan.null_sample.tokens, controls),
-            *dict.fromkeys(events),
-        ),
-        run=took(started),
-    )
+    draws = Draws()
+
+    def record(drawn: int | None = None) -> Record:
+        """The record of all draws; of a first look, of those that there are."""
+        first = drawn is not None
+        view = _view(run, captures, draws)
+        every = {**answers, **_answers(run, pending, view, captures, observations, draws, keep=not first)}
+        every = {name: every[name] for name in measured if name in every}  # in the order of the call, stored or not
+        results_of = {name: answer for name, answer in every.items() if isinstance(answer, Measured)}
+        reasons = unmeasured | {name: answer for name, answer in every.items() if isinstance(answer, str)}
+        for name, answer in results_of.items():
+            reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
+        shown = batch if plan.subset is None else batch.take(plan.subset)
+        texts = prompt_table(
+            subject, shown, plan.null_sample.tokens, _by_prompt(view, len(plan.null_sample)), view.capture
+        )
+        happened = [*events, *draws.events, *(event for _, stored_events in stored.values() for event in stored_events)]
+        so_far = {"first_look": f"controls: {drawn} of {controls}"} if first else {}
+        return Record(
+            results=_without_words(results_of) if first else claims.judge(results_of),
+            unmeasured=reasons,
+            prompts={**texts, **(columns(observations) if columns else {})},
+            subject={k: v for k, v in subject.facts.items() if v is not None},
+            source=dict(batch.source),
+            facts={
+                **provenance(batch, plan.main.tokens, seed, controls if drawn is None else drawn),
+                "batch_tokens": batch_tokens,
+                "bos_added": plan.special[0] > 0,
+                **(facts or {}),
+                **so_far,
+            },
+            warnings=(
+                *(f"first look, {text}: no claim is judged before all controls are read" for text in so_far.values()),
+                *notes,
+                *subset_note(batch, plan, measured),
+                *([f"no control without context: {plan.no_context_why}"] if plan.no_context_why else []),
+                *caveats(subject, shown, plan.null_sample.tokens, [] if first else few_draws(controls)),
+                *dict.fromkeys(happened),
+            ),
+            run=took(started),
+        )
+
+    for drawn in _drawing(run, pending, captures, draws):
+        if look is not None and pending and look(drawn, partial(record, drawn)):
+            return record(drawn)
+    return record()
 
 
 def _collected(needs: Needs, captures: Mapping[str, Capture], examined: Any) -> Any:
@@ -333,42 +325,106 @@ def _of_subset(captures: Mapping[str, Capture], plan: PassPlan) -> dict[str, Cap
     return {**captures, MAIN: captures[MAIN].take(plan.subset)}  # type: ignore[arg-type]
 
 
-def _inputs(
-    run: Run, plan: PassPlan, pending: Mapping[str, Probe], captures: Mapping[str, Capture]
-) -> tuple[ProbeInput, dict[str, tuple], dict[str, Capture], list[str]]:
-    """What `measure` of every pending probe is given, the captures without context, and events of the controls."""
-    untrained: list[dict[str, Capture]] = []
-    collected: dict[str, list] = {}
-    if any(probe.NEEDS.untrained for probe in pending.values()):
-        needs = {name: probe.NEEDS for name, probe in pending.items()}
+@dataclass
+class Draws:
+    """What was read of the controls so far.
+
+    Attributes:
+        untrained: the captures of each untrained control by sample name.
+        collected: by probe, what NEEDS.collect or NEEDS.examine made of each.
+        shuffled: the model on shuffled prompts, a capture a draw.
+        cut: the model without context, by sample name; empty where there is no such control.
+    """
+
+    untrained: list[dict[str, Capture]] = field(default_factory=list)
+    collected: dict[str, list] = field(default_factory=dict)
+    shuffled: tuple[Capture, ...] = ()
+    cut: Mapping[str, Capture] = field(default_factory=dict)
+
+    @property
+    def events(self) -> list[str]:
+        """What happened on the way, e.g. memory that ran out."""
+        every = [*(one for control in self.untrained for one in control.values()), *self.shuffled, *self.cut.values()]
+        return [event for capture in every for event in capture.events]
+
+
+def _drawing(run: Run, pending: Mapping[str, Probe], captures: Mapping[str, Capture], draws: Draws) -> Iterator[int]:
+    """Read every control that a pending probe compares with. Yields 0 before the first, then each number in LOOKS."""
+    needs = {name: probe.NEEDS for name, probe in pending.items()}
+    yield 0
+    if any(need.untrained for need in needs.values()):
         examined = [name for name, need in needs.items() if need.untrained and (need.examine or need.collect)]
-        for i, seed in enumerate(plan.untrained):
+        for i, seed in enumerate(run.plan.untrained, 1):
             control, found = run.control(seed, examined)
-            untrained.append(control)
+            draws.untrained.append(control)
             for name in found:
-                collected.setdefault(name, []).append(_collected(pending[name].NEEDS, control, found[name]))
-            run._tell("untrained controls", i + 1, len(plan.untrained))
-    shuffled = run.shuffles() if any(probe.NEEDS.shuffled for probe in pending.values()) else ()
-    wanted = any(probe.NEEDS.no_context for probe in pending.values())
-    cut = (run.without_context(captures) if wanted else None) or {}
-    own = _of_subset(captures, plan) if plan.subset is not None else captures
+                draws.collected.setdefault(name, []).append(_collected(needs[name], control, found[name]))
+            run._tell("untrained controls", i, len(run.plan.untrained))
+            if i in LOOKS and i < len(run.plan.untrained):
+                yield i
+    if any(need.shuffled for need in needs.values()):
+        draws.shuffled = run.shuffles()
+    if any(need.no_context for need in needs.values()):
+        draws.cut = run.without_context(captures) or {}
+
+
+def _view(run: Run, captures: Mapping[str, Capture], draws: Draws) -> ProbeInput:
+    """What `measure` is given: the model and the controls drawn so far, on the prompts that controls read."""
+    own = _of_subset(captures, run.plan) if run.plan.subset is not None else captures
     samples = {
-        name: Sample(capture, capture.entropy.numpy(), tuple(control[name] for control in untrained), cut.get(name))
+        name: Sample(
+            capture, capture.entropy.numpy(), tuple(control[name] for control in draws.untrained), draws.cut.get(name)
+        )
         for name, capture in own.items()
         if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
     }
-    view = ProbeInput(
+    return ProbeInput(
         own[MAIN],
         own[MAIN].entropy.numpy(),
-        tuple(control[MAIN] for control in untrained),
-        shuffled,
+        tuple(control[MAIN] for control in draws.untrained),
+        draws.shuffled,
         samples,
         seed=run.seed,
-        no_context=cut.get(MAIN),
+        no_context=draws.cut.get(MAIN),
     )
-    each = [*(one for control in untrained for one in control.values()), *shuffled, *cut.values()]
-    events = [event for capture in each for event in capture.events]
-    return view, {name: tuple(some) for name, some in collected.items()}, cut, events
+
+
+def _answers(
+    run: Run,
+    pending: Mapping[str, Probe],
+    view: ProbeInput,
+    captures: Mapping[str, Capture],
+    observations: Mapping[str, Any],
+    draws: Draws,
+    keep: bool,
+) -> dict[str, Measured | str]:
+    """Every pending probe's result, or why it has none; with `keep` they are stored, and progress is shown."""
+    answers: dict[str, Measured | str] = {}
+    for done, (name, probe) in enumerate(pending.items()):
+        if keep:
+            run._tell(f"measuring {name}", done, len(pending))
+        try:
+            data = replace(
+                view if run.plan.subset is None or not probe.NEEDS.all_prompts else _whole(view, captures[MAIN]),
+                observations=observations.get(name),
+                control_observations=tuple(draws.collected.get(name, ())),
+                no_context_observations=_observed(probe.NEEDS, draws.cut),
+            )
+            answers[name] = probe.measure(data).lowered()
+        except UserError as refusal:
+            answers[name] = str(refusal)
+        if keep:
+            run.keep(name, answers[name], draws.events)
+            run._tell(f"measuring {name}", done + 1, len(pending))
+    return answers
+
+
+def _without_words(results_of: Mapping[str, Measured]) -> dict[str, Measured]:
+    """The results with their claims as measurements: their values are there, the controls that judge them are not."""
+    return {
+        name: replace(measured, estimates=tuple(replace(h, claim="") for h in measured.estimates))
+        for name, measured in results_of.items()
+    }
 
 
 def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
@@ -390,36 +446,11 @@ def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
     return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
 
 
-def _subset_note(batch: Batch, plan: PassPlan, probes: Mapping[str, Probe]) -> list[str]:
-    if plan.subset is None:
-        return []
-    every = [name for name, probe in probes.items() if probe.NEEDS.all_prompts]
-    note = f"controls read {len(plan.subset)} of the {len(batch)} prompts, drawn at random"
-    return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
-
-
 def few_draws(controls: int) -> list[str]:
     """The warning that too few draws of a control deserve."""
     return [f"only {controls} draws of each control: how much they vary is badly known; {CONTROLS} are usual"] * (
         controls < CONTROLS
     )
-
-
-def _warnings(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int) -> Iterator[str]:
-    """What could overturn a verdict."""
-    window, longest = subject.facts.get("window"), int(tokens.lengths.max())
-    if window and longest <= window:
-        yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"
-    if batch.source.get("kind") == "domain" and not subject.name.startswith("pocket:"):
-        yield "synthetic prompts: written for llmgeom and filled in by its grammars, not found text"
-    if isinstance(batch.inputs, Text) and has_template(subject.tokenizer) and not subject.facts.get("chat"):
-        yield "the tokenizer has a chat template, and prompts were read as plain text: scan --chat sends messages"
-    if subject.facts.get("note"):
-        yield subject.facts["note"]
-    yield from few_draws(controls)
-    most = max(batch.cluster.count(cluster) for cluster in set(batch.cluster))
-    if most > 2:
-        yield f"up to {most} prompts share one template; n counts templates, not prompts"
 
 
 @dataclass(frozen=True)

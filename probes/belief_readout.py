@@ -400,8 +400,8 @@ def _paired(
     return of_control(control, every), difference
 
 
-def _band(draws: Sequence[np.ndarray]) -> np.ndarray:
-    return layer_band({UNTRAINED: np.stack(draws)})
+def _band(draws: Sequence[np.ndarray]) -> np.ndarray | None:
+    return layer_band({UNTRAINED: np.array(draws)})
 
 
 def _estimate(

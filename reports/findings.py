@@ -104,7 +104,12 @@ def value_of(h: Estimate) -> str:
 
 
 def control_of(h: Estimate) -> str:
-    """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals."""
+    """The middle 95 % of the control that decides, or the one number that it is, with the value's decimals.
+
+    Empty where there is none yet, as in a first look.
+    """
+    if not h.null:
+        return ""
     low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
     return low if h.null_low == h.null_high else f"{low} to {high}"
 
@@ -142,6 +147,11 @@ def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     """The sentence that counts: how many claims hold, and what became of the others."""
+    looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
+    if looks:
+        return (
+            f"A first look ({looks[0]}): values and their intervals. No claim is judged before all controls are read."
+        )
     if not every:
         numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
         failed = len({probe for record in records for probe in record.unmeasured})

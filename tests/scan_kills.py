@@ -22,6 +22,7 @@ from llmgeom.model import running
 from llmgeom.model.subject import Subject
 from llmgeom.probes import attention_focus
 from llmgeom.record import Record
+from llmgeom.reports import first_look
 
 # Where a scan can be killed: before the call, so that of two neighbours the work between them is lost or kept.
 PLACES = {
@@ -33,6 +34,7 @@ PLACES = {
     "a capture's folder": (Store, "__init__"),
     "a probe": (attention_focus, "measure"),
     "a record": (Record, "save"),
+    "a look": (first_look, "write_page"),  # of the run so far; the last is the whole page
 }
 
 
@@ -54,11 +56,13 @@ def scan(folder: Path, place: str) -> None:
     for what, (owner, attribute) in PLACES.items():
         watch(what, owner, attribute)
     os.environ["LLMGEOM_CACHE"] = str(folder / "cache")
+    if n:  # the run that nobody kills, and the one after a kill, have no looks: the end must be the same
+        first_look.PATIENCE = 0.0
     asked = scanning.RunConfig(
         domains=("math",),
         n=10,
         limit=40,
-        nulls=2,
+        nulls=6,
         probes=("attention_focus",),
         batch_tokens=128,
         device="cpu",

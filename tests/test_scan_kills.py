@@ -31,6 +31,7 @@ NAMED = [
     "any:7",  # run.json under its temporary name
     "a probe:1",  # all is captured, nothing is measured
     "a record:1",
+    "a look:2",  # five of six controls are read, and a page without them is there
 ]
 
 

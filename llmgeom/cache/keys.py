@@ -26,7 +26,7 @@ from llmgeom.errors import UserError
 from llmgeom.files import digest, remove_unfinished, sha256, write_whole
 
 if TYPE_CHECKING:
-    from llmgeom.batch import Rows, Tokens
+    from llmgeom.batch import Batch, Rows, Tokens
 
 # Raised by hand when the same model and prompts give other numbers than before, or numbers in another form.
 # tests/test_keys.py fails when the code of a capturing module changes and asks whether they do.
@@ -178,6 +178,29 @@ def _without_empty(node: Any) -> Any:
 def of_tokens(tokens: Tokens | Rows) -> str:
     """sha256 of the inputs and their lengths: two runs on the same prompts have the same hash."""
     return sha256(tokens.data.numpy().tobytes() + tokens.lengths.numpy().tobytes())
+
+
+def of_facts(batch: Batch) -> str:
+    """Clusters, columns, targets and posterior of a batch: what a probe may read besides tokens."""
+    facts: dict[str, Any] = {
+        "cluster": batch.cluster,
+        "columns": {k: list(map(str, v)) for k, v in batch.columns.items()},
+    }
+    tensors = {"query": batch.query, "target": batch.target}
+    if batch.posterior is not None:
+        posterior = batch.posterior
+        tensors |= {"predictive": posterior.predictive, "belief": posterior.belief, "answers": posterior.answers}
+        tensors |= {f"trivial: {name}": each for name, each in posterior.trivial.items()}
+    facts |= {name: sha256(x.numpy().tobytes()) for name, x in tensors.items() if x is not None}
+    return digest({**facts, "source": dict(batch.source)})
+
+
+def of_pool(pool: Batch) -> str:
+    """A hash of what decides the prompts of a pool: a task's spec, or the texts themselves, with a process's spec."""
+    if pool.source.get("kind") == "task":
+        return digest(pool.source)
+    spec = {"process": pool.source} if pool.source.get("kind") == "process" else {}
+    return digest({"text": pool.text, "cluster": pool.cluster, **spec})
 
 
 def of_files(folder: str | os.PathLike) -> str:

@@ -268,9 +268,15 @@ def keep(record: Record, out: Path) -> None:
     write_whole(out / "report.html", page([record]).encode())
 
 
+def _unfinished(page: Path, spec: str) -> bool:
+    from llmgeom.reports import first_look
+
+    return first_look.unfinished(page, spec)
+
+
 def check_folder(folder: Path, spec: str) -> None:
     """Make the run folder. Raises UserError if it cannot be written or holds another run."""
-    existing = folder / "record.json"
+    existing, page = folder / "record.json", folder / "report.html"
     if existing.exists():
         try:
             other = json.loads(existing.read_text(encoding="utf-8")).get("facts", {}).get("spec")
@@ -278,7 +284,7 @@ def check_folder(folder: Path, spec: str) -> None:
             other = "unreadable"
         if other != spec:
             raise UserError(f"{folder} holds another run; choose another --out, or remove it first")
-    elif (folder / "report.html").exists():
+    elif page.exists() and not _unfinished(page, spec):
         raise UserError(f"{folder} holds a report.html that is not this run's; choose another --out")
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -17,7 +17,7 @@ from llmgeom.cache.shards import captures_folder
 from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.errors import UserError
-from llmgeom.files import digest, write_whole
+from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag, flags
 from llmgeom.model import hub
 from llmgeom.progress import Progress, bar, first_word, prefixed
@@ -28,14 +28,13 @@ if TYPE_CHECKING:
 
     from llmgeom.cache.distributed import Share
     from llmgeom.model.subject import Subject
+    from llmgeom.run import Look
 
-POOL = 1000
+POOL, SEQUENCES = 1000, 200  # of a domain; of a task, where they cost nothing
 # Candidates of a further sample: of 500 mixed prompts, 75 as diverse as a domain's are chosen as exactly as of 1,000
 # (math, code and news, two seeds each: the same counts of different tokens, final tokens and templates).
 FURTHER = 500
-FEWEST = 10
-DOCUMENTS = "hf:"
-SEQUENCES = 200  # of a task: they cost nothing
+FEWEST, DOCUMENTS = 10, "hf:"
 Drawn = tuple[Batch, dict[str, Batch], list[str]]  # prompts, second samples by name, and why one could not be had
 # Seconds of each stage of a scan of pocket:pythia, two cores, from an empty cache: each stage's share of the time.
 STAGES = {"entropy of": 4.0, "prompts": 1.0, "untrained controls": 14.0, "shuffled prompts": 3.0, "measuring": 2.0}
@@ -106,6 +105,7 @@ class ScanOutput(VerdictOutput):
     dry_run: bool = flag(
         False, "Print the plan only: what each claim needs, tokens, memory, minutes. Reads no weights.", group="Output"
     )
+    look: bool = flag(False, "Stop after the model's own pass: values, no control, no verdict.", group="Output")
     fail_on_flip: bool = flag(False, "With --stability: exit with 3 if a verdict changes.", group="Output")
 
 
@@ -118,6 +118,8 @@ def main(asked: RunConfig, output: ScanOutput) -> int:
     """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
     if output.fail_on_flip and not asked.stability:
         raise UserError("--fail-on-flip needs --stability; give both")
+    if output.look and (asked.stability or asked.shard is not None):
+        raise UserError(f"--look with {'--stability' if asked.stability else '--shard'}: leave one of the two out")
     if asked.probes == ():
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
     first_word(f"scan of {asked.model}: reading prompts, then the model", output.silent or output.dry_run)
@@ -135,7 +137,7 @@ def main(asked: RunConfig, output: ScanOutput) -> int:
 
             records, comparison = stability.perform(plan, progress)
         else:
-            records = [record for _, record in perform(plan, progress)]
+            records = [record for _, record in perform(plan, progress, only_look=output.look)]
     if not records:  # this is one of several processes: there is nothing to show yet
         click.echo(plan.shared, nl=False)
         return 0
@@ -197,6 +199,8 @@ class Plan:
 
     def spec(self, name: str) -> dict[str, Any]:
         """What decides the bytes of one record, as plain data."""
+        from llmgeom.cache.keys import of_pool
+
         asked = self.request
         return {
             "model": asked.model,
@@ -204,7 +208,7 @@ class Plan:
             "dtype": asked.dtype,
             "quantize": asked.quantize,
             "backend": asked.backend,
-            "prompts": digest(_content(self.pools[name])),
+            "prompts": of_pool(self.pools[name]),
             "n": self.n(name),
             "probes": self.probes,
             "nulls": asked.nulls,
@@ -212,14 +216,6 @@ class Plan:
             "seed": asked.seed,
             **({"chat": True} if asked.chat else {}),
         }
-
-
-def _content(pool: Batch) -> Mapping[str, Any]:
-    """What decides the prompts of a pool: a task's spec, or the texts themselves, with a process's spec."""
-    if pool.source.get("kind") == "task":
-        return pool.source
-    spec = {"process": pool.source} if pool.source.get("kind") == "process" else {}
-    return {"text": pool.text, "cluster": pool.cluster, **spec}
 
 
 def prepare(asked: RunConfig, write: bool = True) -> Plan:
@@ -308,28 +304,30 @@ def _evidence(asked: RunConfig, located: hub.Located) -> dict[str, Batch]:
 
 
 def perform(
-    plan: Plan, progress: Progress | None = None, subject: Subject | None = None
+    plan: Plan, progress: Progress | None = None, subject: Subject | None = None, only_look: bool = False
 ) -> Iterator[tuple[Path, Record]]:
     """Load the model unless given, scan each pool, save each record, then write the page. Yields (folder, record).
 
+    A page of what is there so far is written on the way (`FirstLook`); with `only_look` no control is read, and the
+    page is all that is written.
     One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
     goes on, any other, and one of a job array, yields nothing.
     """
     from llmgeom.cache.distributed import Share
+    from llmgeom.reports.first_look import FirstLook, write_page
 
     share = Share.given(plan.request.shard)
     subject = plan.subject(subject)
     if share is not None and not _shared(share, plan, subject, progress):
         return
-    records = []
+    records: list[Record] = []
+    look = FirstLook(plan.out / "report.html", records, only_look, progress is None)
     for name in plan.pools:
-        drawn = sampled(plan, subject, name, progress)
-        records.append(scanned(plan, subject, name, drawn, progress))
-        records[-1].save(plan.folder(name))
+        records.append(scanned(plan, subject, name, sampled(plan, subject, name, progress), progress, look=look))
+        if "first_look" not in records[-1].facts:
+            records[-1].save(plan.folder(name))
         yield plan.folder(name), records[-1]
-    from llmgeom.reports import page
-
-    write_whole(plan.out / "report.html", page(records).encode())
+    write_page(plan.out / "report.html", records)
 
 
 def scan(
@@ -386,6 +384,7 @@ def scanned(
     drawn: Drawn,
     progress: Progress | None = None,
     batch_tokens: int | None = None,
+    look: Look | None = None,
     **facts: Any,
 ) -> Record:
     """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
@@ -404,6 +403,7 @@ def scanned(
         store=str(captures_folder()),
         progress=prefixed(progress, name),
         facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
+        look=look,
     )
 
 

@@ -61,7 +61,12 @@ class Null:
             draws: The statistic of each draw.
             side: The side that the claim asks for.
             noisy: See the attribute.
+
+        Returns:
+            The control; without draws one without a name, which `claims.estimate` leaves out.
         """
+        if not len(draws):
+            return cls("", 0.0, 0.0, 0.0)
         low, high = band(draws)
         return cls(name, low, high, float(np.median(draws)), None, len(draws), tuple(map(float, draws)), side, noisy)
 

@@ -76,9 +76,10 @@ def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry
     # [layer statistic], [draw layer statistic]
     domain = np.array([summary.numbers for summary in values.layers])
     untrained = np.array([[summary.numbers for summary in draw] for draw in values.untrained])
+    untrained = untrained.reshape(-1, *domain.shape)  # also of no draw, in a first look
     gains = {over: domain - _numbers(sample.capture) for over, sample in samples.items()}
     nulls = {
-        over: untrained - np.array([_numbers(control) for control in sample.untrained])
+        over: untrained - np.array([_numbers(control) for control in sample.untrained]).reshape(untrained.shape)
         for over, sample in samples.items()
     }
     fields = {}

@@ -71,6 +71,6 @@ def permutation_null(
     return Null(name, *band(draws), centre, tail_p(value, draws, side), len(draws))
 
 
-def null_band(draws: Mapping[str, Iterable[Any]], side: Side = "upper") -> np.ndarray:
+def null_band(draws: Mapping[str, Iterable[Any]], side: Side = "upper") -> np.ndarray | None:
     """[layer bound] band of the null that decides at each layer, from name -> curve [layer] of each draw."""
     return layer_band({name: np.array(list(curves)) for name, curves in draws.items()}, side)

@@ -162,6 +162,7 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     nulls = {
         name: np.array([[summary.numbers for summary in draw] for draw in summaries])
         for name, summaries in draws.items()
+        if summaries
     }
     numbers = np.array([summary.numbers for summary in layers])
     fields = {
@@ -236,7 +237,7 @@ class EntropyGeometry:
             untrained = [[PCASummary.of(x) for x in matrices(control)] for control in view.untrained]
         probes = [read(x, y[:, None], fold) for x in matrices(view.capture)]
         r2 = np.array([[decodability(x, y, fold) for x in matrices(control)] for control in view.untrained])
-        untrained_r2 = {UNTRAINED: r2[:, -1]}
+        untrained_r2 = {UNTRAINED: r2[:, -1] if len(r2) else r2}
         if not target.exact:
             own = [decodability(last_layer(one, site), entropy_of(one), fold) for one in view.untrained]
             untrained_r2[OWN_ENTROPY] = np.array(own)

@@ -1,0 +1,67 @@
+"""The page of a run that is still going: values as soon as they are measured, words only when all controls are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from llmgeom.files import write_whole
+from llmgeom.progress import first_word
+from llmgeom.record import Record
+from llmgeom.reports.page import page
+
+PATIENCE = 20.0  # seconds that a person waits for a page; measuring for a look costs a few of them
+
+
+@dataclass
+class FirstLook:
+    """Writes a page when there is something new to see; what `run_probes` takes as `look`.
+
+    Attributes:
+        path: the file; the run writes over it at its end.
+        before: records of this run that are finished; they stand on the page, with their words.
+        only: end the run after the model's own pass.
+        silent: say nothing on the terminal.
+        clock: in seconds.
+    """
+
+    path: Path
+    before: Sequence[Record] = ()
+    only: bool = False
+    silent: bool = True
+    clock: Callable[[], float] = time.monotonic
+    _since: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+
+    def __call__(self, drawn: int, record: Callable[[], Record]) -> bool:
+        """Write the page of what is measured after `drawn` controls, unless the last one is seconds old.
+
+        Returns:
+            Whether the run is to end here; whoever made it then writes the page.
+        """
+        if self.only or self.clock() - self._since < PATIENCE:
+            return self.only
+        seen = record()
+        write_page(self.path, [*self.before, seen])
+        self._since = self.clock()
+        first_word(f"first look, {seen.facts['first_look']}: {self.path}", self.silent)
+        return False
+
+
+def write_page(path: Path, records: Sequence[Record]) -> None:
+    """The page of these records, whole or not at all; where the last is a first look, with a mark at its end."""
+    last = records[-1].facts
+    write_whole(path, (page(records) + (_mark(last.get("spec", "")) if "first_look" in last else "")).encode())
+
+
+def unfinished(path: Path, spec: str) -> bool:
+    """Whether a page is the first look of a run of this spec, which may write over it."""
+    return path.read_bytes().endswith(_mark(spec).encode())
+
+
+def _mark(spec: str) -> str:
+    return f"<!-- first look of {spec} -->\n"

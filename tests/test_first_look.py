@@ -1,0 +1,134 @@
+"""A page of a run that is still going: it has values and no word, and the run ends as if nobody had looked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from llmgeom.cli import main
+from llmgeom.commands import scan as scanning
+from llmgeom.errors import UserError
+from llmgeom.model.subject import Subject
+from llmgeom.record import Record
+from llmgeom.reports import first_look
+from llmgeom.reports.first_look import FirstLook
+from llmgeom.result import WORDS
+from llmgeom.run import run_probes
+from tests.refusals import refused
+from tests.test_distributed import record as bytes_of
+
+PROBES = ("attention_focus", "value_manifold")
+
+
+def asked(out: Path, probes: tuple[str, ...], nulls: int = 6) -> scanning.RunConfig:
+    small = {"model": "pocket:pythia", "domains": ("math",), "n": 12, "limit": 40, "device": "cpu"}
+    return scanning.RunConfig(**small, nulls=nulls, probes=probes, out=str(out))
+
+
+@pytest.fixture(scope="module")
+def drawn():
+    """The pocket model with a small sample of every kind that these probes read."""
+    plan = scanning.prepare(asked(Path("unused"), PROBES), write=False)
+    subject = plan.request.load(plan.located)
+    return subject, scanning.sampled(plan, subject, "math"), scanning.probes.known(PROBES)
+
+
+def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
+    subject, (batch, samples, _), probes = drawn
+    seen: dict[int, Record] = {}
+
+    def look(controls, record):
+        seen[controls] = record()
+        return False
+
+    options = {"samples": samples, "controls": 11}
+    ended = run_probes(subject, batch, probes, look=look, **options)
+    quiet = run_probes(subject, batch, probes, **options)
+    assert list(seen) == [0, 5, 10]
+    assert (ended.results.keys(), ended.facts) == (quiet.results.keys(), quiet.facts)
+    for name, array in quiet.arrays.items():
+        np.testing.assert_array_equal(ended.arrays[name], array)
+    final = {(p, h.name): h for p, m in ended.results.items() for h in m.estimates}
+    assert {(p, h.name): h for p, m in quiet.results.items() for h in m.estimates} == final
+    assert any(h.verdict for h in final.values()) and "first_look" not in ended.facts
+    for controls, record in seen.items():
+        assert record.facts["first_look"] == f"controls: {controls} of 11" and record.facts["nulls"] == controls
+        early = {(p, h.name): h for p, m in record.results.items() for h in m.estimates}
+        assert early.keys() == final.keys()
+        for key, h in early.items():
+            assert (h.verdict, h.why, h.claim) == ("", "", "")
+            assert (h.value, h.low, h.high) == (final[key].value, final[key].low, final[key].high)
+    drawn_of = {h.null for m in seen[5].results.values() for h in m.estimates}
+    assert "re-initialised (5 draws)" in drawn_of and not any("11 draws" in null for null in drawn_of)
+    assert "pc12_null" not in seen[0].results["value_manifold"].arrays, "there is nothing to draw a band of"
+
+
+def test_a_run_that_is_ended_by_a_look_reads_no_control(drawn, monkeypatch):
+    subject, (batch, samples, _), probes = drawn
+    monkeypatch.setattr(Subject, "untrained", lambda *_: pytest.fail("a control was built"))
+    record = run_probes(subject, batch, probes, samples=samples, look=lambda *_: True)
+    assert record.facts["first_look"] == "controls: 0 of 20" and record.results.keys() == set(PROBES)
+
+
+def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(first_look, "PATIENCE", 0.0)
+    whole, built = Subject.untrained, []
+
+    def killed(self, seed):
+        built.append(seed)
+        if len(built) == 6:
+            raise KeyboardInterrupt
+        return whole(self, seed)
+
+    monkeypatch.setattr(Subject, "untrained", killed)
+    with pytest.raises(KeyboardInterrupt):
+        list(scanning.perform(scanning.prepare(asked(tmp_path / "run", PROBES[:1]))))
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "controls: 5 of 6" in page and "No claim is judged" in page
+    assert not re.search(rf'class="[^"]*word[^"]*"[^>]*>\s*({"|".join(WORDS)})\s*<', page)
+    with refused(UserError, "report.html that is not this run's"):
+        scanning.prepare(asked(tmp_path / "run", PROBES[:1], nulls=7))
+    list(scanning.perform(scanning.prepare(asked(tmp_path / "run", PROBES[:1]))))
+    assert len(built) == 7, "five controls were there, and the sixth is built again"
+    monkeypatch.setattr(first_look, "PATIENCE", 1e9)
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "other"))
+    list(scanning.perform(scanning.prepare(asked(tmp_path / "quiet", PROBES[:1]))))
+    mine, other = bytes_of(tmp_path / "run"), bytes_of(tmp_path / "quiet")
+    mine[0]["facts"].pop("command"), other[0]["facts"].pop("command")  # the folder's name
+    assert mine[0] == other[0] and mine[1:3] == other[1:3]
+    assert mine[3].replace(b"/run", b"/quiet") == other[3].replace(b"/run", b"/quiet")
+
+
+def test_look_writes_a_page_alone_and_the_command_without_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    command = ["scan", "--model", "pocket:pythia", "--domain", "math", "--n", "12", "--limit", "40", "--nulls", "5"]
+    command += ["--probes", "attention_focus", "-q", "--out", str(tmp_path / "run")]
+    result = CliRunner().invoke(main, [*command, "--look"], standalone_mode=False)
+    assert result.return_value == 0, result.output
+    assert "controls: 0 of 5" in result.output and not re.search(rf"^({'|'.join(WORDS)}) ", result.output, re.MULTILINE)
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]
+    result = CliRunner().invoke(main, command, standalone_mode=False)
+    assert result.return_value == 0 and (tmp_path / "run" / "record.json").exists()
+    assert b"first look" not in (tmp_path / "run" / "report.html").read_bytes()
+
+
+def test_look_with_several_precisions_is_refused():
+    with refused(UserError, "--look with --stability"):
+        main(["scan", "--look", "--stability"], standalone_mode=False)
+
+
+def test_a_page_is_not_written_again_within_seconds(tmp_path):
+    now = [0.0]
+    look = FirstLook(tmp_path / "report.html", clock=lambda: now[0])
+    assert look(0, lambda: pytest.fail("it measured")) is False
+    now[0] = first_look.PATIENCE - 0.1
+    assert look(5, lambda: pytest.fail("it measured")) is False
+    now[0] = first_look.PATIENCE
+    with pytest.raises(ZeroDivisionError):
+        look(10, lambda: 1 / 0)
