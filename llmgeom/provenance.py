@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from llmgeom import __version__, claims
 from llmgeom.batch import Batch, Rows, Text, Tokens
 from llmgeom.cache.keys import of_tokens
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import has_template
-from llmgeom.plan import PassPlan
 from llmgeom.probe import Probe
 
 
@@ -46,12 +47,12 @@ def versions() -> dict[str, str]:
     return {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}
 
 
-def subset_note(batch: Batch, plan: PassPlan, probes: Mapping[str, Probe]) -> list[str]:
+def subset_note(batch: Batch, subset: Tensor | None, probes: Mapping[str, Probe]) -> list[str]:
     """The warning that controls read a part of the prompts, where they do."""
-    if plan.subset is None:
+    if subset is None:
         return []
     every = [name for name, probe in probes.items() if probe.NEEDS.all_prompts]
-    note = f"controls read {len(plan.subset)} of the {len(batch)} prompts, drawn at random"
+    note = f"controls read {len(subset)} of the {len(batch)} prompts, drawn at random"
     return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
 
 

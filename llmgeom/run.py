@@ -303,7 +303,7 @@ def run_probes(
             warnings=(
                 *(f"first look, {text}: no claim is judged before all controls are read" for text in so_far.values()),
                 *notes,
-                *subset_note(batch, plan, measured),
+                *subset_note(batch, plan.subset, measured),
                 *([f"no control without context: {plan.no_context_why}"] if plan.no_context_why else []),
                 *caveats(subject, shown, plan.null_sample.tokens, [] if first else few_draws(controls)),
                 *dict.fromkeys(happened),

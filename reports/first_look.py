@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from llmgeom.files import write_whole
-from llmgeom.progress import first_word
 from llmgeom.record import Record
 from llmgeom.reports.page import page
 
@@ -23,14 +22,14 @@ class FirstLook:
         path: the file; the run writes over it at its end.
         before: records of this run that are finished; they stand on the page, with their words.
         only: end the run after the model's own pass.
-        silent: say nothing on the terminal.
+        say: told of each page, for the terminal.
         clock: in seconds.
     """
 
     path: Path
     before: Sequence[Record] = ()
     only: bool = False
-    silent: bool = True
+    say: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
     _since: float = field(init=False)
 
@@ -48,7 +47,7 @@ class FirstLook:
         seen = record()
         write_page(self.path, [*self.before, seen])
         self._since = self.clock()
-        first_word(f"first look, {seen.facts['first_look']}: {self.path}", self.silent)
+        self.say(f"first look, {seen.facts['first_look']}: {self.path}")
         return False
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Literal
@@ -21,11 +21,27 @@ from typing import Literal
 import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate, judge
-from llmgeom.result import WORDS, Measured
+from llmgeom.result import WORDS, Estimate, Measured
 from llmgeom.stats.resampling import Interval, student_quantile
 
 EFFECTS = {"none": 0.0, "half": 0.5, "exact": 1.0, "twice": 2.0}
 RULE = Claim(probe="toy", name="x", unit="", side="upper", effect=1.0, needed="mean", scale="identity", claim="It is.")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A value with its interval over so many clusters, and by their centre the draws of its controls."""
+
+    value: float
+    span: Interval
+    controls: Mapping[float, np.ndarray]
+    clusters: int
+
+    def estimate(self, name: str, draws: int | None = None) -> Estimate:
+        """The claim's estimate against the first `draws` of each control, or all."""
+        nulls = [Null.of(f"control {at}", self.value, drawn[:draws]) for at, drawn in self.controls.items()]
+        made = estimate(RULE, self.value, self.span, nulls, n=self.clusters, clusters=self.clusters)
+        return replace(made, name=name)
 
 
 @dataclass(frozen=True)
@@ -48,18 +64,18 @@ class World:
     noise: float = 2.0
     start: Literal["centre", "draw"] = "draw"
 
+    def seen(self, effect: float, rng: np.random.Generator, nearer: float | None = None) -> Seen:
+        """What is measured of one claim; with `nearer` it has a second control, whose centre lies there."""
+        truth = effect + (rng.normal(0, self.spread) if self.start == "draw" else 0.0)
+        x = rng.normal(truth, self.noise, self.clusters)
+        half = student_quantile(self.clusters) * x.std(ddof=1) / math.sqrt(self.clusters)
+        span = Interval(x.mean() - half, x.mean() + half, 0.95, "")
+        centres = (0.0,) if nearer is None else (0.0, nearer)
+        return Seen(float(x.mean()), span, {at: rng.normal(at, self.spread, self.draws) for at in centres}, len(x))
+
     def words(self, effect: float, rng: np.random.Generator, nearer: float | None = None) -> list[str]:
-        """The words of one record; with `nearer` each claim has a second control, whose centre lies there."""
-        found = []
-        for name in range(self.claims):
-            truth = effect + (rng.normal(0, self.spread) if self.start == "draw" else 0.0)
-            x = rng.normal(truth, self.noise, self.clusters)
-            half = student_quantile(self.clusters) * x.std(ddof=1) / math.sqrt(self.clusters)
-            span, value = Interval(x.mean() - half, x.mean() + half, 0.95, ""), float(x.mean())
-            centres = (0.0,) if nearer is None else (0.0, nearer)
-            nulls = [Null.of(f"control {at}", value, rng.normal(at, self.spread, self.draws)) for at in centres]
-            made = estimate(RULE, value, span, nulls, n=self.clusters, clusters=self.clusters)
-            found.append(replace(made, name=str(name)))
+        """The words of one record; see `seen`."""
+        found = [self.seen(effect, rng, nearer).estimate(str(name)) for name in range(self.claims)]
         judged = judge({"toy": Measured("", "", "", "", "", tuple(found), {}, {})})
         return [h.verdict for h in judged["toy"].estimates]
 

@@ -30,7 +30,7 @@ PLACES = {
     "a shard begun": (Store, "write"),
     "a file under its temporary name": (os, "replace"),
     "a file not yet on the disk": (os, "fsync"),
-    "an untrained control": (Subject, "untrained"),
+    "an untrained control": (Subject, "control"),
     "a capture's folder": (Store, "__init__"),
     "a probe": (attention_focus, "measure"),
     "a record": (Record, "save"),

@@ -69,7 +69,7 @@ def test_looks_come_in_order_and_hold_the_values_of_the_end(drawn):
 
 def test_a_run_that_is_ended_by_a_look_reads_no_control(drawn, monkeypatch):
     subject, (batch, samples, _), probes = drawn
-    monkeypatch.setattr(Subject, "untrained", lambda *_: pytest.fail("a control was built"))
+    monkeypatch.setattr(Subject, "control", lambda *_: pytest.fail("a control was built"))
     record = run_probes(subject, batch, probes, samples=samples, look=lambda *_: True)
     assert record.facts["first_look"] == "controls: 0 of 20" and record.results.keys() == set(PROBES)
 
@@ -77,7 +77,7 @@ def test_a_run_that_is_ended_by_a_look_reads_no_control(drawn, monkeypatch):
 def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks(tmp_path, monkeypatch):
     monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(first_look, "PATIENCE", 0.0)
-    whole, built = Subject.untrained, []
+    whole, built = Subject.control, []
 
     def killed(self, seed):
         built.append(seed)
@@ -85,7 +85,7 @@ def test_a_killed_run_leaves_a_page_and_ends_with_the_bytes_of_one_without_looks
             raise KeyboardInterrupt
         return whole(self, seed)
 
-    monkeypatch.setattr(Subject, "untrained", killed)
+    monkeypatch.setattr(Subject, "control", killed)
     with pytest.raises(KeyboardInterrupt):
         list(scanning.perform(scanning.prepare(asked(tmp_path / "run", PROBES[:1]))))
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["report.html"]

@@ -321,7 +321,7 @@ def perform(
     if share is not None and not _shared(share, plan, subject, progress):
         return
     records: list[Record] = []
-    look = FirstLook(plan.out / "report.html", records, only_look, progress is None)
+    look = FirstLook(plan.out / "report.html", records, only_look, lambda text: first_word(text, progress is None))
     for name in plan.pools:
         records.append(scanned(plan, subject, name, sampled(plan, subject, name, progress), progress, look=look))
         if "first_look" not in records[-1].facts:
