@@ -140,7 +140,7 @@ def test_a_dry_run_counts_the_sequences_asked_for(trained, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula"], ["reproduce", "predictions"]]
+    "command", [["scan", "--domain", "math"], ["sula"], ["ablate", "--sula", "two-point"], ["reproduce", "predictions"]]
 )
 def test_text_is_refused_for_a_model_that_reads_no_text(trained, tmp_path, command):
     folder = str(trained("bijection:vocab=4,pairs=3", "neox"))

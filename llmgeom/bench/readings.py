@@ -35,7 +35,6 @@ SIZE, CONTROLS = 50, 6  # sequences of a reading, and draws of each control
 # metric decides who is a positive.
 DECIDING, DECIDING_SEED = 2000, 999
 DRAWN = 400  # sequences by which the query is chosen at which entropy is read
-ENTROPY = "value_manifold"  # the probe whose metrics follow entropy
 # What a reading measures: a change of these rules makes it again, and the shipped table says that it is of others.
 PROBES = (
     *probes.names(),
@@ -180,7 +179,8 @@ def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
     are not measured, and no model is ranked.
     """
     batch = task.truncated(n, seed, task.test_split, at=entropy_query(task))
-    return run_probes(subject, batch, probes.known([ENTROPY]), seed=seed, controls=CONTROLS)
+    entropic = {name: probe for name, probe in probes.known().items() if probe.NEEDS.follows_entropy}
+    return run_probes(subject, batch, entropic, seed=seed, controls=CONTROLS)
 
 
 STORED = (
