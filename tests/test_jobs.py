@@ -59,6 +59,7 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
 # Modules that make a record of other records or of tables: they ask no model.
 OF_RECORDS = {
     "llmgeom.commands.calibrate",
+    "llmgeom.commands.probe",
     "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",
     "llmgeom.probes.evidence.profile",

@@ -38,6 +38,7 @@ class Job:
         what: of the run folder's name.
         spec: hash of everything that determines the record.
         ask: makes the question for a model; called as ask(subject, progress).
+        save: writes what the run folder holds besides the record and its page; called as save(record, folder).
     """
 
     asked: config.ModelConfig
@@ -45,6 +46,7 @@ class Job:
     what: str
     spec: str
     ask: Callable[..., Question]
+    save: Callable[[Record, Path], None] | None = None
 
     @property
     def folder(self) -> Path:
@@ -64,6 +66,8 @@ class Job:
             progress=progress,
             facts={"spec": self.spec, "command": self.asked.command()},
         )
+        if self.save:
+            self.save(record, self.folder)
         config.keep(record, self.folder)
         return self.folder, record
 

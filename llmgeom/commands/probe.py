@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from llmgeom.commands import config
-from llmgeom.commands.output import VerdictOutput, show_record
+from llmgeom.commands.job import Job, JobOutput
+from llmgeom.commands.output import show_record
 from llmgeom.errors import UserError
 from llmgeom.flags import LARGEST_SEED, flag
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from llmgeom.probes.labels.probe import LabelProbe
     from llmgeom.progress import Progress
     from llmgeom.record import Record
+    from llmgeom.run import Question
 
 SITES = ("residual", "value", "key", "query", "z", "attention_write", "mlp_write")
 LABEL = "label"  # the probe's name in a record
@@ -77,24 +79,33 @@ class RunConfig(config.ModelConfig):
 
 @config.command(
     RunConfig,
-    VerdictOutput,
+    JobOutput,
     examples=[
         "llmgeom probe --model EleutherAI/pythia-410m --prompts mine.jsonl --target correct --given length,source",
         "llmgeom probe --log samples_arc_easy_2026-01-31.jsonl",
     ],
 )
-def main(asked: RunConfig, output: VerdictOutput) -> int:
+def main(asked: RunConfig, output: JobOutput) -> int:
     """Test whether a label of your own is linearly readable from activations, beyond controls and confounds."""
-    return show_record(perform, asked, output)
+    if asked.log:
+        if output.dry_run:
+            raise UserError(f"--dry-run with --log {asked.log}: a log is scored without a model; leave one out")
+        return show_record(perform, asked, output)
+    return prepare(asked).show(output)
 
 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
-    """The whole of `llmgeom probe`: check, load, measure, save the record and its page; (folder, record)."""
+    """Check, load, measure, save the record and its page; (folder, record)."""
+    if asked.log:
+        return _logged(asked)
+    return prepare(asked).perform(progress, subject)
+
+
+def prepare(asked: RunConfig) -> Job:
+    """Check what can be checked before weights load. Raises UserError."""
     from llmgeom.files import digest
     from llmgeom.prompts import documents, files
 
-    if asked.log:
-        return _logged(asked)
     if not asked.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
     if asked.answers and asked.target:
@@ -105,27 +116,26 @@ def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject
         batch = documents.read(asked.prompts, MOST_DOCUMENTS, asked.seed, offline=asked.offline)
     else:
         batch = files.read(asked.prompts, asked.cluster)
-    measure = _answers(asked, batch) if asked.answers else _label(asked, batch)
+    ask = _answers(asked, batch) if asked.answers else _label(asked, batch)
     located = asked.locate()
     content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
     spec = asked.spec(located, content=content)
     what = f"answers-{asked.answers}" if asked.answers else f"probe-{asked.target}"
-    out = Path(asked.out) if asked.out else config.run_folder(asked.model, located, config.safe(what), spec)
-    config.check_folder(out, spec)
-    record = measure(subject or asked.load(located), spec, progress)
-    if asked.target:
-        from llmgeom.probes.labels.directions import SavedDirection
-
-        if direction := SavedDirection.of(record, LABEL):
-            direction.save(out / "direction.safetensors")
-    config.keep(record, out)
-    return out, record
+    return Job(asked, located, config.safe(what), spec, ask, _save_direction if asked.target else None)
 
 
-Measure = Callable[["Subject", str, "Progress | None"], "Record"]  # of a model, the hash of the run, and progress
+def _save_direction(record: Record, out: Path) -> None:
+    """The label's direction, where there is one, as a file of its own."""
+    from llmgeom.probes.labels.directions import SavedDirection
+
+    if direction := SavedDirection.of(record, LABEL):
+        direction.save(out / "direction.safetensors")
 
 
-def _label(asked: RunConfig, batch: Batch) -> Measure:
+Ask = Callable[["Subject", "Progress | None"], "Question"]
+
+
+def _label(asked: RunConfig, batch: Batch) -> Ask:
     """The probe of a label, checked against the columns."""
     from llmgeom.probes.labels.target import read_target
 
@@ -139,26 +149,18 @@ def _label(asked: RunConfig, batch: Batch) -> Measure:
     if probe.transfer is not None:
         batch.column(probe.transfer)
 
-    def measure(subject: Subject, spec: str, progress: Progress | None) -> Record:
-        facts = {"spec": spec, "command": asked.command(), "target": asked.target}
-        facts |= {"given": ",".join(probe.given) or "none", "estimator": probe.estimator}
-        record = _run(asked, subject, batch, LABEL, probe, facts, progress)
-        return replace(record, prompts=_predicted(record))
-
-    return measure
+    facts = {"target": asked.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
+    return lambda subject, _=None: _question(asked, batch, {LABEL: probe}, facts, _predicted)
 
 
-def _answers(asked: RunConfig, batch: Batch) -> Measure:
+def _answers(asked: RunConfig, batch: Batch) -> Ask:
     """The probe of given answers, checked against the column."""
     from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded, prompt_columns, read_answers
 
     column = str(asked.answers)
     answers = read_answers(batch, column)
 
-    def measure(subject: Subject, spec: str, progress: Progress | None) -> Record:
-        facts = {"spec": spec, "command": asked.command(), "answers": column}
-        many = expanded(subject, batch, answers, column)
-        record = _run(asked, subject, many, PROBE, AnswersProbe(answers, column), facts, progress)
+    def finish(record: Record) -> Record:
         prompts = prompt_columns(batch, record, answers, column)
         # Each prompt was read once for every answer: what the runner says of its inputs is not true of the prompts.
         of_inputs = ("controls read", "share one template")
@@ -167,7 +169,11 @@ def _answers(asked: RunConfig, batch: Batch) -> Measure:
         warnings += [f"up to {most} prompts share one cluster; intervals count clusters"] * (most > 2)
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=tuple(warnings))
 
-    return measure
+    def ask(subject: Subject, _: Progress | None = None) -> Question:
+        many = expanded(subject, batch, answers, column)
+        return _question(asked, many, {PROBE: AnswersProbe(answers, column)}, {"answers": column}, finish)
+
+    return ask
 
 
 def _logged(asked: RunConfig) -> tuple[Path, Record]:
@@ -218,28 +224,19 @@ def _logged(asked: RunConfig) -> tuple[Path, Record]:
     return out, record
 
 
-def _run(
-    asked: RunConfig, subject: Subject, batch: Batch, name: str, probe: Any, facts: dict, progress: Progress | None
-) -> Record:
-    from llmgeom.cache.shards import captures_folder
-    from llmgeom.run import run_probes
+def _question(
+    asked: RunConfig, batch: Batch, probes: dict[str, Any], facts: dict, finish: Callable[[Record], Record]
+) -> Question:
+    from llmgeom.run import Question
 
-    return run_probes(
-        subject,
-        batch,
-        {name: probe},
-        controls=asked.nulls,
-        seed=asked.seed,
-        batch_tokens=asked.batch_tokens,
-        store=str(captures_folder()),
-        progress=progress,
-        facts=facts,
-    )
+    draws = (asked.nulls, asked.seed, asked.batch_tokens)
+    return Question(batch, probes, *draws, facts=facts, whole=False, finish=finish)
 
 
-def _predicted(record: Record) -> dict[str, tuple]:
-    """The prompt table with the held-out prediction of each prompt."""
+def _predicted(record: Record) -> Record:
+    """The record with the held-out prediction of each prompt in its table."""
     if LABEL not in record.results:
-        return dict(record.prompts)
+        return record
     values = record.results[LABEL].arrays["probe_prediction"]
-    return {**record.prompts, "held-out prediction": tuple(round(float(v), 6) for v in values)}
+    predicted = tuple(round(float(v), 6) for v in values)
+    return replace(record, prompts={**record.prompts, "held-out prediction": predicted})
