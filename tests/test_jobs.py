@@ -24,7 +24,7 @@ CASES = {
     "blocks of a task, at its queries": (ablate, {"what": "blocks", "n": 20, "nulls": 2, "positions": "query"}),
     "heads of prompts": (ablate, {**SULA, "controls": 199, "what": "heads", "nulls": 1, "positions": "all"}),
     "label sequences": (evidence, {"model": "pocket:pythia", "ks": (1, 2), "n": 10, "nulls": 1}),
-    "axis": (ablate, {**SULA, "layers": "each", "directions": ("pc1",)}),
+    "axis": (ablate, {**SULA, "layers": "1,3"}),
 }
 
 
