@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +11,10 @@ import numpy as np
 from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.errors import UserError
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED, mean_by
 from llmgeom.probes.evidence.losses import Losses, skill_estimate
-from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats import information
 from llmgeom.stats.information import best_constant, bits
@@ -27,12 +27,7 @@ CONSTANT, MODEL = "best constant for each k", "this model"
 EXCHANGES = 200
 LEAST_GAP = 0.01  # bits that an observer must lose for a skill over it to have a meaning
 CLAIMS = declared(PROCESS)
-NEEDS = Needs(
-    shuffled=False,
-    exact=True,
-    observers=(LABELS,),
-    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
-)
+NEEDS = replace(LABEL_NEEDS, no_context=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from llmgeom.batch import Batch
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
-from llmgeom.probe import ProbeInput
+from llmgeom.probe import Needs, ProbeInput
 from llmgeom.stats.information import bits
 
 MAIN = ""
@@ -78,6 +78,14 @@ def _last_values(step: Step) -> dict[str, Tensor]:
 # The log-probabilities and token ids of the labels at the final position, of the main sample and of its variants.
 LABELS = Observer("labels", _labels, samples=(MAIN, *VARIANTS, *THEN))
 LAST_VALUES = Observer("values", _last_values, frozenset({Site.VALUE}))
+# What a probe needs that reads label predictions of the main sample, and nothing else.
+LABEL_NEEDS = Needs(
+    shuffled=False,
+    no_context=False,
+    exact=True,
+    observers=(LABELS,),
+    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
+)
 
 
 def label_words(batch: Batch) -> list[tuple[str, ...]]:

@@ -10,22 +10,16 @@ import numpy as np
 
 from llmgeom.batch import Batch
 from llmgeom.claims import declared, layer_band
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED, Statistic, against_untrained, indicators, mean_by
-from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions, label_entropy
+from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions, label_entropy
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.information import skill_by_count
 from llmgeom.stats.tests import correlation_interval, spearman
 
 EVIDENCE = "sula"
 CLAIMS = declared(EVIDENCE)
-NEEDS = Needs(
-    shuffled=False,
-    no_context=False,
-    exact=True,
-    observers=(LABELS,),
-    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
-)
+NEEDS = LABEL_NEEDS
 
 
 @dataclass(frozen=True, kw_only=True)

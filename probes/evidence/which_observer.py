@@ -11,7 +11,7 @@ import numpy as np
 from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED
 from llmgeom.probes.evidence.observer_fit import (
     LEAST_GAIN,
@@ -25,7 +25,7 @@ from llmgeom.probes.evidence.observer_fit import (
     parameter_intervals,
 )
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
-from llmgeom.probes.evidence.predictions import LABELS, MAIN, ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, Sequences
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.resampling import Interval, jackknife
@@ -36,13 +36,7 @@ BAYES, MISFIT = "Bayesian over other observers", "lack of fit of the best Bayesi
 SIMULATED = "simulated observers"
 DRAWS = 99
 CLAIMS = declared(OBSERVERS)
-NEEDS = Needs(
-    shuffled=False,
-    no_context=False,
-    exact=True,
-    observers=(LABELS,),
-    collect=lambda captures, _: LabelPredictions.of(captures[MAIN]),
-)
+NEEDS = LABEL_NEEDS
 
 
 @dataclass(frozen=True, kw_only=True)
