@@ -159,12 +159,14 @@ def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
     Args:
         rows: "DESIGN: OBSERVER" -> counts, as the stored file has them.
     """
-    lines = ["| design | simulated | taken for | Bayesian | not Bayesian | open |", "|---|---|---|---|---|---|"]
+    head = ("design", "simulated", "data sets", "taken for", "Bayesian", "not Bayesian", "open")
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
     for key, found in rows.items():
         design, name = key.split(": ", 1)
         taken = sorted(found["taken"].items(), key=lambda item: (-item[1], item[0]))
         words = [str(found["called"].get(word, 0)) for word in (BAYESIAN, OTHER, UNDECIDED)]
-        lines.append("| " + " | ".join([design, name, ", ".join(f"{of} {n}" for of, n in taken), *words]) + " |")
+        sets = str(sum(found["taken"].values()))
+        lines.append("| " + " | ".join([design, name, sets, ", ".join(f"{of} {n}" for of, n in taken), *words]) + " |")
     return lines
 
 

@@ -289,11 +289,18 @@ def test_the_stated_process_parts_bayes_from_counting_in_text(tmp_path, monkeypa
 def test_the_documented_confusion_matrix_is_the_stored_one_and_repeats():
     root = Path(__file__).parents[1]
     rows = json.loads((root / "benchmarks" / "observers.json").read_text())
-    assert "\n".join(simulation.table(rows)) in (root / "docs" / "sula.md").read_text()
+    counted = {key: row for key, row in rows.items() if key.split(": ")[0] in simulation.COUNTED}
+    others = {key: row for key, row in rows.items() if key not in counted}
+    for name, of in (("sula", counted), ("evidence", others)):
+        assert "\n".join(simulation.table(of)) in (root / "docs" / f"{name}.md").read_text(), name
+    assert all(key.split(": ")[1] in simulation.OF_DESIGN[key.split(": ")[0]] for key in rows)
     # A twentieth of one stored row, computed again: what these five data sets were taken for is among what all were.
     again = simulation.row("two-point", "forgetting", 5)
     stored = rows["two-point: forgetting"]
     assert all(count <= stored["taken"][name] for name, count in again["taken"].items())
     assert again["called"] == {OTHER: 5} and sum(stored["taken"].values()) == 100
-    counters = [key for key in rows if key.split(": ")[1] not in ("exact", "Bayes, reliability .7", "Beta(1, 1)")]
-    assert len(counters) == 18 and all(rows[key]["called"].get(BAYESIAN, 0) <= 5 for key in counters)
+    counters = [key for key in counted if key.split(": ")[1] not in ("exact", "Bayes, reliability .7", "Beta(1, 1)")]
+    assert len(counters) == 18 and all(rows[key]["called"].get(BAYESIAN, 0) <= 1 for key in counters)
+    bayes = [key for key in others if key.split(": ")[1].startswith(("exact", "Bayes"))]
+    for key, row in others.items():
+        assert (row["called"].get(BAYESIAN, 0) > 0.8 * sum(row["called"].values())) == (key in bayes), key
