@@ -96,11 +96,11 @@ def declared(probe: str, folder: Path = FOLDER) -> Mapping[str, Claim]:
     Raises:
         ValueError: the probe has no entry, or an entry is malformed.
     """
-    found = {entry.name: entry for entry in entries(folder) if entry.probe == probe}
-    if not found:
+    by_name = {entry.name: entry for entry in entries(folder) if entry.probe == probe}
+    if not by_name:
         known = ", ".join(sorted({entry.probe for entry in entries(folder)}))
         raise ValueError(f"{folder.name}/*.toml declares no metric of probe {probe!r}; it has {known}")
-    return found
+    return by_name
 
 
 def digest(folder: Path = FOLDER) -> str:

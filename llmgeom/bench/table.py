@@ -56,9 +56,9 @@ class Column:
     kl: np.ndarray
 
     @classmethod
-    def of(cls, probe: str, name: str, given: Sequence[Mapping[str, Any]]) -> Column:
+    def of(cls, probe: str, name: str, readings: Sequence[Mapping[str, Any]]) -> Column:
         """From the readings; at least one has the metric."""
-        having = [reading for reading in given if name in reading["estimates"].get(probe, {})]
+        having = [reading for reading in readings if name in reading["estimates"].get(probe, {})]
         stored = [reading["estimates"][probe][name] for reading in having]
         z = [null_units(_estimate(h)) for h in stored]
         in_units = None not in z
@@ -95,14 +95,14 @@ def _found(h: Mapping[str, Any]) -> bool:
     return h["verdict"] in ("holds", "small") if h["claim"] else h["p"] < ALPHA
 
 
-def calibration(given: Sequence[Mapping[str, Any]]) -> Calibration:
+def calibration(readings: Sequence[Mapping[str, Any]]) -> Calibration:
     """The table from readings (`bench.readings.reading`), a row for every metric of every probe.
 
     Raises:
         UserError: No metric was measured on two tasks in models at the posterior and in others.
     """
-    names = sorted({(probe, name) for one in given for probe, hs in one["estimates"].items() for name in hs})
-    columns = {name: Column.of(*name, given) for name in names}
+    names = sorted({(probe, name) for reading in readings for probe, hs in reading["estimates"].items() for name in hs})
+    columns = {name: Column.of(*name, readings) for name in names}
     areas = {name: {kind: column.against(kind) for kind in NEGATIVES} for name, column in columns.items()}
     if not any(found for by_kind in areas.values() for found in by_kind.values()):
         raise UserError(
@@ -111,34 +111,36 @@ def calibration(given: Sequence[Mapping[str, Any]]) -> Calibration:
         )
     words = dict(zip(names, told_apart([*areas.values()], SMALLEST), strict=True))
     rows = [_row(*name, columns[name], areas[name], words[name]) for name in names]
-    rows += _absent({probe for probe, _ in names}, given)
-    facts = [reading["facts"] for reading in given]
+    rows += _absent({probe for probe, _ in names}, readings)
+    facts = [reading["facts"] for reading in readings]
     width, depth = ([fact[key] for fact in facts] for key in ("d_model", "layers"))
-    sizes = [reading["n"] for reading in given]
+    sizes = [reading["n"] for reading in readings]
     ends = ((min(values), max(values)) for values in (width, depth, sizes))
-    return Calibration(tuple(rows), _about(given), *ends)
+    return Calibration(tuple(rows), _about(readings), *ends)
 
 
-def _absent(measured: set[str], given: Sequence[Mapping[str, Any]]) -> list[Signature]:
-    """A row for every probe that was measured on no model, with the reason given most often."""
+def _absent(measured: set[str], readings: Sequence[Mapping[str, Any]]) -> list[Signature]:
+    """A row for every probe that was measured on no model, with the most frequent reason."""
     rows = []
     for probe in (*probes.names(), *ELSEWHERE):
         if probe not in measured:
-            why = Counter(one["unmeasured"][probe] for one in given if probe in one["unmeasured"]).most_common(1)
+            why = Counter(
+                reading["unmeasured"][probe] for reading in readings if probe in reading["unmeasured"]
+            ).most_common(1)
             reason = ELSEWHERE.get(probe) or (why[0][0] if why else "no model was asked")
             rows.append(Signature(probe, "", f"not on the bench: {reason}"))
     return rows
 
 
-def _about(given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    cells = sorted({one["cell"] for one in given})
+def _about(readings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    cells = sorted({reading["cell"] for reading in readings})
     return {
-        "models": {kind: sum(one["kind"] == kind for one in given) for kind in KINDS},
-        "tasks": list(tasks(given)),
-        "architectures": sorted({one["facts"]["model_type"] for one in given}),
+        "models": {kind: sum(reading["kind"] == kind for reading in readings) for kind in KINDS},
+        "tasks": list(tasks(readings)),
+        "architectures": sorted({reading["facts"]["model_type"] for reading in readings}),
         "cells": cells,
         "cells_planned": len(CELLS),
-        "cpu_minutes": round(sum(sum(one["cpu_seconds"].values()) for one in given) / 60, 1),
+        "cpu_minutes": round(sum(sum(reading["cpu_seconds"].values()) for reading in readings) / 60, 1),
         "llmgeom": __version__,
         "claims_hash": claims.digest(),
     }

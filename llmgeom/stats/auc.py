@@ -68,7 +68,7 @@ def area(score: Scores, positive: Bool[np.ndarray, " subject"], stratum: Names, 
     would otherwise look like a kind. The interval is on the logit of A' = (A m + 1/2) / (m + 1), m the smaller number
     of subjects, so that it has a width where A is 1: Student's t with as many degrees of freedom as clusters less one,
     and the larger of two variances, that of the jackknife over clusters, and Hanley and McNeil's (1982) of independent
-    subjects, summed over strata at A'. Derived here, and held against simulation in the tests.
+    subjects, summed over strata at A'. Derived here; the tests compare it with simulation.
 
     p is that of the rank test in strata (Wilcoxon; van Elteren 1960): z^2 = (sum_s (U_s - n+ n- / 2))^2 / sum_s V_s,
     V_s the variance of U_s under permutation, n+ n- (N^3 - N - sum (t^3 - t)) / (12 N (N - 1)), t the sizes of ties.

@@ -47,7 +47,7 @@ def distinct(distance: Float[np.ndarray, "row row"]) -> tuple[Int[np.ndarray, " 
 
 
 def independent(distance: Float[np.ndarray, "row row"], clusters: Clusters) -> Int[np.ndarray, " kept"]:
-    """The first row of each unit, less those that coincide with an earlier one.
+    """The first row of each cluster, less those that coincide with an earlier one.
 
     What a dimension is estimated from: two prompts of a template are close to each other whatever the shape they lie
     on, and coinciding rows have no ratio of distances at all.
@@ -131,12 +131,12 @@ def _frames(draws: int, n: int, columns: int, seed: int) -> Float[np.ndarray, "d
 
 @dataclass(frozen=True)
 class Dimension:
-    """Intrinsic dimension of a cloud, beside Gaussian clouds with its spectrum.
+    """Intrinsic dimension of a cloud, and of Gaussian clouds with its spectrum.
 
     A Gaussian is as wide as its spectrum says; a curved manifold bends through more components than it has dimensions.
     twonn, mle            of the cloud (dimensions).
     gaussian, gaussian_mle  [draw] the same of `matched_gaussian`.
-    points, coinciding    how many points they are from: one a unit; how many of those coincided with another.
+    points, coinciding    how many points they are from, one for each cluster; how many of those coincided with another.
     error                 standard error of log TwoNN; see `ratio_interval`.
     """
 
@@ -221,11 +221,11 @@ def unroll(x: Float[np.ndarray, "row coordinate"]) -> Float[np.ndarray, "row 2"]
     square = np.square(_geodesic(distance[np.ix_(kept, kept)]))
     middle = np.eye(len(kept)) - 1 / len(kept)
     sizes, vectors = np.linalg.eigh(-middle @ square @ middle / 2)
-    found = vectors[:, :-3:-1] * np.sqrt(sizes[:-3:-1].clip(0))
-    for column in found.T:
+    plane = vectors[:, :-3:-1] * np.sqrt(sizes[:-3:-1].clip(0))
+    for column in plane.T:
         farthest = np.flatnonzero(np.abs(column) >= np.abs(column).max() * (1 - 1e-9))[0]
         column *= 1 if column[farthest] >= 0 else -1
-    return found[place]
+    return plane[place]
 
 
 def _geodesic(distance: np.ndarray) -> Float[np.ndarray, "kept kept"]:

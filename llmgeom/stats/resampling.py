@@ -20,7 +20,7 @@ from llmgeom.errors import UserError
 Clusters = Sequence[Hashable] | np.ndarray
 Draws = Sequence[float] | np.ndarray
 Transform = Literal["identity", "log", "fisher"]
-LEAST_CLUSTERS = 5  # 5! = 120 arrangements: with 4 alike units (24) no permutation test has room below p = .05
+LEAST_CLUSTERS = 5  # 5! = 120 arrangements: with 4 alike clusters (24) no permutation test has room below p = .05
 TIE = 1e-12  # two roads to one correlation differ in the last bits, and a tie with the null must count as a tie
 
 
@@ -84,12 +84,15 @@ def jackknife(
     transform: Transform = "identity",
     level: float = 0.95,
 ) -> Interval:
-    """Delete-one-unit jackknife interval of a statistic of rows.
+    """Delete-one-cluster jackknife interval of a statistic of rows.
 
-    g(t) +- q sqrt((u - 1) / u sum_k (g(t_k) - mean)^2), mapped back through g: t of all rows, t_k of all but unit k,
-    u units, q Student's quantile with u - 1 degrees of freedom, g the transform (Efron and Tibshirani, An Introduction
-    to the Bootstrap, 1993, chapter 11). A statistic of several arrays takes x = np.arange(n) and indexes them.
-    Raises UserError for fewer than 5 units.
+    g(t) +- q sqrt((u - 1) / u sum_k (g(t_k) - mean)^2), mapped back through g: t of all rows, t_k of all but cluster
+    k, u clusters, q Student's quantile with u - 1 degrees of freedom, g the transform (Efron and Tibshirani, An
+    Introduction to the Bootstrap, 1993, chapter 11). A statistic of several arrays takes x = np.arange(n) and indexes
+    them.
+
+    Raises:
+        UserError: fewer than 5 clusters.
     """
     whole, without = deletions(lambda rows: np.array([statistic(rows)]), x, clusters)
     return jackknife_interval(whole[0], without[:, 0], clusters, transform, level)
@@ -139,7 +142,7 @@ def geometric_mean(values: Draws) -> tuple[float, float, float]:
 
 
 def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
-    """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without unit k, of u units."""
+    """Standard error, sqrt((u - 1) / u sum_k (t_k - mean)^2), from t_k, the statistic without cluster k, of u."""
     return math.sqrt((len(without) - 1) / len(without) * np.square(without - without.mean()).sum())
 
 
@@ -166,10 +169,13 @@ def jackknife_interval(
 def permute_clusters(
     rng: np.random.Generator, clusters: Clusters, n_permutations: int
 ) -> Int[np.ndarray, "permutation row"]:
-    """Permutations of rows that move whole units: units of equal size change places, row order inside a unit stays.
+    """Permutations of rows that move whole clusters; row order inside a cluster stays.
 
-    Entry [p, r] is the row whose value moves to row r. A unit whose size no other has stays where it is.
-    Raises UserError when the units allow fewer than 100 arrangements (5 of one size allow 120, 4 allow 24).
+    Clusters of equal size change places; one whose size no other has stays. Entry [p, r] is the row whose value
+    moves to row r.
+
+    Raises:
+        UserError: fewer than 100 arrangements (5 clusters of one size allow 120, 4 allow 24).
     """
     groups = rows_by_cluster(clusters, len(clusters))
     sizes: dict[int, list[np.ndarray]] = {}
@@ -222,13 +228,13 @@ def null_draws(null_values: Draws) -> Float[np.ndarray, " draw"]:
 
 
 def rows_by_cluster(clusters: Clusters, n: int) -> list[np.ndarray]:
-    """Rows of each unit, in order of first appearance: renaming units changes nothing."""
+    """Rows of each cluster, in order of first appearance: renaming clusters changes nothing."""
     if len(clusters) != n:
         raise ValueError(f"{len(clusters)} unit labels for {n} prompts")
     rows: dict[Hashable, list[int]] = {}
     for row, cluster in enumerate(clusters):
         rows.setdefault(cluster, []).append(row)
-    return [np.array(found) for found in rows.values()]
+    return [np.array(members) for members in rows.values()]
 
 
 def require_finite(x: np.ndarray, what: str, *axes: str) -> None:

@@ -115,18 +115,18 @@ def correlation_interval(
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
     signed: bool = False,
 ) -> Interval:
-    """Jackknife interval by unit of Spearman's rho on Fisher's scale, atanh(rho).
+    """Jackknife interval over clusters of Spearman's rho on Fisher's scale, atanh(rho).
 
     Unsigned scores: the interval of rho in the direction observed, cut at 0, since |rho| has no other side.
-    Measured at 40 units of 2 prompts: covers 95-97 % for rho of 0 to 0.8, partial or not.
+    Measured at 40 clusters of 2 prompts: covers 95-97 % for rho of 0 to 0.8, partial or not.
     """
     sign = 1 if signed or spearman(a, b, covariates) >= 0 else -1
 
     def rho(rows: np.ndarray) -> float:
         return sign * spearman(a[rows], b[rows], None if covariates is None else covariates[rows])
 
-    found = jackknife(rho, np.arange(len(a)), clusters, "fisher")
-    return found if signed else replace(found, low=max(found.low, 0.0), high=max(found.high, 0.0))
+    span = jackknife(rho, np.arange(len(a)), clusters, "fisher")
+    return span if signed else replace(span, low=max(span.low, 0.0), high=max(span.high, 0.0))
 
 
 def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt column"]:
@@ -209,7 +209,7 @@ def equivalence_p(value: float, interval: Interval, near: float, far: float, clu
     """p of two one-sided tests (Schuirmann, 1987) that the value does not lie between near and far; at least 1e-6.
 
     The larger of P(T > (v - near) / s) and P(T > (far - v) / s): v the value, s its standard error on that side, from v
-    to the interval's end over Student's quantile, T with units - 1 degrees of freedom. So p and interval agree where
+    to the interval's end over Student's quantile, T with clusters - 1 degrees of freedom. So p and interval agree where
     the two sides differ: on a log scale, and where an end is cut at what the value cannot pass.
     """
     from scipy.stats import t
@@ -273,10 +273,10 @@ def needed_n_correlation(effect: float, power: float = 0.9, level: float = 0.95)
 
 
 def needed_n_mean(effect: float, sd: float, power: float = 0.9, level: float = 0.95) -> int:
-    """Units at which the interval of a mean that lies `effect` beyond the null's end clears that end with this power.
+    """Clusters at which the interval of a mean, `effect` beyond the null's end, clears that end with this power.
 
-    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between units in the unit of effect; the last term as in
-    `needed_n_correlation`. For a jackknifed statistic sd is its standard error times sqrt(units).
+    n = ((z_a + z_b) sd / effect)^2 + z_a^2 / 2, sd between clusters in the unit of effect; the last term as in
+    `needed_n_correlation`. For a jackknifed statistic sd is its standard error times sqrt(clusters).
     """
     from scipy.stats import norm
 
