@@ -13,7 +13,10 @@ from studies.simulated_coverage import covered, rows
 REPLICATES = 200
 LEAST = 0.92
 # Intervals that hold fits or means fixed. Their docstrings give these numbers too.
-LOWER: dict[str, float] = {}
+LOWER = {
+    "belief_readout: fall outside the largest step": 0.84,  # .91 was measured in 80 samples, sd .03
+    "belief_readout: MLPs' share of the fall": 0.84,
+}
 
 
 @pytest.fixture(scope="module")

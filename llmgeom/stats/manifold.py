@@ -160,7 +160,7 @@ class Dimension:
         without replacement has variance s^2 (1/m - 1/n), which at m = n / 2 is s^2 / n (Politis and Romano 1994).
         Measured at 75 points, 300 samples of each: covers .98-1.00 for Gaussian clouds, curves, t(4) clouds and points
         around 12 centres; its error is 1.2 to 1.4 times that of the ratio. The exact interval of exponential ratios
-        covers .77 around centres, where they are not exponential. The jackknife's error is 1.7 to 2.3 times too wide,
+        covers .75 around centres, where they are not exponential. The jackknife's error is 1.7 to 2.3 times too wide,
         since a point that leaves changes its neighbours' neighbours.
         """
         reach = student_quantile(self.points, level) * self.error

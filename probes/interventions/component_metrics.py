@@ -181,7 +181,7 @@ def _mlp_share(
     """The MLPs' share, against the untrained controls' MLPs over the trained model's total, and against one half.
 
     The replacements, means of the estimation half, are held fixed in the jackknife: read the interval as conditional on
-    them. Over fresh samples of both halves it covers less than 95 %.
+    them. Its coverage over fresh samples of both halves was not measured.
     """
     parts = branches(own, effect)
     value, total = mlp_part(parts), parts.mean(-1).sum()
