@@ -378,8 +378,8 @@ def _over_mlps(missed: np.ndarray, rows: np.ndarray) -> float:
 def _outside(missed: np.ndarray, rows: np.ndarray) -> float:
     """Bits that fall from first to last site, less those of the largest step.
 
-    Its interval holds the fits fixed, as all here do. In 80 fresh samples of 60 sequences (a coin's model) it covered .91,
-    and that of the MLPs' share .91.
+    Its interval holds the fits fixed, as all here do. In 80 fresh samples of 60 sequences (a coin's model) it covered
+    .91, and that of the MLPs' share .91.
     """
     falls = -np.diff(missed[:, rows].mean(1))
     return float(falls.sum() - falls.max())
