@@ -3,7 +3,8 @@
 #
 # In many models the values of the last token are ordered by the entropy of the next one along some axis. That entropy
 # can be read there does not say that the model reads it. Here the axis is cut out of the values, and what the model
-# then says is compared with what it said, beside other edits as large. The formulas are in `docs/ablation.md`.
+# then says is compared with what it said, and with the effect of other edits as large. `docs/ablation.md` has the
+# formulas.
 
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import plotly.graph_objects as go
 
-from llmgeom import Edit, Site, Subject
+import llmgeom
 from llmgeom.model.tokenizing import fitting
 from llmgeom.probes.interventions.axis_probe import question
 from llmgeom.progress import bar
@@ -36,7 +37,7 @@ from llmgeom.stats.information import bits, kl
 from llmgeom.stats.resampling import jackknife
 from llmgeom.stats.ridge_probe import folds
 
-subject = Subject.load(MODEL)
+subject = llmgeom.load(MODEL)
 pool = fitting(subject, Domain("mixed").sample(300, seed=0))
 batch = stratify(pool, subject.entropy(pool), n=40, seed=0)
 half = folds(batch.cluster, 0, 2)
@@ -47,7 +48,7 @@ fit, held = (batch.take(np.flatnonzero(half == one)) for one in (0, 1))
 # ## The experiment
 #
 # Two axes of the last layer, the first principal component (`pc1`) and the weights that read entropy best (`ridge`),
-# are each held against random directions moved as far and against other components of the same variance.
+# are each compared with random directions moved as far, and with other components of the same variance.
 #
 # **Made small:** 39 draws of each control. The p of an axis is its rank, at best 1 / (draws + 1): 20 draws are the
 # fewest that can decide at p < .05, 39 the fewest that carry a 95 % band. `llmgeom ablate` draws 199, so that p can
@@ -82,58 +83,45 @@ drawn["ablation_pc1"]["kl"]
 drawn["ablation_control"]["odds"]
 
 # %% [markdown]
-# ## An edit of your own
+# ## An ablation of your own
 #
-# An `Edit` is a function of the activation at one point of the pass: here the values at the final token are replaced by
-# their mean over the other half, one layer at a time. First, that an edit which changes nothing changes nothing.
+# `subject.edit` says where (a site, layers, positions, heads) and what: a number, a tensor or a function. Here values
+# at the final token are replaced by their mean over the other half, one layer at a time; the effect is the change of
+# what the model says.
 
 # %%
-clean = subject.capture(held, {Site.LOG_PROBS}).log_probs.double()
-
-
-def changed(edit: Edit) -> np.ndarray:
-    """KL(clean || edited) of each held-out prompt, bits."""
-    edited = subject.capture(held, {Site.LOG_PROBS}, edits=[edit]).log_probs.double()
-    return bits(kl(clean, edited).numpy())
-
-
-float(np.abs(changed(Edit("value", lambda x, where: x, positions="query"))).max())
-
-# %%
-values = subject.capture(fit, {Site.VALUE}).layers(Site.VALUE)
-
-
-def mean_of(layer: int) -> Edit:
-    mean = values[layer].mean(0)
-    replaced = {"replaced by": "mean of the other half", "layer": layer}
-    return Edit("value", lambda x, where: mean.to(x).expand_as(x), (layer,), positions="query", spec=replaced)
-
-
-layers = range(len(subject.blocks))
-found = [changed(mean_of(layer)) for layer in layers]
-means = [float(one.mean()) for one in found]
+clean = subject.capture(held, ["log_probs"]).log_probs.double()
+values = subject.capture(fit, ["value"])["value"]
+layers, found = range(len(values)), []
+for layer in layers:
+    ablated = subject.edit("value", values[layer].mean(0), layers=layer, positions="last")
+    found.append(bits(kl(clean, ablated.capture(held, ["log_probs"]).log_probs.double()).numpy()))
 spans = [jackknife(np.mean, one, np.array(held.cluster)) for one in found]
-whiskers = {
-    "array": [span.high - mean for span, mean in zip(spans, means, strict=True)],
-    "arrayminus": [mean - span.low for span, mean in zip(spans, means, strict=True)],
-}
-line = go.Scatter(x=list(layers), y=means, error_y=whiskers)
+means = [float(one.mean()) for one in found]
+reach = {"array": [s.high - m for s, m in zip(spans, means, strict=True)], "symmetric": False}
+reach["arrayminus"] = [m - s.low for s, m in zip(spans, means, strict=True)]
+line = go.Scatter(x=list(layers), y=means, error_y=reach)
 go.Figure(line, {"xaxis": {"title": "layer", "dtick": 1}, "yaxis": {"title": "KL(clean || edited) [bits]"}})
 
 # %% [markdown]
 # Whiskers: 95 % by jackknife over templates. The record has measured the last of these itself, as what there is to
-# lose; the two must agree.
+# lose; the two must agree. And an edit that changes nothing must change nothing.
 
 # %%
 means[-1], float(record.results["ablation_pc1"].arrays["scale"])
 
+# %%
+same = subject.edit("value", lambda x: x).capture(held, ["log_probs"]).log_probs.double()
+float((same - clean).abs().max())
+
 # %% [markdown]
-# `subject.edited` gives a subject whose every pass is edited. By how much does the entropy of the next token change?
-# A change is not yet a finding: it has to be larger than what edits of the same size do, and those `examine` draws.
+# Queries, keys, attention scores and weights are sites too. One edge is cut here: from the last token to the first, in
+# every head of the last layer. By how much does the entropy of the next token change? A change is not yet a finding: it
+# has to be larger than what edits of the same size do, and those `examine` draws.
 
 # %%
-with subject.edited(mean_of(layers[-1])) as other:
-    rise = other.entropy(held) - subject.entropy(held)
+cut = subject.edit("scores", -np.inf, layers=-1, positions="last", keys=0)
+rise = cut.entropy(held) - subject.entropy(held)
 span = jackknife(np.mean, rise, np.array(held.cluster))
 f"{rise.mean():+.3f} bits, 95 % from {span.low:+.3f} to {span.high:+.3f}, {len(set(held.cluster))} templates"
 

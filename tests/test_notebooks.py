@@ -49,7 +49,7 @@ FIGURES = {
 }
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
-    "entropy_axis_ablation": ("dose 1",),
+    "entropy_axis_ablation": ("measuring ablation_ridge",),
     "tunnel": ("bijection:vocab=6,pairs=8,replacement=True, neox", "measuring", "measuring attention_focus"),
     "dynamics": ("bijection, gpt2", "bijection, gpt2", "snapshots scanned"),
     "your_own": ("urn.py:Urn, gpt2", "measuring value_manifold", "measuring value_manifold"),
