@@ -15,6 +15,7 @@ from llmgeom import claims, probes
 from llmgeom.cli import main
 from llmgeom.commands import dry_run as planning
 from llmgeom.commands import scan as scanning
+from llmgeom.commands import trial
 from llmgeom.commands.config import ModelConfig
 from llmgeom.model import hub, running
 from llmgeom.model.subject import Subject
@@ -118,9 +119,18 @@ def test_the_trial_of_one_layer_prices_a_pass_of_the_model(name, tunnel):
     assert min(speed.token, speed.logit, speed.number) > 0 and speed.call >= 0
     model = Subject.load(located).model
     ids = torch.zeros(count, width, dtype=torch.long)
-    took = planning._seconds(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1), "cpu", 2.0)
+    took = trial.seconds(lambda: model(input_ids=ids, use_cache=False, logits_to_keep=1), "cpu", 2.0)
     priced = who.facts["layers"] * (speed.call + speed.token * width * count) + speed.logit * count
     assert 0.3 < priced / took < 3
+
+
+def test_a_family_that_cannot_be_cut_to_one_layer_is_priced_by_its_parameters(monkeypatch):
+    located = hub.locate("pocket:llama")
+    who = planning.Weightless.found(ModelConfig(model=located.name), located)
+    trial_of = lambda: planning.Speed.of(who, "cpu", 12, 768)  # noqa: E731
+    cut = trial_of()
+    monkeypatch.setattr(trial, "_one_layer", lambda *_: (_ for _ in ()).throw(ValueError("no such layer")))
+    assert 0.02 < trial_of().token / cut.token < 20
 
 
 def test_no_weights_are_read(tmp_path, monkeypatch):

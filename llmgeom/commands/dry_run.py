@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import importlib
 import math
 import resource
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +24,7 @@ from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.job import Job
 from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
+from llmgeom.commands.trial import Speed
 from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
@@ -179,83 +178,9 @@ class Source:
 # ---- what it costs --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Speed:
-    """Of this machine for this shape, by a trial of two seconds with random weights.
-
-    Attributes:
-        call: seconds a layer and batch, however short.
-        token: seconds a layer and token.
-        logit: seconds a row of logits over the vocabulary.
-        number: seconds a random number of an untrained control.
-    """
-
-    call: float
-    token: float
-    logit: float
-    number: float
-
-    @classmethod
-    def of(cls, who: Weightless, device: str, width: int, batch_tokens: int) -> Speed:
-        """Times one layer of the model on one prompt and on a batch of prompts of `width` tokens.
-
-        Half the batch that the plan runs, or what 4e10 multiplications allow: a token costs the same in either.
-        """
-        facts, dtype = who.facts, who.model.dtype
-        block = _one_layer(who.model, device)
-        parameters = max(sum(one.numel() for one in block.parameters()), 1)
-        rows = max(2, int(min(batch_tokens, 4e10 / parameters)) // width)
-
-        def forward(count: int) -> Callable[[], Any]:
-            features = facts.get("features")
-            inputs = torch.randn(count, width, features) if features else torch.zeros(count, width, dtype=torch.long)
-            inputs = inputs.to(device, dtype) if features else inputs.to(device)
-            read = {"rows": inputs} if features else {"input_ids": inputs}
-            return lambda: block(**read, use_cache=False)
-
-        one, many = _seconds(forward(1), device), _seconds(forward(rows), device)
-        token = (many - one) / ((rows - 1) * width)
-        token = token if token > 0 else many / (rows * width)
-        columns = min(facts["vocabulary"], 8192)
-        x = torch.randn(64, facts["d_model"], device=device, dtype=dtype)
-        head = torch.randn(facts["d_model"], columns, device=device, dtype=dtype)
-        logit = _seconds(lambda: (x @ head).float().log_softmax(-1), device) / 64 * facts["vocabulary"] / columns
-        numbers = torch.empty(2**20, device=device, dtype=dtype)
-        return cls(max(one - width * token, 0.0), token, logit, _seconds(numbers.normal_, device) / 2**20)
-
-
 def _usual_width(source: Source) -> int:
     """Tokens of the middle prompt of the stage that runs most of them."""
     return max(1, int(np.median(max(source.stages, key=lambda one: one.tokens).lengths)))
-
-
-def _one_layer(like: Any, device: str) -> Any:
-    """The model with one layer and a small vocabulary, of random weights."""
-    config = copy.deepcopy(like.config)
-    text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size = 1, min(text.vocab_size, 64)
-    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        if isinstance(getattr(text, name, None), int):
-            setattr(text, name, None)
-    for name, value in list(vars(text).items()):
-        if isinstance(value, list) and len(value) == like.config.get_text_config().num_hidden_layers:
-            setattr(text, name, value[:1])
-    return transformers.AutoModelForCausalLM.from_config(config).to(device, like.dtype).eval()
-
-
-@torch.no_grad()
-def _seconds(run: Callable[[], Any], device: str, most: float = 0.4) -> float:
-    """The fastest of up to five runs within `most` seconds: what others do on this machine is no property of it."""
-    took: list[float] = []
-    run()
-    begun = time.perf_counter()
-    while len(took) < 5 and (not took or time.perf_counter() - begun < most):
-        start = time.perf_counter()
-        run()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
-        took.append(time.perf_counter() - start)
-    return min(took)
 
 
 def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:

@@ -1,0 +1,75 @@
+"""What a scan of a true shape takes on this machine, against what its dry run says.
+
+    python benchmarks/sizes.py [--shape pythia-70m|pythia-410m|...] [--dtype float32] -- [flags of llmgeom scan]
+
+The model has random weights and the tokenizer of a pocket model, in a scratch folder. First the dry run, then the scan,
+each a process of its own: minutes by the clock, CPU minutes, and peak resident memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from gpu import SHAPES
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoXConfig
+
+from llmgeom.model import hub
+
+SMALL = {
+    "pythia-70m": lambda: GPTNeoXConfig(
+        hidden_size=512, num_hidden_layers=6, num_attention_heads=8, intermediate_size=2048, vocab_size=50304
+    )
+}
+
+
+def save(shape: str, folder: Path) -> None:
+    """A model of random weights, bfloat16 on disk, with a tokenizer."""
+    config = SMALL[shape]() if shape in SMALL else SHAPES[shape][0]()
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(hub.locate("pocket:pythia").path).save_pretrained(folder)
+
+
+def run(command: list[str], cache: Path) -> tuple[str, float, float, float]:
+    """What a command printed, its minutes and CPU minutes, and the largest peak (GiB) of any command so far."""
+    before, begun = resource.getrusage(resource.RUSAGE_CHILDREN), time.monotonic()
+    env = os.environ | {"LLMGEOM_CACHE": str(cache)}
+    out = subprocess.run(command, env=env, check=True, stdout=subprocess.PIPE, text=True).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return out, (time.monotonic() - begun) / 60, cpu / 60, after.ru_maxrss / 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="pythia-70m", choices=[*SMALL, *SHAPES])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("scan", nargs="*", help="flags of llmgeom scan, after --")
+    asked = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="llmgeom-sizes-"))
+    try:
+        save(asked.shape, folder / "model")
+        command = [sys.executable, "-m", "llmgeom", "scan", "--model", str(folder / "model"), "--dtype", asked.dtype]
+        command += [*(asked.scan or ["--domain", "math"]), "--out", str(folder / "run"), "--json", "-q"]
+        planned, _, trial, _ = run([*command, "--dry-run"], folder)
+        plan = json.loads(planned)
+        _, minutes, cpu, peak = run(command, folder / "cache")
+    finally:
+        shutil.rmtree(folder)
+    row = {"planned minutes": plan["minutes"], "minutes": minutes, "CPU minutes": cpu, "CPU minutes of the plan": trial}
+    row |= {"planned GiB": plan["memory_bytes"] / 2**30, "peak GiB": peak, "weights GiB": plan["weight_bytes"] / 2**30}
+    print(json.dumps({"shape": asked.shape, **{name: round(value, 3) for name, value in row.items()}}))
+
+
+if __name__ == "__main__":
+    main()
