@@ -113,3 +113,13 @@ def test_a_parameter_that_only_the_constructor_sets_is_set_by_it(monkeypatch):
     monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_config", lambda config, **_: Forgetful(config))
     control = controls.untrained(Forgetful(config), 2)
     assert control.gain.isfinite().all() and equal(control, controls.initial(control, 2))
+
+
+def test_an_output_embedding_that_is_the_input_embedding_is_drawn_once():
+    """The input embedding's row of the padding is 0; drawn again as an output embedding it would not be."""
+    config = FAMILIES["llama"].config()
+    config.tie_word_embeddings = True
+    control = controls.untrained(transformers.LlamaForCausalLM(config), 0)
+    weight = control.model.embed_tokens.weight
+    assert control.lm_head.weight is weight and weight[1:].any()
+    assert not weight[config.pad_token_id].any()
