@@ -88,8 +88,8 @@ record.frame("prompts").assign(missed=abs(residual)).nlargest(3, "missed")[["tex
 # %% [markdown]
 # ## Keep it
 #
-# The direction goes to `llmgeom ablate --axis`, which asks whether the model uses what can be read. For scikit-learn,
-# `record.frame("prompts")` has every column, and `subject.capture(batch)["residual", 2]` the activations.
+# The direction goes to `llmgeom ablate --axis FILE`, which asks whether the model uses what can be read. For
+# scikit-learn, `record.frame("prompts")` has every column, and `subject.capture(batch)["residual", 2]` the activations.
 
 # %%
 out = Path("runs/notebook-probe")
