@@ -29,8 +29,6 @@ DIALECT = {
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES += [*sorted((ROOT / "probes/texts").glob("*.md")), *sorted((ROOT / "llmgeom/papers/texts").glob("*.md"))]
 PROMPTS = {"sula.py"}  # what models read: its words are the experiment's
-# Pages that still hold some. Entries are only removed.
-STILL = {"calibration"}
 
 
 def dialect(text: str) -> list[str]:
@@ -70,7 +68,7 @@ def test_the_list_catches_dialect_and_lets_english_pass():
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_pages_are_plain(path):
-    assert path.stem in STILL or dialect(path.read_text(encoding="utf-8")) == []
+    assert dialect(path.read_text(encoding="utf-8")) == []
 
 
 @pytest.mark.parametrize("wing", WINGS)
