@@ -32,7 +32,7 @@ SMALL = {
 }
 # A GPU, a network, a launcher, a plugin, a placeholder, or several full passes.
 ELSEWHERE = re.compile(
-    r"hf:|\.\.\.|path/to|--axis FILE|\b(DIR|NAME|RUN|M)\b"
+    r"hf:|\.\.\.|path/to|--axis|\b(DIR|NAME|RUN|M)\b"
     r"|--(backend|device-map|quantize|shard|stability|scale|also|process|transfer)\b"
 )
 
