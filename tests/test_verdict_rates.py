@@ -11,6 +11,7 @@ import pytest
 from scipy.stats import binom
 
 from llmgeom.result import WORDS
+from studies import sequential_controls
 from studies.verdict_rates import EFFECTS, World, worlds
 
 TRIALS = 800
@@ -76,3 +77,13 @@ def test_the_table_in_the_docs_is_of_these_worlds_and_keeps_its_promises():
         assert effect != "none" or rates["holds"] + rates["small"] <= 100 * binom.ppf(0.999, 4000, 0.025) / 4000
         assert effect != "exact" or rates["ruled out"] <= 5
         assert effect != "twice" or rates["small"] <= 5
+
+
+def test_looks_at_a_strict_bound_change_no_word_and_stop_almost_no_record_of_eight_claims():
+    one, eight = World(75, claims=1), World(75, claims=8)
+    alone = sequential_controls.rates(one, "mixed", 150, *sequential_controls.BOUNDS["strict"])
+    assert alone.changed == 0 and alone.fixed == alone.looked
+    assert binom.ppf(0.001, 150, 0.481) <= 150 * alone.stopped <= binom.ppf(0.999, 150, 0.481)  # as docs/claims.md says
+    assert sequential_controls.rates(eight, "mixed", 25, *sequential_controls.BOUNDS["strict"]).stopped <= 0.08
+    careless = sequential_controls.rates(one, "mixed", 150, 0.3, 0.05)
+    assert careless.stopped > alone.stopped and careless.changed > 0
