@@ -250,7 +250,9 @@ def test_a_site_that_the_model_cannot_give_is_a_row_and_is_not_captured(subject,
 
     record = run_probes(told, batch, {"writes": needs, "values": probe(measure)}, controls=2)
     assert record.unmeasured == {"writes": f"writes to the residual stream are {why}"}
-    assert captured == [{Site.VALUE, Site.ENTROPY, Site.LIKELY}] and set(record.results) == {"values"}
+    # The page shows the attention of every prompt.
+    assert captured == [{Site.VALUE, Site.ENTROPY, Site.LIKELY, "attention rows.weights"}]
+    assert set(record.results) == {"values"}
 
 
 def test_the_caller_s_notes_come_before_our_warnings(subject, batch):
