@@ -116,7 +116,8 @@ def scans() -> list[tuple[str, ...]]:
     found: dict[tuple[str, ...], None] = {}
     for path in PAGES:
         for words in shown(path.read_text(encoding="utf-8")):
-            if words[0] == "scan" and not any(word.startswith("hf:") for word in words):
+            # The stubs have no chat template, and no data set is here.
+            if words[0] == "scan" and "--chat" not in words and not any(word.startswith("hf:") for word in words):
                 out = words.index("--out") if "--out" in words else len(words)
                 found[(*words[:out], *words[out + 2 :])] = None
     return list(found)
