@@ -51,7 +51,7 @@ class RunConfig(config.ModelConfig):
         "With --process: search for the shortest evidence at which the model leaves the exact answer.",
         group="Process",
     )
-    bound: float = flag(0.5, "With --fuzz: by more than so many bits of KL(exact || answer).", group="Process")
+    bound: float = flag(0.5, "With --fuzz: by more than so many bits of KL(exact || answer).", least=0, group="Process")
     prior: str = flag("two-point", "two-point, two-point:0.8, beta (uniform) or beta:2,1.")
     template: Literal["colon", "is", "plain", "instructed"] | None = flag(
         None,
