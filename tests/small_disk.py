@@ -84,7 +84,7 @@ def at(owner: object, name: str, call: int, do: Callable[[], object]) -> None:
     setattr(owner, name, patched)
 
 
-MIDST = {"train": (trainer.Trainer, "step", 13), "scan": (Subject, "untrained", 2), "grade": (Subject, "untrained", 2)}
+MIDST = {"train": (trainer.Trainer, "step", 13), "scan": (Subject, "control", 2), "grade": (Subject, "control", 2)}
 
 
 def content(folder: Path) -> dict[str, object]:
