@@ -16,10 +16,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Posterior, Rows, Tokens
+from llmgeom.dynamics import attention_gradients as routing
+from llmgeom.dynamics import unrolled
+from llmgeom.dynamics.attention_gradients import asked, losses, signals, step
 from llmgeom.errors import Unavailable
-from llmgeom.model import attention_gradients as routing
-from llmgeom.model import unrolled
-from llmgeom.model.attention_gradients import asked, losses, signals, step
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject

@@ -21,13 +21,13 @@ from llmgeom.bench import sweep
 from llmgeom.cli import main
 from llmgeom.commands.dynamics import RunConfig, perform, table
 from llmgeom.dynamics import follow, study
+from llmgeom.dynamics.attention_gradients import signals
 from llmgeom.dynamics.drift import Drifts, drifts, fallen, settled, state
 from llmgeom.dynamics.follow import Inputs
 from llmgeom.dynamics.over_training import over_training
 from llmgeom.dynamics.runs import Run, require_distinct, revision_step, rises
 from llmgeom.dynamics.trajectories import Trajectory, sections
 from llmgeom.errors import UserError
-from llmgeom.model.attention_gradients import signals
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade

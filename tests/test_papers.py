@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from llmgeom.claims import declared
-from llmgeom.model.attention_gradients import DECREASE
+from llmgeom.dynamics.attention_gradients import DECREASE
 from llmgeom.papers import paper1, paper2, primitives, routing_law, sticky_chain
 from llmgeom.papers.published_numbers import PAPERS, Check, table
 from llmgeom.stats.information import bits

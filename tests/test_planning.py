@@ -15,9 +15,8 @@ from llmgeom import claims, probes
 from llmgeom.cli import main
 from llmgeom.commands import dry_run as planning
 from llmgeom.commands import scan as scanning
-from llmgeom.commands import trial
 from llmgeom.commands.config import ModelConfig
-from llmgeom.model import hub, running
+from llmgeom.model import hub, running, trial
 from llmgeom.model.subject import Subject
 from llmgeom.stats import power
 from llmgeom.stats.verdicts import too_few

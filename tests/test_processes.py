@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from llmgeom.cli import main
+from llmgeom.dynamics.attention_gradients import asked
 from llmgeom.errors import UserError
 from llmgeom.model import hub
-from llmgeom.model.attention_gradients import asked
 from llmgeom.model.tokenizing import encode
 from llmgeom.probes.shared.targets import Target
 from llmgeom.prompts import marks as words

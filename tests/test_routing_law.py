@@ -10,8 +10,8 @@ import torch
 
 from llmgeom import wind_tunnels
 from llmgeom.claims import judge
+from llmgeom.dynamics.attention_gradients import routing, step
 from llmgeom.errors import UserError
-from llmgeom.model.attention_gradients import routing, step
 from llmgeom.model.subject import Subject
 from llmgeom.papers import routing_law
 from llmgeom.papers.routing_law import BEYOND, NEXT, PART, PULLED, Reading

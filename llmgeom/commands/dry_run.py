@@ -24,7 +24,6 @@ from llmgeom.commands.config import ModelConfig
 from llmgeom.commands.job import Job
 from llmgeom.commands.scan import Plan, sampled
 from llmgeom.commands.stability import conditions
-from llmgeom.commands.trial import Speed
 from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
@@ -32,6 +31,7 @@ from llmgeom.model.passes import plan_capture
 from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
+from llmgeom.model.trial import Speed
 from llmgeom.plan import MOST, PassPlan, Reading, measurable
 from llmgeom.probe import WHOLE, Needs, Probe
 from llmgeom.reports.text import grid

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.batch import Batch
+from llmgeom.dynamics.attention_gradients import signals
 from llmgeom.dynamics.drift import drifts, state
 from llmgeom.dynamics.runs import RISE, Run, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.files import digest
-from llmgeom.model.attention_gradients import signals
 from llmgeom.model.loading import OFFLOADED
 from llmgeom.probe import WHOLE
 from llmgeom.probes.posterior.scores import evaluation_batch

@@ -11,10 +11,10 @@ import numpy as np
 
 from llmgeom import claims
 from llmgeom.dynamics import SEEDS
+from llmgeom.dynamics.attention_gradients import Signals
 from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settled
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
-from llmgeom.model.attention_gradients import Signals
 from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
 

@@ -1,8 +1,8 @@
 """Paper II's gradient law on one model: does a step of plain descent move attention as the advantage says?
 
-The law itself is arithmetic (llmgeom/model/attention_gradients.py): it is true of every softmax head, trained or not,
-and no claim that a model could pass. What can be false is that training, which moves no score by itself but all
-parameters at once, routes that way. This module measures that; `scan` runs it like a probe.
+The law itself is arithmetic (llmgeom/dynamics/attention_gradients.py): every softmax head obeys it, trained or not, so
+it is no claim that a model could pass. What can be false is that training, which moves all parameters at once, routes
+that way. This module measures that; the runner treats it like any probe.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.dynamics.attention_gradients import Mixing, step
 from llmgeom.errors import UserError
-from llmgeom.model.attention_gradients import Mixing, step
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.result import Estimate, Figure, quantity

@@ -100,8 +100,8 @@ def gradients(
         wanted: Whether gradients are computed.
 
     Returns:
-        The mean loss in nats; its gradients by the four matrices, by the law of llmgeom/model/attention_gradients.py;
-        and alpha X, [step 20].
+        The mean loss in nats; its gradients by the four matrices, by the law of dynamics/attention_gradients.py; and
+        alpha X, [step 20].
     """
     w_q, w_k, w_v, w_o = weights
     scale = w_q.shape[1] ** -0.5

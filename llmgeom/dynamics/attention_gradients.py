@@ -32,11 +32,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from llmgeom.batch import Batch, Rows, Tokens
+from llmgeom.dynamics.unrolled import Gradients, Unrolled, scan_of
 from llmgeom.errors import Unavailable
 from llmgeom.model.attention import Recorder, attached, recording
 from llmgeom.model.layers import without_attention
 from llmgeom.model.subject import Subject
-from llmgeom.model.unrolled import Gradients, Unrolled, scan_of
 from llmgeom.model.weights import whole
 
 LARGEST = 2_000_000_000  # parameters of which a float64 copy is made
@@ -55,7 +55,7 @@ class Mixing:
     u, b      dL/dz_i and b_ij.
     seen      which pairs count: j is seen from i, i is a real position, and the loss depends on z_i.
     law, autograd   the gradients by the formulas and by automatic differentiation.
-    scan      the weights are a scan's: they have signs and do not sum to 1 (llmgeom/model/unrolled.py).
+    scan      the weights are a scan's: they have signs and do not sum to 1 (llmgeom/dynamics/unrolled.py).
     """
 
     weight: Float[Tensor, "batch head query key"]
