@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from llmgeom import __version__, claims
-from llmgeom.batch import Batch, Rows, Text, Tokens
-from llmgeom.cache.keys import of_tokens
-from llmgeom.model.subject import Subject
-from llmgeom.model.tokenizing import has_template
-from llmgeom.probe import Probe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from llmgeom.batch import Batch, Rows, Tokens
+    from llmgeom.model.subject import Subject
+    from llmgeom.probe import Probe
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
     """The facts that every record carries, whatever was measured."""
+    from llmgeom.cache.keys import of_tokens
+
     return {
         "llmgeom": __version__,
         "seed": seed,
@@ -58,6 +60,9 @@ def subset_note(batch: Batch, subset: Tensor | None, probes: Mapping[str, Probe]
 
 def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, few: Sequence[str]) -> Iterator[str]:
     """What could overturn a verdict."""
+    from llmgeom.batch import Text
+    from llmgeom.model.tokenizing import has_template
+
     window, longest = subject.facts.get("window"), int(tokens.lengths.max())
     if window and longest <= window:
         yield f"window inactive: the longest prompt has {longest} tokens, the sliding window {window}"

@@ -19,10 +19,9 @@ import numpy as np
 
 from llmgeom import probes
 from llmgeom.bench import grading
-from llmgeom.commands import patch
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions import component_probe
+from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.record import Record
 from llmgeom.run import run_probes
 from llmgeom.task import Task
@@ -65,7 +64,7 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
     }
     return made | {
         "value_manifold": partial(at_one_query, subject, task),
-        "patch": lambda seed: patch.examine(subject, task, n=SIZE, seed=seed, nulls=1),
+        "patch": lambda seed: interchange_probe.examine(subject, task, n=SIZE, seed=seed, nulls=1),
         "blocks": partial(ablate, subject, task, "blocks"),
         "heads": partial(ablate, subject, task, "heads"),
         "grade": partial(grade, subject, task, origin),

@@ -194,7 +194,7 @@ HEAVY = ("torch", "transformers", "plotly", "sklearn", "scipy", "transformer_len
 
 
 # Commands whose module still imports its work at the top, so that their help is slow. Entries are only removed.
-SLOW = {"patch", "calibrate", "reproduce"}
+SLOW = {"calibrate"}
 
 
 @pytest.mark.parametrize("name", ["", *(name for name in NAMES if name not in SLOW)])

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from llmgeom import claims, wind_tunnels
 from llmgeom.cli import main
 from llmgeom.commands import dry_run
-from llmgeom.commands.patch import SUBSPACES, RunConfig, examine, prepare, question
+from llmgeom.commands.patch import RunConfig, prepare
 from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Capture, Site
@@ -32,7 +32,8 @@ from llmgeom.probes.interventions.interchange import (
     evidence_frame,
     random_subspaces,
 )
-from llmgeom.probes.interventions.interchange_results import DECLARED_LAYERS, PROBE, TOTAL, InterchangeProbe
+from llmgeom.probes.interventions.interchange_probe import SUBSPACES, InterchangeProbe, examine, question
+from llmgeom.probes.interventions.interchange_results import DECLARED_LAYERS, PROBE, TOTAL
 from llmgeom.record import Record
 from llmgeom.result import Measured
 from llmgeom.stats.ridge_probe import folds

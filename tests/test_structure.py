@@ -35,7 +35,6 @@ NARROW = {
 }
 # Imports that still point up. Entries are only removed.
 UPWARD: set[tuple[str, str]] = {
-    ("llmgeom.bench.readings", "llmgeom.commands.patch"),  # its question still stands next to its flags
     ("llmgeom.cache.distributed", "llmgeom.plan"),  # several processes divide the plan of a run
     ("llmgeom.record", "llmgeom.reports"),  # a notebook that shows a Record asks the reports for its HTML
     ("llmgeom.run", "llmgeom.probes"),  # the key of a result covers the code of every probe

@@ -14,12 +14,11 @@ from llmgeom.bench import grading
 from llmgeom.bench.cells import STOPPED, Kind, Recipe, recipes
 from llmgeom.bench.resume import computed, stored
 from llmgeom.bench.sweep import spread
-from llmgeom.commands import patch
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers.primitives import at_posterior
 from llmgeom.probe import WHOLE
-from llmgeom.probes.interventions import component_probe
+from llmgeom.probes.interventions import component_probe, interchange_probe
 from llmgeom.probes.posterior.answers import grade
 from llmgeom.progress import Progress
 from llmgeom.record import Record
@@ -140,7 +139,7 @@ def reading(folder: str | Path, task: Task, seed: int) -> dict[str, Any]:
     runs: dict[str, Callable[[], Record]] = {
         "scan": scan,
         "entropy": lambda: scan_entropy(subject, task, SIZE, seed),
-        "patch": lambda: patch.examine(subject, task, n=SIZE, **draws),
+        "patch": lambda: interchange_probe.examine(subject, task, n=SIZE, **draws),
         "blocks": lambda: component_probe.question(subject, whole, "blocks", **blocks).record(subject),
         "grade": lambda: grading.question(subject, task, origin, n=SIZE, **draws).record(subject),
     }

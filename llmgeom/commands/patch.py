@@ -1,123 +1,25 @@
-"""The whole of `llmgeom patch`: interchange interventions between a task's sequences and their counterfactuals."""
+"""The whole of `llmgeom patch`: interchange interventions on sequences of a task, or on prompts of a process."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from llmgeom.batch import Tokens
-from llmgeom.bench.grading import Origin
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
 from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.flags import LARGEST_SEED, flag
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions import hypothesis_frame
-from llmgeom.probes.interventions.interchange_results import PROBE, InterchangeProbe
-from llmgeom.probes.interventions.text_pairs import TextPairs
-from llmgeom.probes.interventions.text_patching import PROBE as PATCHING
-from llmgeom.probes.interventions.text_patching import TextPatchingProbe
-from llmgeom.progress import Progress
-from llmgeom.prompts.counterfactual import changes
-from llmgeom.prompts.process import Process
-from llmgeom.prompts.processes import load_process
-from llmgeom.record import Record
-from llmgeom.run import CONTROLS, Question, few_draws
-from llmgeom.task import Task
+
+if TYPE_CHECKING:
+    from llmgeom.model.subject import Subject
+    from llmgeom.progress import Progress
+    from llmgeom.prompts.process import Process
+    from llmgeom.record import Record
+    from llmgeom.run import Question
 
 SUBSPACES, DIRECTIONS = 39, 5  # random controls of tasks and of text
-
-
-def examine(subject: Subject, task: Task, *, progress: Progress | None = None, **options: Any) -> Record:
-    """Interchange interventions in a model, on a task, without a store; options as of `question`."""
-    return question(subject, task, progress=progress, **options).record(subject, progress=progress)
-
-
-def question(
-    subject: Subject,
-    task: Task,
-    *,
-    n: int = 200,
-    layers: Sequence[int] | None = None,
-    controls: int = SUBSPACES,
-    nulls: int = CONTROLS,
-    seed: int = 0,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
-    warnings: Sequence[str] = (),
-) -> Question:
-    """What interchange interventions in a model ask of it, on a task.
-
-    Args:
-        layers: whose inputs are patched, one at a time; all by default.
-        controls: random subspaces.
-
-    Raises:
-        UserError: a layer that does not exist; a task without counterfactuals; fewer than 5 sequences in a half whose
-            answers change.
-    """
-    chosen = chosen_layers(subject, layers)
-    probe = InterchangeProbe(task, n, chosen, controls, seed, batch_tokens, progress)
-    estimation, evaluation = probe.halves
-    patched = {"layers": list(chosen), "controls": controls, "positions": float(evaluation.at.sum(1).double().mean())}
-    return Question(
-        evaluation.x,
-        {PROBE: probe, hypothesis_frame.PROBE: hypothesis_frame},
-        nulls,
-        seed,
-        batch_tokens,
-        facts={"estimated on": len(estimation.x), "interchange": patched},
-        notes=(*warnings, *few_draws(controls)),
-    )
-
-
-def question_of_text(
-    subject: Subject,
-    process: Process,
-    *,
-    n: int = 200,
-    ks: Sequence[int] = (),
-    layers: Sequence[int] | None = None,
-    directions: int = DIRECTIONS,
-    nulls: int = CONTROLS,
-    seed: int = 0,
-    batch_tokens: int = BATCH_TOKENS,
-    progress: Progress | None = None,
-) -> Question:
-    """What interchange interventions in a model ask of it, on prompts of a process.
-
-    Args:
-        n: prompts, spread over the numbers of observations.
-        ks: numbers of observations; by default those of the process above 0.
-        directions: random directions.
-
-    Raises:
-        UserError: a layer that does not exist; no tokenizer; prompts that the model cannot read; too few pairs.
-    """
-    if subject.tokenizer is None:
-        raise UserError(f"{subject.name} {NO_TOKENIZER}")
-    chosen = chosen_layers(subject, layers)
-    ks = tuple(ks) or tuple(k for k in process.KS if k)
-    each, positions = -(-n // len(ks)), subject.facts["positions"]
-    batch = process.sample(each, seed, subject.tokenizer, ks=ks, positions=positions)
-    tokens = subject.tokens(batch)
-    assert isinstance(tokens, Tokens)  # text is read as tokens
-    pairs = TextPairs.of(batch, tokens, changes(process, batch, seed))
-    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress)
-    facts = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
-    return Question(pairs.x, {PATCHING: probe}, nulls, seed, batch_tokens, facts=facts)
-
-
-def chosen_layers(subject: Subject, layers: Sequence[int] | None) -> tuple[int, ...]:
-    """The layers that are patched, all by default. Raises UserError for one that does not exist."""
-    last = len(subject.blocks) - 1
-    chosen = tuple(sorted(set(range(last + 1) if layers is None else layers)))
-    if wrong := [layer for layer in chosen if not 0 <= layer <= last]:
-        raise UserError(f"--layers {wrong[0]}: {subject.name} has layers 0 to {last}; nothing was patched")
-    return chosen
 
 
 @dataclass(frozen=True)
@@ -163,6 +65,9 @@ def prepare(asked: RunConfig) -> Job:
         return _prepare_text(asked, asked.process, layers)
     if asked.ks:
         raise UserError(f"--k {','.join(map(str, asked.ks))} is of --process; a task has sequences of its own length")
+    from llmgeom.bench.grading import Origin
+    from llmgeom.probes.interventions.interchange_probe import question
+
     located = asked.locate()
     origin = Origin.of(located.path)
     task = origin.load_task(asked.task, asked.model)
@@ -189,6 +94,8 @@ def _prepare_text(asked: RunConfig, spec: str, layers: Sequence[int] | None) -> 
         raise UserError(
             f"--task {asked.task} and --process {spec}: give one of them; evidence is patched in one source"
         )
+    from llmgeom.prompts.processes import load_process
+
     process, located = load_process(spec), asked.locate()
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
@@ -211,3 +118,47 @@ def _prepare_text(asked: RunConfig, spec: str, layers: Sequence[int] | None) -> 
 def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
     """Check, load, ask, save the record and its page; (folder, record)."""
     return prepare(asked).perform(progress, subject)
+
+
+def question_of_text(
+    subject: Subject,
+    process: Process,
+    *,
+    n: int = 200,
+    ks: Sequence[int] = (),
+    layers: Sequence[int] | None = None,
+    directions: int = DIRECTIONS,
+    nulls: int = 20,
+    seed: int = 0,
+    batch_tokens: int = 4096,
+    progress: Progress | None = None,
+) -> Question:
+    """What interchange interventions in a model ask of it, on prompts of a process.
+
+    Args:
+        n: prompts, spread over the numbers of observations.
+        ks: numbers of observations; by default those of the process above 0.
+        directions: random directions.
+
+    Raises:
+        UserError: a layer that does not exist; no tokenizer; prompts that the model cannot read; too few pairs.
+    """
+    from llmgeom.batch import Tokens
+    from llmgeom.probes.interventions.interchange_probe import chosen_layers
+    from llmgeom.probes.interventions.text_pairs import TextPairs
+    from llmgeom.probes.interventions.text_patching import PROBE, TextPatchingProbe
+    from llmgeom.prompts.counterfactual import changes
+    from llmgeom.run import Question
+
+    if subject.tokenizer is None:
+        raise UserError(f"{subject.name} {NO_TOKENIZER}")
+    chosen = chosen_layers(subject, layers)
+    ks = tuple(ks) or tuple(k for k in process.KS if k)
+    each, positions = -(-n // len(ks)), subject.facts["positions"]
+    batch = process.sample(each, seed, subject.tokenizer, ks=ks, positions=positions)
+    tokens = subject.tokens(batch)
+    assert isinstance(tokens, Tokens)  # text is read as tokens
+    pairs = TextPairs.of(batch, tokens, changes(process, batch, seed))
+    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress)
+    facts = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
+    return Question(pairs.x, {PROBE: probe}, nulls, seed, batch_tokens, facts=facts)

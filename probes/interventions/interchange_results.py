@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from llmgeom.claims import declared, layer_band
-from llmgeom.model.capture import Capture
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects, Pairs
-from llmgeom.probes.interventions.patching import copies, estimate_against
-from llmgeom.progress import Progress
+from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
+from llmgeom.probes.interventions.patching import estimate_against
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.resampling import jackknife
-from llmgeom.task import Task
 
 PROSE = Path(__file__).parents[1] / "texts" / "interchange.md"
 PROBE, TOTAL, UNTRAINED = "interchange", "total effect", "untrained controls"
@@ -57,63 +51,6 @@ class Interchange(Result):
     ticks: Mapping[str, tuple]
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class InterchangeProbe:
-    """Interchange interventions on sequences of a task and their counterfactuals, at one layer's input at a time.
-
-    Attributes:
-        n: sequences drawn; those in which other evidence changes a later answer are used.
-        layers: whose inputs are patched.
-        controls: random subspaces, of the model itself only, as is the placebo.
-        seed: of sequences, donors, halves and subspaces.
-    """
-
-    task: Task
-    n: int
-    layers: tuple[int, ...]
-    controls: int
-    seed: int
-    batch_tokens: int
-    progress: Progress | None = field(default=None, compare=False)
-
-    @cached_property
-    def halves(self) -> tuple[Pairs, Pairs]:
-        """Estimation and evaluation half. Raises UserError as `Pairs.of` and `Pairs.halves`."""
-        return Pairs.of(self.task, self.n, self.seed, self.task.test_split).halves(self.seed)
-
-    @cached_property
-    def NEEDS(self) -> Needs:
-        return Needs(
-            shuffled=False,
-            no_context=False,
-            examine=self._with_controls,
-            examine_control=lambda subject, _: self._effects(subject),
-            collect=lambda _, arrays: InterchangeEffects.of_arrays(arrays),
-            cost=lambda _, batch: self._cost(4 + 2 * self.controls),
-            control_cost=lambda _, batch: self._cost(3),
-        )
-
-    def measure(self, data: ProbeInput) -> Interchange:
-        """Total and patched effects at every layer, with all controls."""
-        clusters = np.array(self.halves[1].x.cluster)
-        return measure_interchange(data.observations, data.control_observations, self.layers, clusters)
-
-    def _with_controls(self, subject: Subject, _: Mapping[str, Capture]) -> dict[str, np.ndarray]:
-        donors = self.halves[1].donors(self.seed, self.task.test_split)
-        return self._effects(subject, controls=self.controls, donors=donors, progress=self.progress)
-
-    def _effects(self, subject: Subject, **more: Any) -> dict[str, np.ndarray]:
-        options = {"seed": self.seed, "batch_tokens": self.batch_tokens, **more}
-        return InterchangeEffects.of(subject, *self.halves, self.layers, **options).arrays
-
-    def _cost(self, patches: int) -> list[tuple[int, Any]]:
-        """Residuals and answers of both sequences of a pair, donors, and every patch at every layer."""
-        estimation, evaluation = (half.x.tokens.lengths.numpy() for half in self.halves)
-        donors = np.full(int(self.halves[1].at.sum()) * (patches > 3), self.task.length)
-        passes = 4 + len(self.layers) * copies(len(evaluation), patches)
-        return [(2, estimation), (passes, evaluation), (1, donors)]
 
 
 def measure_interchange(
