@@ -30,6 +30,14 @@ DOSES: dict[Mode, tuple[float, ...]] = {
 }
 DECISIVE: dict[Mode, tuple[int, ...]] = {"project-out": (1,), "keep-only": (1,), "steer": (0, 3)}  # indices in DOSES
 BAND_DRAWS = 39  # at doses and layers that decide nothing: the fewest draws that carry a 95 % band
+
+
+def patches_by_run(mode: Mode, kinds: int, controls: int) -> list[int]:
+    """How many patches each run of `DoseEffects.of` has: every dose of the edit, then each kind of control by dose."""
+    by_dose = [controls if dose in DECISIVE[mode] else min(controls, BAND_DRAWS) for dose in range(len(DOSES[mode]))]
+    return [len(by_dose), *by_dose * kinds]
+
+
 PatchAtDose = Callable[[float], Patch]
 
 

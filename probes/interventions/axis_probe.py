@@ -18,14 +18,13 @@ from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Mode
 from llmgeom.probes.interventions.axis_ablation import (
     BAND_DRAWS,
-    DECISIVE,
-    DOSES,
     AxisEffects,
     DoseEffects,
     axes_of,
     edit_axes,
     edit_each_layer,
     edit_readout_direction,
+    patches_by_run,
 )
 from llmgeom.probes.interventions.axis_results import (
     CONTROL,
@@ -84,14 +83,8 @@ class AxisProbe:
         axes, progress = axes_of(split, self.direction, self.layers), prefixed(self.progress, self.name)
         return edit_axes(split, axes, self.mode, self.positions, self.controls, progress).arrays
 
-    def _draws(self, mode: Mode, kinds: int, controls: int) -> list[int]:
-        """How many patches each run has: every dose of the edit, then of each kind of control dose by dose."""
-        doses = range(len(DOSES[mode]))
-        each = [controls if place in DECISIVE[mode] else min(controls, BAND_DRAWS) for place in doses]
-        return [len(doses), *each * kinds]
-
     def _copies(self, subject: Subject, inputs: int) -> int:
-        return copies(inputs, *self._draws(self.mode, len((SIZE, VARIANCE)), self.controls), 1)
+        return copies(inputs, *patches_by_run(self.mode, len((SIZE, VARIANCE)), self.controls), 1)
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""
@@ -109,7 +102,7 @@ class EachLayerProbe(AxisProbe):
         return {"by_layer": edit_each_layer(split, *options)}
 
     def _copies(self, subject: Subject, inputs: int) -> int:
-        draws = self._draws(self.mode, len((SIZE, VARIANCE)), min(BAND_DRAWS, self.controls))
+        draws = patches_by_run(self.mode, len((SIZE, VARIANCE)), min(BAND_DRAWS, self.controls))
         return subject.facts["layers"] * copies(inputs, *draws, 1)
 
     def measure(self, data: ProbeInput) -> Result:
@@ -125,7 +118,7 @@ class PositiveControlProbe(AxisProbe):
         return edit_readout_direction(split, self.controls, progress).arrays
 
     def _copies(self, subject: Subject, inputs: int) -> int:
-        return copies(inputs, *self._draws("project-out", 1, self.controls))
+        return copies(inputs, *patches_by_run("project-out", 1, self.controls))
 
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError for few clusters."""

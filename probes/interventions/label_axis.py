@@ -18,7 +18,7 @@ from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.subject import Positions, Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
-from llmgeom.probes.interventions.axis_ablation import BAND_DRAWS, DECISIVE, DOSES, DoseEffects, PatchAtDose
+from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, PatchAtDose, patches_by_run
 from llmgeom.probes.interventions.axis_probe import PositiveControlProbe, with_doubts
 from llmgeom.probes.interventions.axis_results import CONTROL
 from llmgeom.probes.interventions.component_ablation import to_mean
@@ -101,14 +101,10 @@ class LabelAxisProbe:
             no_context=False,
             samples=frozenset({ESTIMATION}),
             examine=self._examine,
-            cost=lambda subject, batch: [(copies(len(batch), *self._draws(), 1), batch.tokens.lengths.numpy())],
+            cost=lambda _, batch: [
+                (copies(len(batch), *patches_by_run(self.mode, 2, self.controls), 1), batch.tokens.lengths.numpy())
+            ],
         )
-
-    def _draws(self) -> list[int]:
-        """How many patches each run has: every dose of the edit, then of both kinds of control dose by dose."""
-        doses = range(len(DOSES[self.mode]))
-        each = [self.controls if i in DECISIVE[self.mode] else min(self.controls, BAND_DRAWS) for i in doses]
-        return [len(doses), *each * 2]
 
     def _examine(self, subject: Subject, captures: Mapping[str, Capture]) -> Arrays:
         split = PromptSplit.of(subject, captures, self.seed, self.batch_tokens)
