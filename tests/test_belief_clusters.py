@@ -314,7 +314,7 @@ def test_real_numbers_have_no_groups():
     task = wind_tunnels.load_task("regression")
     subject = tunnel_subject("lstm", task)
     record = run_probes(subject, task.truncated(20, 0), {"belief_clusters": belief_clusters}, controls=2)
-    assert "there is no likeliest outcome to group states by" in record.unmeasured["belief_clusters"]
+    assert "it has no likeliest outcome to group states by" in record.unmeasured["belief_clusters"]
 
 
 # ---- prompts ---------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import ast
 import shlex
 import subprocess
 import sys
-import time
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Literal
 
@@ -198,25 +197,19 @@ SLOW = {"calibrate"}
 
 
 @pytest.mark.parametrize("name", ["", *(name for name in NAMES if name not in SLOW)])
-def test_help_is_quick_and_loads_only_the_command_s_configuration(name):
+def test_help_loads_only_the_command_s_configuration(name):
     words = [name] * bool(name)
     code = (
         f"import sys, llmgeom.cli as c; c.main([*{words!r}, '--help'], standalone_mode=False)\n"
         f"print([m for m in {HEAVY!r} if m in sys.modules])\n"
         f"print([m for m in sys.modules if m.startswith('llmgeom.commands.')])"
     )
-    seconds, shown = zip(*(timed(code) for _ in range(3)), strict=True)
-    *_, heavy, loaded = shown[0].strip().splitlines()
+    *_, heavy, loaded = printed(code).strip().splitlines()
     assert heavy == "[]"
     expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output")}
     assert {*ast.literal_eval(loaded)} <= (expected if name else set())
-    # 0.3 s on an idle core. This one may be busy: then the bare interpreter with numpy and click is the measure.
-    bare = min(timed("import click, numpy")[0] for _ in range(3))
-    assert min(seconds) < max(0.3, 3 * bare)
 
 
-def timed(code: str) -> tuple[float, str]:
-    """Seconds and standard output of a Python process."""
-    began = time.perf_counter()
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return time.perf_counter() - began, done.stdout
+def printed(code: str) -> str:
+    """Standard output of a Python process."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
