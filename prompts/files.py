@@ -41,7 +41,7 @@ def read(path: str, cluster: str | None = None) -> Batch:
     kind = name.lower().rpartition(".")[2]
     if kind == "parquet":
         return _batch(_parquet(path, name), name, path, "row", cluster)
-    whole = _decoded(_bytes(path, name), name)
+    whole = decoded(whole_bytes(path, name), name)
     if kind == "csv":
         return _batch(_csv(whole, name), name, path, "row", cluster)
     if not whole.strip():
@@ -153,7 +153,8 @@ def _parquet(path: str, name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _bytes(path: str, name: str) -> bytes:
+def whole_bytes(path: str, name: str) -> bytes:
+    """The bytes of a file, or of standard input for "-". Raises UserError if it cannot be read, or is too large."""
     try:
         if path == "-":
             blob = sys.stdin.buffer.read(MOST + 1)
@@ -173,7 +174,8 @@ def _bytes(path: str, name: str) -> bytes:
     return blob
 
 
-def _decoded(blob: bytes, name: str) -> str:
+def decoded(blob: bytes, name: str) -> str:
+    """The text of UTF-8 bytes. Raises UserError that names the line of other bytes."""
     # A mark that some editors put first is no part of the first prompt.
     try:
         return blob.decode("utf-8-sig")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmgeom.errors import UserError
+from llmgeom.prompts.files import decoded, whole_bytes
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,8 @@ def read(path: str, cluster: str | None = None) -> AnswerLog:
     Raises:
         UserError: a file of another kind, no log-probabilities, several right answers; it names the sample.
     """
-    try:
-        whole = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--log {path} cannot be read ({str(error)[:120]}): check its name") from None
+    name = f"--log {path}"
+    whole = decoded(whole_bytes(path, name), name)
     try:
         rows = [json.loads(line) for line in whole.splitlines() if line.strip()]
     except (ValueError, RecursionError):

@@ -344,7 +344,7 @@ def test_what_cannot_be_read_is_a_row_with_its_reason():
     few = Batch(Tokens(torch.tensor([[4, 5, 4, 5]]), torch.tensor([4])), ("a",), {})
     with refused(UserError, 2):
         observe(Subject.of(FAMILIES["llama"].model()), few, probe.NEEDS)
-    with refused(UserError, "re-initialised"):
+    with refused(UserError, "untrained"):
         probe.measure(replace(view(), control_observations=()))
 
 

@@ -453,7 +453,7 @@ def test_parquet_is_read(tmp_path):
         ("text,n\n", ("no rows",)),
         ("prompt,n\na,1\n", ('"text"', "'prompt'")),
         ("text,n\na,1,2\n", ("row 1", "3 cells")),
-        ('text,n\n"a,1\n', ("no CSV",)),
+        ('text,n\n"a,1\n', ("not a CSV",)),
         ("text,n\na,1\na,2\n", ("rows 1 and 2 are the same",)),
     ],
 )

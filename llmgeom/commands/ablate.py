@@ -143,7 +143,9 @@ def prepare(asked: RunConfig) -> Job:
     ask = _axis(asked, draw) if asked.what == "axis" else _components(asked, task, draw)
     more = {} if asked.axis == "entropy" else {"direction": sha256(Path(asked.axis).read_bytes())}
     if asked.prompts:
-        more["prompts"] = sha256(Path(asked.prompts).read_bytes())
+        from llmgeom.prompts.files import whole_bytes
+
+        more["prompts"] = sha256(whole_bytes(asked.prompts, f"--prompts {asked.prompts}"))
     return Job(asked, located, f"ablate-{drawn}-{what}", asked.spec(located, **more), ask)
 
 
