@@ -95,9 +95,13 @@ def test_a_command_that_cannot_be_run(words, sentence, tmp_path, monkeypatch):
         ),
         (
             lambda: Edit("resid", lambda x, _: x),
-            "edit point 'resid' is unknown; an edit acts on one of residual, value, z, attention_write, mlp_write",
+            "edit point 'resid' is unknown; an edit acts on one of residual, query, key, value, scores, attention, z, "
+            "attention_write, mlp_write",
         ),
-        (lambda: Edit("z", lambda x, _: x, positions="last"), "edit positions 'last': expected 'all' or 'query'"),
+        (
+            lambda: Edit("z", lambda x, _: x, positions="last"),
+            "edit positions 'last': expected 'all', 'query' or a tuple of places",
+        ),
         (
             lambda: hub.locate("a b"),
             "'a b' is neither a folder here nor a hub id, OWNER/NAME (its revision goes into --revision)",

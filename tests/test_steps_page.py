@@ -193,7 +193,8 @@ def test_the_address_sets_the_slider_and_other_hashes_do_not(chromium, tmp_path)
         view.locator("#step").focus()
         view.keyboard.press("End")
         view.wait_for_url("**#layer=2&prompt=0.3&step=64")
-        assert f"entropy {snapshots()[64].prompts['entropy'][3]:.6g} bits" in view.locator("#panel").inner_text()
+        entropy = snapshots()[64].prompts["entropy"][3]
+        assert f"entropy [bits]\n{entropy:.6g}" in view.locator("#panel").inner_text()
         until(view, "!stale.has(document.querySelector('figure.whole .plot').id)")
         drawn = view.evaluate("document.querySelector('figure.whole .plot').data[0].x")
         every = snapshots()[64].results["manifold"].arrays["every"]
