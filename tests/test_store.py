@@ -274,7 +274,8 @@ def test_a_scan_that_would_fill_the_disk_is_refused_before_its_first_pass(model,
     }
     options = {"controls": 3, "batch_tokens": 24, "store": str(tmp_path)}
     sites = [{Site.VALUE, Site.ENTROPY, Site.LIKELY}, *3 * [{Site.VALUE, Site.ENTROPY}], *3 * [{Site.VALUE}]]
-    needed = sum(7 * nbytes(model.facts, frozenset(kept), 1, 23) for kept in sites)
+    weights = model.facts["layers"] * model.facts["heads"] * max(LENGTHS)  # a byte each: what the page's prompts show
+    needed = sum(7 * nbytes(model.facts, frozenset(kept), 1, 23) for kept in sites) + 7 * weights
     free = [needed - 1]
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free[0]))
     with monkeypatch.context() as only:
