@@ -10,6 +10,7 @@ JSON: how the tries of each ended, and how often each place was passed in the tr
 from __future__ import annotations
 
 import collections
+import functools
 import json
 import os
 import signal
@@ -45,6 +46,7 @@ def scan(folder: Path, place: str) -> None:
     def watch(what: str, owner, attribute: str) -> None:
         whole = getattr(owner, attribute)
 
+        @functools.wraps(whole)  # a probe's function keeps its name and module, which the key of its result holds
         def through(*args, **kwargs):
             passed[what] += 1
             if n and (passed.total() if name == "any" else passed[what] if name == what else 0) == int(n):
