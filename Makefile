@@ -4,8 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 OUT := runs/demo
 PYTEST := $(BIN)/python -m pytest -q
-# Two tiers on all cores. A file stays on one worker, so that its tests share what they build; conftest.py says more.
-SPREAD := $(PYTEST) -n auto --dist loadgroup --no-loadscope-reorder
+# Two tiers on all cores. A file stays on one worker, so that its tests share what they build. (--dist loadgroup would split
+# large files, but xdist 3.8 finds no group in pytest 9.2 and spreads single tests, each building its fixtures anew.)
+SPREAD := $(PYTEST) -n auto --dist loadfile --no-loadscope-reorder
 ASIDE := browser or gpu or compile or soak
 
 .PHONY: demo test slow browser gpu check soak lint types package notebooks docs docs-numbers clean

@@ -5,12 +5,14 @@
 
 Weights are random, of each config's own shape and in its default precision: cost does not depend on them. What a whole
 scan takes is extrapolated from its parts, and says so: tokens of a default scan of one domain, timed here by the token.
-Shapes are measured in order of size until `--seconds` are over; those that are left are named.
+Shapes are measured in order of size until `--seconds` are over; one that is left out, or fails, is named with the
+reason, and so is a kind of training step. The table is written after every shape, so that a stop loses one row.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import statistics
 import time
@@ -26,7 +28,7 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig, LlamaConfig, Mistr
 
 from llmgeom import wind_tunnels
 from llmgeom.batch import Batch, Tokens
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, first_line
 from llmgeom.model.capture import Site
 from llmgeom.model.subject import Subject
 from llmgeom.wind_tunnels.trainer import Trainer
@@ -172,34 +174,40 @@ def measured(shape: str, device: str, repeats: int) -> dict[str, float]:
     return row
 
 
-def steps(device: str, count: int, tiny: bool) -> dict[str, float]:
-    """Training steps a second at the size of Paper I's bijection, and hours of 100,000 of them."""
+def steps(device: str, count: int, tiny: bool) -> dict[str, float | str]:
+    """Training steps a second at the size of Paper I's bijection, and minutes of 100,000 of them; or why there are
+    none."""
     config = replace(PAPER, width=24, layers=1, batch=8) if tiny else PAPER
     kinds = {"eager": config, "compiled": replace(config, compile=True), "CUDA graph": replace(config, graph=True)}
     if not device.startswith("cuda"):
         kinds = {"eager": config}
-    rates: dict[str, float] = {}
+    rates: dict[str, float | str] = {}
     for name, one in kinds.items():
-        trainer = Trainer(one, wind_tunnels.load_task(one.task), 1e-3, device)
-        for i in range(5):  # compiles, warms up, captures the graph
-            trainer.step(i)
         row: dict[str, float] = {}
-        with clock(device, row, name):
-            for i in range(count):
-                trainer.step(5 + i)
+        try:
+            trainer = Trainer(one, wind_tunnels.load_task(one.task), 1e-3, device)
+            for i in range(5):  # compiles, warms up, captures the graph
+                trainer.step(i)
+            with clock(device, row, name):
+                for i in range(count):
+                    trainer.step(5 + i)
+        except Exception as error:  # no compiler, or a driver that records no graph: the other kinds are still timed
+            rates[name] = f"not run: {first_line(error)}"
+            continue
         rates[f"{name}, steps a second"] = count / row[name]
         rates[f"{name}, minutes of 100,000 steps (extrapolated)"] = 100_000 * row[name] / count / 60
     return rates
 
 
-def table(rows: dict[str, dict[str, float]], training: dict[str, float], where: str, left: list[str]) -> str:
-    """The table as Markdown, with card and date."""
+def table(rows: dict[str, dict[str, float]], training: dict[str, float | str], where: str, left: dict[str, str]) -> str:
+    """The table as Markdown, with card and date; `left` says of a shape why it has no row."""
     names = list(next(iter(rows.values()))) if rows else []
     lines = [f"`python benchmarks/gpu.py` on {date.today()}, {where}, torch {torch.__version__}. Random weights."]
     lines += ["", "| shape | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
     lines += [f"| {shape} | " + " | ".join(f"{row[name]:.3g}" for name in names) + " |" for shape, row in rows.items()]
-    lines += [f"| {shape} | not run: out of time or memory |" for shape in left]
-    lines += ["", *(f"- training, {name}: {value:.3g}" for name, value in training.items())]
+    lines += [f"| {shape} | not run: {why} |" for shape, why in left.items()]
+    texts = {name: value if isinstance(value, str) else f"{value:.3g}" for name, value in training.items()}
+    lines += ["", *(f"- training, {name}: {text}" for name, text in texts.items())]
     return "\n".join(lines)
 
 
@@ -226,23 +234,23 @@ def main() -> None:
     begun = time.monotonic()
     training = steps(asked.device, 20 if wanted == ["tiny"] else 200, wanted == ["tiny"])
     rows: dict[str, dict[str, float]] = {}
-    left: list[str] = []
+    left: dict[str, str] = {}
+    where = torch.cuda.get_device_name(0) if asked.device.startswith("cuda") else "a CPU"
     for shape in wanted:
         if time.monotonic() - begun > asked.seconds:
-            left.append(shape)
+            left[shape] = f"{asked.seconds:g} seconds were over"
             continue
         try:
             rows[shape] = measured(shape, asked.device, asked.repeats)
-        except torch.OutOfMemoryError:
-            left.append(shape)
+        except Exception as error:  # memory that ran out, or an architecture that this transformers builds differently
+            left[shape] = first_line(error)
+        gc.collect()  # hooks and their model refer to each other
         if asked.device.startswith("cuda"):
             torch.cuda.empty_cache()
-        print(json.dumps({"shape": shape, **rows.get(shape, {})}), flush=True)
-    where = torch.cuda.get_device_name(0) if asked.device.startswith("cuda") else "a CPU"
-    text = table(rows, training, where, left)
-    print(text)
-    if asked.write:
-        write(asked.write, text)
+        print(json.dumps({"shape": shape, **rows.get(shape, {"not run": left.get(shape)})}), flush=True)
+        if asked.write:
+            write(asked.write, table(rows, training, where, left))
+    print(table(rows, training, where, left))
 
 
 if __name__ == "__main__":

@@ -154,19 +154,18 @@ def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str,
 
 
 def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
-    """The rows as lines of Markdown: how often each simulated observer is taken for which, and called what.
+    """The rows as lines of Markdown: what each simulated observer is taken for most often, and called.
 
     Args:
         rows: "DESIGN: OBSERVER" -> counts, as the stored file has them.
     """
-    head = ("design", "simulated", "data sets", "taken for", "Bayesian", "not Bayesian", "open")
+    head = ("design", "simulated", "taken most often for", "Bayesian", "not Bayesian", "open")
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for key, found in rows.items():
+    for key, counts in rows.items():
         design, name = key.split(": ", 1)
-        taken = sorted(found["taken"].items(), key=lambda item: (-item[1], item[0]))
-        words = [str(found["called"].get(word, 0)) for word in (BAYESIAN, OTHER, UNDECIDED)]
-        sets = str(sum(found["taken"].values()))
-        lines.append("| " + " | ".join([design, name, sets, ", ".join(f"{of} {n}" for of, n in taken), *words]) + " |")
+        often, count = max(counts["taken"].items(), key=lambda item: item[1])
+        words = [str(counts["called"].get(word, 0)) for word in (BAYESIAN, OTHER, UNDECIDED)]
+        lines.append("| " + " | ".join([design, name, f"{often} {count}", *words]) + " |")
     return lines
 
 

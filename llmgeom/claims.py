@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import numpy as np
 
+from llmgeom.files import filled, read_entries
 from llmgeom.result import Estimate, Measured
 from llmgeom.stats.controls import Null, hardest
 from llmgeom.stats.resampling import Interval, band, student_quantile
@@ -73,16 +72,7 @@ def entries(folder: Path = FOLDER) -> tuple[Claim, ...]:
 def _read(folder: Path) -> tuple[Claim, ...]:
     every: dict[tuple[str, str], Claim] = {}
     for path in _files(folder):
-        try:
-            body = tomllib.loads(path.read_text(encoding="utf-8"))
-        except tomllib.TOMLDecodeError as error:
-            raise ValueError(f"{path.name} is not TOML: {error}") from None
-        if set(body) != {"metric"}:
-            raise ValueError(f"{path.name} holds {', '.join(sorted(body))}; a claims file holds [[metric]] entries")
-        if not isinstance(body["metric"], list):
-            raise ValueError(f"{path.name}: [metric] holds one table; write [[metric]], which many entries may")
-        for place, entry in enumerate(body["metric"], 1):
-            where = f"{path.name}, entry {place} ({entry.get('probe')}: {entry.get('name')})"
+        for where, entry in read_entries(path, "metric", "probe", "name"):
             claim = _entry(entry, where)
             if (claim.probe, claim.name) in every:
                 raise ValueError(f"{where} is declared twice; keep one")
@@ -128,38 +118,22 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.toml"))
 
 
-@cache
-def _hints() -> Mapping[str, type]:
-    return get_type_hints(Claim)
-
-
 def _entry(entry: Mapping, where: str) -> Claim:
-    hints = _hints()
-    for key, value in entry.items():
-        if key not in hints:
-            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(hints)}")
-        choices = get_args(hints[key])
-        if choices and value not in choices:
-            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
-        kind = float if hints[key] is float else bool if hints[key] is bool else str
-        if not (type(value) is kind or (kind is float and type(value) is int)):
-            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
-    missing = [f.name for f in fields(Claim) if f.default is MISSING and not entry.get(f.name)]
+    claim = filled(Claim, entry, where)
     if "claim" in entry:
-        missing += [key for key in ("claim", "null", "source", "published", "scale") if not entry.get(key)]
-    if missing:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
-    made = Claim(**entry)
-    if not made.least < made.most:
-        raise ValueError(f"{where}: least {made.least:g} and most {made.most:g}; give the smaller end as least")
-    amount, other = ("margin", "effect") if made.equivalence else ("effect", "margin")
-    if not getattr(made, amount) > 0 or other in entry or made.smallest == float("inf"):
+        missing = [key for key in ("claim", "null", "source", "published", "scale") if not entry.get(key)]
+        if missing:
+            raise ValueError(f"{where}: {', '.join(missing)} missing")
+    if not claim.least < claim.most:
+        raise ValueError(f"{where}: least {claim.least:g} and most {claim.most:g}; give the smaller end as least")
+    amount, other = ("margin", "effect") if claim.equivalence else ("effect", "margin")
+    if not getattr(claim, amount) > 0 or other in entry or claim.smallest == float("inf"):
         raise ValueError(f"{where}: give {amount}, a number above 0, and no {other}")
-    if made.one_sided and not made.equivalence:
+    if claim.one_sided and not claim.equivalence:
         raise ValueError(f"{where}: one_sided needs an equivalence claim; give equivalence = true, or leave it out")
-    if made.equivalence and not made.claim:
+    if claim.equivalence and not claim.claim:
         raise ValueError(f"{where}: equivalence is a claim; give its sentence")
-    return made
+    return claim
 
 
 def estimate(
@@ -200,23 +174,23 @@ def estimate(
     nulls = [null for null in nulls if null.name]
     if not nulls:  # a first look, before any control is read
         return replace(alone, claim="")
-    found = hardest(claim, float(value), interval, nulls, clusters)
-    null = found.null
+    decisive = hardest(claim, float(value), interval, nulls, clusters)
+    null = decisive.null
     common = replace(
         alone,
         null_low=null.low,
         null_high=null.high,
         null=f"{null.name} ({null.draws} draws)" if null.draws else null.name,
-        p=max(found.p, LEAST_P),
-        centre=found.centre,
-        margin=found.hurdle,
-        room=found.room,
-        p_excluded=max(found.p_excluded, LEAST_P),
-        p_opposite=max(found.p_opposite, LEAST_P),
-        noise=found.setting.noise,
-        null_spread=found.setting.spread,
-        draws=found.setting.draws,
-        noisy=found.setting.noisy,
+        p=max(decisive.p, LEAST_P),
+        centre=decisive.centre,
+        margin=decisive.hurdle,
+        room=decisive.room,
+        p_excluded=max(decisive.p_excluded, LEAST_P),
+        p_opposite=max(decisive.p_opposite, LEAST_P),
+        noise=decisive.setting.noise,
+        null_spread=decisive.setting.spread,
+        draws=decisive.setting.draws,
+        noisy=decisive.setting.noisy,
         counts=claim.counts,
         deletions=interval.deletions,
     )
@@ -249,25 +223,32 @@ def _equivalent(h: Estimate, interval: Interval, nulls: Sequence[Null], one_side
 
 
 def judge(results: Mapping[str, Measured]) -> dict[str, Measured]:
-    """The results with one of the five words for each claim (`stats.verdicts.word`); other numbers stay as they are.
-
-    Holm's correction runs over all claims of these results, for each of three questions by itself: is the control
-    beaten, is the declared effect excluded, does the value lie on the other side. Judged again, results stay the same.
-    """
-    claims = [(probe, h.name) for probe, measured in results.items() for h in measured.estimates if h.claim]
-    every = [h for measured in results.values() for h in measured.estimates if h.claim]
-    columns = ("p", "p_excluded", "p_opposite")
-    adjusted = zip(*(holm([getattr(h, name) for h in every]).tolist() for name in columns), strict=True)
-    by_claim = dict(zip(claims, adjusted, strict=True))
+    """The results with one of the five words for each claim; see `judge_estimates`."""
+    words = iter(judge_estimates([h for measured in results.values() for h in measured.estimates]))
     return {
-        probe: replace(
-            measured,
-            estimates=tuple(
-                _judged(h, by_claim[probe, h.name], len(claims)) if h.claim else h for h in measured.estimates
-            ),
-        )
+        probe: replace(measured, estimates=tuple(next(words) for _ in measured.estimates))
         for probe, measured in results.items()
     }
+
+
+def unjudged(results: Mapping[str, Measured]) -> dict[str, Measured]:
+    """The results with claims as plain measurements: their values are there, the controls that judge them are not."""
+    return {
+        name: replace(measured, estimates=tuple(replace(h, claim="") for h in measured.estimates))
+        for name, measured in results.items()
+    }
+
+
+def judge_estimates(estimates: Sequence[Estimate]) -> tuple[Estimate, ...]:
+    """The numbers of one record with a word for each claim (`stats.verdicts.word`); others stay as they are.
+
+    Holm's correction runs over all claims among them, for each of three questions by itself: is the control beaten, is
+    the declared effect excluded, does the value lie on the other side. Judged again, they stay the same.
+    """
+    posed = [h for h in estimates if h.claim]
+    columns = ("p", "p_excluded", "p_opposite")
+    adjusted = zip(*(holm([getattr(h, name) for h in posed]).tolist() for name in columns), strict=True)
+    return tuple(_judged(h, next(adjusted), len(posed)) if h.claim else h for h in estimates)
 
 
 def _judged(h: Estimate, adjusted: tuple[float, float, float], claims: int) -> Estimate:

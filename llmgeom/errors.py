@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")  # environment variables that hold a token of the hub
 SECRET = re.compile(r"(?<=://)[^/\s@]+(?=@)|\bhf_\w{8,}|(?<=token=)[^&\s'\"]+", re.I)
@@ -53,6 +54,20 @@ def redact(text: str) -> str:
         if len(secret) >= 8:  # anything shorter is no token, and its letters occur in words
             text = text.replace(secret, "…")
     return SECRET.sub("…", text)
+
+
+NO_FLOAT64 = "which Apple's GPU (mps) does not have: use --device cpu"
+
+
+@contextlib.contextmanager
+def in_float64(what: str) -> Iterator[None]:
+    """`what` computes in float64 inside: torch's refusal on Apple's GPU becomes one sentence."""
+    try:
+        yield
+    except TypeError as error:
+        if "MPS" in str(error) and "float64" in str(error):
+            raise UserError(f"{what} needs float64, {NO_FLOAT64}") from error
+        raise
 
 
 NO_TOKENIZER = (

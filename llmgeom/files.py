@@ -1,17 +1,24 @@
-"""Files that appear whole or not at all, and hashes of plain data (no torch, no numpy)."""
+"""Files: written whole or not at all, read as declarations or as a user's code; hashes of plain data (no torch)."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
+import math
 import os
 import shutil
-from collections.abc import Mapping
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, get_args, get_origin, get_type_hints
 
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, first_line
 
 REMEDY = "free space, or choose a folder that can be written (--out, LLMGEOM_CACHE)"
 
@@ -95,3 +102,76 @@ def sha256(data: bytes) -> str:
 def digest(spec: Mapping[str, Any] | list[Any]) -> str:
     """The SHA-256 of plain data, from its JSON with sorted keys; 64 hex digits."""
     return sha256(json.dumps(spec, sort_keys=True, allow_nan=False).encode())
+
+
+_hints = cache(get_type_hints)
+
+
+def read_entries(path: Path, name: str, *labels: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The entries [[name]] of a file, each with its place for error messages: file, number and these keys of it.
+
+    Raises:
+        ValueError: The file is not TOML, or holds anything else.
+    """
+    try:
+        body = tomllib.loads(path.read_text(encoding="utf-8"))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path.name} is not TOML: {error}") from None
+    if set(body) != {name} or not isinstance(body[name], list):
+        raise ValueError(f"{path.name} holds {', '.join(sorted(body)) or 'nothing'}; expected [[{name}]] entries alone")
+    for number, plain in enumerate(body[name], 1):
+        yield f"{path.name}, entry {number} ({': '.join(str(plain.get(label)) for label in labels)})", plain
+
+
+def filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
+    """The dataclass, if every key is one of its fields, of its type, and none without a default is missing or empty.
+
+    Raises:
+        ValueError: It is not so; the message begins with `where`.
+    """
+    hints = _hints(cls)
+    for key, value in plain.items():
+        if key not in hints:
+            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(hints)}")
+        kind = hints[key]
+        choices = get_args(kind) if all(isinstance(choice, str) for choice in get_args(kind)) else ()
+        if choices and value not in choices:
+            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
+        if (kind in (str, bool) and type(value) is not kind) or (kind is float and not is_number(value)):
+            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
+        if get_origin(kind) is Mapping and not isinstance(value, dict):
+            raise ValueError(f"{where}: {key} is {value!r}; expected a table")
+    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
+    if missing := [name for name in required if not plain.get(name)]:
+        raise ValueError(f"{where}: {', '.join(missing)} missing")
+    return cls(**plain)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a finite number, and no truth value."""
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def import_file(path: Path, kind: str, where: str) -> ModuleType:
+    """The file as a module of its own name.
+
+    Args:
+        path: The file.
+        kind: What it holds, e.g. "probe".
+        where: How the user gave it; begins the error.
+
+    Raises:
+        UserError: It is not there, or it cannot be imported.
+    """
+    spec = importlib.util.spec_from_file_location(f"llmgeom_{kind}_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        form = "path/to/file.py" + ":CLASS" * (kind == "task")
+        raise UserError(f"{where} is not a file that exists; a {kind} of your own is given as {form}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their module up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{where} cannot be imported ({reason}); correct it") from error
+    return module

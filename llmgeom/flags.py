@@ -100,16 +100,53 @@ def _read(declared: Any, hint: Any) -> Flag:
 
 def check(config: Any) -> None:
     """Raises UserError for a value that is not one of its flag's choices, or out of its flag's range."""
-    for one in flags(type(config)):
-        value = getattr(config, one.field)
-        if value is None or value == one.default:
+    for option in flags(type(config)):
+        value = getattr(config, option.field)
+        if value is None or value == option.default:
             continue
-        for item in value if one.several else (value,):
-            if one.choices and item not in one.choices:
-                raise UserError(f"{one.name} {item}: expected {' or '.join(one.choices)}")
-            if one.least is not None and not one.least <= item <= one.most:
-                bound = f"least {one.least:g}" if not item >= one.least else f"most {one.most:g}"
-                raise UserError(f"{one.name} {item}: expected at {bound}")
+        for item in value if option.several else (value,):
+            if option.choices and item not in option.choices:
+                raise UserError(f"{option.name} {item}: expected {' or '.join(option.choices)}")
+            if option.least is not None and not option.least <= item <= option.most:
+                bound = f"least {option.least:g}" if not item >= option.least else f"most {option.most:g}"
+                raise UserError(f"{option.name} {item}: expected at {bound}")
+
+
+def places(name: str, text: str, n: int, strict: bool = True) -> tuple[int, ...]:
+    """The places among 0 .. n - 1 that a text names, in rising order: "all", or numbers and slices with commas between.
+
+    Args:
+        name: Of the flag, for errors.
+        text: E.g. "0,5,-1" or "0:12:2,-1"; negative numbers count from the end.
+        n: How many places there are.
+        strict: Refuse a number that is no place, and a text that names none.
+
+    Raises:
+        UserError: The text is no such list, or names a place that is not there.
+    """
+    if text == "all":
+        return tuple(range(n))
+    chosen: set[int] = set()
+    for part in text.replace(" ", "").split(","):
+        if not re.fullmatch(r"-?\d+|(-?\d+)?:(-?\d+)?(:-?[1-9]\d*)?", part):
+            raise UserError(f"{name} {text}: expected all, or numbers and slices with commas between, e.g. 0:12:2,-1")
+        if ":" in part:
+            chosen |= {*range(n)[slice(*(int(end) if end else None for end in part.split(":")))]}
+        elif -n <= (place := int(part)) < n:
+            chosen.add(place % n)
+        elif strict:
+            raise UserError(f"{name} {part}: expected 0 to {n - 1}, or -{n} to -1 from the end")
+    if strict and not chosen:
+        raise UserError(f"{name} {text} names none of 0 to {n - 1}; leave it out for all")
+    return tuple(sorted(chosen))
+
+
+def places_text(value: Any) -> str:
+    """A number, a slice or several numbers of Python as the text that `places` reads."""
+    if isinstance(value, slice):
+        ends = [value.start, value.stop, *([] if value.step is None else [value.step])]
+        return ":".join("" if end is None else str(end) for end in ends)
+    return value if isinstance(value, str) else ",".join(map(str, [value] if isinstance(value, int) else value))
 
 
 # ---- specs of tasks and processes: NAME:field=value,field=value -----------------------------------------------------

@@ -18,28 +18,105 @@ from torch import Tensor
 from llmgeom.batch import NO_EXACT, Batch, Rows, Tokens
 from llmgeom.cache.shards import room, run_key, taken
 from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
+from llmgeom.flags import places
+from llmgeom.model.capture import OUTPUTS, Capture, Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.no_context import NoContext
 from llmgeom.model.passes import CapturePlan, Observer, plan_control, run_spec
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import special_tokens
-from llmgeom.probe import Needs, Probe
+from llmgeom.probe import LENGTH, ONE_TOKEN, Needs, Probe
 from llmgeom.prompt_table import attention_observer
 
 MOST = 1000  # prompts that controls read: statistics of distances and permutations grow with their square
 MAIN = ""
+UNLAYERED = OUTPUTS | {Site.FINAL}  # what no layer has
 NO_CONTEXT = "no context"
 
 
 @dataclass(frozen=True)
+class Selection:
+    """The part of a model that a run stores and measures.
+
+    Attributes:
+        layers: numbers and slices as `llmgeom.flags.places` reads them. The last layer is one of them, since every
+            claim is about it.
+        sites: the sites that are stored, next to the next-token probabilities; None for those that the probes read.
+        positions: which positions of each prompt are read: "last", or as `layers`. A batch with queries of its own, as
+            that of a task, keeps them.
+    """
+
+    layers: str = "all"
+    sites: tuple[str, ...] | None = None
+    positions: str = "last"
+
+    def numbers(self, subject: Subject) -> tuple[int, ...] | None:
+        """The chosen layers; None for all. Raises UserError where one is not there, or the last is left out."""
+        if self.layers == "all":
+            return None
+        depth = subject.facts["layers"]
+        chosen = places("--layers", self.layers, depth)
+        if depth - 1 not in chosen:
+            raise UserError(
+                f"--layers {self.layers} leaves out the last layer ({depth - 1}), which claims are about: "
+                f"give {self.layers},-1"
+            )
+        return chosen
+
+    def kept(self, sites: frozenset[Site]) -> frozenset[Site]:
+        """Those of the sites that may be kept."""
+        return sites if self.sites is None else sites & (UNLAYERED | set(map(Site, self.sites)))
+
+    def queried(self, batch: Batch) -> Batch:
+        """A tokenized batch with its queried positions. Raises UserError where a prompt has none of them."""
+        if self.positions == "last" or batch.query is not None:
+            return batch
+        lengths, query = batch.tokens.lengths.tolist(), torch.zeros(batch.tokens.data.shape[:2], dtype=torch.bool)
+        for i, length in enumerate(lengths):
+            chosen = places("--positions", self.positions, length, strict=False)
+            if not chosen:
+                raise UserError(
+                    f"--positions {self.positions}: prompt {i + 1} has {length} tokens and no such position"
+                )
+            query[i, list(chosen)] = True
+        return replace(batch, query=query)
+
+    def unable(self, needs: Needs) -> str:
+        """Why a probe cannot measure this part of a model; empty where it can."""
+        if lacking := needs.sites - self.kept(needs.sites):
+            return f"it reads {', '.join(sorted(lacking))}, which --sites {','.join(self.sites or ())} leaves out"
+        if self.layers != "all" and not needs.chosen_layers and (needs.sites | needs.optional) - UNLAYERED:
+            return f"it compares all layers with each other, and --layers {self.layers} leaves some out"
+        return ""
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a record says of it: nothing where it is the whole."""
+        chosen = {name: value for name, value in vars(self).items() if value != getattr(EVERYTHING, name)}
+        return chosen if self.sites is None else {**chosen, "sites": list(self.sites)}
+
+    @property
+    def notes(self) -> list[str]:
+        """Warnings that a choice of positions deserves."""
+        text = (
+            f"with --positions {self.positions}, shuffled prompts keep the final token alone, samples of one final "
+            "token and of equal length are left out, and claims were calibrated on the final token"
+        )
+        return [text] * (self.positions != "last")
+
+
+EVERYTHING = Selection()
+
+
+@dataclass(frozen=True)
 class Reading:
-    """One capture: a tokenized batch, what is kept of it, and the edits that are made."""
+    """One capture: a tokenized batch, the sites and layers that are stored (None: all layers), and the edits."""
 
     batch: Batch
     sites: frozenset[Site]
     observers: tuple[Observer, ...] = ()
     edits: tuple[Edit, ...] = ()
+    layers: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,6 +135,7 @@ class Layout:
         samples: Mapping[str, Batch],
         sites: Mapping[str, frozenset[Site]],
         observers: Mapping[str, tuple[Observer, ...]],
+        layers: tuple[int, ...] | None = None,
     ) -> Layout:
         """The main sample is one reading; all other prompts that end in their query are a second one, less those
         that the main sample holds; a sample with queries of its own is a reading of its own."""
@@ -77,12 +155,13 @@ class Layout:
             more = others if shared else []
             wanted = sites[MAIN].union(*(sites[name] for name in more))
             seen = dict.fromkeys((*observers[MAIN], *(one for name in more for one in observers[name])))
-            readings.append(Reading(samples[MAIN], wanted, tuple(seen)))
+            readings.append(Reading(samples[MAIN], wanted, tuple(seen), layers=layers))
             places[MAIN] = (samples[MAIN], (0,), torch.arange(len(samples[MAIN])))
         if union:
             rest = _concatenated([(samples[name], i) for name, i in union.values()])
             seen = dict.fromkeys(one for name in others for one in observers[name])
-            readings.append(Reading(rest, frozenset().union(*(sites[name] for name in others)), tuple(seen)))
+            wanted = frozenset().union(*(sites[name] for name in others))
+            readings.append(Reading(rest, wanted, tuple(seen), layers=layers))
         at = {identity: i for i, identity in enumerate(union)}
         first = len(samples[MAIN]) if MAIN in samples else 0
         for name in others:
@@ -95,7 +174,7 @@ class Layout:
         for name, batch in samples.items():
             if name not in places:
                 places[name] = (batch, (len(readings),), torch.arange(len(batch)))
-                readings.append(Reading(batch, sites[name], observers[name]))
+                readings.append(Reading(batch, sites[name], observers[name], layers=layers))
         return cls(tuple(readings), places)
 
     def assemble(self, captures: Sequence[Capture]) -> dict[str, Capture]:
@@ -138,6 +217,7 @@ class PassPlan:
     own         what the model reads. control: what each untrained control reads, and the model without context.
     untrained, shuffles   the seed of each draw of either control; shuffled_sites: captured of shuffled prompts.
     special     how many tokens at the beginning and at the end a shuffle leaves in place.
+    layers      the layers that are stored; None for all.
     no_context  the control without context; None where no probe asks for it, or the model has none: why says which.
     """
 
@@ -150,6 +230,7 @@ class PassPlan:
     special: tuple[int, int]
     no_context: NoContext | None = None
     no_context_why: str = ""
+    layers: tuple[int, ...] | None = None
 
     @classmethod
     def of(
@@ -161,13 +242,20 @@ class PassPlan:
         seed: int,
         samples: Mapping[str, Batch],
         whole: bool = False,
+        selection: Selection = EVERYTHING,
     ) -> PassPlan:
-        """The union of the probes' needs; controls read at most MOST prompts of each sample, or with `whole` all."""
+        """The union of the probes' needs; controls read at most MOST prompts of each sample, or with `whole` all.
+
+        Raises:
+            UserError: The selection names a layer or position that is not there.
+        """
+        layers = selection.numbers(subject)
         most = None if whole else MOST
         needs = {name: probe.NEEDS for name, probe in probes.items()}
         wanted = frozenset().union(*(need.samples for need in needs.values()))
+        wanted -= {ONE_TOKEN, LENGTH} if selection.positions != "last" else set()
         given = {MAIN: batch} | {name: other for name, other in samples.items() if name in wanted}
-        inputs = {name: replace(one, inputs=subject.tokens(one)) for name, one in given.items()}
+        inputs = {name: selection.queried(replace(one, inputs=subject.tokens(one))) for name, one in given.items()}
         subset = _subset(inputs[MAIN], seed, most)
         for need in needs.values():
             for name, make in need.inputs.items():
@@ -178,7 +266,7 @@ class PassPlan:
         shuffled_sites: frozenset[Site] = frozenset()
         observers: dict[str, tuple[Observer, ...]] = dict.fromkeys(inputs, ())
         for need in needs.values():
-            optional = frozenset(site for site in need.optional if not subject.unavailable({site}))
+            optional = frozenset(site for site in selection.kept(need.optional) if not subject.unavailable({site}))
             for name in inputs.keys() & {MAIN, *need.samples}:
                 sites[name] |= need.sites | optional | {Site.ENTROPY}
             shuffled_sites |= (need.sites | optional) if need.shuffled else frozenset()
@@ -189,7 +277,9 @@ class PassPlan:
             name: one if (kept := _subset(one, seed, most)) is None else one.take(kept) for name, one in inputs.items()
         }
         own_sites = sites | {MAIN: sites[MAIN] | {Site.ENTROPY, Site.LIKELY}}
-        own_observers = observers | {MAIN: (*observers[MAIN], *attention_observer(subject, inputs[MAIN]))}
+        own_observers = dict(observers)
+        if selection.kept(frozenset({Site.ATTENTION})):
+            own_observers[MAIN] += attention_observer(subject, inputs[MAIN])
         no_context, why = None, ""
         if any(need.no_context for need in needs.values()):
             try:
@@ -200,14 +290,15 @@ class PassPlan:
         draws = range(seed + 1, seed + 1 + controls)
         return cls(
             subset,
-            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers),
-            Layout.of(few, sites, observers),
+            Layout.of({**few, MAIN: inputs[MAIN]}, own_sites, own_observers, layers),
+            Layout.of(few, sites, observers, layers),
             draws if any(need.untrained for need in needs.values()) else range(0),
             draws if any(need.shuffled for need in needs.values()) else range(0),
             shuffled_sites,
             special_tokens(subject.tokenizer),
             no_context,
             why,
+            layers,
         )
 
     @property
@@ -223,9 +314,8 @@ class PassPlan:
     def shuffled(self, i: int) -> Reading:
         """The prompts of the controls with their tokens in random order."""
         batch, (before, after) = self.null_sample, self.special
-        return Reading(
-            replace(batch, inputs=shuffle(batch.tokens, before, self.shuffles[i], after)), self.shuffled_sites
-        )
+        inputs = shuffle(batch.tokens, before, self.shuffles[i], after)
+        return Reading(replace(batch, inputs=inputs), self.shuffled_sites, layers=self.layers)
 
     def without_context(self, captures: Mapping[str, Capture] | None = None) -> tuple[Reading, ...]:
         """What the model reads without context: the controls' readings with the edit.
@@ -262,7 +352,7 @@ class PassPlan:
 
 def planned(subject: Subject, seed: int | None, reading: Reading, **options: Any) -> CapturePlan:
     """The work of a reading by the model (seed None) or by an untrained control, which is not built for it."""
-    extra = {"observers": reading.observers, "edits": reading.edits, **options}
+    extra = {"observers": reading.observers, "edits": reading.edits, "layers": reading.layers, **options}
     return plan_control(subject, seed, reading.batch, reading.sites, **extra)
 
 
@@ -285,9 +375,14 @@ def shuffle(tokens: Tokens | Rows, before: int, seed: int, after: int = 0) -> To
     return type(tokens)(data, tokens.lengths)
 
 
-def measurable(subject: Subject, batch: Batch, probes: Mapping[str, Probe]) -> tuple[dict[str, Probe], dict[str, str]]:
-    """The probes that can measure this model on this batch, and of the others why not."""
-    unmeasured = {name: why for name, probe in probes.items() if (why := _unable(subject, batch, probe.NEEDS))}
+def measurable(
+    subject: Subject, batch: Batch, probes: Mapping[str, Probe], selection: Selection = EVERYTHING
+) -> tuple[dict[str, Probe], dict[str, str]]:
+    """The probes that can measure this part of the model on this batch, and of the others why not."""
+    reasons = {
+        name: selection.unable(probe.NEEDS) or _unable(subject, batch, probe.NEEDS) for name, probe in probes.items()
+    }
+    unmeasured = {name: why for name, why in reasons.items() if why}
     return {name: probe for name, probe in probes.items() if name not in unmeasured}, unmeasured
 
 

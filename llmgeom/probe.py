@@ -1,4 +1,7 @@
-"""What a probe is: which activations it needs, and how it turns them into a result."""
+"""What a probe is: which activations it needs, and how it turns them into a result.
+
+The names of other modules that a probe's file uses can be imported from here too.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from llmgeom.batch import Batch
+from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer
+from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
 from llmgeom.result import Result
 
+__all__ = [
+    "Batch", "Capture", "FunctionProbe", "Needs", "Observer", "Probe", "ProbeInput", "Sample", "Site", "Step",
+    "Subject", "Unavailable", "UserError", "probe",
+]  # fmt: skip
 UNSTRATIFIED, ONE_TOKEN, LENGTH = "unstratified", "one final token", "length-matched"
 MIXED, MATCHED = "mixed", "mixed, as diverse"
 WHOLE = "whole sequences"  # of a task, with every query, where the main sample queries one position of each
@@ -45,6 +53,8 @@ class Needs:
             `--dry-run`; called with the name, the model, the main sample and the further ones. By default always.
         most_rows: how many rows of whole sequences it measures at most; 0 for all.
         follows_entropy: whether its target is the entropy at the query, so that it needs that to vary.
+        chosen_layers: whether every number of it is of one layer alone, or of the last, so that it can measure chosen
+            layers (`--layers`, `ProbeInput.layers`); any other probe that reads layers is then left out.
         collect: makes `ProbeInput.observations` from the captures by sample name ("" is the main one) and from what
             `examine` returned; by default the latter.
     """
@@ -67,6 +77,7 @@ class Needs:
     judged: Callable[[str, Subject, Batch, Mapping[str, Batch]], bool] | None = None
     most_rows: int = 0
     follows_entropy: bool = False
+    chosen_layers: bool = False
     collect: Callable[[Mapping[str, Capture], Any], Any] | None = None
 
 
@@ -101,6 +112,7 @@ class ProbeInput:
         subset: of more than 1,000 prompts, for a probe of `all_prompts`: the input of those that controls read.
         no_context: the same sample in the trained model without context; None where the model has no such control.
         no_context_observations: what NEEDS.collect made of it, for a probe that examines nothing.
+        layers: the numbers of the layers that were captured; None for all of them.
     """
 
     capture: Capture
@@ -114,6 +126,7 @@ class ProbeInput:
     subset: ProbeInput | None = None
     no_context: Capture | None = None
     no_context_observations: Any = None
+    layers: tuple[int, ...] | None = None
 
     @property
     def null_subset(self) -> ProbeInput:

@@ -108,10 +108,11 @@ def _piece(subject: Subject, *ids: int) -> str:
 
 def _likely(subject: Subject, tokens: Tokens, capture: Capture) -> tuple[tuple[tuple[str, float], ...], ...]:
     last = {prompt: row for row, prompt in enumerate(capture.prompt.tolist())}
+    before, likely = tokens.ids[capture.prompt, capture.position].tolist(), capture.likely.tolist()
     rows = []
-    for prompt, row in sorted(last.items()):
-        before, (ids, log_p) = int(tokens.ids[prompt, capture.position[row]]), capture.likely[row].tolist()
-        pieces = [_piece(subject, before, int(token)) for token in ids]
+    for _, row in sorted(last.items()):
+        ids, log_p = likely[row]
+        pieces = [_piece(subject, before[row], int(token)) for token in ids]
         rows.append(tuple((piece, round(math.exp(p), 6)) for piece, p in zip(pieces, log_p, strict=True)))
     return tuple(rows)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llmgeom import __version__, claims
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from llmgeom.batch import Batch, Rows, Tokens
     from llmgeom.model.subject import Subject
     from llmgeom.probe import Probe
+
+
+CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 
 
 def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) -> dict[str, Any]:
@@ -58,8 +62,8 @@ def subset_note(batch: Batch, subset: Tensor | None, probes: Mapping[str, Probe]
     return [note + (f"; measured on all: {', '.join(every)}" if every else "")]
 
 
-def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, few: Sequence[str]) -> Iterator[str]:
-    """What could overturn a verdict."""
+def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, controls: int | None) -> Iterator[str]:
+    """What could overturn a verdict; `controls` draws of each control, None where no verdict depends on them."""
     from llmgeom.batch import Text
     from llmgeom.model.tokenizing import has_template
 
@@ -72,7 +76,14 @@ def caveats(subject: Subject, batch: Batch, tokens: Tokens | Rows, few: Sequence
         yield "the tokenizer has a chat template, and prompts were read as plain text: scan --chat sends messages"
     if subject.facts.get("note"):
         yield subject.facts["note"]
-    yield from few
-    most = max(batch.cluster.count(cluster) for cluster in set(batch.cluster))
+    yield from few_draws(controls) if controls is not None else ()
+    most = max(Counter(batch.cluster).values())
     if most > 2:
         yield f"up to {most} prompts share one template; n counts templates, not prompts"
+
+
+def few_draws(controls: int) -> list[str]:
+    """The warning about few draws of a control; nothing where there are enough."""
+    return [
+        f"only {controls} draws of each control, too few to know how much they vary; {CONTROLS} are the default"
+    ] * (controls < CONTROLS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,8 @@ class Record:
         return plot(self, name)
 
     def __repr__(self) -> str:
-        return f"<Record {self.title!r}: {', '.join([*self.results, *self.unmeasured])}>"
+        probes = dict.fromkeys(name.partition(":")[0] for name in (*self.results, *self.unmeasured))
+        return f"<Record {self.title!r}: {', '.join(probes)}>"
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the run line, warnings and verdicts of the page. `reports.figures` has its figures."""
@@ -80,10 +81,13 @@ class Record:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """Every array as PROBE.QUANTITY, as safetensors writes them."""
+        return self._arrays(lambda measured: measured.arrays)
+
+    def _arrays(self, of: Callable[[Measured], Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         return {
             f"{probe}.{name}": np.array(array, order="C")
             for probe, measured in self.results.items()
-            for name, array in measured.arrays.items()
+            for name, array in of(measured).items()
         }
 
     def save(self, folder: str | os.PathLike) -> None:
@@ -95,24 +99,16 @@ class Record:
 
         folder = Path(folder)
         make_folder(folder)
-        arrays = {
-            f"{probe}.{name}": np.array(array, order="C")
-            for probe, measured in self.results.items()
-            for name, array in arrays_of(measured).items()
-        }
+        arrays = self._arrays(arrays_of)
         blobs = {"arrays.safetensors": save(arrays), "prompts.jsonl": self._prompt_lines().encode()}
         for name, blob in blobs.items():
             write_whole(folder / name, blob)
         body = {
             "schema": SCHEMA,
             "results": {probe: plain_of(measured) for probe, measured in self.results.items()},
-            "unmeasured": dict(self.unmeasured),
-            "subject": dict(self.subject),
-            "source": dict(self.source),
-            "facts": dict(self.facts),
+            **{name: dict(getattr(self, name)) for name in ("unmeasured", "subject", "source", "facts", "run")},
             "warnings": list(self.warnings),
             "files": {name: sha256(blob) for name, blob in blobs.items()},
-            "run": dict(self.run),
         }
         write_json(folder / "record.json", body)
 
@@ -201,13 +197,9 @@ class Record:
         rows = [json.loads(line) for line in blobs["prompts.jsonl"].decode().split("\n") if line]
         return cls(
             results={probe: measured_from(plain, _of_probe(arrays, probe)) for probe, plain in body["results"].items()},
-            unmeasured=body["unmeasured"],
             prompts={name: tuple(row[name] for row in rows) for name in (rows[0] if rows else ())},
-            subject=body["subject"],
-            source=body["source"],
-            facts=body["facts"],
             warnings=tuple(body["warnings"]),
-            run=body["run"],
+            **{name: body[name] for name in ("unmeasured", "subject", "source", "facts", "run")},
         )
 
 

@@ -8,7 +8,6 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -42,6 +41,9 @@ class Figure:
     layers: str = ""
 
 
+OTHERS = ("band", "interval", "beside", "layers")  # elements of a figure that name other quantities
+
+
 @dataclass(frozen=True)
 class Quantity:
     """The declaration of one field: axis names, unit, meaning in one phrase, and its figure if it has one."""
@@ -53,16 +55,14 @@ class Quantity:
 
     def without(self, absent: Collection[str]) -> Quantity:
         """The same with no figure element that names one of these quantities."""
-        names = ("band", "interval", "beside", "layers")
-        gone = {name: "" for name in names if self.figure and getattr(self.figure, name) in absent}
+        gone = {name: "" for name in OTHERS if self.figure and getattr(self.figure, name) in absent}
         return replace(self, figure=replace(self.figure, **gone)) if gone else self
 
     def prefixed(self, prefix: str) -> Quantity:
         """The same of one part of a `Combined` result: the meaning, and the quantities that the figure names."""
         if not prefix:
             return self
-        names = {name: getattr(self.figure, name, "") for name in ("band", "interval", "beside", "layers")}
-        changes: dict[str, Any] = {k: prefix + name for k, name in names.items() if name}
+        changes: dict[str, Any] = {k: prefix + name for k in OTHERS if (name := getattr(self.figure, k, ""))}
         figure = self.figure and replace(self.figure, **changes)
         return replace(self, meaning=f"{prefix.replace('_', ' ').strip()}: {self.meaning}", figure=figure)
 
@@ -174,6 +174,12 @@ class Measured:
         """Itself, so that a probe may return a result that it lowered and retitled."""
         return self
 
+    def at_layers(self, layers: tuple[int, ...] | None) -> Measured:
+        """Itself, with the numbers of chosen layers along the axis of that name."""
+        if layers is None or not any("layer" in declared.axes for declared in self.quantities.values()):
+            return self
+        return replace(self, ticks={"layer": layers, **self.ticks})
+
     def __repr__(self) -> str:
         return f"<Measured {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"
 
@@ -196,22 +202,29 @@ def read_prose(path: Path) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: for a result that lacks a section or has one more.
     """
-    found = {}
+    prose = {}
     for result in re.split(r"^# ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title, *sections = re.split(r"^## ", result, flags=re.MULTILINE)
         heads, bodies = zip(*(section.partition("\n")[::2] for section in sections), strict=True)
         keys = tuple(head.strip().lower().replace(" ", "_") for head in heads)
         if keys != PROSE:
             raise ValueError(f"{path.name}, {title.strip()}: the sections are {keys}; expected {PROSE}")
-        found[title.strip()] = dict(zip(keys, (" ".join(body.split()) for body in bodies), strict=True))
-    return found
+        prose[title.strip()] = dict(zip(keys, (" ".join(body.split()) for body in bodies), strict=True))
+    return prose
 
 
+@dataclass(frozen=True, kw_only=True)
 class Result:
-    """Base of every probe's answer: a frozen dataclass of `quantity` fields and metrics, with `warnings`, which could
-    overturn a verdict, and where it has any `notes`, which a reader of its section should know, and `ticks`: the names
-    or numbers that stand along an axis, where they are not 0, 1, 2 ...; and `unmeasured`: metric -> why it is not
-    measured. A quantity that is not measured is None, and is left out.
+    """Base of every probe's answer; a subclass is a frozen dataclass that adds `quantity` fields.
+
+    A quantity that is not measured is None, and is left out.
+
+    Attributes:
+        estimates: The metrics.
+        warnings: What could overturn a verdict.
+        notes: What a reader of the section should know.
+        ticks: The names or numbers along an axis, where they are not 0, 1, 2 ...
+        unmeasured: Metric -> why it is not measured.
 
     A subclass has a TITLE and the prose of its section on the page: MEANING (what the numbers mean), COMPUTED (the
     estimator), NULL (what it is compared with) and FAILURE_MODES. The prose stands in the file TEXT under `# TITLE`
@@ -226,13 +239,22 @@ class Result:
     COMPUTED: ClassVar[str]
     NULL: ClassVar[str]
     FAILURE_MODES: ClassVar[str]
-    __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...]
+    estimates: tuple[Estimate, ...] = ()
+    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    ticks: Mapping[str, tuple] = field(default_factory=dict)
+    unmeasured: Mapping[str, str] = field(default_factory=dict)
+
+    def __init_subclass__(cls) -> None:
+        """A field of this base that a subclass declares again is still given by name, with the subclass's default."""
+        for name in {f.name for f in dataclasses.fields(Result)} & vars(cls).get("__annotations__", {}).keys():
+            default = vars(cls).get(name, dataclasses.MISSING)
+            if not isinstance(default, dataclasses.Field):
+                setattr(cls, name, field(default=default, kw_only=True))
 
     def __post_init__(self) -> None:
-        lengths = {axis: ("its ticks", len(names)) for axis, names in getattr(self, "ticks", {}).items()}
+        lengths = {axis: ("its ticks", len(names)) for axis, names in self.ticks.items()}
         for name, declared in self.present().items():
             array = np.asarray(getattr(self, name))
             where = f"{type(self).__name__}.{name}"
@@ -275,9 +297,9 @@ class Result:
             quantities=self.present(),
             arrays={name: np.asarray(getattr(self, name)) for name in self.present()},
             warnings=tuple(self.warnings),
-            notes=tuple(getattr(self, "notes", ())),
-            ticks=dict(getattr(self, "ticks", {})),
-            unmeasured=dict(getattr(self, "unmeasured", {})),
+            notes=tuple(self.notes),
+            ticks=dict(self.ticks),
+            unmeasured=dict(self.unmeasured),
         )
 
 
@@ -288,35 +310,27 @@ class Combined(Result):
     Attributes:
         parts: prefix -> result. Quantities of the part "write_" are called write_NAME, and their meanings start with
             "write: "; a part "" keeps its names.
-        estimates, warnings, notes, unmeasured: of all parts, in order.
     """
 
     parts: Mapping[str, Result]
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...]
-    notes: tuple[str, ...]
-    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, parts: Mapping[str, Result], warnings: Iterable[str] = (), notes: Iterable[str] = ()) -> Self:
-        """The parts with what each says, and further warnings and notes."""
-
-        def joined(name: str) -> tuple:
-            return tuple(chain.from_iterable(getattr(part, name, ()) for part in parts.values()))
-
-        unmeasured = {name: why for part in parts.values() for name, why in getattr(part, "unmeasured", {}).items()}
-        return cls(parts, joined("estimates"), (*joined("warnings"), *warnings), (*joined("notes"), *notes), unmeasured)
+        """The parts with what each says, in order, and further warnings and notes."""
+        results = parts.values()
+        return cls(
+            parts,
+            estimates=tuple(h for part in results for h in part.estimates),
+            warnings=(*(text for part in results for text in part.warnings), *warnings),
+            notes=(*(text for part in results for text in part.notes), *notes),
+            unmeasured={name: why for part in results for name, why in part.unmeasured.items()},
+        )
 
     def lowered(self) -> Measured:
         """All parts as plain data."""
-        quantities = {
-            prefix + name: declared.prefixed(prefix)
-            for prefix, part in self.parts.items()
-            for name, declared in part.present().items()
-        }
-        arrays = {
-            prefix + name: np.asarray(getattr(part, name))
-            for prefix, part in self.parts.items()
-            for name in part.present()
-        }
-        return replace(super().lowered(), quantities=quantities, arrays=arrays)
+        every = [(prefix, name, part) for prefix, part in self.parts.items() for name in part.present()]
+        return replace(
+            super().lowered(),
+            quantities={prefix + name: part.present()[name].prefixed(prefix) for prefix, name, part in every},
+            arrays={prefix + name: np.asarray(getattr(part, name)) for prefix, name, part in every},
+        )

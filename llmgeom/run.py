@@ -21,24 +21,23 @@ from llmgeom import claims
 from llmgeom.batch import Batch
 from llmgeom.cache import keys, results
 from llmgeom.cache.shards import run_key
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import run_spec
 from llmgeom.model.running import gather
 from llmgeom.model.subject import Subject
-from llmgeom.plan import MAIN, Layout, PassPlan, measurable, planned
+from llmgeom.plan import EVERYTHING, MAIN, Layout, PassPlan, Selection, measurable, planned
 from llmgeom.probe import Needs, Probe, ProbeInput, Sample
 from llmgeom.progress import Progress
 from llmgeom.prompt_table import prompt_table
-from llmgeom.provenance import caveats, provenance, subset_note, took
+from llmgeom.provenance import CONTROLS, caveats, provenance, subset_note, took
 from llmgeom.record import Record, arrays_of, measured_from, plain_of
 from llmgeom.result import Measured
 
 LOOKS = (5, 10)  # untrained controls after which a run can be looked at
 Look = Callable[[int, Callable[[], Record]], bool]
-CONTROLS = 20  # the fewest draws with which p = 1 / (draws + 1) can be under .05
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Run:
         captures = []
         for i, reading in enumerate(readings):
             captures.append(gather(self.subject, planned(self.subject, None, reading, **self._options)))
-            self._tell("prompts", i + 1, len(readings))
+            self.tell("prompts", i + 1, len(readings))
         return self.plan.own.assemble(captures)
 
     def control(self, seed: int, examined: Sequence[str]) -> tuple[dict[str, Capture], dict[str, Any]]:
@@ -112,29 +111,36 @@ class Run:
             # Drawn only where a shard or an examination is missing.
             who = cache(lambda: stack.enter_context(self.subject.control(seed)))
             captures = self._captures(seed, self.plan.control, who)
-            found = {}
+            examinations = {}
             for name in examined:
                 with contextlib.suppress(UserError):  # this control has no such weights: the others decide
-                    found[name] = self.examine(name, who, captures, seed)
-        return captures, found
+                    examinations[name] = self.examine(name, who, captures, seed)
+        return captures, examinations
 
     def shuffles(self) -> tuple[Capture, ...]:
         """The model on shuffled prompts, one capture a draw."""
         captures = []
         for i in range(len(self.plan.shuffles)):
             captures.append(gather(self.subject, planned(self.subject, None, self.plan.shuffled(i), **self._options)))
-            self._tell("shuffled prompts", i + 1, len(self.plan.shuffles))
+            self.tell("shuffled prompts", i + 1, len(self.plan.shuffles))
         return tuple(captures)
+
+    def read_by_controls(self, captures: Mapping[str, Capture]) -> Mapping[str, Capture]:
+        """The captures with the main sample's reduced to the prompts that controls read."""
+        if self.plan.subset is None:
+            return captures
+        return {**captures, MAIN: captures[MAIN].take(self.plan.subset)}
 
     def without_context(self, captures: Mapping[str, Capture]) -> dict[str, Capture] | None:
         """Captures of the model without context, from the model's own; None where there is no such control."""
         if self.plan.no_context is None:
             return None
-        made = []
-        for reading in self.plan.without_context(captures):
-            made.append(gather(self.subject, planned(self.subject, None, reading, **self._options)))
-        self._tell("control without context", 1, 1)
-        return self.plan.control.assemble(made)
+        cut = [
+            gather(self.subject, planned(self.subject, None, reading, **self._options))
+            for reading in self.plan.without_context(captures)
+        ]
+        self.tell("control without context", 1, 1)
+        return self.plan.control.assemble(cut)
 
     def examine(
         self, name: str, who: Callable[[], Subject], captures: Mapping[str, Capture], seed: int | None = None
@@ -147,13 +153,14 @@ class Run:
         if self.store and (entry := results.load(self.folder, key)) is not None:
             return entry[1]
         examine = needs.examine if seed is None else needs.examine_control or needs.examine
-        found = examine(who(), captures)
-        arrays = isinstance(found, Mapping) and all(isinstance(one, np.ndarray) for one in found.values())
-        if self.store and arrays and found:
-            results.save(self.folder, key, {}, found)
-        return found
+        with in_float64(f"probe {name!r}"):
+            examination = examine(who(), captures)
+        arrays = isinstance(examination, Mapping) and all(isinstance(one, np.ndarray) for one in examination.values())
+        if self.store and arrays and examination:
+            results.save(self.folder, key, {}, examination)
+        return examination
 
-    def _tell(self, stage: str, done: int, total: int) -> None:
+    def tell(self, stage: str, done: int, total: int) -> None:
         if self.progress:
             self.progress(stage, done, total)
 
@@ -226,17 +233,14 @@ def run_probes(
     """Ask `probes` of a model on a batch, with controls.
 
     Args:
-        subject: the model.
-        batch: the main sample.
+        subject: the model. batch: the main sample.
         probes: name -> module of probes/ or an object of `llmgeom.probe`.
         samples: further samples by name; those that no probe needs are not read.
         controls: draws of each control: untrained copies, and orders of shuffled prompts. Fewer than 5 cannot decide
             at .05.
-        seed: of every draw.
-        batch_tokens: tokens that run together.
+        seed: of every draw. batch_tokens: tokens that run together.
         store: folder of captures; what was captured, examined or measured there before is loaded.
-        progress: called as progress(stage, done, total).
-        facts: further provenance. notes: warnings of the caller, put before ours.
+        progress: called as progress(stage, done, total). facts: provenance. notes: warnings, put before ours.
         columns: makes further columns of the prompt table from the observations of the model by probe.
         whole: controls read every prompt of a sample, not at most `plan.MOST`.
         look: called as look(drawn, record) after the model's own pass and after LOOKS untrained controls; record() is
@@ -249,85 +253,18 @@ def run_probes(
     Raises:
         UserError: bad input; no room on the disk; logits that are not finite.
     """
-    started = time.time()
-    measured, unmeasured = measurable(subject, batch, probes)
-    plan = PassPlan.of(subject, batch, measured, controls, seed, samples or {}, whole)
-    if store:
-        plan.check_room(subject, store, batch_tokens)
-    run = Run(subject, plan, measured, seed, batch_tokens, store, progress)
-    captures = run.model()
-    stored = {name: entry for name in measured if (entry := run.stored(name)) is not None}
-    answers: dict[str, Measured | str] = {name: answer for name, (answer, _) in stored.items()}
-    events = [event for one in captures.values() for event in one.events]
-    observations: dict[str, Any] = {}
-    pending = {name: probe for name, probe in measured.items() if name not in stored}
-    for name, probe in list((measured if columns else pending).items()):
-        try:
-            own = captures if plan.subset is None or probe.NEEDS.all_prompts else _of_subset(captures, plan)
-            observations[name] = _collected(probe.NEEDS, own, run.examine(name, lambda: subject, own))
-        except UserError as refusal:
-            answers[name] = str(refusal)
-            run.keep(name, str(refusal), ())
-            pending.pop(name, None)
-    draws = Draws()
-
-    def record(drawn: int | None = None) -> Record:
-        """The record of all draws; of a first look, of those that there are."""
-        first = drawn is not None
-        view = _view(run, captures, draws)
-        every = {**answers, **_answers(run, pending, view, captures, observations, draws, keep=not first)}
-        every = {name: every[name] for name in measured if name in every}  # in the order of the call, stored or not
-        results_of = {name: answer for name, answer in every.items() if isinstance(answer, Measured)}
-        reasons = unmeasured | {name: answer for name, answer in every.items() if isinstance(answer, str)}
-        for name, answer in results_of.items():
-            reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
-        shown = batch if plan.subset is None else batch.take(plan.subset)
-        texts = prompt_table(
-            subject, shown, plan.null_sample.tokens, _by_prompt(view, len(plan.null_sample)), view.capture
-        )
-        happened = [*events, *draws.events, *(event for _, stored_events in stored.values() for event in stored_events)]
-        so_far = {"first_look": f"controls: {drawn} of {controls}"} if first else {}
-        return Record(
-            results=_without_words(results_of) if first else claims.judge(results_of),
-            unmeasured=reasons,
-            prompts={**texts, **(columns(observations) if columns else {})},
-            subject={k: v for k, v in subject.facts.items() if v is not None},
-            source=dict(batch.source),
-            facts={
-                **provenance(batch, plan.main.tokens, seed, controls if drawn is None else drawn),
-                "batch_tokens": batch_tokens,
-                "bos_added": plan.special[0] > 0,
-                **(facts or {}),
-                **so_far,
-            },
-            warnings=(
-                *(f"first look, {text}: no claim is judged before all controls are read" for text in so_far.values()),
-                *notes,
-                *subset_note(batch, plan.subset, measured),
-                *([f"no control without context: {plan.no_context_why}"] if plan.no_context_why else []),
-                *caveats(subject, shown, plan.null_sample.tokens, [] if first else few_draws(controls)),
-                *dict.fromkeys(happened),
-            ),
-            run=took(started),
-        )
-
-    for drawn in _drawing(run, pending, captures, draws):
-        if look is not None and pending and look(drawn, partial(record, drawn)):
-            return record(drawn)
-    return record()
+    options = (samples or {}, facts or {}, notes, columns, whole)
+    question = Question(batch, probes, controls, seed, batch_tokens, *options)
+    return question.record(subject, store=store, progress=progress, look=look)
 
 
 def _collected(needs: Needs, captures: Mapping[str, Capture], examined: Any) -> Any:
     return examined if needs.collect is None else needs.collect(captures, examined)
 
 
-def _of_subset(captures: Mapping[str, Capture], plan: PassPlan) -> dict[str, Capture]:
-    return {**captures, MAIN: captures[MAIN].take(plan.subset)}  # type: ignore[arg-type]
-
-
 @dataclass
 class Draws:
-    """What was read of the controls so far.
+    """The controls read so far.
 
     Attributes:
         untrained: the captures of each untrained control by sample name.
@@ -346,85 +283,6 @@ class Draws:
         """What happened on the way, e.g. memory that ran out."""
         every = [*(one for control in self.untrained for one in control.values()), *self.shuffled, *self.cut.values()]
         return [event for capture in every for event in capture.events]
-
-
-def _drawing(run: Run, pending: Mapping[str, Probe], captures: Mapping[str, Capture], draws: Draws) -> Iterator[int]:
-    """Read every control that a pending probe compares with. Yields 0 before the first, then each number in LOOKS."""
-    needs = {name: probe.NEEDS for name, probe in pending.items()}
-    yield 0
-    if any(need.untrained for need in needs.values()):
-        examined = [name for name, need in needs.items() if need.untrained and (need.examine or need.collect)]
-        for i, seed in enumerate(run.plan.untrained, 1):
-            control, found = run.control(seed, examined)
-            draws.untrained.append(control)
-            for name in found:
-                draws.collected.setdefault(name, []).append(_collected(needs[name], control, found[name]))
-            run._tell("untrained controls", i, len(run.plan.untrained))
-            if i in LOOKS and i < len(run.plan.untrained):
-                yield i
-    if any(need.shuffled for need in needs.values()):
-        draws.shuffled = run.shuffles()
-    if any(need.no_context for need in needs.values()):
-        draws.cut = run.without_context(captures) or {}
-
-
-def _view(run: Run, captures: Mapping[str, Capture], draws: Draws) -> ProbeInput:
-    """What `measure` is given: the model and the controls drawn so far, on the prompts that controls read."""
-    own = _of_subset(captures, run.plan) if run.plan.subset is not None else captures
-    samples = {
-        name: Sample(
-            capture, capture.entropy.numpy(), tuple(control[name] for control in draws.untrained), draws.cut.get(name)
-        )
-        for name, capture in own.items()
-        if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
-    }
-    return ProbeInput(
-        own[MAIN],
-        own[MAIN].entropy.numpy(),
-        tuple(control[MAIN] for control in draws.untrained),
-        draws.shuffled,
-        samples,
-        seed=run.seed,
-        no_context=draws.cut.get(MAIN),
-    )
-
-
-def _answers(
-    run: Run,
-    pending: Mapping[str, Probe],
-    view: ProbeInput,
-    captures: Mapping[str, Capture],
-    observations: Mapping[str, Any],
-    draws: Draws,
-    keep: bool,
-) -> dict[str, Measured | str]:
-    """Every pending probe's result, or why it has none; with `keep` they are stored, and progress is shown."""
-    answers: dict[str, Measured | str] = {}
-    for done, (name, probe) in enumerate(pending.items()):
-        if keep:
-            run._tell(f"measuring {name}", done, len(pending))
-        try:
-            data = replace(
-                view if run.plan.subset is None or not probe.NEEDS.all_prompts else _whole(view, captures[MAIN]),
-                observations=observations.get(name),
-                control_observations=tuple(draws.collected.get(name, ())),
-                no_context_observations=_observed(probe.NEEDS, draws.cut),
-            )
-            answers[name] = probe.measure(data).lowered()
-        except UserError as refusal:
-            answers[name] = str(refusal)
-        if keep:
-            run.keep(name, answers[name], draws.events)
-            run._tell(f"measuring {name}", done + 1, len(pending))
-    return answers
-
-
-def _without_words(results_of: Mapping[str, Measured]) -> dict[str, Measured]:
-    """The results with their claims as measurements: their values are there, the controls that judge them are not."""
-    return {
-        name: replace(measured, estimates=tuple(replace(h, claim="") for h in measured.estimates))
-        for name, measured in results_of.items()
-    }
 
 
 def _observed(needs: Needs, cut: Mapping[str, Capture]) -> Any:
@@ -446,19 +304,13 @@ def _by_prompt(view: ProbeInput, n: int) -> np.ndarray:
     return np.bincount(prompt, view.entropy, n) / np.bincount(prompt, minlength=n)
 
 
-def few_draws(controls: int) -> list[str]:
-    """The warning that too few draws of a control deserve."""
-    return [f"only {controls} draws of each control: how much they vary is badly known; {CONTROLS} are usual"] * (
-        controls < CONTROLS
-    )
-
-
 @dataclass(frozen=True)
 class Question:
-    """What a command asks of one model: the arguments of `run_probes`.
+    """What a command requests of one model: the arguments of `run_probes`.
 
     Attributes:
         whole: controls read every input of the samples, not at most `plan.MOST`.
+        selection: which layers, sites and positions are kept; a probe that reads more is not measured.
         finish: completes the judged record, e.g. with a warning that depends on a verdict.
     """
 
@@ -472,21 +324,177 @@ class Question:
     notes: Sequence[str] = ()
     columns: Callable[[Mapping[str, Any]], Mapping[str, tuple]] | None = None
     whole: bool = True
+    selection: Selection = EVERYTHING
     finish: Callable[[Record], Record] | None = None
 
-    def record(self, subject: Subject, **options: Any) -> Record:
-        """The answer; options of `run_probes`, e.g. store and progress."""
-        record = run_probes(
-            subject,
-            self.batch,
-            self.probes,
-            samples=self.samples,
-            controls=self.controls,
-            seed=self.seed,
-            batch_tokens=self.batch_tokens,
-            notes=self.notes,
-            columns=self.columns,
-            whole=self.whole,
-            **{**options, "facts": {**self.facts, **options.get("facts", {})}},
-        )
+    def record(
+        self,
+        subject: Subject,
+        *,
+        store: str | None = None,
+        progress: Progress | None = None,
+        look: Look | None = None,
+        facts: Mapping[str, Any] | None = None,
+    ) -> Record:
+        """The answer, or where `look` ends the run the record of what was drawn by then; `run_probes` says more."""
+        measured, unmeasured = measurable(subject, self.batch, self.probes, self.selection)
+        draws = (self.controls, self.seed, self.samples, self.whole, self.selection)
+        plan = PassPlan.of(subject, self.batch, measured, *draws)
+        if store:
+            plan.check_room(subject, store, self.batch_tokens)
+        run = Run(subject, plan, measured, self.seed, self.batch_tokens, store, progress)
+        answers = Answers(run, replace(self, facts={**self.facts, **(facts or {})}), unmeasured)
+        for done in answers.draw():
+            if look is not None and answers.pending and look(done, partial(answers.record, done)):
+                return answers.record(done)
+        record = answers.record()
         return self.finish(record) if self.finish else record
+
+
+class Answers:
+    """The answers of one run as its controls are drawn.
+
+    Attributes:
+        captures: the model's own, by sample name.
+        pending: the probes that no earlier run has measured.
+        observations: by probe, what it took from the model's own captures.
+        draws: the controls drawn so far.
+    """
+
+    def __init__(self, run: Run, question: Question, unmeasured: Mapping[str, str]) -> None:
+        self.started = time.time()
+        self.run, self.question, self.unmeasured = run, question, unmeasured
+        self.captures = run.model()
+        self.draws = Draws()
+        stored = {name: entry for name in run.probes if (entry := run.stored(name)) is not None}
+        self.answers: dict[str, Measured | str] = {name: answer for name, (answer, _) in stored.items()}
+        self.earlier_events = [event for _, events in stored.values() for event in events]
+        self.pending = {name: probe for name, probe in run.probes.items() if name not in stored}
+        self.observations: dict[str, Any] = {}
+        for name in run.probes if question.columns else tuple(self.pending):
+            self._observe(name)
+
+    def _observe(self, name: str) -> None:
+        needs = self.run.probes[name].NEEDS
+        own = self.captures if needs.all_prompts else self.run.read_by_controls(self.captures)
+        try:
+            self.observations[name] = _collected(needs, own, self.run.examine(name, lambda: self.run.subject, own))
+        except UserError as refusal:
+            self.answers[name] = str(refusal)
+            self.run.keep(name, str(refusal), ())
+            self.pending.pop(name, None)
+
+    def draw(self) -> Iterator[int]:
+        """Read every control that a pending probe compares with. Yields 0 before the first, then each in LOOKS."""
+        run, draws = self.run, self.draws
+        needs = {name: probe.NEEDS for name, probe in self.pending.items()}
+        yield 0
+        if any(need.untrained for need in needs.values()):
+            examined = [name for name, need in needs.items() if need.untrained and (need.examine or need.collect)]
+            for i, seed in enumerate(run.plan.untrained, 1):
+                control, examinations = run.control(seed, examined)
+                draws.untrained.append(control)
+                for name, examination in examinations.items():
+                    draws.collected.setdefault(name, []).append(_collected(needs[name], control, examination))
+                run.tell("untrained controls", i, len(run.plan.untrained))
+                if i in LOOKS and i < len(run.plan.untrained):
+                    yield i
+        if any(need.shuffled for need in needs.values()):
+            draws.shuffled = run.shuffles()
+        if any(need.no_context for need in needs.values()):
+            draws.cut = run.without_context(self.captures) or {}
+
+    def measure(self, view: ProbeInput, last: bool) -> dict[str, Measured | str]:
+        """Every pending probe's result, or why it has none; the last time they are stored, and progress is shown."""
+        answers: dict[str, Measured | str] = {}
+        for done, (name, probe) in enumerate(self.pending.items()):
+            if last:
+                self.run.tell(f"measuring {name}", done, len(self.pending))
+            whole = self.run.plan.subset is not None and probe.NEEDS.all_prompts
+            data = replace(
+                _whole(view, self.captures[MAIN]) if whole else view,
+                observations=self.observations.get(name),
+                control_observations=tuple(self.draws.collected.get(name, ())),
+                no_context_observations=_observed(probe.NEEDS, self.draws.cut),
+            )
+            try:
+                answers[name] = probe.measure(data).lowered().at_layers(self.run.plan.layers)
+            except UserError as refusal:
+                answers[name] = str(refusal)
+            if last:
+                self.run.keep(name, answers[name], self.draws.events)
+                self.run.tell(f"measuring {name}", done + 1, len(self.pending))
+        return answers
+
+    def record(self, drawn: int | None = None) -> Record:
+        """The record of all draws, judged; of a first look, of those `drawn` so far, and no claim has a word."""
+        view = self._view()
+        every = {**self.answers, **self.measure(view, last=drawn is None)}
+        every = {name: every[name] for name in self.run.probes if name in every}  # in the order of the call
+        results_of = {name: answer for name, answer in every.items() if isinstance(answer, Measured)}
+        reasons = {**self.unmeasured, **{name: why for name, why in every.items() if isinstance(why, str)}}
+        for name, answer in results_of.items():
+            reasons |= {f"{name}: {metric}": why for metric, why in answer.unmeasured.items()}
+        question, plan, subject = self.question, self.run.plan, self.run.subject
+        entropy = _by_prompt(view, len(plan.null_sample))
+        texts = prompt_table(subject, self._shown, plan.null_sample.tokens, entropy, view.capture)
+        return Record(
+            results=claims.judge(results_of) if drawn is None else claims.unjudged(results_of),
+            unmeasured=reasons,
+            prompts={**texts, **(question.columns(self.observations) if question.columns else {})},
+            subject={k: v for k, v in subject.facts.items() if v is not None},
+            source=dict(question.batch.source),
+            facts=self._facts(drawn),
+            warnings=tuple(self._warnings(drawn)),
+            run=took(self.started),
+        )
+
+    @property
+    def _shown(self) -> Batch:
+        subset = self.run.plan.subset
+        return self.question.batch if subset is None else self.question.batch.take(subset)
+
+    def _facts(self, drawn: int | None) -> dict[str, Any]:
+        question, plan = self.question, self.run.plan
+        draws = question.controls if drawn is None else drawn
+        return {
+            **provenance(question.batch, plan.main.tokens, question.seed, draws),
+            "batch_tokens": question.batch_tokens,
+            "bos_added": plan.special[0] > 0,
+            **(question.selection.facts | dict(question.facts)),
+            **({} if drawn is None else {"first_look": f"controls: {drawn} of {question.controls}"}),
+        }
+
+    def _warnings(self, drawn: int | None) -> Iterator[str]:
+        question, plan = self.question, self.run.plan
+        if drawn is not None:
+            text = f"controls: {drawn} of {question.controls}"
+            yield f"first look, {text}: no claim is judged before all controls are read"
+        yield from (*question.notes, *question.selection.notes)
+        yield from subset_note(question.batch, plan.subset, self.run.probes)
+        if plan.no_context_why:
+            yield f"no control without context: {plan.no_context_why}"
+        controls = question.controls if drawn is None else None
+        yield from caveats(self.run.subject, self._shown, plan.null_sample.tokens, controls)
+        events = [event for capture in self.captures.values() for event in capture.events]
+        yield from dict.fromkeys([*events, *self.draws.events, *self.earlier_events])
+
+    def _view(self) -> ProbeInput:
+        """What `measure` is given: the model and the controls drawn so far, on the prompts that controls read."""
+        own, draws = self.run.read_by_controls(self.captures), self.draws
+        drawn = {name: tuple(control[name] for control in draws.untrained) for name in own}
+        samples = {
+            name: Sample(capture, capture.entropy.numpy(), drawn[name], draws.cut.get(name))
+            for name, capture in own.items()
+            if name != MAIN and (Site.ENTROPY, -1) in capture.tensors
+        }
+        return ProbeInput(
+            own[MAIN],
+            own[MAIN].entropy.numpy(),
+            drawn[MAIN],
+            draws.shuffled,
+            samples,
+            seed=self.run.seed,
+            no_context=draws.cut.get(MAIN),
+            layers=self.run.plan.layers,
+        )

@@ -142,25 +142,26 @@ def null_units(h: Estimate) -> float | None:
 def placed(h: Estimate, probe: str, record: Record) -> str:
     """A value's place in words: units of its own null, then the bench's range, or why it is not calibrated."""
     z, table = null_units(h), shipped()
-    own = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "
-    if table is None or (found := table.find(probe, h.name)) is None:
-        return f"{own}not calibrated"
+    in_units = "" if z is None else f"{round(z, 1) + 0.0:+.1f} null units; "
+    if table is None or (signature := table.find(probe, h.name)) is None:
+        return f"{in_units}not calibrated"
     if why := table.outside(record):
-        return f"{own}not calibrated here: {why}"
-    if found.area is None:
-        return f"{own}not calibrated: {found.word}"
-    if z is None or found.trained is None or found.idle is None:
+        return f"{in_units}not calibrated here: {why}"
+    if signature.area is None:
+        return f"{in_units}not calibrated: {signature.word}"
+    if z is None or signature.trained is None or signature.idle is None:
         ranges = ""
     else:
         ends = (f"{name} {low:+.1f} to {high:+.1f}" for name, (low, high) in
-                (("trained", found.trained), ("no inference", found.idle)))  # fmt: skip
+                (("trained", signature.trained), ("no inference", signature.idle)))  # fmt: skip
         ranges = f"bench: {', '.join(ends)}; "
-    told = {
+    words = {
         "yes": "tells them apart",
         "no": "does NOT tell them apart",
         "reversed": "tells them apart the WRONG way round",
         "undecided": "not shown to tell them apart",
-    }[found.word]
-    against = f"against {found.numbers['hardest']}: " if "hardest" in found.numbers else ""
+    }[signature.word]
+    against = f"against {signature.numbers['hardest']}: " if "hardest" in signature.numbers else ""
     part = f"; {table.partial}" if table.partial else ""
-    return f"{own}{ranges}{told} (AUC {against}{found.area:.2f}, {found.low:.2f} to {found.high:.2f}){part}"
+    auc = f"{against}{signature.area:.2f}, {signature.low:.2f} to {signature.high:.2f}"
+    return f"{in_units}{ranges}{words} (AUC {auc}){part}"

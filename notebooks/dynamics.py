@@ -7,73 +7,62 @@
 # minute on one core.
 
 # %%
-from pathlib import Path
 from shutil import rmtree
 
-from llmgeom import Subject
+import llmgeom
 from llmgeom.commands.dynamics import RunConfig, perform
-from llmgeom.dynamics.drift import settled
-from llmgeom.papers import routing_law
 from llmgeom.progress import bar
-from llmgeom.record import Record
-from llmgeom.reports import figures
-from llmgeom.run import run_probes
-from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 
-# %% [markdown]
-# ## Two trainings
-#
-# The same recipe, seed and sequences. A falling learning rate would stop every drift by itself, so it is constant.
-
-# %%
 recipe = {"arch": "gpt2", "width": 32, "layers": 1, "steps": 300, "lr": "5e-3", "schedule": "constant", "snapshots": 9}
 runs = {"learns": 0.0, "random": 1.0}
+for folder in (*runs, "notebook-dynamics"):
+    rmtree(f"runs/{folder}", ignore_errors=True)
 for name, corrupt in runs.items():
-    rmtree(f"runs/{name}", ignore_errors=True)
     with bar() as progress:
         done = train(Training("bijection", corrupt=corrupt, **recipe), f"runs/{name}", progress=progress)
     print(name, *done.lines()[:1])
+asked = RunConfig(
+    runs=tuple(f"runs/{name}" for name in runs), probes=("value_manifold",), n=100, out="runs/notebook-dynamics"
+)
+with bar() as progress:
+    folder, record = perform(asked, progress)
+record.plot("drift.frame")
 
 # %% [markdown]
-# ## Every snapshot
+# How far attention still is from its last state, snapshot by snapshot. Hatched: the model that had nothing to learn.
+# Its attention drifts as long as it is trained, and then ends where it happens to be.
+#
+# Both have the same recipe, seed and sequences. A falling learning rate would stop every drift by itself, so it is
+# constant.
+#
+# ## The verdicts
 #
 # One run is no evidence: verdicts need five training seeds of each kind, and here all are open. For the whole
 # experiment, `llmgeom dynamics --task bijection`.
 
 # %%
-asked = RunConfig(
-    runs=tuple(f"runs/{name}" for name in runs), probes=("value_manifold",), n=100, out="runs/notebook-dynamics"
-)
-rmtree("runs/notebook-dynamics", ignore_errors=True)
-with bar() as progress:
-    folder, record = perform(asked, progress)
 record
 
 # %% [markdown]
-# ## The curves
-#
-# Hatched: the model that had nothing to learn. Its attention drifts as long as it is trained, and then ends where it
-# happens to be.
+# ## Values, answers and gradients
 
 # %%
-drawn = figures(record)
-drawn["drift"]["frame"]
+record.plot("drift.value")
 
 # %%
-drawn["drift"]["value"]
+record.plot("drift.precision")
 
 # %%
-drawn["drift"]["precision"]
-
-# %%
-drawn["gradients"]["score_gradient"]
+record.plot("gradients.score_gradient")
 
 # %% [markdown]
 # When has each lost half of what it will lose? Between snapshots a curve is straight in log(1 + step).
 
 # %%
+from llmgeom.dynamics.drift import settled
+
 drift = record.results["drift"]
 steps = [int(step) for step in drift.ticks["step"]]
 for name in ("frame", "value", "precision"):
@@ -86,7 +75,9 @@ for name in ("frame", "value", "precision"):
 # Each snapshot was scanned, and its record kept. The page has a slider through all of them.
 
 # %%
-first = Record.load(Path(folder) / "step0")
+from pathlib import Path
+
+first = llmgeom.Record.load(Path(folder) / "step0")
 for estimate in first.results["value_manifold"].estimates:
     print(f"{estimate.name}: {estimate.value:.3f} {estimate.unit}, {estimate.verdict}")
 
@@ -100,9 +91,13 @@ for estimate in first.results["value_manifold"].estimates:
 # tells nothing, and that is what advantages in random order give.
 
 # %%
+from llmgeom.papers import routing_law
+from llmgeom.run import run_probes
+from llmgeom.wind_tunnels import load_task
+
 cut = load_task("bijection").truncated(100, seed=1, split="held-out")
 for step in (steps[0], steps[len(steps) // 2], steps[-1]):
-    subject = Subject.load(f"runs/learns/snapshots/step{step}")
+    subject = llmgeom.load(f"runs/learns/snapshots/step{step}")
     follows, *_ = run_probes(subject, cut, {"routing_law": routing_law}).results["routing_law"].estimates
     print(f"step {step:3}: {follows.name} {follows.value:.2f} ({follows.low:.2f} to {follows.high:.2f})", end=", ")
     print(f"random order {follows.null_low:.2f} to {follows.null_high:.2f}: {follows.verdict}")

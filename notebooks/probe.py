@@ -7,50 +7,48 @@
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
 
-# %% [markdown]
-# `pocket:pythia` has a million parameters and ships with llmgeom. It checks the instrument; it is no evidence about
-# language models. The line above is the only one to change for another: a hub id, or a folder written by
-# `save_pretrained`.
-
-# %%
-from pathlib import Path
-
 import pandas as pd
 
-from llmgeom import Subject
+import llmgeom
 from llmgeom.probes.labels.probe import LabelProbe
 from llmgeom.progress import bar
 from llmgeom.prompts import files
 from llmgeom.prompts.domains import Domain
-from llmgeom.reports import figures, page
 from llmgeom.run import run_probes
 
-# %% [markdown]
-# ## A table
-#
-# In your work this file is there already. Here it is made of shipped prompts: is a prompt narrative (fiction or news),
-# and how many words does it have? Every further column is kept: as a label, a confound, or a colour of the page.
-
-# %%
+# In your work mine.csv is there already. Here it is made of shipped prompts: is a prompt narrative (fiction or news)?
 pool = Domain("mixed").sample(120, seed=0)
 table = pd.DataFrame({"text": pool.text, "source": [cluster.split("-")[0] for cluster in pool.cluster]})
 table["narrative"] = table["source"].isin(["fiction", "news"])
 table["words"] = table["text"].str.split().str.len()
 table.to_csv("mine.csv", index=False)
-table.head(3)
 
-# %% [markdown]
-# ## From the file to the sentence
-
-# %%
-batch = files.read("mine.csv")
+subject, batch = llmgeom.load(MODEL), files.read("mine.csv")
 probes = {
     "narrative": LabelProbe("narrative", given=("length", "final_token")),
     "words": LabelProbe("words", given=("final_token",)),
 }
-subject = Subject.load(MODEL)
 with bar() as progress:
     record = run_probes(subject, batch, probes, controls=20, seed=0, progress=progress)
+record.plot("narrative.residual_score")
+
+# %% [markdown]
+# All controls in one chart. The best layer was chosen by looking: quote the claim below, which chose its layer without
+# the prompts that it scores.
+#
+# `pocket:pythia` has a million parameters and ships with llmgeom. It checks the instrument; it is no evidence about
+# language models. The line `MODEL` is the only one to change for another: a hub id, or a folder written by
+# `save_pretrained`.
+#
+# ## The table
+#
+# One row is one prompt. Every column but `text` can be a label, a confound, or a colour of the page.
+
+# %%
+table.head(3)
+
+# %% [markdown]
+# ## The sentence
 
 # %%
 for name, measured in record.results.items():
@@ -67,16 +65,10 @@ for name, measured in record.results.items():
 record
 
 # %% [markdown]
-# ## Where
-#
-# All controls in one chart. The best layer was chosen by looking: quote the claim, which chose its layer without the
-# prompts that it scores.
+# ## What the label shares with its confounds
 
 # %%
-figures(record)["narrative"]["residual_score"]
-
-# %%
-figures(record)["narrative"]["confound_score"]
+record.plot("narrative.confound_score")
 
 # %% [markdown]
 # ## Which prompts
@@ -92,6 +84,10 @@ record.frame("prompts").assign(missed=abs(residual)).nlargest(3, "missed")[["tex
 # scikit-learn, `record.frame("prompts")` has every column, and `subject.capture(batch)["residual", 2]` the activations.
 
 # %%
+from pathlib import Path
+
+from llmgeom.reports import page
+
 out = Path("runs/notebook-probe")
 record.save(out)
 (out / "report.html").write_text(page([record]), encoding="utf-8")

@@ -3,119 +3,103 @@
 #
 # How does a language model hold its uncertainty? A scan reads the last token of prompts inside the model and asks
 # whether what it finds there is ordered by the entropy of the next token. Every number comes with an interval and with
-# nulls: the same pipeline on the model re-initialised, and on the prompts with their tokens shuffled.
+# controls: the same pipeline on untrained copies of the model, and on the prompts with their tokens shuffled.
 
 # %%
 MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"
 
-# %% [markdown]
-# `pocket:pythia` has a million parameters and ships with llmgeom. It checks the instrument; it is no evidence about
-# language models. The line above is the only one to change for another: a hub id, or a folder written by
-# `save_pretrained`.
-
-# %%
-from pathlib import Path
-
-from llmgeom import Subject
-from llmgeom.model.tokenizing import fitting
-from llmgeom.probes import chosen, known
-from llmgeom.progress import bar
-from llmgeom.prompts.domains import Domain
-from llmgeom.prompts.pool import stratify
+import llmgeom
 from llmgeom.reports import figures, page
-from llmgeom.run import run_probes
 
-subject = Subject.load(MODEL)
-subject.facts["self_check"]
-
-# %% [markdown]
-# What is captured was checked against the model itself: logits with and without capture, attention rows times values
-# against attention's output, the residual stream against the sum of what is written to it. These are the largest
-# relative differences.
-#
-# ## Prompts
-#
-# A pool of prompts is run once for its entropies, and 75 prompts are taken from it, 15 from each fifth of entropy, at
-# most two of a template. **Made small:** the pool has 300 prompts; `llmgeom scan` takes 1,000.
-
-# %%
-pool = fitting(subject, Domain("math").sample(300, seed=0))
-entropy = subject.entropy(pool)
-batch = stratify(pool, entropy, n=75, seed=0)
-print(
-    f"{len(batch)} prompts of {len(set(batch.cluster))} templates; "
-    f"pool: {entropy.min():.1f} to {entropy.max():.1f} bits"
-)
-batch.text[:3]
+PROBES = ("attention_focus", "key_orthogonality", "value_manifold")
+record = llmgeom.scan(MODEL, "math", probes=PROBES, n=75, limit=300, nulls=20, quiet=False, out="runs/notebook-scan")
+record.plot("value_manifold.scores")
 
 # %% [markdown]
-# ## The scan
+# Each point is a prompt, placed by the first two principal components of the last layer's value vectors. Colour is the
+# entropy of the next token. Where colour runs from left to right, PC1 follows entropy; whether that means anything is
+# what the controls decide.
 #
-# 20 draws of each null are the default and the fewest with which anything can be decided at p < .05; more make the
-# bands finer. **Left out:** `llmgeom scan` also takes second samples (prompts without regard to entropy, of equal
-# lengths, with one final token, of mixed domains). `value_manifold` compares a domain with mixed prompts; here a note
-# says that there are none. Like `llmgeom scan`, `chosen` leaves out the two probes that cost most.
+# `pocket:pythia` has a million parameters and ships with llmgeom. It checks the instrument; it is no evidence about
+# language models. The line `MODEL` is the only one to change for another: a hub id, or a folder written by
+# `save_pretrained`.
+#
+# ## What was found
 
 # %%
-probes = known(chosen(None))
-with bar() as progress:
-    record = run_probes(subject, batch, probes, controls=20, seed=0, progress=progress)
 record
 
 # %% [markdown]
-# ## What a verdict means
-#
-# A metric that the papers stand on is a claim, written down with its smallest effect of interest before anything was
-# measured (`llmgeom list claims`):
+# A metric on which the papers stand is a claim. Its smallest effect of interest was written down before anything was
+# measured (`llmgeom list claims`). It gets one of five words:
 #
 # - **holds**: the value lies beyond every control (p < .025 after Holm's correction over the claims of this record).
 # - **small**: it does, and an effect of the declared size is excluded.
-# - **ruled out**: no control is beaten, and an effect of the declared size is excluded. Never for lack of prompts.
-# - **opposite**: it lies beyond every control on the other side.
-# - **open**: neither; the reason says how many templates would settle it, or why no number would.
+# - **ruled out**: an effect of the declared size is excluded. Never for lack of prompts.
+# - **opposite**: the value lies beyond every control on the other side.
+# - **open**: none of these; the reason says how many templates would settle it, or why no number would.
 #
-# The others are measurements: a value, its interval and its control, without a verdict. n counts prompts; prompts of
-# one template are not independent, so the interval and p go by clusters, that is, templates.
+# The others are measurements: a value, its interval and its control, without a verdict. n counts prompts. Prompts of
+# one template are not independent, so intervals and p go by clusters, that is, templates.
 #
-# ## Figures
+# **Made small:** the pool has 300 prompts (`llmgeom scan` takes 1,000), and three probes are measured. 75 prompts are
+# taken from the pool, 15 from each fifth of entropy. 20 draws of each control are the default, and the fewest with
+# which p < .05 is possible.
 #
-# `figures` gives those of the page as Plotly figures, by probe and quantity.
+# ## Numbers and figures
+#
+# `record.frame` has "metrics", "prompts" and "layers" as tables of pandas.
 
 # %%
-drawn = figures(record)
-{probe: list(found) for probe, found in drawn.items()}
+record.frame("metrics")[["probe", "name", "value", "low", "high", "verdict"]].head(8)
 
 # %%
-drawn["value_manifold"]["scores"]
+{probe: list(found) for probe, found in figures(record).items()}
 
 # %%
-drawn["value_manifold"]["pc12"]
+record.plot("value_manifold.pc12")
 
 # %%
-drawn["attention_focus"]["mean_entropy"]
+record.plot("attention_focus.mean_entropy")
+
+# %% [markdown]
+# ## The model itself
+#
+# `capture` returns what a scan reads: here the values of the last layer for two prompts, [prompt, head, dimension].
+# What is captured is checked against the model at every load: logits with and without capture, attention rows times
+# values against attention's output, the residual stream against the sum of what is written to it. `self_check` holds
+# the largest relative differences.
+
+# %%
+subject = llmgeom.load(MODEL)
+values = subject.capture(["The capital of France is", "2 + 2 ="])["value", -1]
+values.shape, subject.entropy(["The capital of France is", "2 + 2 ="]).round(2)
+
+# %%
+subject.facts["self_check"]
 
 # %% [markdown]
 # ## The same before training
 #
-# An untrained model has nothing that training makes. What clears a null here too says something about the prompts or
-# the instrument, or is chance: of measurements without an effect, one in twenty clears it. `@step0` is the shipped
-# model before its first step; a model of the hub is re-initialised by its own config.
+# An untrained model has nothing that training makes. What lies beyond the controls here too says something about the
+# prompts or the instrument, or is chance: one measurement in twenty does so without any effect. `@step0` is the model
+# before its first training step.
 
 # %%
-untrained = Subject.load(f"{MODEL}@step0") if MODEL.startswith("pocket:") else subject.untrained(0)
-with bar() as progress:
-    before = run_probes(untrained, batch, probes, controls=20, seed=0, progress=progress)
+before = llmgeom.scan(
+    f"{MODEL}@step0", prompts_from="runs/notebook-scan", probes=PROBES, nulls=20, quiet=False,
+    out="runs/notebook-scan-step0",
+)  # fmt: skip
 before
 
 # %% [markdown]
-# ## Keep it
+# ## One page with both
 #
-# The run folder is the one that `llmgeom scan` writes: `Record.load`, `llmgeom report` reads it.
-# The page has both records side by side, every figure and every prompt, and needs no network.
+# The run folders are those of `llmgeom scan`: `Record.load` and `llmgeom report` read them. The page has every figure
+# and every prompt, opens from disk, and needs no network.
 
 # %%
-out = Path("runs/notebook-scan")
-record.save(out)
-before.save(out / "untrained")
-(out / "report.html").write_text(page([record, before]), encoding="utf-8")
-sorted(str(path) for path in out.rglob("*") if path.is_file())
+from pathlib import Path
+
+Path("runs/notebook-scan/report.html").write_text(page([record, before]), encoding="utf-8")
+sorted(str(path) for path in Path("runs").glob("*/*"))

@@ -6,39 +6,51 @@
 # on one core.
 
 # %%
-from pathlib import Path
-from shutil import rmtree
+import plotly.graph_objects as go
 
-from llmgeom import Subject
-from llmgeom.commands.grade import RunConfig, perform
-from llmgeom.probes import known
-from llmgeom.probes.posterior.answers import grade
-from llmgeom.progress import bar
-from llmgeom.reports import figures, page
-from llmgeom.run import run_probes
+from llmgeom.stats.information import bits, entropy
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
+
+task = load_task("bijection:vocab=6,pairs=8,replacement=true")
+batch = task.sample(500, seed=0, split="held-out")
+exact = batch.posterior.predictive  # log-probabilities, [sequence, query, value]
+uncertainty = bits(entropy(exact)).mean(0)
+line = go.Scatter(x=list(range(1, 9)), y=uncertainty.tolist(), mode="lines+markers")
+go.Figure(
+    line, {"xaxis": {"title": "pairs, this one included"}, "yaxis": {"title": "exact entropy of its value [bits]"}}
+)
 
 # %% [markdown]
 # ## The task
 #
 # Keys are mapped one-to-one to values, and keys come again. A key seen before has its value; another has each of the
-# values not yet used. The exact predictive is a tensor like any other.
+# values not yet used. So Bayes' rule is known, and uncertainty falls with every pair (above). The exact predictive is a
+# tensor like any other.
 
 # %%
-task = load_task("bijection:vocab=6,pairs=8,replacement=true")
-batch = task.sample(3, seed=0, split="held-out")
 print(batch.inputs.ids[0].tolist(), "keys 0-5, values 6-11")
-print(batch.posterior.predictive[0].exp().round(decimals=2))
+print(exact[0].exp().round(decimals=2))
 
 # %% [markdown]
 # ## The model
 #
-# Fresh sequences every step; a tenth of the maps is never shown. The number beside the bar is the distance of the loss
-# from the Bayes floor.
+# Fresh sequences every step; a tenth of the maps is never shown. The number next to the bar is the distance of the
+# loss from the Bayes floor.
 
 # %%
+from pathlib import Path
+from shutil import rmtree
+
+import llmgeom
+from llmgeom.commands.grade import RunConfig, perform
+from llmgeom.probes import known
+from llmgeom.probes.posterior.answers import grade
+from llmgeom.progress import bar
+from llmgeom.reports import page
+from llmgeom.run import run_probes
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+
 out = Path("runs/tunnel")
 rmtree(out, ignore_errors=True)
 with bar() as progress:
@@ -48,8 +60,8 @@ print("\n".join(trained.lines()[:2]))
 # %% [markdown]
 # ## How near is it to Bayes' rule?
 #
-# On maps that it never saw, and on others, beside the same model re-initialised. A model that is right about *how sure
-# to be* and wrong about *what* has no error of entropy, so the divergence stands first.
+# On maps that it never saw and on others, next to the same model untrained. A model that is right about *how sure to
+# be* and wrong about *what* has no error of entropy, so the divergence stands first.
 
 # %%
 with bar() as progress:
@@ -57,17 +69,16 @@ with bar() as progress:
 graded
 
 # %%
-drawn = figures(graded)
-drawn["posterior"]["kl"]
+graded.plot("posterior.kl")
 
 # %%
-drawn["posterior"]["entropy"]
+graded.plot("posterior.entropy")
 
 # %% [markdown]
 # The numbers by themselves, and what predictors that do not infer reach:
 
 # %%
-subject = Subject.load(str(out))
+subject = llmgeom.load(str(out))
 found = grade(subject, task, n=1000, seed=1)
 print(f"KL {found.kl:.4f} bits a query, error of entropy {found.mae_abs:.4f} bits, skill {found.skill:.3f}")
 for name, scores in found.trivial.items():
@@ -77,7 +88,7 @@ for name, scores in found.trivial.items():
 # Before training, from the first snapshot:
 
 # %%
-untrained = Subject.load(str(out / "snapshots/step0"))
+untrained = llmgeom.load(str(out / "snapshots/step0"))
 print(f"KL {grade(untrained, task, n=1000, seed=1).kl:.3f} bits a query")
 
 # %% [markdown]

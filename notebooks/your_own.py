@@ -7,39 +7,12 @@
 # Less than a minute on one core.
 
 # %%
-from dataclasses import dataclass
 from pathlib import Path
-from shutil import rmtree
-from types import SimpleNamespace
 
-import numpy as np
-import torch
+import plotly.graph_objects as go
 
-from llmgeom import Site, Subject
-from llmgeom.claims import Claim, Null, estimate, layer_band
-from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes import known
-from llmgeom.probes.posterior.answers import grade
-from llmgeom.progress import bar
-from llmgeom.reports import figures, page
-from llmgeom.result import Estimate, Figure, quantity
-from llmgeom.result import Result as Base
-from llmgeom.run import run_probes
-from llmgeom.stats.resampling import Interval
-from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
 from llmgeom.wind_tunnels import load_task
-from llmgeom.wind_tunnels.training import train
-from llmgeom.wind_tunnels.training_config import Training
 
-# %% [markdown]
-# ## The task
-#
-# An urn holds 12 balls; how many are red is anything from 0 to 12, evenly. Eight are drawn, none is put back, and each
-# is asked for before it is shown. The answer is a sum over the 13 urns: the weight of an urn with R red balls, after
-# r red and w white ones, is R! / (R - r)! times (12 - R)! / (12 - R - w)!, and its next ball is red with probability
-# (R - r) / (12 - r - w).
-
-# %%
 URN = '''"""An urn of unknown composition: is the next ball red?"""
 
 from dataclasses import dataclass
@@ -87,15 +60,29 @@ class Urn(Task):
 '''
 Path("urn.py").write_text(URN, encoding="utf-8")
 task = load_task("urn.py:Urn")
-batch = task.sample(3, seed=0)
+batch = task.sample(5, seed=0)
+red = batch.posterior.predictive[..., 1].exp()  # what Bayes' rule says of each next ball, [sequence, draw]
+go.Figure([go.Scatter(y=row.tolist()) for row in red], {"xaxis": {"title": "balls seen"}, "yaxis": {"title": "P(red)"}})
+
+# %% [markdown]
+# ## The task
+#
+# An urn holds 12 balls; how many are red is anything from 0 to 12, evenly. Eight are drawn, none is put back, and each
+# is asked for before it is shown. Above: what Bayes' rule says of the next ball in five sequences. The answer is a sum
+# over the 13 urns: the weight of an urn with R red balls, after r red and w white ones, is R! / (R - r)! times (12 -
+# R)! / (12 - R - w)!, and its next ball is red with probability (R - r) / (12 - r - w).
+
+# %%
 print(batch.inputs.ids[0].tolist(), "2 first, then 0 white and 1 red")
-print(batch.posterior.predictive[0, :, 1].exp().round(decimals=3))
+print(red[0].round(decimals=3))
 
 # %% [markdown]
 # Judged by something that cannot share the mistake: with even weights on the compositions, Laplace's rule holds, balls
 # put back or not. After r red balls of n the next is red with probability (r + 1) / (n + 2).
 
 # %%
+import torch
+
 ids = task.sample(200, seed=1).inputs.ids
 red = (ids == 1).cumsum(1)
 laplace = (red + 1.0).double() / (torch.arange(task.draws) + 2)
@@ -108,13 +95,21 @@ print("largest difference", float((task.log_predictive(ids)[..., 1].exp() - lapl
 # the law that it breaks). On the command line: `llmgeom train urn.py:Urn`, then `grade` and `scan`.
 
 # %%
+from shutil import rmtree
+
+import llmgeom
+from llmgeom.probes.posterior.answers import grade
+from llmgeom.progress import bar
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+
 out = Path("runs/urn")
 rmtree(out, ignore_errors=True)
 with bar() as progress:
     train(
         Training("urn.py:Urn", arch="gpt2", width=32, layers=2, steps=250, batch=128, lr="4e-3"), out, progress=progress
     )
-subject = Subject.load(str(out))
+subject = llmgeom.load(str(out))
 found = grade(subject, task, n=500, seed=2)
 print(f"KL {found.kl:.4f} bits a query")
 for name, scores in found.trivial.items():
@@ -132,6 +127,19 @@ for name, scores in found.trivial.items():
 # cell is `probes/odds_line.py`, and `llmgeom scan` finds it by being there.
 
 # %%
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import numpy as np
+
+from llmgeom import Site
+from llmgeom.claims import Claim, Null, estimate, layer_band
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Result as Base
+from llmgeom.stats.resampling import Interval
+from llmgeom.stats.ridge_probe import decodability, decodability_interval, folds, read
+
 CLAIM = Claim(
     probe="odds_line",
     name="log-odds missed by a line, last residual",
@@ -177,7 +185,7 @@ def measure(view: ProbeInput) -> Result:
     last = view.capture.layers(Site.RESIDUAL)[-1].double().numpy()
     r2 = decodability_interval(last, read(last, odds[:, None], fold), view.clusters)
     interval = Interval(1 - r2.high, 1 - r2.low, r2.level, r2.method)
-    null = Null.of("re-initialised", own[-1], untrained[:, -1], "lower")
+    null = Null.of("re-initialised", untrained[:, -1], "lower")
     row = estimate(CLAIM, own[-1], interval, [null], n=len(odds), clusters=len(set(view.clusters)))
     return Result(missed=own, missed_null=layer_band({"re-initialised": untrained}, "lower"), estimates=(row,))
 
@@ -187,10 +195,13 @@ odds_line = SimpleNamespace(NEEDS=NEEDS, measure=measure)
 # %% [markdown]
 # ## Scan
 #
-# Sequences are cut at one of their queries, so that what is asked stands at the end, as in a prompt. Beside the probe
-# of your own stands one of ours.
+# Sequences are cut at one of their queries, so that the query stands at the end, as in a prompt. Your own probe and
+# one of ours measure together.
 
 # %%
+from llmgeom.probes import known
+from llmgeom.run import run_probes
+
 cut = task.truncated(120, seed=3)
 probes = {"odds_line": odds_line, **known(["value_manifold"])}
 with bar() as progress:
@@ -198,8 +209,7 @@ with bar() as progress:
 record
 
 # %%
-drawn = figures(record)
-drawn["odds_line"]["missed"]
+record.plot("odds_line.missed")
 
 # %% [markdown]
 # ## It must be able to fail
@@ -209,7 +219,7 @@ drawn["odds_line"]["missed"]
 
 # %%
 with bar() as progress:
-    before = run_probes(Subject.load(str(out / "snapshots/step0")), cut, probes, progress=progress)
+    before = run_probes(llmgeom.load(str(out / "snapshots/step0")), cut, probes, progress=progress)
 before
 
 # %%
@@ -223,6 +233,8 @@ print("exchanged", 1 - decodability(seen.layers(Site.RESIDUAL)[-1].double().nump
 # One page with both:
 
 # %%
+from llmgeom.reports import page
+
 folder = Path("runs/notebook-own")
 record.save(folder)
 before.save(folder / "untrained")

@@ -6,16 +6,14 @@ of a user's own is a file with the same three names, given by its path.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.util
 import pkgutil
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-from llmgeom.errors import UserError, first_line
+from llmgeom.errors import UserError, unknown
+from llmgeom.files import import_file
 
 PROTOCOLS = ("sound", "published")
 PUBLISHED = "published"
@@ -42,9 +40,7 @@ def check(only: Iterable[str]) -> tuple[str, ...]:
             if not Path(name).is_file():
                 raise UserError(f"--probes {name}: no such file")
         elif name not in every:
-            near = difflib.get_close_matches(name, every, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"unknown probe {name!r}: {hint}known: {', '.join(every)}, or path/to/file.py")
+            raise unknown("probe", name, every, ", or path/to/file.py")
     return only
 
 
@@ -77,14 +73,7 @@ def _module(name: str) -> ModuleType:
     path = Path(name)
     if path.stem in (*names(), *names(PUBLISHED)):
         raise UserError(f"--probes {name}: a probe of that name comes with llmgeom; rename the file")
-    spec = importlib.util.spec_from_file_location(f"llmgeom_probe_{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"--probes {name} cannot be imported: {first_line(error)}") from error
+    module = import_file(path, "probe", f"--probes {name}")
     if missing := [word for word in ("NEEDS", "measure") if not hasattr(module, word)]:
         raise UserError(f"--probes {name}: it has no {' and no '.join(missing)}; see docs on a probe of your own")
     return module

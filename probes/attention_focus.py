@@ -12,13 +12,9 @@ import torch
 from scipy.stats import rankdata
 
 from llmgeom.claims import declared
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, UserError
 from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
 
@@ -43,8 +39,8 @@ class Reach:
 def visible(step: Step) -> dict[str, torch.Tensor]:
     """[row layer]: the first position with weight from the queried token, and the smallest sum of weights of a head."""
     rows = step.layers(Site.ATTENTION)
-    first = [(row.amax(1) > 0).int().argmax(-1).double() for row in rows]
-    return {"first": torch.stack(first, 1), "weight": torch.stack([row.sum(-1).amin(1).double() for row in rows], 1)}
+    first = [(row.amax(1) > 0).int().argmax(-1).float() for row in rows]
+    return {"first": torch.stack(first, 1), "weight": torch.stack([row.sum(-1).amin(1) for row in rows], 1)}
 
 
 def collect(captures: Mapping[str, Capture], _: Any = None) -> Reach:
@@ -66,6 +62,7 @@ NEEDS = Needs(
     observers=(Observer("visible", visible, frozenset({Site.ATTENTION})),),
     collect=collect,
     judged=judged,
+    chosen_layers=True,
 )
 
 
@@ -96,8 +93,6 @@ class Result(Base):
     )
     rest_null: np.ndarray = quantity("layer bound", "fraction of log2 (T-1)", "null band without the first token")
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
 
 
 def measure(view: ProbeInput) -> Result:
@@ -106,25 +101,29 @@ def measure(view: ProbeInput) -> Result:
     long, seen = _long(view)
     clusters = view.clusters[long]
     layers = len(view.capture.layers(Site.ATTENTION_ENTROPY))
-    limits = np.array(view.observations.tokens if view.observations else [seen.max()] * layers)
+    chosen = range(layers) if view.layers is None else view.layers
+    limits = np.array([view.observations.tokens[n] for n in chosen] if view.observations else [seen.max()] * layers)
     if limits.min() < 2:
-        raise UserError(f"layer {limits.argmin()} sees a single token: its attention has no entropy to compare with")
+        raise UserError(
+            f"layer {chosen[limits.argmin()]} sees a single token: its attention has no entropy to compare with"
+        )
     main = _curves(view.capture, long, seen, limits)
     # Means over prompts: a sample of these has the same, so that nulls of a sample will do.
-    held = view.null_subset
-    theirs = _long(held)
+    subset = view.null_subset
+    theirs = _long(subset)
     nulls = {
-        UNTRAINED: [_curves(control, *theirs, limits) for control in held.untrained],
-        SHUFFLED: [_curves(other, *theirs, limits) for other in held.shuffled],
+        UNTRAINED: [_curves(control, *theirs, limits) for control in subset.untrained],
+        SHUFFLED: [_curves(other, *theirs, limits) for other in subset.shuffled],
     }
-    cut = None if held.no_context is None else _curves(held.no_context, *theirs, limits)
-    without = None if cut is None else (_curves(held.capture, *theirs, limits), cut, held.clusters[theirs[0]])
+    cut = None if subset.no_context is None else _curves(subset.no_context, *theirs, limits)
+    without = None if cut is None else (_curves(subset.capture, *theirs, limits), cut, subset.clusters[theirs[0]])
 
     def band(name: str) -> np.ndarray:
         # A narrowing layer has less entropy than its null: the lower end decides.
         return null_band({key: [c[name].mean(1) for c in draws] for key, draws in nulls.items()}, "lower")
 
     statistics = {"weight on the first token": lambda c, rows: float(c["first"][-1, rows].mean())}
+    unmeasured = _left_out(view.layers)
     if layers > 1:
         statistics = {
             "focusing": lambda c, rows: focusing(c["all"], rows),
@@ -146,9 +145,20 @@ def measure(view: ProbeInput) -> Result:
         estimates=tuple(
             compare(CLAIMS[name], statistic, main, clusters, nulls, without=without)
             for name, statistic in statistics.items()
+            if name not in unmeasured
         ),
         warnings=tuple(_warnings(view.observations, long, seen, layers)),
+        unmeasured=unmeasured,
     )
+
+
+def _left_out(layers: tuple[int, ...] | None) -> dict[str, str]:
+    """Metrics that chosen layers do not have, and why: the first layer is needed, or every one."""
+    if layers is None:
+        return {}
+    focused = () if layers[0] == 0 else ("focusing", "focusing without the first token")
+    why = "not measured: --layers leaves out the first layer"
+    return dict.fromkeys(focused, why) | {"monotonicity": "not measured: --layers leaves out layers between"}
 
 
 def _long(view: ProbeInput) -> tuple[np.ndarray, np.ndarray]:
@@ -190,25 +200,25 @@ def _order(curve: np.ndarray) -> np.ndarray:
     return np.divide(depth @ ranks, size, out=np.zeros(curve.shape[1]), where=size > 0)
 
 
-def _warnings(found: Reach | None, long: np.ndarray, seen: np.ndarray, layers: int) -> Iterator[str]:
+def _warnings(reach: Reach | None, long: np.ndarray, seen: np.ndarray, layers: int) -> Iterator[str]:
     if not long.all():
         yield f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"
     if layers == 1:
         yield "1 layer: the first layer is also the last, and focusing is left out"
     if layers < LEAST_LAYERS:
         yield f"{layers} layer{'s' * (layers > 1)}: monotonicity needs at least {LEAST_LAYERS} and is left out"
-    if found is None:
+    if reach is None:
         return
-    short = [(layer, tokens) for layer, tokens in enumerate(found.tokens) if tokens < seen.max()]
+    short = [(layer, tokens) for layer, tokens in enumerate(reach.tokens) if tokens < seen.max()]
     if short:
         where = ", ".join(str(layer) for layer, _ in short)
         yield (
             f"the final query sees at most {max(tokens for _, tokens in short)} tokens in layers {where}: entropy "
             "there is over log2 of that; its bits still fall with the window"
         )
-    if min(found.weight) < 0.99:
+    if min(reach.weight) < 0.99:
         yield (
-            f"heads have a learned sink: weights on tokens sum to as little as {min(found.weight):.2f}, and entropy "
+            f"heads have a learned sink: weights on tokens sum to as little as {min(reach.weight):.2f}, and entropy "
             "falls with them; the form without the first token is renormalised"
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, Needs, ProbeInput
-from llmgeom.probes.shared.nulls import NO_CONTEXT
+from llmgeom.claims import Null, declared
+from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, Unavailable, UserError
+from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import PCASummary, final_tokens
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
@@ -60,15 +56,15 @@ def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, 
     Raises Unavailable where the model has no output embedding in memory, UserError where answers are real numbers.
     """
     capture = captures[""]
-    posterior, found = capture.batch.posterior, {}
+    posterior, labels = capture.batch.posterior, {}
     head = subject.model.get_output_embeddings()
     if head is None or head.weight.is_meta:
         raise Unavailable(f"{subject.name} has no output embedding in memory, which clusters are compared with")
     if posterior is None:
         if (Site.LIKELY, -1) not in capture.tensors:  # a control: the trained model's read-out is used
             return {}
-        found["labels"] = capture.likely[:, 0, 0].long().numpy()
-        tokens = np.unique(found["labels"])
+        labels["labels"] = capture.likely[:, 0, 0].long().numpy()
+        tokens = np.unique(labels["labels"])
     elif posterior.outcomes:
         tokens = np.unique(posterior.outcomes)
     elif posterior.answers is not None:
@@ -76,7 +72,7 @@ def output_rows(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, 
     else:
         raise UserError("this task asks for real numbers: it has no likeliest outcome to group states by")
     rows = head.weight.detach()[torch.from_numpy(tokens).to(head.weight.device)]
-    return {**found, "tokens": tokens, "rows": rows.double().cpu().numpy()}
+    return {**labels, "tokens": tokens, "rows": rows.double().cpu().numpy()}
 
 
 def collect(_: Mapping[str, Capture], examined: Mapping[str, np.ndarray]) -> ReadOut | None:
@@ -132,10 +128,6 @@ class Result(Base):
         Figure("scatter", colour="likeliest"),
     )
     sizes: np.ndarray = quantity("group", "states", "how many rows each group has")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,69 +178,59 @@ class Grouped:
 def measure(view: ProbeInput) -> Result:
     """Silhouettes in four spaces with their nulls. Raises UserError for fewer than two groups, too few units, and a
     read-out that takes all directions."""
-    held, read = view.samples.get(WHOLE, view), view.observations
-    capture = held.capture
+    sample, read = view.samples.get(WHOLE, view), view.observations
+    capture = sample.capture
     exact = capture.batch.posterior is not None
     groups = _believed(capture) if exact else _grouped(capture, read.labels)
-    count, clusters = len(set(groups.label)), len(set(groups.cluster))
+    count = len(set(groups.label))
     if count < 2:
         what = "state or outcome is the likeliest" if exact else "next token is the model's likeliest"
         raise UserError(f"{count or 'no'} {what} in {LEAST} rows or more; clusters need two such groups: raise --n")
     if groups.movable < MOVABLE:
         raise UserError(
-            f"{groups.movable:.0%} of the rows share their query and token (of prompts: their final token) with one "
-            f"of another group; with less than {MOVABLE:.0%} clusters of belief are those of the last token: give more "
-            "prompts that end alike"
+            f"only {groups.movable:.0%} of the rows can be compared with a row of another group that has the same "
+            f"final token, and {MOVABLE:.0%} are needed: otherwise belief clusters cannot be told from token clusters; "
+            "give more prompts with the same final token"
         )
     exchanged = groups.exchanged(view.seed)
-    made = {name: Grouped(d, groups.label) for name, d in _distances(capture, groups, read.of(groups)).items()}
-    mixed = [Grouped(made[BEYOND].distance, label) for label in exchanged]
-    cut, cut_mixed = {}, []
-    if held.no_context is not None:  # grouped and read out as the model is
-        apart = _distances(held.no_context, groups, read.of(groups))
-        cut = {name: Grouped(d, groups.label) for name, d in apart.items()}
-        cut_mixed = [Grouped(apart[BEYOND], label) for label in exchanged]
-    # Of prompts groups and read-out are the trained model's, which to an control are any groups and any directions.
-    told = view.control_observations if exact else (read,) * len(held.untrained)
+
+    def spaces(of: Capture) -> Spaces:
+        """Grouped and read out as the model is, and with labels exchanged in the space beyond the read-out."""
+        apart = _distances(of, groups, read.of(groups))
+        mixed = [Grouped(apart[BEYOND], label) for label in exchanged]
+        return {name: Grouped(d, groups.label) for name, d in apart.items()}, mixed
+
+    model, cut = spaces(capture), None if sample.no_context is None else spaces(sample.no_context)
+    # Of prompts groups and read-out are the trained model's, which to a control are any groups and any directions.
+    readouts = view.control_observations if exact else (read,) * len(sample.untrained)
     untrained = [
-        _numbers(control, groups, one.of(groups), exchanged) for control, one in zip(held.untrained, told, strict=True)
+        _numbers(control, groups, one.of(groups), exchanged)
+        for control, one in zip(sample.untrained, readouts, strict=True)
     ]
     moved = groups.label[permute_clusters(np.random.default_rng(view.seed), groups.cluster, MOVED)]
-
-    def of_spaces(name: str, kept: np.ndarray | None, spaces: Mapping[str, Grouped], others: list[Grouped]) -> float:
-        if name != GIVEN:
-            return spaces[name].silhouette(kept)
-        return spaces[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in others]))
-
-    def number(name: str, kept: np.ndarray | None = None) -> float:
-        return of_spaces(name, kept, made, mixed)
-
-    def without(name: str, kept: np.ndarray | None = None) -> float:
-        return of_spaces(name, kept, cut, cut_mixed)
-
     every = np.arange(len(groups.label))
-    intervals = {name: jackknife(partial(number, name), every, groups.cluster) for name in (*SPACES, GIVEN)}
+    intervals = {name: jackknife(partial(_score, name, model), every, groups.cluster) for name in (*SPACES, GIVEN)}
 
     def of(name: str, labels: np.ndarray) -> np.ndarray:
-        return np.array([Grouped(made[name].distance, label).silhouette() for label in labels])
+        return np.array([Grouped(model[0][name].distance, label).silhouette() for label in labels])
 
     def stated(called: str, name: str, permuted: Mapping[str, np.ndarray]) -> Estimate:
-        value = number(name)
-        nulls = [Null.of("re-initialised", value, np.array([one[name] for one in untrained]))]
+        nulls = [Null.of(UNTRAINED, np.array([one[name] for one in untrained]))]
         # Permuted labels carry the sampling noise themselves.
-        nulls += [Null.of(key, value, draws, noisy=True) for key, draws in permuted.items()]
-        if cut:
-            difference = jackknife(lambda kept: number(name, kept) - without(name, kept), every, groups.cluster)
-            nulls.append(Null.paired(NO_CONTEXT, value, without(name), difference))
-        return estimate(CLAIMS[called], value, intervals[name], nulls, n=len(every), clusters=clusters)
+        nulls += [Null.of(key, draws, noisy=True) for key, draws in permuted.items()]
+        without = cut and (model, cut, groups.cluster)
+        statistic = partial(_score, name)
+        return compare(
+            CLAIMS[called], statistic, model, groups.cluster, {}, nulls, interval=intervals[name], without=without
+        )
 
-    within, beyond = np.array([one.silhouette() for one in mixed]), "silhouette beyond the read-out"
+    within, beyond = np.array([one.silhouette() for one in model[1]]), "silhouette beyond the read-out"
     main = view.capture.final.double().numpy()
     return Result(
-        silhouettes=np.array([number(name) for name in SPACES]),
+        silhouettes=np.array([_score(name, model) for name in SPACES]),
         silhouettes_null=np.array([band([one[name] for one in untrained]) for name in SPACES]),
         silhouettes_interval=np.array([(intervals[name].low, intervals[name].high) for name in SPACES]),
-        silhouettes_no_context=np.array([without(name) for name in SPACES]) if cut else None,
+        silhouettes_no_context=np.array([_score(name, cut) for name in SPACES]) if cut else None,
         scores=PCASummary.of(main).scores,
         scores_beyond=PCASummary.of(_spaces(main, read.of(groups))[BEYOND]).scores,
         sizes=np.unique(groups.label, return_counts=True)[1],
@@ -260,6 +242,16 @@ def measure(view: ProbeInput) -> Result:
         notes=groups.notes,
         ticks={"space": SPACES, "group": tuple(np.unique(groups.label).tolist())},
     )
+
+
+Spaces = tuple[Mapping[str, Grouped], list[Grouped]]  # by space; and beyond the read-out, with labels exchanged
+
+
+def _score(name: str, spaces: Spaces, kept: np.ndarray | None = None) -> float:
+    by_space, mixed = spaces
+    if name != GIVEN:
+        return by_space[name].silhouette(kept)
+    return by_space[BEYOND].silhouette(kept) - float(np.mean([one.silhouette(kept) for one in mixed]))
 
 
 def _believed(capture: Capture) -> Groups:

@@ -6,18 +6,16 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
 from llmgeom.model.weights import key_weight, query_weight
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step, Subject, Unavailable, UserError
+from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.cosines import (
@@ -95,17 +93,17 @@ def weights(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.n
     layers, heads, kv_heads = range(len(subject.blocks)), subject.facts["heads"], subject.facts["kv_heads"]
 
     def of_columns(weight, count: int) -> np.ndarray:
-        found = np.empty((len(layers), count, 2))
+        arrays = np.empty((len(layers), count, 2))
         for layer in layers:
             for head in range(count):
                 columns = _numpy(weight(subject, layer, head)).T
-                found[layer, head] = mean_abs_cosine(columns), mean_abs_cosine(columns, centre=True)
-        return found
+                arrays[layer, head] = mean_abs_cosine(columns), mean_abs_cosine(columns, centre=True)
+        return arrays
 
-    found = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
+    arrays = {"columns": of_columns(key_weight, kv_heads), "query_columns": of_columns(query_weight, heads)}
     if not _normed(subject):
-        found["metric"] = _metric([_numpy(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
-    return found | {"d_model": np.array(subject.facts["d_model"])}
+        arrays["metric"] = _metric([_numpy(query_weight(subject, 0, head)) for head in range(heads)], kv_heads)
+    return arrays | {"d_model": np.array(subject.facts["d_model"])}
 
 
 def _normed(subject: Subject) -> bool:
@@ -231,9 +229,6 @@ class Result(Base):
     seen_centred_spectrum: float = quantity(
         "", "|cos|", "Gaussian keys with their covariance, less their mean, as queries see them"
     )
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,45 +244,46 @@ class WithClasses(Result):
 
 def measure(view: ProbeInput) -> Result:
     """Every form of key orthogonality with its null. Raises Unavailable where the weights or keys cannot be read."""
-    own = view.observations
+    model = view.observations
     untrained = view.control_observations
     if not untrained:
         raise UserError("no untrained copy was measured, and this metric has no other control: scan with --nulls 20")
     estimates, warnings = [], []
-    heads = own.columns[..., RAW].ravel()
+    heads = model.columns[..., RAW].ravel()
     if len(heads) >= LEAST_CLUSTERS:
-        draws = np.array([control.columns[..., RAW].mean() for control in untrained])
         # One head of one layer is a unit. Its position tells layers from heads and nothing more.
-        interval = jackknife(lambda x: float(x.mean()), heads, np.arange(len(heads)))
-        estimates.append(_row(COLUMNS, float(heads.mean()), _over(interval, "heads"), draws, len(heads)))
+        controls = {UNTRAINED: [control.columns[..., RAW].ravel() for control in untrained]}
+        row = compare(CLAIMS[COLUMNS], lambda x, rows: float(x[rows].mean()), heads, np.arange(len(heads)), controls)
+        estimates.append(_over(row, "heads"))
     else:
         warnings.append(f"columns of W_K: {len(heads)} heads in all are too few for an interval; see the heat map")
-    estimates += _depth(own, untrained)
-    sets = own.sets()
+    estimates += _depth(model, untrained)
+    sets = model.sets()
     theirs = {name: np.array([_value(*control.sets()[name]) for control in untrained]) for name in sets}
     for name in (WHOLE, BY_HEAD, SEEN, SEEN_CENTRED):
         value, interval = _tokens(*sets[name])
-        estimates.append(_row(name, value, interval, theirs[name], own.keys.shape[1]))
-    if own.normed:
+        null, count = Null.of(UNTRAINED, theirs[name], CLAIMS[name].side), model.keys.shape[1]
+        estimates.append(estimate(CLAIMS[name], value, interval, [null], n=count, clusters=count))
+    if model.normed:
         warnings.append(
             "queries and keys are normalised after their projection: keys are compared as normalised, W_K's basis is "
             "free only as far as the norm allows, and queries are these tokens' own rather than W_Q"
         )
     gaussian = {name: gaussian_like(x, SPECTRUM_DRAWS, view.seed, centre) for name, (x, centre) in sets.items()}
     fields = dict(
-        columns=own.columns[..., RAW],
-        **_curves("columns", own, untrained, centred_null=True),
-        **_curves("query_columns", own, untrained, centred_null=False),
-        columns_gaussian=random_cosine(own.d_model),
-        tokens=own.keys.shape[1],
-        tokens_simplex=simplex_cosine(own.keys.shape[1]),
+        columns=model.columns[..., RAW],
+        **_curves("columns", model, untrained, centred_null=True),
+        **_curves("query_columns", model, untrained, centred_null=False),
+        columns_gaussian=random_cosine(model.d_model),
+        tokens=model.keys.shape[1],
+        tokens_simplex=simplex_cosine(model.keys.shape[1]),
         whole_gaussian=random_cosine(sets[WHOLE][0].shape[-1]),
-        head_gaussian=random_cosine(own.keys.shape[-1]),
+        head_gaussian=random_cosine(model.keys.shape[-1]),
         whole_spectrum=gaussian[WHOLE],
         whole_centred=_value(*sets[f"{WHOLE}, centred"]),
         whole_centred_null=np.array(band(theirs[f"{WHOLE}, centred"])),
         whole_centred_spectrum=gaussian[f"{WHOLE}, centred"],
-        by_head=mean_abs_cosine(own.keys),
+        by_head=mean_abs_cosine(model.keys),
         by_head_spectrum=gaussian[BY_HEAD],
         by_head_centred=_value(*sets[f"{BY_HEAD}, centred"]),
         by_head_centred_null=np.array(band(theirs[f"{BY_HEAD}, centred"])),
@@ -303,35 +299,32 @@ def measure(view: ProbeInput) -> Result:
     return WithClasses(**fields, **more, estimates=(*estimates, row))
 
 
-def _depth(own: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
+def _depth(model: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
     """How much larger |cos| of columns is in the last layers; none where these, or the others, are a single head."""
-    layers, heads = own.columns.shape[:2]
+    layers, heads = model.columns.shape[:2]
     last = np.repeat(np.arange(layers) >= layers - late(layers), heads)
     if min(last.sum(), (~last).sum()) < 2 or len(last) < LEAST_CLUSTERS:
         return []
 
-    def gain(reading: Reading, kept: np.ndarray) -> float:
-        x = reading.columns[..., RAW].ravel()
-        return float(x[kept[last[kept]]].mean() - x[kept[~last[kept]]].mean())
+    def gain(x: np.ndarray, rows: np.ndarray | slice) -> float:
+        x, late_rows = x[rows], last[rows]
+        return float(x[late_rows].mean() - x[~late_rows].mean())
 
-    every = np.arange(len(last))
-    interval = _over(jackknife(lambda kept: gain(own, kept), every, every), "heads")
-    return [
-        _row(DEPTH, gain(own, every), interval, np.array([gain(control, every) for control in untrained]), len(every))
-    ]
+    columns, *others = (reading.columns[..., RAW].ravel() for reading in (model, *untrained))
+    return [_over(compare(CLAIMS[DEPTH], gain, columns, np.arange(len(last)), {UNTRAINED: others}), "heads")]
 
 
-def _curves(name: str, own: Reading, untrained: Sequence[Reading], centred_null: bool) -> dict[str, np.ndarray]:
+def _curves(name: str, model: Reading, untrained: Sequence[Reading], centred_null: bool) -> dict[str, np.ndarray]:
     """Mean over heads at every layer, raw and centred, with the untrained controls' bands."""
 
     def over_heads(reading: Reading, form: int) -> np.ndarray:
         return getattr(reading, name)[..., form].mean(1)
 
     def null(form: int) -> np.ndarray:
-        return layer_band({"re-initialised": np.array([over_heads(control, form) for control in untrained])}, "lower")
+        return layer_band({UNTRAINED: np.array([over_heads(control, form) for control in untrained])}, "lower")
 
     raw = "columns_mean" if name == "columns" else name
-    found = {raw: over_heads(own, RAW), f"{name}_null": null(RAW), f"{name}_centred": over_heads(own, CENTRED)}
+    found = {raw: over_heads(model, RAW), f"{name}_null": null(RAW), f"{name}_centred": over_heads(model, CENTRED)}
     return found | ({f"{name}_centred_null": null(CENTRED)} if centred_null else {})
 
 
@@ -361,14 +354,12 @@ def _tokens(x: np.ndarray, centre: bool) -> tuple[float, Interval]:
     return pairs(every), _over(jackknife(pairs, every, every), "tokens")
 
 
-def _over(interval: Interval, what: str) -> Interval:
-    """The interval, saying what its units are."""
-    return replace(interval, method=interval.method.replace("clusters", what))
+T = TypeVar("T", Interval, Estimate)
 
 
-def _row(name: str, value: float, interval: Interval, draws: np.ndarray, n: int) -> Estimate:
-    claim = CLAIMS[name]
-    return estimate(claim, value, interval, [Null.of("re-initialised", value, draws, claim.side)], n=n, clusters=n)
+def _over(of: T, what: str) -> T:
+    """The interval or estimate, saying what its units are."""
+    return replace(of, method=of.method.replace("clusters", what))
 
 
 def _other_side(estimates: list[Estimate]) -> tuple[str, ...]:
@@ -392,16 +383,16 @@ def _classes(capture: Capture, clusters: np.ndarray) -> tuple[dict[str, str], st
         of: dict[str, set[str]] = {}
         for row, cluster in enumerate(clusters if labels else ()):
             of.setdefault(str(cluster), set()).add(labels[prompt[row]])
-        single = {cluster: min(found) for cluster, found in of.items() if len(found) == 1 and found != {""}}
+        single = {cluster: min(chosen) for cluster, chosen in of.items() if len(chosen) == 1 and chosen != {""}}
         sizes = Counter(single.values())
-        kept = sorted(label for label, size in sizes.items() if size >= LEAST_CLUSTERS)
-        if len(kept) >= LEAST_CLASSES:
-            told = ", ".join(f"{label} ({sizes[label]})" for label in kept)
-            rest = len(of) - sum(sizes[label] for label in kept)
+        classes = sorted(label for label, size in sizes.items() if size >= LEAST_CLUSTERS)
+        if len(classes) >= LEAST_CLASSES:
+            told = ", ".join(f"{label} ({sizes[label]})" for label in classes)
+            rest = len(of) - sum(sizes[label] for label in classes)
             left = f"; {rest} other templates are left out" if rest else ""
             by = "domains" if column == "domain" else "first tags"
-            found = {cluster: label for cluster, label in single.items() if label in kept}
-            return found, f"classes of class-mean keys are the templates' {by}: {told}{left}"
+            chosen = {cluster: label for cluster, label in single.items() if label in classes}
+            return chosen, f"classes of class-mean keys are the templates' {by}: {told}{left}"
     return {}, (
         f"class-mean keys are not measured: they need {LEAST_CLASSES} classes (domains, or first tags) of "
         f"{LEAST_CLUSTERS} templates each, since two class means about their common mean are opposite whatever they are"
@@ -433,7 +424,7 @@ def _class_means(view: ProbeInput, classes: Mapping[str, str]) -> tuple[Estimate
     )
     untrained = np.array([class_cosine(templates(control)[-1], labels) for control in view.untrained])
     # The untrained controls' class means carry the same prompts' noise as ours: p is against all of them.
-    control = Null.of("re-initialised", value, untrained, claim.side, noisy=True)
+    control = Null.of(UNTRAINED, untrained, claim.side, noisy=True)
     interval = jackknife(lambda rows: class_cosine(last[rows], labels[rows]), np.arange(len(names)), names)
     interval = _over(interval, "templates")
     row = estimate(

@@ -7,11 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, Needs, ProbeInput
+from llmgeom.probe import WHOLE, Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.shared.length_curves import LengthGeneralisation as Result
 from llmgeom.probes.shared.length_curves import measure_past
 from llmgeom.stats.information import bits, kl
@@ -57,25 +53,25 @@ def measure(view: ProbeInput) -> Result:
     """Raises UserError where every query was trained on, where answers are real numbers, or one is infinitely wrong."""
     if WHOLE not in view.samples:
         raise UserError("length generalisation needs the whole sequences of a wind-tunnel task: use scan --task")
-    sample, found = view.samples[WHOLE], view.observations
+    sample, horizon = view.samples[WHOLE], view.observations
     exact = sample.capture.exact
     if not exact.outcomes:
         raise UserError("this task asks for real numbers; llmgeom grade measures it past the horizon too")
     n = len(sample.capture.batch)
-    asked = len(sample.capture.prompt) // n
-    if asked <= found.queries:
+    queries = len(sample.capture.prompt) // n
+    if queries <= horizon.queries:
         raise UserError(
-            f"all {asked} queries are within the {found.queries} that a loss was on: nothing lies past the horizon; "
-            "name longer sequences of the task with --task, e.g. hmm:steps=24"
+            f"all {queries} queries are within the {horizon.queries} that a loss was on: nothing lies past the "
+            "horizon; name longer sequences of the task with --task, e.g. hmm:steps=24"
         )
-    own, *untrained = (_divergence(one, n) for one in (sample.capture, *sample.untrained))
-    if not np.isfinite(own).all():
-        sequence, query = np.argwhere(~np.isfinite(own))[0] + 1
+    model, *untrained = (_divergence(one, n) for one in (sample.capture, *sample.untrained))
+    if not np.isfinite(model).all():
+        sequence, query = np.argwhere(~np.isfinite(model))[0] + 1
         raise UserError(f"the model is infinitely far from the exact answer at query {query} of sequence {sequence}")
-    p = exact.predictive.double().view(n, asked, -1)
+    p = exact.predictive.double().view(n, queries, -1)
     trivial = bits(kl(p, (p.logsumexp(0, keepdim=True) - np.log(n)).expand_as(p))).numpy()
-    unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not found.task)
-    return measure_past(own, untrained, trivial, found.queries, unknown)
+    unknown = ["what the model was trained on is not known: the horizon is the task's own"] * (not horizon.task)
+    return measure_past(model, untrained, trivial, horizon.queries, unknown)
 
 
 def _divergence(capture: Capture, n: int) -> np.ndarray:

@@ -10,18 +10,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
-from llmgeom.probe import WHOLE, Needs, ProbeInput, Sample
+from llmgeom.claims import Null, declared
+from llmgeom.probe import WHOLE, Batch, Capture, Needs, Observer, ProbeInput, Sample, Site, Step, Subject, UserError
+from llmgeom.probes.shared.nulls import UNTRAINED, compare, null_band, permutation_null
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
-from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
-from llmgeom.stats.tests import tail_p
 
 LEAST_TOKENS = 5  # three keys between the first token and the last
 PLACEBOS = 999
@@ -30,7 +25,7 @@ LAST, CHANGE = (f"attention on bearing positions, {of}" for of in ("last layer",
 BEST = "attention on bearing positions by content, best head"
 PLACES = ", same places in every sequence"
 SPREAD, RISE = (f"spread of query-key cosines, {of}" for of in ("last layer", "last less first"))
-UNTRAINED, OTHER = "re-initialised", "positions that bear in another sequence"
+OTHER = "positions that bear in another sequence"
 
 
 @dataclass(frozen=True)
@@ -87,15 +82,15 @@ def collect(captures: Mapping[str, Capture], _: Any = None) -> Cosines:
     """The cosines of prompts that are long enough. Raises UserError for fewer than 5 clusters of them."""
     capture = captures[""]
     long = long_enough(capture.lengths.numpy())
-    if len({cluster for cluster, kept in zip(capture.batch.cluster, long, strict=True) if kept}) < LEAST_CLUSTERS:
+    if len({cluster for cluster, rows in zip(capture.batch.cluster, long, strict=True) if rows}) < LEAST_CLUSTERS:
         raise UserError(
             f"{long.sum()} prompts have {LEAST_TOKENS} tokens or more; query-key cosines need {LEAST_CLUSTERS} "
             "clusters of them"
         )
     spread, contrast = capture.observed("cosines.spread").numpy()[long], None
     if ("cosines.contrast", -1) in capture.tensors:
-        kept = long & (capture.observed("cosines.contrasted").numpy() > 0)
-        contrast = capture.observed("cosines.contrast").numpy()[kept].transpose(1, 2, 0)
+        rows = long & (capture.observed("cosines.contrasted").numpy() > 0)
+        contrast = capture.observed("cosines.contrast").numpy()[rows].transpose(1, 2, 0)
     return Cosines(spread.transpose(1, 2, 0), contrast)
 
 
@@ -134,9 +129,6 @@ class Result(Base):
         "layer", "sd of cos", "the same, mean over heads", Figure("curve", band="mean_spread_null")
     )
     mean_spread_null: np.ndarray = quantity("layer bound", "sd of cos", "the same, re-initialised models")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,16 +167,17 @@ def measure(view: ProbeInput) -> Result:
     curves, null = spread.mean(1), np.array([control.mean((1, 2)) for control in untrained])
     forms = {SPREAD: lambda x: x[-1]} | ({RISE: lambda x: x[-1] - x[0]} if len(curves) > 1 else {})
     estimates = [
-        _row(
-            name,
+        compare(
+            CLAIMS[name],
+            lambda x, rows: float(x[rows].mean()),
             form(curves),
-            np.ones(len(clusters)),
             clusters,
-            [Null.of(UNTRAINED, form(curves).mean(), form(null.T))],
+            {},
+            [Null.of(UNTRAINED, form(null.T))],
         )
         for name, form in forms.items()
     ]
-    fields = dict(spread=spread.mean(2), mean_spread=curves.mean(1), mean_spread_null=layer_band({UNTRAINED: null}))
+    fields = dict(spread=spread.mean(2), mean_spread=curves.mean(1), mean_spread_null=null_band({UNTRAINED: null}))
     notes = [f"{int((~long).sum())} prompts of fewer than {LEAST_TOKENS} tokens were left out"] * (not long.all())
     notes += ["one layer: there is no change from the first to the last"] * (len(curves) == 1)
     whole = view.samples.get(WHOLE)
@@ -196,23 +189,18 @@ def measure(view: ProbeInput) -> Result:
         return Result(**fields, estimates=tuple(estimates), notes=tuple(notes))
     if not view.observations.contrast.size:
         raise UserError("in no sequence do some earlier keys bear on the answer and others not: raise --n")
-    contrast, theirs = (
-        view.observations.contrast,
-        [control.contrast.mean((1, 2)) for control in view.control_observations],
-    )
-    more |= {"contrast": contrast.mean((1, 2)), "contrast_null": layer_band({UNTRAINED: np.array(theirs)})}
+    contrast, *theirs = (x.contrast.mean((1, 2)) for x in (view.observations, *view.control_observations))
+    more |= {"contrast": contrast, "contrast_null": null_band({UNTRAINED: theirs})}
     return WithBearing(**fields, **more, estimates=(*rows, *estimates), notes=tuple(notes))
 
 
 def _row(name: str, above: np.ndarray, below: np.ndarray, clusters: np.ndarray, nulls: list[Null]) -> Estimate:
     """The metric of sum(above) / sum(below) over sequences or prompts."""
 
-    def ratio(rows: np.ndarray) -> float:
+    def ratio(_: None, rows: np.ndarray) -> float:
         return float(above[rows].sum() / below[rows].sum())
 
-    every = np.arange(len(clusters))
-    span = jackknife(ratio, every, clusters)
-    return estimate(CLAIMS[name], ratio(every), span, nulls, n=len(clusters), clusters=len(set(clusters)))
+    return compare(CLAIMS[name], ratio, None, clusters, {}, nulls)
 
 
 # ---- attention on bearing positions ----------------------------------------------------------------------------------
@@ -252,8 +240,8 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
     even = even.reshape(len(even), n, -1, even.shape[-1])
     has = (even[-1] != 0).any(-1)
     if not has.any():
-        said = "at no query do some of the earlier positions bear and others not: attention has nothing to choose"
-        return [], {}, said
+        note = "at no query do some of the earlier positions bear and others not: attention has nothing to choose"
+        return [], {}, note
     flat = even.reshape(len(even), n, -1)
 
     def weights(one: Capture) -> np.ndarray:
@@ -279,36 +267,36 @@ def _attention(whole: Sample, bearing: np.ndarray, seed: int) -> tuple[list[Esti
         forms[CHANGE] = lambda e, _: (e[-1] - e[0]).mean(0)
     if not alike:
         forms[BEST] = lambda _, content: apart(content, half)[0]
-    own, theirs = pair(a, flat), [pair(weights(control), flat) for control in whole.untrained]
+    model, theirs = pair(a, flat), [pair(weights(control), flat) for control in whole.untrained]
     rng = np.random.default_rng(seed)
     exchanged = [] if alike else [pair(a, flat[:, rng.permutation(n)]) for _ in range(PLACEBOS)]
     rows = []
     for name, form in forms.items():
-        value, untrained = (np.array([form(*one).sum() / many.sum() for one in of]) for of in ([own], theirs))
-        nulls = [Null.of(UNTRAINED, value[0], untrained)]
+        value, untrained = (np.array([form(*one).sum() / many.sum() for one in of]) for of in ([model], theirs))
+        nulls = [Null.of(UNTRAINED, untrained)]
         if not alike:
             draws = np.array([form(*one).sum() / many.sum() for one in exchanged])
             # A permutation null: its p holds the sampling noise, so the interval need only clear its centre.
-            nulls.append(Null(OTHER, *band(draws), float(np.median(draws)), tail_p(value[0], draws, "upper"), PLACEBOS))
-        rows.append(_row(name + PLACES * alike, form(*own), many, clusters, nulls))
+            nulls.append(permutation_null(OTHER, value[0], draws))
+        rows.append(_row(name + PLACES * alike, form(*model), many, clusters, nulls))
     every = has.reshape(-1)
     weight = [layer.double().numpy()[every] for layer in capture.layers(Site.ATTENTION)]
-    said = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
+    note = f"{int(has.sum())} of {has.size} queries have earlier positions that bear and others that do not; "
     if alike:
-        said += "the same positions bear in every sequence, so that a rule about positions does as well as content"
+        note += "the same positions bear in every sequence, so that a rule about positions does as well as content"
     else:
-        which = ", ".join(f"L{i // a.shape[1]}H{i % a.shape[1]}" for i in apart(own[1], half)[1])
-        said += f"best head, as found on one half of the sequences and on the other: {which}"
+        which = ", ".join(f"L{i // a.shape[1]}H{i % a.shape[1]}" for i in apart(model[1], half)[1])
+        note += f"best head, as found on one half of the sequences and on the other: {which}"
     fields = {
-        "excess": own[0].sum(2) / many.sum(),
-        "content": own[1].sum(2) / many.sum(),
-        "mean_excess": own[0].sum(2).mean(1) / many.sum(),
-        "mean_excess_null": layer_band({UNTRAINED: np.array([one.sum(2).mean(1) / many.sum() for one, _ in theirs])}),
+        "excess": model[0].sum(2) / many.sum(),
+        "content": model[1].sum(2) / many.sum(),
+        "mean_excess": model[0].sum(2).mean(1) / many.sum(),
+        "mean_excess_null": null_band({UNTRAINED: [one.sum(2).mean(1) / many.sum() for one, _ in theirs]}),
         "most": float(np.where(even[-1] > 0, even[-1], 0).max(-1)[has].mean()),
         "first": np.stack([w[..., 0].mean(0) for w in weight]),
         "own": np.stack([w[np.arange(len(w)), :, place[every]].mean(0) for w in weight]),
     }
-    return rows, fields, said
+    return rows, fields, note
 
 
 def apart(content: np.ndarray, half: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -10,13 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.batch import Batch
-from llmgeom.claims import declared, estimate
+from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, ProbeInput, Sample
+from llmgeom.probe import LENGTH, MATCHED, MIXED, ONE_TOKEN, UNSTRATIFIED, Needs, ProbeInput, Sample, Subject
 from llmgeom.probes.shared.domain_gain import DomainGain, measure_gain
-from llmgeom.probes.shared.nulls import UNTRAINED, centred_null
+from llmgeom.probes.shared.nulls import UNTRAINED
 from llmgeom.probes.shared.representation_geometry import (
     OWN_ENTROPY,
     PERMUTATIONS,
@@ -54,6 +53,7 @@ NEEDS = Needs(
     samples=frozenset({*SECOND, MIXED, MATCHED}),
     judged=judged,
     follows_entropy=True,
+    chosen_layers=True,
 )
 CLAIMS = declared("value_manifold")
 WRITE, DOMAIN = "attention_write_", "domain_"  # prefixes of quantities
@@ -122,13 +122,7 @@ def measure(view: ProbeInput) -> Result:
 def _write(view: ProbeInput) -> GeometryResult:
     if not captured(view.capture, Site.ATTENTION_WRITE):
         raise Unavailable("the module that writes attention to the residual stream is not known in this model")
-    geometry = measure_geometry(view, Site.ATTENTION_WRITE, CLAIMS, CALLED)
-    return GeometryResult(
-        **geometry.fields,
-        estimates=geometry.estimates,
-        warnings=geometry.warnings,
-        unmeasured=geometry.unmeasured,
-    )
+    return GeometryResult(**measure_geometry(view, Site.ATTENTION_WRITE, CLAIMS, CALLED).fields)
 
 
 def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
@@ -142,14 +136,11 @@ def _values(view: ProbeInput, geometry: Geometry) -> ValueGeometry:
         order.append(_order(view, unrolled, controls))
     except Constant as reason:
         unmeasured[ORDER] = str(reason)
-    return ValueGeometry(
-        **geometry.fields,
-        unrolled=unrolled,
-        **dimension,
-        estimates=(*geometry.estimates, *second, *shape, *order),
-        warnings=(*geometry.warnings, *second_warnings, *shape_warnings, *_far(view.capture, last)),
-        unmeasured={**geometry.unmeasured, **unmeasured},
-    )
+    fields = {**geometry.fields, **dimension, "unrolled": unrolled}
+    fields["estimates"] += *second, *shape, *order
+    fields["warnings"] += *second_warnings, *shape_warnings, *_far(view.capture, last)
+    fields["unmeasured"] = {**fields["unmeasured"], **unmeasured}
+    return ValueGeometry(**fields)
 
 
 def _second(view: ProbeInput) -> tuple[list[Estimate], dict[str, str], list[str]]:
@@ -174,7 +165,7 @@ def _sample_rho(name: str, sample: Sample, seed: int) -> Estimate:
 
     scores, y = summary(sample.capture).scores[:, 0], target.values
     test = correlation_test(scores, y, sample.clusters, PERMUTATIONS, seed)
-    draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], y, own=not target.exact)
+    draws = control_rhos(sample.untrained, [*map(summary, sample.untrained)], y, own_entropy=not target.exact)
     without = None if sample.no_context is None else summary(sample.no_context).scores[:, 0]
     return correlation(CLAIMS[f"{RHO}, {name}"], scores, y, sample.clusters, test, draws, without=without)
 
@@ -222,24 +213,26 @@ def _shape(view: ProbeInput, last: np.ndarray, controls: list[np.ndarray]) -> tu
     """
     names = ("dimension", "dimension_gaussian", "dimension_mle", "dimension_mle_gaussian")
     try:
-        own = intrinsic_dimension(last, view.clusters, GAUSSIANS, view.seed)
+        dimension = intrinsic_dimension(last, view.clusters, GAUSSIANS, view.seed)
         untrained = np.array(
             [intrinsic_dimension(x, view.clusters, GAUSSIANS_OF_CONTROLS, view.seed).ratio for x in controls]
         )
     except UserError as reason:
         return dict.fromkeys(names, np.float64(0)), [], [f"{DIMENSION}: not measured, because {reason}"]
     warnings = []
-    if own.coinciding:
-        warnings.append(f"the dimension leaves out {own.coinciding} prompts whose values equal those of another prompt")
-    numbers = (own.twonn, np.median(own.gaussian), own.mle, np.median(own.gaussian_mle))
-    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(own, untrained)], warnings
+    if dimension.coinciding:
+        warnings.append(
+            f"the dimension leaves out {dimension.coinciding} prompts whose values equal those of another prompt"
+        )
+    numbers = (dimension.twonn, np.median(dimension.gaussian), dimension.mle, np.median(dimension.gaussian_mle))
+    return {n: np.float64(v) for n, v in zip(names, numbers, strict=True)}, [_dimension(dimension, untrained)], warnings
 
 
 def _dimension(own: Dimension, untrained: np.ndarray) -> Estimate:
     # Gaussian clouds and controls carry the sampling noise of neighbours as the model does.
     nulls = [
-        centred_null("Gaussian of the same spectrum", own.ratio, own.gaussian / np.median(own.gaussian), "lower"),
-        centred_null(UNTRAINED, own.ratio, untrained, "lower"),
+        Null.of("Gaussian of the same spectrum", own.gaussian / np.median(own.gaussian), "lower", noisy=True),
+        Null.of(UNTRAINED, untrained, "lower", noisy=True),
     ]
     return estimate(CLAIMS[DIMENSION], own.ratio, own.ratio_interval(), nulls, n=own.points, clusters=own.points)
 

@@ -11,6 +11,8 @@ from llmgeom.batch import row_numbers
 # Names of a record's own columns: a table that holds them, such as a saved run's prompts, gives its prompts alone.
 COMPUTED = frozenset({"entropy", "tokens", "pieces", "next tokens", "attention"})
 
+MOSTLY = 0.9  # share of numbers from which a column is one of numbers, with strays
+
 
 def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict[str, tuple], list[str]]:
     """The further columns of a table, and those that cannot be kept.
@@ -39,16 +41,23 @@ def kept(rows: Sequence[Mapping[str, Any]], known: frozenset[str]) -> tuple[dict
 def parsed(column: Sequence[str]) -> list[Any]:
     """The cells of a CSV column: whole numbers or numbers if every cell that is not empty is one; else text.
 
-    An empty cell is missing.
+    An empty cell is missing. Where at least nine cells in ten are numbers, the others alone are text: the column mixes
+    kinds, and `Batch.column` names the rows.
     """
     filled = [cell for cell in column if cell.strip()]
-    for kind in (int, float) if not any("_" in cell for cell in filled) else ():  # Python reads 1_000 as a number
-        try:
-            numbers = {cell: kind(cell) for cell in filled}
-        except ValueError:
-            continue
-        return [numbers.get(cell) for cell in column]
+    whole = [_number(cell, int) for cell in filled]
+    numbers = whole if None not in whole else [_number(cell, float) for cell in filled]
+    if filled and sum(number is not None for number in numbers) >= MOSTLY * len(filled):
+        known = {cell: cell if number is None else number for cell, number in zip(filled, numbers, strict=True)}
+        return [known.get(cell) for cell in column]
     return [cell if cell.strip() else None for cell in column]
+
+
+def _number(cell: str, kind: type) -> Any:
+    try:
+        return None if "_" in cell else kind(cell)  # Python reads 1_000 as a number
+    except ValueError:
+        return None
 
 
 def _cell(value: Any) -> Any:

@@ -134,17 +134,17 @@ def _opening(text: str, rng: Random) -> str | None:
 
 def _explained(spec: str, error: Exception) -> UserError:
     """What the library's error means for the person who asked."""
-    said = " ".join(str(error).split())
+    message = " ".join(str(error).split())
     kind = type(error).__name__
-    if configs := re.search(r"(?:available configs|Available): \[(.*?)\]", said):
-        what = "has several configs" if "missing" in said else "has no such config"
+    if configs := re.search(r"(?:available configs|Available): \[(.*?)\]", message):
+        what = "has several configs" if "missing" in message else "has no such config"
         return UserError(f"{spec} {what} (it has {configs[1]}); give {PREFIX}NAME:CONFIG")
     if kind in ("ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectTimeout"):
         return UserError(
             f"{spec} is neither in the cache nor reachable without a network; use --prompts FILE or --domain"
         )
-    if "gated" in said:
+    if "gated" in message:
         return UserError(f"{spec} is gated: accept its terms on its page and run `hf auth login`")
     if kind in ("DatasetNotFoundError", "FileNotFoundError", "EmptyDatasetError", "DataFilesNotFoundError"):
         return UserError(f"{spec}: no such data set on the hub and no folder with data files; check the name")
-    return UserError(f"{spec} cannot be read ({kind}: {said[:200]}); try another data set, or save it as .jsonl")
+    return UserError(f"{spec} cannot be read ({kind}: {message[:200]}); try another data set, or save it as .jsonl")

@@ -101,7 +101,7 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
         if text in first:
             raise UserError(f"{name}, {unit}s {first[text]} and {number} are the same prompt: remove one of them")
         first[text] = number
-    own = {
+    usual = {
         "domain": tuple(row.get("domain") or "" for row in rows),
         "template": tuple(row.get("template") or f"{unit}-{number}" for number, row in enumerate(rows, start=1)),
         "tags": tuple(row.get("tags") or "" for row in rows),
@@ -111,7 +111,7 @@ def _batch(rows: Sequence[dict[str, Any]], name: str, path: str, unit: str, clus
     source = {"kind": "file", "name": "stdin" if path == "-" else os.path.basename(name), "n": len(rows)}
     if left_out:
         source["columns left out"] = "; ".join(left_out)
-    batch = Batch(Text(tuple(row["text"] for row in rows)), own["template"], source, columns=own | further)
+    batch = Batch(Text(tuple(row["text"] for row in rows)), usual["template"], source, columns=usual | further)
     if cluster is None:
         return batch
     source = source | {"cluster": cluster}
@@ -192,7 +192,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
     if not line.strip():
         raise UserError(f"{where} is a blank prompt: give it a text or remove the line")
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except json.JSONDecodeError as error:
         raise UserError(
             f'{where} is not JSON ({error.msg} at column {error.colno}): expected {{"text": "..."}}'
@@ -201,9 +201,9 @@ def _object(line: str, where: str) -> dict[str, Any]:
         raise UserError(
             f'{where} is JSON that is nested too deep or holds too long a number: expected {{"text": "..."}}'
         ) from None
-    if not isinstance(found, dict):
-        raise UserError(f'{where} is a JSON {type(found).__name__}, not an object: expected {{"text": "..."}}')
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f'{where} is a JSON {type(value).__name__}, not an object: expected {{"text": "..."}}')
+    return value
 
 
 def _check(row: dict[str, Any], where: str) -> None:

@@ -81,17 +81,17 @@ def templates(domain: str) -> tuple[Template, ...]:
 
 def parse(source: str, domain: str) -> tuple[Template, ...]:
     """The templates in the text of a file. Raises ValueError, naming the block."""
-    found: dict[str, Template] = {}
+    parsed: dict[str, Template] = {}
     for block in re.split(r"^(?=@ )", source, flags=re.MULTILINE)[1:]:
         header, _, text = block.strip().partition("\n")
         match = _HEADER.fullmatch(header)
-        if match is None or match[2] != domain or MARK not in text or match[1] in found:
+        if match is None or match[2] != domain or MARK not in text or match[1] in parsed:
             raise ValueError(
                 f"{domain}.txt: expected '@ {domain}-NNN tags; rules' (a new id) and a text, got {block!r}"
             )
         rules = tuple(match[4].split("; ")[1:])
-        found[match[1]] = Template(match[1], domain, text, tuple(match[3].split()), rules)
-    return tuple(found.values())
+        parsed[match[1]] = Template(match[1], domain, text, tuple(match[3].split()), rules)
+    return tuple(parsed.values())
 
 
 def fill(template: Template, rng: Random) -> Filled:

@@ -15,7 +15,7 @@ def lexicon() -> dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]]:
     """name -> (columns, entries), from words.lexicon: `name (column, ...): entry; entry / second column; ...`."""
     source = (DATA / "words.lexicon").read_text(encoding="utf-8")
     kept = "\n".join(line for line in source.split("\n") if not line.startswith("#"))
-    found = {}
+    tables = {}
     for block in re.split(r"\n(?=\S)", kept.strip()):
         match = _LEXICON.fullmatch(block)
         if match is None:
@@ -25,5 +25,5 @@ def lexicon() -> dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]]:
         wrong = [row for row in rows if len(row) != len(columns) or not all(row)]
         if wrong or len(set(rows)) < len(rows):
             raise ValueError(f"words.lexicon: {match[1]} has a repeated entry, or one without {columns}: {wrong}")
-        found[match[1]] = (columns, tuple(rows))
-    return found
+        tables[match[1]] = (columns, tuple(rows))
+    return tables

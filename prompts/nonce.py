@@ -212,13 +212,13 @@ def sequences(seed: int, informative: bool = True) -> Iterator[str]:
     informative   False draws each label 1/2, whatever came before; all else stays letter by letter the same.
     """
     rng = Random(f"llmgeom/sula/{seed}")
-    kept, together = carriers(Part.TRAINED), pairs(Part.TRAINED)
+    nouns, together = carriers(Part.TRAINED), pairs(Part.TRAINED)
     while True:
         name, pair = pick(rng, tuple(FORMATS)), pick(rng, together)
         form, lead, k = FORMATS[name], pick(rng, leads(name, Part.TRAINED)), 1 + int(rng.random() * LONGEST)
         share = form.share(rng.random())
         labels = _labels(rng, pair, share if informative else 0.5, k)
-        yield _written(form, lead, shuffled(rng, pair), shuffled(rng, kept)[:k], labels) + "."
+        yield _written(form, lead, shuffled(rng, pair), shuffled(rng, nouns)[:k], labels) + "."
 
 
 def _labels(rng: Random, pair: tuple[str, str], share: float, k: int) -> list[str]:

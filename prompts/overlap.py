@@ -29,11 +29,11 @@ class Distinct:
 
     def add(self, text: str) -> bool:
         """Admit `text` and say True, or say False and keep nothing of it."""
-        own = trigrams(text)
-        shared = Counter(i for trigram in own for i in self._holders.get(trigram, ()))
-        if any(n > MOST * min(len(own), self._sizes[i]) for i, n in shared.items()):
+        added = trigrams(text)
+        shared = Counter(i for trigram in added for i in self._holders.get(trigram, ()))
+        if any(n > MOST * min(len(added), self._sizes[i]) for i, n in shared.items()):
             return False
-        for trigram in own:
+        for trigram in added:
             self._holders[trigram].append(len(self._sizes))
-        self._sizes.append(len(own))
+        self._sizes.append(len(added))
         return True

@@ -208,7 +208,7 @@ class Process(ABC):
         columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
         columns["exact_entropy"] = tuple(np.abs(np.round(bits(entropy(predictive)).numpy(), 6)).tolist())
         columns["likeliest"] = tuple((predictive if belief is None else belief).argmax(-1).tolist())
-        about = {**about, "spec": asdict(self)}  # type: ignore[call-overload]
+        about = {**about, "spec": asdict(self)}
         return Batch(
             inputs=Text(text),
             cluster=cluster,

@@ -167,14 +167,14 @@ class Sula:
     condition: str = "main"
 
     def __post_init__(self) -> None:
-        for what, given, known in (
+        for what, value, known in (
             ("template", self.template, TEMPLATES),
             ("condition", self.condition, tuple(CONDITIONS)),
         ):
-            if given not in known:
-                near = difflib.get_close_matches(given, known, n=1)
+            if value not in known:
+                near = difflib.get_close_matches(value, known, n=1)
                 hint = f"did you mean {near[0]!r}? " if near else ""
-                raise UserError(f"unknown {what} {given!r}: {hint}known: {', '.join(known)}")
+                raise UserError(f"unknown {what} {value!r}: {hint}known: {', '.join(known)}")
         wrong = [k for k in self.ks if not 0 <= k <= MOST]
         if wrong or not self.ks or len(set(self.ks)) < len(self.ks):
             raise UserError(f"--k {','.join(map(str, self.ks))}: expected different numbers from 0 to {MOST}")
@@ -212,13 +212,15 @@ class Sula:
         rows = [self._item(k, i, seed) for k in self.ks for i in range(n)]
         columns = {name: tuple(row[name] for row in rows) for name in rows[0] if name != "text"}
         n1, k = (np.array(columns[name], dtype=np.float64) for name in ("n1", "k"))
-        said, belief = (torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief))
+        predictive, belief = (
+            torch.from_numpy(of(n1, k - n1))[:, None] for of in (self.prior.predictive, self.prior.belief)
+        )
         return Batch(
             inputs=Text(tuple(row["text"] for row in rows)),
             cluster=columns["pair"],
             source={"kind": "sula", "name": f"SULA, {self.template}", **self.spec, "n": n, "seed": seed},
             columns=columns,
-            posterior=Posterior(said, belief),
+            posterior=Posterior(predictive, belief),
         )
 
     @property

@@ -173,6 +173,8 @@ def _check(reference: str, first: Record, label: str, other: Record) -> None:
         ("answers", fact("answers"), "run both with --answers {1}"),
         ("given", fact("given"), "run both with --given {1}"),
         ("estimator", fact("estimator"), "run both with --estimator {1}"),
+        ("positions", fact("positions"), "run both with --positions {1}"),
+        ("weight", fact("weight"), "run both with the same --weight"),
         ("values of the label", _label_hash, "run both with the labels of one file"),
     ):
         ours, theirs = read(first), read(other)

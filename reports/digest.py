@@ -6,7 +6,18 @@ import textwrap
 from collections.abc import Sequence
 
 from llmgeom.record import Record
-from llmgeom.reports.findings import Outcome, claims, control_of, counting, heads, outcomes, pretty, unit, value_of
+from llmgeom.reports.findings import (
+    Outcome,
+    claims,
+    control_of,
+    counting,
+    heads,
+    lacking,
+    outcomes,
+    pretty,
+    unit,
+    value_of,
+)  # fmt: skip
 from llmgeom.reports.text import numbers, visible
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate
@@ -111,8 +122,8 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
 
 
 def _missing(records: Sequence[Record]) -> list[str]:
-    lacking = dict.fromkeys(probe.replace("_", " ") for record in records for probe in sorted(record.unmeasured))
+    missing = dict.fromkeys(what for what, _ in lacking(records))
     warnings = dict.fromkeys(text for record in records for text in record.warnings)
-    lines = [f"not measured (-v says why): {', '.join(lacking)}"] if lacking else []
+    lines = [f"not measured (-v says why): {', '.join(missing)}"] if missing else []
     lines += [f"warning: {text}" for text in list(warnings)[: 2 if len(warnings) == 2 else 1]]
     return lines + [f"{len(warnings) - 1} more warnings (-v)"] * (len(warnings) > 2)

@@ -70,14 +70,14 @@ def figures(record: Record) -> dict[str, dict[str, Plotly]]:
     from plotly.graph_objects import Figure as Plotly
 
     shared = prompt_columns(record.prompts)
-    found: dict[str, dict[str, Plotly]] = {}
+    drawn: dict[str, dict[str, Plotly]] = {}
     for probe, measured in sorted(record.results.items()):
-        found[probe] = {}
+        drawn[probe] = {}
         for name in pictured(measured):
             spec = draw(measured, name, "", 0, record.prompts).spec
             layout = {"template": TEMPLATE, **spec["layout"]}
-            found[probe][name] = Plotly(spec["data"] if "data" in spec else coloured(spec, **shared), layout)
-    return found
+            drawn[probe][name] = Plotly(spec["data"] if "data" in spec else coloured(spec, **shared), layout)
+    return drawn
 
 
 def coloured(spec: Mapping[str, Any], columns: Mapping[str, Any], hover: Sequence[str]) -> list[dict[str, Any]]:
@@ -108,10 +108,15 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
     elif kind == "heatmap":
         drawn = _heatmap(measured, declared, array, place)
     else:
-        every = np.asarray(measured.arrays[figure.layers], dtype=np.float64) if figure.layers else None
+        every = (
+            np.asarray(measured.arrays[figure.layers], dtype=np.float64)
+            if figure.layers and "layer" not in measured.ticks
+            else None
+        )
         drawn = _scatter(measured, declared, figure.colour, array, place, record, prompts, every)
     # The axis on which the page's layer is marked: a heat map has layers downwards.
     where = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
+    where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
     return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array)}".strip())
 
@@ -119,7 +124,7 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
 def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
     """The sentences of a caption that say which metrics are read off this figure and where, by their value; how many
     prompts it is of, where it holds none."""
-    said = []
+    sentences = []
     for h in measured.estimates:
         where = np.argwhere(np.isclose(array, h.value, rtol=1e-9, atol=0))
         # 0 and 1 are met by chance.
@@ -128,9 +133,9 @@ def claimed(measured: Measured, declared: Quantity, array: np.ndarray) -> str:
             at = ", ".join(f"{a} {t[i]}" for a, t, i in zip(declared.axes, ticks, where[0], strict=True))
             value, low, high = numbers(h.value, h.low, h.high)
             found = f"{value}, 95 % interval {low} to {high}, n = {counted(h)}: {h.verdict}."
-            said.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
+            sentences.append(f"At {at}, the metric “{h.name}”: {found}" + f" Claim: {h.claim}" * bool(h.claim))
     counts = dict.fromkeys(counted(h) for h in measured.estimates)
-    return " ".join(said) or (f"n = {'; '.join(counts)}." if counts else "")
+    return " ".join(sentences) or (f"n = {'; '.join(counts)}." if counts else "")
 
 
 def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y: np.ndarray, place: str) -> Drawn:
@@ -146,10 +151,10 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
         across, ends = (x, bounds) if len(y) > 1 else (np.array([-0.2, 0.2]), np.repeat(bounds, 2, axis=0))
         edge = {"x": compact(across), "mode": "lines", "line": {"width": 0}, "hoverinfo": "skip"}
         hatch = {"shape": "/", "size": 8, "solidity": 0.15, "fgcolor": NULL, "bgcolor": "rgba(0,0,0,.08)"}
-        shade = {"fill": "tonexty", "fillpattern": hatch, "name": "null band"}
+        shade = {"fill": "tonexty", "fillpattern": hatch, "name": "control"}
         traces = [edge | {"y": compact(ends[:, 0]), "showlegend": False}, edge | shade | {"y": compact(ends[:, 1])}]
-        columns, table = [*columns, "null low", "null high"], [y, bounds[:, 0], bounds[:, 1]]
-        caption, label = f"{caption} Hatched: {means}.", f"{label}; the null band from {span(bounds)}"
+        columns, table = [*columns, "control low", "control high"], [y, bounds[:, 0], bounds[:, 1]]
+        caption, label = f"{caption} Hatched: {means}.", f"{label}; the control from {span(bounds)}"
     if figure.beside:
         other, beside = np.asarray(measured.arrays[figure.beside], dtype=np.float64), measured.quantities[figure.beside]
         several = other.ndim > 1
@@ -174,7 +179,7 @@ def _curve(measured: Measured, name: str, declared: Quantity, figure: Figure, y:
     traces.append(line | {"x": compact(x), "y": compact(y), "name": "this model", "hovertext": hover})
     margin = 0.5 * (1 if words or len(y) < 2 else float(np.diff(np.sort(x)).min()))
     layout = {
-        "xaxis": indexed(axis, len(y)) | worded(ticks) | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
+        "xaxis": indexed(axis, ticks) | {"range": [float(x.min()) - margin, float(x.max()) + margin]},
         "yaxis": {"title": {"text": plotly_text(titled(declared.meaning, declared.unit), 42)}},
         "showlegend": bool(band or figure.beside),
         "margin": {"t": 48 if band or figure.beside else 16},
@@ -188,9 +193,7 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
     if across == "layer":
         down, across, cells = across, down, cells.T
     unit = declared.unit
-    rows_of, columns_of = (
-        measured.ticks.get(axis, tuple(range(n))) for axis, n in zip((down, across), cells.shape, strict=True)
-    )
+    rows_of, columns_of = (_ticks(measured, axis, n) for axis, n in zip((down, across), cells.shape, strict=True))
     trace: dict[str, Any] = {
         "type": "heatmap",
         "z": [compact(row) for row in cells],
@@ -204,10 +207,8 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
     signed = cells.min() < 0 < cells.max()
     trace |= {"colorscale": [[0, "#0072B2"], [0.5, "#ffffff"], [1, "#D55E00"]], "zmid": 0} if signed else {}
     layout = {
-        "xaxis": indexed(across, cells.shape[1]) | worded(columns_of),
-        "yaxis": indexed(down, cells.shape[0], "" if worded(rows_of) else " (0 at the top)")
-        | worded(rows_of)
-        | {"autorange": "reversed"},
+        "xaxis": indexed(across, columns_of),
+        "yaxis": indexed(down, rows_of, "" if worded(rows_of) else " (0 at the top)") | {"autorange": "reversed"},
     }
     rows = tuple((str(i), *(f"{v:.4g}" for v in row)) for i, row in zip(rows_of, cells, strict=True))
     return Drawn(
@@ -218,6 +219,12 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
         (f"{down} \\ {across}", *map(str, columns_of)),
         rows,
     )
+
+
+def _ticks(measured: Measured, axis: str, n: int) -> tuple:
+    """The names along an axis of a heat map; numbers of chosen layers are names, since cells are counted."""
+    ticks = measured.ticks.get(axis, tuple(range(n)))
+    return tuple(map(str, ticks)) if axis == "layer" and axis in measured.ticks else ticks
 
 
 def _scatter(
@@ -268,9 +275,12 @@ def _scatter(
     )
 
 
-def indexed(axis: str, length: int, note: str = "") -> dict[str, Any]:
-    """A Plotly axis that counts 0, 1, 2 ... and never shows half a layer."""
-    return {"title": {"text": plotly_text(axis + note)}, "tick0": 0, "dtick": max(1, -(-length // 16))}
+def indexed(axis: str, ticks: Sequence[Any], note: str = "") -> dict[str, Any]:
+    """A Plotly axis of names, or one that counts 0, 1, 2 ... and never shows half a layer."""
+    title = {"title": {"text": plotly_text(axis + note)}}
+    if all(isinstance(tick, int) for tick in ticks):
+        return title | {"tick0": 0, "dtick": max(1, -(-len(ticks) // 16))}
+    return title | worded(ticks)
 
 
 def worded(ticks: Sequence[Any]) -> dict[str, Any]:

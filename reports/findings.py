@@ -23,8 +23,10 @@ ALONE = {
     "open": "is open",
 }
 SHOWN = 3  # findings on the first screen
-SILENT_UNITS = ("fraction", "ratio", "skill", "R2", "|rho|", "rho", "|r|", "r")  # the metric's name says them
+# The metric's name says these units.
+SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
+UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
     (r"re-initialised, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
@@ -99,7 +101,9 @@ class Outcome:
 
 
 def value_of(h: Estimate) -> str:
-    """A value with its 95 % interval and its unit."""
+    """A value with its 95 % interval, where it has one, and its unit."""
+    if h.high - h.low >= UNBOUNDED:
+        return f"{short(h.value)} (no interval){unit(h)}"
     return "{} [{}, {}]{}".format(*numbers(h.value, h.low, h.high), unit(h))
 
 
@@ -110,8 +114,11 @@ def control_of(h: Estimate) -> str:
     """
     if not h.null:
         return ""
-    low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
-    return low if h.null_low == h.null_high else f"{low} to {high}"
+    if h.high - h.low >= UNBOUNDED:
+        low, high = short(h.null_low), short(h.null_high)
+    else:
+        low, high = aligned((h.null_low, h.null_high), (h.value, h.low, h.high))
+    return low if low == high else f"{low} to {high}"
 
 
 def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
@@ -134,14 +141,14 @@ def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:
 
 
 def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
-    """What each claim is called; where two share their words, with the probe or the metric added."""
+    """What each claim is called; where two share their words, after the probe or the metric."""
     short = {group[0].key: group[0].head for group in groups}
     names = list(short.values())
     found = {}
     for (probe, name), head in short.items():
         alike = [key for key, other in short.items() if other == head]
         more = probe.replace("_", " ") if len({key[0] for key in alike}) == len(alike) else pretty(name)
-        found[probe, name] = f"{head} ({more})" if names.count(head) > 1 else head
+        found[probe, name] = f"{more}: {head}" if names.count(head) > 1 else head
     return found
 
 
@@ -149,8 +156,9 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
     """The sentence that counts: how many claims hold, and what became of the others."""
     looks = [str(record.facts["first_look"]) for record in records if "first_look" in record.facts]
     if looks:
+        read = looks[0].removeprefix("controls: ")
         return (
-            f"A first look ({looks[0]}): values and their intervals. No claim is judged before all controls are read."
+            f"A first look, after {read} controls: values and intervals. Claims are judged when all controls are read."
         )
     if not every:
         numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
@@ -191,14 +199,17 @@ def _rest(every: Sequence[Outcome], several: bool) -> str:
     excluding = ("rules the claim out", "rule the claim out") if no_effect else (
         "rules out an effect of the claimed size", "rule out an effect of the claimed size",
     )  # fmt: skip
-    said = {
+    words = {
         "holds": ("shows the claimed effect", "show the claimed effect") if several else None,
         "small": ("shows a small effect", "show a small effect"),
         "ruled out": excluding,
         "opposite": ("shows the opposite", "show the opposite"),
         "open": ("is open", "are open"),
     }
-    parts = [f"{count[word]} {forms[count[word] > 1]}" for word, forms in said.items() if forms and count[word]]
+    if several_alike := [forms for word, forms in words.items() if forms and count[word] == len(every) > 1]:
+        (forms,) = several_alike
+        return f"{'Both' if len(every) == 2 else f'All {len(every)}'} tests {forms[1]}."
+    parts = [f"{count[word]} {forms[count[word] > 1]}" for word, forms in words.items() if forms and count[word]]
     if not parts:
         return ""
     lead = f"Of {len(every)} tests, " if several else ""
@@ -216,9 +227,19 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
         key=lambda group: -max(abs(one.distance) for one in group),
     )
     found = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
-    lacking = {probe: why for record in records for probe, why in sorted(record.unmeasured.items())}
-    found += [f"Not measured: {probe.replace('_', ' ')}, because {why}." for probe, why in lacking.items()]
+    found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
+
+
+def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
+    """What could not be measured, and why, each once; numbers of one probe that share their reason are counted."""
+    every = {name: why.removeprefix("not measured: ") for r in records for name, why in sorted(r.unmeasured.items())}
+    of: dict[tuple[str, str], int] = {}
+    for name, why in every.items():
+        probe, of_probe, _ = name.partition(": ")
+        of[probe, why] = of.get((probe, why), 0) + bool(of_probe)
+    count = {key: f" ({_plural(n, 'number')})" if n else "" for key, n in of.items()}
+    return [(f"{probe.replace('_', ' ')}{count[probe, why]}", why) for probe, why in of]
 
 
 def _stricter(raw: Outcome, groups: Sequence[Sequence[Outcome]]) -> list[Outcome]:
@@ -240,30 +261,39 @@ def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -
     return f"{said}." + f" Elsewhere: {', '.join(others)}." * bool(others)
 
 
-def _sentence(one: Outcome, head: str) -> str:
-    h, on = one.estimate, f" on {one.record}" if one.record else ""
-    metric = f"{'it' if one.head == pretty(h.claim.rstrip('.')) else pretty(h.name)} is {one.value}{on}"
-    of = _names_of(h.null)
-    several = of[:1].isdigit() or of.startswith("the same weights")
-    control = f"{of} {'give' if several else 'gives'} {one.control}"
-    if h.null_low == h.null_high:
-        control = f"the control is {one.control}" if h.null != "one half" else "the control is one half"
+def _sentence(outcome: Outcome, head: str) -> str:
+    h, on = outcome.estimate, f" on {outcome.record}" if outcome.record else ""
+    name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(h.name)
+    first = name.split()[0]
+    metric = f"{name} {'are' if first.endswith('s') and not first.endswith('ss') else 'is'} {outcome.value}{on}"
+    control = _control(outcome)
     more = f"{short(h.effect)}{unit(h)}"
-    if one.word == "holds":
+    if outcome.word == "holds":
         return f"{head}: this holds. {_capital(metric)}; {control}"
-    if one.word == "small":
+    if outcome.word == "small":
         small = "this holds, but the effect is small"
         return f"{head}: {small}. {_capital(metric)}; {control}, and an effect of {more} is excluded"
-    if one.word == "opposite":
+    if outcome.word == "opposite":
         way = "higher" if h.value > h.centre else "lower"
         return f"The opposite of “{head}”: {metric}, {way} than the control ({control})"
-    if one.word == "open":
+    if outcome.word == "open":
         return f"“{head}” is open: {metric}; {control}. {_undecided(h)}"
     if h.equivalence:
         return f"“{head}” is ruled out: {metric}; {control}, and the claim allows a difference of {more}"
     if abs(h.value) >= h.effect and h.null_low <= h.value <= h.null_high:
         return f"“{head}” looks true ({metric}), but the control is as large: {control}"
     return f"“{head}” is ruled out at the claimed size: {metric}; {control}, and an effect of {more} is excluded"
+
+
+def _control(outcome: Outcome) -> str:
+    """What the control gives, in words."""
+    h, of = outcome.estimate, _names_of(outcome.estimate.null)
+    if h.null == "one half":
+        return "the control is one half"
+    if h.null_low == h.null_high and of[:1].isdigit():
+        return f"the control is {outcome.control}"
+    several = of[:1].isdigit() or of.startswith("the same weights")
+    return f"{of} {'give' if several else 'gives'} {outcome.control}"
 
 
 def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
@@ -279,11 +309,25 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 
 
 def _undecided(h: Estimate) -> str:
+    """Why a claim is open, and what would settle it."""
     if "; no n can decide" in h.why or h.why.startswith("no room"):
         return _capital(pretty(h.why.rpartition("; ")[2] if "; no n" in h.why else h.why))
+    if few := re.search(r"a control of \d+ draws? decides nothing; at least \d+ are needed", h.why):
+        return f"{_capital(few[0])} (--nulls)"
+    if lacking := re.findall(r"needs (\d+ [^;]+?), has (\d+)", h.why):
+        return "; ".join(f"{needed} are needed, this run has {has}" for needed, has in lacking)
     if h.clusters < h.needed:
         return f"{h.needed} independent {h.counts} would decide; this run has {h.clusters}"
-    return f"The interval includes both no effect and the claimed {short(h.effect)}{unit(h)}"
+    if h.equivalence:
+        inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
+        return (
+            f"The claim allows a difference of {short(h.effect)}{unit(h)}, and the interval{inside} reaches beyond it"
+        )
+    claimed = f"the claimed {short(h.effect)}{unit(h)}"
+    beyond = h.centre + (h.effect if h.side == "upper" else -h.effect)
+    if h.low <= min(h.centre, beyond) and max(h.centre, beyond) <= h.high:
+        return f"The interval includes both no effect and {claimed}"
+    return f"With the correction for several claims, neither no effect nor {claimed} is excluded"
 
 
 def _names_of(null: str) -> str:

@@ -19,11 +19,11 @@ class FirstLook:
     """Writes a page when there is something new to see; what `run_probes` takes as `look`.
 
     Attributes:
-        path: the file; the run writes over it at its end.
-        before: records of this run that are finished; they stand on the page, with their words.
-        only: end the run after the model's own pass.
-        say: told of each page, for the terminal.
-        clock: in seconds.
+        path: The file; the run overwrites it at its end.
+        before: Finished records of this run; the page shows them with their verdicts.
+        only: End the run after the model's own pass.
+        say: Called with one sentence after each page, for the terminal.
+        clock: A clock in seconds.
     """
 
     path: Path

@@ -60,18 +60,18 @@ def forest(every: Sequence[Outcome]) -> list[Row]:
     return [_row(one, names[one.key], len(group) if i == 0 else 0) for group in groups for i, one in enumerate(group)]
 
 
-def _row(one: Outcome, head: str, rows: int) -> Row:
-    h, distance = one.estimate, one.distance
+def _row(outcome: Outcome, head: str, rows: int) -> Row:
+    h, distance = outcome.estimate, outcome.distance
     off = "" if LEAST <= distance <= MOST else "◀" if distance < LEAST else "▶"
     value, control = value_of(h).removesuffix(unit(h)), control_of(h)
     claimed = span(-1.0, 1.0) if h.equivalence else span(1.0, MOST)
     if h.equivalence and h.margin - h.margin_low > 2.001 * h.effect:
         claimed = span(LEAST, 1.0)
-    on = f" on {one.record}" if one.record else ""
-    said = f"{head}{on}: {one.word}; {value}{unit(h)}, control {control}; {distance:.2g} of the claimed effect"
-    ends = sorted((one.scaled(h.low), one.scaled(h.high)))
-    texts = (f"{one.probe} {h.name}", head, h.name, one.record, one.probe, value + unit(h), control, said)
-    key, claim, metric, record, probe, value, control, said = map(visible, texts)
+    on = f" on {outcome.record}" if outcome.record else ""
+    label = f"{head}{on}: {outcome.word}; {value}{unit(h)}, control {control}; {distance:.2g} of the claimed effect"
+    ends = sorted((outcome.scaled(h.low), outcome.scaled(h.high)))
+    texts = (f"{outcome.probe} {h.name}", head, h.name, outcome.record, outcome.probe, value + unit(h), control, label)
+    key, claim, metric, record, probe, value, control, label = map(visible, texts)
     return Row(
         key=key,
         claim=claim if rows else "",
@@ -79,15 +79,15 @@ def _row(one: Outcome, head: str, rows: int) -> Row:
         rows=rows,
         record=record,
         probe=probe,
-        word=one.word,
+        word=outcome.word,
         value=value,
         control=control,
         place=None if off else place(distance),
         arrow=off,
         interval=span(*ends) if ends[1] > LEAST and ends[0] < MOST else None,
-        band=span(*sorted((one.scaled(h.null_low), one.scaled(h.null_high)))),
+        band=span(*sorted((outcome.scaled(h.null_low), outcome.scaled(h.null_high)))),
         claimed=claimed,
-        said=said,
+        said=label,
     )
 
 

@@ -30,12 +30,12 @@ class Live:
     data: Mapping[str, Any]
 
 
-def live(found: Mapping[str, Any]) -> Live:
+def live(gathered: Mapping[str, Any]) -> Live:
     """found   name, parameters, shape, weights, task and an example, as `exports.live` gathers them; of the example
     "bits" [query 3]: entropy of the exact answer, of the model's, and KL.
     """
-    task, rows = found["task"], found["example"]["bits"]
-    x, (entropy, own, kl) = list(range(len(rows))), map(compact, rows.T)
+    task, rows = gathered["task"], gathered["example"]["bits"]
+    x, (entropy, predicted, kl) = list(range(len(rows))), map(compact, rows.T)
     line = {"mode": "lines+markers", "x": x, "hoverinfo": "x+y"}
     drawn = Drawn(
         id="live-figure",
@@ -45,7 +45,8 @@ def live(found: Mapping[str, Any]) -> Live:
             "name": "the live sequence",
             "data": [
                 line | {"y": entropy, "name": "exact entropy", "line": {"color": NULL, "width": 5}},
-                line | {"y": own, "name": "the model's entropy", "line": {"color": LINE, "width": 2, "dash": "dash"}},
+                line
+                | {"y": predicted, "name": "the model's entropy", "line": {"color": LINE, "width": 2, "dash": "dash"}},
                 line | {"y": kl, "name": "KL", "line": {"color": "#D55E00", "width": 2}, "marker": {"symbol": "x"}},
             ],
             "layout": {
@@ -58,7 +59,7 @@ def live(found: Mapping[str, Any]) -> Live:
         columns=COLUMNS,
         rows=tuple((str(i), *(f"{v:.4g}" for v in values)) for i, values in enumerate(rows)),
     )
-    return Live(str(found["name"]), f"{found['parameters']:,}", task["title"], drawn, plain(found))
+    return Live(str(gathered["name"]), f"{gathered['parameters']:,}", task["title"], drawn, plain(gathered))
 
 
 def plain(value: Any) -> Any:

@@ -90,7 +90,8 @@ let also = () => []; // the marks of another script
 function marks(figure) {
   const shapes = also(figure), thin = { color: "#1a1a1a", width: 1.5, dash: "dot" };
   if (figure.layer === "x" && state.layer !== null) {
-    const along = figure.data.at(-1).x, x = along[layerOf(along.length)];
+    const lines = figure.data.filter(({ hoverinfo }) => hoverinfo === "text").map((line) => line.x);
+    const along = lines.reduce((a, b) => (b.length > a.length ? b : a)), x = along[layerOf(along.length)];
     shapes.push({ type: "line", yref: "paper", x0: x, x1: x, y0: 0, y1: 1, line: thin });
   } else if (figure.layer === "y" && state.layer !== null) {
     const y = layerOf(figure.data[0].z.length);

@@ -18,10 +18,11 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import compared
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
-from llmgeom.reports.findings import WORDS, Outcome, counting, findings, outcomes
+from llmgeom.reports.findings import WORDS, Outcome, counting, findings, lacking, outcomes
 from llmgeom.reports.forest import ONE, ZERO, forest
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
+from llmgeom.reports.overlay import side_by_side
 from llmgeom.reports.prompts import UNITS, cards, complete, numeric, ordered, prompt_columns
 from llmgeom.reports.text import titled, visible, written
 from llmgeom.reports.verdicts import ICONS, labels, lines
@@ -48,8 +49,9 @@ def page(
     parts = [
         _part(place, label, record, several) for place, (label, record) in enumerate(zip(named, records, strict=True))
     ]
+    sections = _joined(parts)
     differences = compared(comparison) if comparison else None
-    drawn = [d for part in parts for section in part["sections"] for d in section["drawn"]]
+    drawn = [d for section in sections for row in section["drawn"] for d in row]
     run = section_of(live) if live else None
     return written_out(
         "page.html",
@@ -68,11 +70,9 @@ def page(
             if (panels := multiples(record))
         ],
         **first_screen(named, records),
-        sections={(part["label"], s["probe"]): s["id"] for part in parts for s in part["sections"]},
-        contents=[
-            (part["label"] if several else "", [(s["id"], s["measured"].title, s["words"]) for s in part["sections"]])
-            for part in parts
-        ],
+        joined=sections,
+        sections={(part["label"], s["probe"]): slug(s["probe"]) for part in parts for s in part["sections"]},
+        contents=[("", [(s["id"], s["measured"].title, s["words"]) for s in sections])],
     )
 
 
@@ -88,6 +88,7 @@ def first_screen(named: Sequence[str], records: Sequence[Record]) -> dict[str, A
         "axis": (ZERO, ONE),
         "side": SIDE,
         "unmeasured": _unmeasured(named, records),
+        "lacking": list(dict.fromkeys(what for what, _ in lacking(records))),
         "uncalibrated": any("not calibrated" in text for text in places),
         "warnings": _warnings(named, records),
         "rows": rows,
@@ -103,21 +104,22 @@ def chips(every: Sequence[Outcome]) -> dict[str, list[str]]:
 
 def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
     """One line: family, size, prompts from how many templates, controls."""
-    first, said = records[0].subject, []
+    first, parts = records[0].subject, []
     if len({str(record.subject["name"]) for record in records}) == 1:
-        said += [str(first["model_type"])] if first.get("model_type") else []
+        parts += [str(first["model_type"])] if first.get("model_type") else []
         if first.get("layers") and first.get("d_model"):
-            said.append(f"{first['layers']} layers of width {first['d_model']}")
-        if first.get("parameters"):
-            said.append(f"{first['parameters'] / 1e6:.3g} million parameters")
+            parts.append(f"{first['layers']} layer{'s' * (first['layers'] != 1)} of width {first['d_model']}")
+        if size := first.get("parameters"):
+            parts.append(f"{size / 1e6:.3g} million parameters" if size >= 1e5 else f"{size:,} parameters")
     for label, record in zip(named, records, strict=True):
         count, templates = len(record.prompts.get("text", ())), len(set(record.prompts.get("template", ())))
         if count:
             of = "" if len(records) == 1 else f"{label}: "
-            said.append(f"{of}{count} prompts from {templates} templates")
+            sequences = record.source.get("kind") == "task"
+            parts.append(f"{of}{count:,} sequences" if sequences else f"{of}{count} prompts from {templates} templates")
     draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
-    said += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
-    return " · ".join(said)
+    parts += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
+    return " · ".join(parts)
 
 
 def _unmeasured(named: Sequence[str], records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -198,7 +200,7 @@ def _depths(record: Record) -> list[int]:
         m.arrays[name].shape[q.axes.index("layer")]
         for m in record.results.values()
         for name, q in m.quantities.items()
-        if "layer" in q.axes
+        if "layer" in q.axes and "layer" not in m.ticks
     ]
 
 
@@ -254,6 +256,24 @@ def _part(place: int, label: str, record: Record, several: bool = False) -> dict
     }
 
 
+def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One section for each probe of several records: their numbers under each other, their figures in one chart."""
+    of: dict[str, dict[str, dict[str, Any]]] = {}
+    for part in parts:
+        for section in part["sections"]:
+            of.setdefault(section["probe"], {})[part["label"] if len(parts) > 1 else ""] = section
+    return [
+        {
+            "id": slug(probe),
+            "measured": next(iter(found.values()))["measured"],
+            "words": [word for word in WORDS if any(word in section["words"] for section in found.values())],
+            "of": found,
+            "drawn": side_by_side(slug(probe), {label: section["drawn"] for label, section in found.items()}),
+        }
+        for probe, found in sorted(of.items())
+    ]
+
+
 def _section(place: int, anchor: str, probe: str, record: Record) -> dict[str, Any]:
     measured, name_of = record.results[probe], f"{anchor}{slug(probe)}"
     scalars = sorted(name for name, q in measured.quantities.items() if not q.axes)
@@ -291,14 +311,14 @@ def _run_line(record: Record) -> list[tuple[str, str]]:
 
 def _warnings(named: Sequence[str], records: Sequence[Record]) -> dict[str, list[str]]:
     """Each warning once, with the places it came from."""
-    found: dict[str, list[str]] = {}
+    places: dict[str, list[str]] = {}
     for label, record in zip(named, records, strict=True):
         for text in record.warnings:
-            found.setdefault(text, []).append(label if len(named) > 1 else "the run")
+            places.setdefault(text, []).append(label if len(named) > 1 else "the run")
         for probe in sorted(record.results):
             for text in record.results[probe].warnings:
-                found.setdefault(text, []).append(f"{label}, {probe}" if len(named) > 1 else probe)
-    return found
+                places.setdefault(text, []).append(f"{label}, {probe}" if len(named) > 1 else probe)
+    return places
 
 
 def _json(data: Any) -> str:

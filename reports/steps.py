@@ -105,12 +105,12 @@ def _probe(probe: str, snapshots: Mapping[int, Record], shown: Mapping[int, Mapp
     """The part of a section that the slider changes: the verdicts of each step, and a place for each figure."""
     measured = [one.results[probe] for one in snapshots.values() if probe in one.results][-1]
     # The place of a figure is that of the last snapshot that has it; where the last of all has not, it is hidden.
-    found = {name: d for each in shown.values() for (of, name), d in each.items() if of == probe}
+    drawn = {name: d for each in shown.values() for (of, name), d in each.items() if of == probe}
     now = list(shown.values())[-1]
-    order = sorted(found, key=lambda name: (not found[name].choices, name))
+    order = sorted(drawn, key=lambda name: (not drawn[name].choices, name))
     return {
         "probe": probe,
         "measured": measured,
-        "drawn": [(found[name], (probe, name) in now) for name in order],
+        "drawn": [(drawn[name], (probe, name) in now) for name in order],
         "rows": {s: [row for row in lines([one]) if row.probe == probe] for s, one in snapshots.items()},
     }

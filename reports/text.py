@@ -12,6 +12,8 @@ from typing import Any
 
 def visible(text: str) -> str:
     """The text with every control, bidirectional, zero-width and unpaired character spelt out: \\n and \\u202e."""
+    if text.isprintable():  # nearly always; no such character is printable
+        return text
     # Not the control pictures of Unicode (␊, ␛): many systems have no font for them.
     unseen = ("Cc", "Cf", "Cs", "Zl", "Zp")
     return "".join(repr(c)[1:-1] if unicodedata.category(c) in unseen else c for c in text)

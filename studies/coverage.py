@@ -3,8 +3,8 @@
 `python -m studies.coverage PROBE FOLDER REPLICATES` prints rows of the table in docs/claims.md.
 
 What an interval is about is the mean of its statistic over samples of this size; the mean over all replicates stands
-for it. A replicate runs the commands' own code on sequences that no other has, with one untrained control, which does
-not enter an interval.
+for it. A replicate runs the commands' own code on sequences that no other has. A scan ends at its first look, and other
+commands draw one untrained control: no control enters an interval.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from llmgeom import probes
+from llmgeom import claims, probes
 from llmgeom.bench import grading
 from llmgeom.model.subject import Subject
 from llmgeom.probe import WHOLE
@@ -30,17 +31,12 @@ SIZE = 60
 Estimates = dict[str, tuple[float, float, float, bool]]  # value, low, high, whether it is a claim
 
 
-def scan(subject: Subject, task: Task, names: Sequence[str], seed: int) -> Record:
-    """`llmgeom scan` with these probes."""
+def scan(subject: Subject, task: Task, names: Sequence[str], seed: int, at: int | None = None) -> Record:
+    """The first look of `llmgeom scan` with these probes; `at` is the query at which all sequences end."""
     whole = task.sample(SIZE, seed, task.test_split)
-    batch = task.truncated(SIZE, seed, task.test_split)
-    return run_probes(subject, batch, probes.known(names), samples={WHOLE: whole}, seed=seed, controls=1)
-
-
-def at_one_query(subject: Subject, task: Task, seed: int) -> Record:
-    """The values' geometry, at the last query of every sequence."""
-    batch = task.truncated(SIZE, seed, task.test_split, at=-1)
-    return run_probes(subject, batch, probes.known(["value_manifold"]), seed=seed, controls=1)
+    batch = task.truncated(SIZE, seed, task.test_split, at)
+    options: dict[str, Any] = {"samples": {WHOLE: whole}, "seed": seed, "look": lambda *_: True}
+    return run_probes(subject, batch, probes.known(names), **options)
 
 
 def ablate(subject: Subject, task: Task, kind: str, seed: int) -> Record:
@@ -60,10 +56,10 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
     subject, origin = Subject.load(str(folder)), grading.Origin.of(str(folder))
     task = origin.load_task(None, str(folder))
     made: dict[str, Callable[[int], Record]] = {
-        name: partial(scan, subject, task, [name]) for name in probes.names() if name != "value_manifold"
+        name: partial(scan, subject, task, [name], at=-1 if name == "value_manifold" else None)
+        for name in probes.names()
     }
     return made | {
-        "value_manifold": partial(at_one_query, subject, task),
         "patch": lambda seed: interchange_probe.examine(subject, task, n=SIZE, seed=seed, nulls=1),
         "blocks": partial(ablate, subject, task, "blocks"),
         "heads": partial(ablate, subject, task, "heads"),
@@ -73,10 +69,11 @@ def runs(folder: Path) -> dict[str, Callable[[int], Record]]:
 
 def replicates(run: Callable[[int], Record], seeds: Sequence[int]) -> Iterator[Estimates]:
     """Every estimate of each replicate."""
+    claimed = {f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim}
     for seed in seeds:
         record = run(seed)
         yield {
-            f"{probe}: {h.name}": (h.value, h.low, h.high, bool(h.claim))
+            (name := f"{probe}: {h.name}"): (h.value, h.low, h.high, bool(h.claim) or name in claimed)
             for probe, measured in record.results.items()
             for h in measured.estimates
         }

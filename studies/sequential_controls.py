@@ -1,4 +1,4 @@
-"""Whether a run could stop drawing controls early without changing its words: the second table of docs/claims.md.
+"""Whether a run could stop drawing controls early without changing its words: sequential_controls.txt has all rows.
 
     python -m studies.sequential_controls [CLAIMS]
 

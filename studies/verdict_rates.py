@@ -1,4 +1,4 @@
-"""How often each of the five words is given where the truth is known: the table of docs/claims.md.
+"""How often each of the five words is given where the truth is known: see verdict_rates.txt and docs/claims.md.
 
     python -m studies.verdict_rates [TRIALS]
 
@@ -39,7 +39,7 @@ class Seen:
 
     def estimate(self, name: str, draws: int | None = None) -> Estimate:
         """The claim's estimate against the first `draws` of each control, or all."""
-        nulls = [Null.of(f"control {at}", self.value, drawn[:draws]) for at, drawn in self.controls.items()]
+        nulls = [Null.of(f"control {at}", drawn[:draws]) for at, drawn in self.controls.items()]
         made = estimate(RULE, self.value, self.span, nulls, n=self.clusters, clusters=self.clusters)
         return replace(made, name=name)
 

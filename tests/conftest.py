@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 
@@ -12,6 +13,7 @@ from collections import defaultdict
 
 import pytest
 from jaxtyping import install_import_hook
+from jaxtyping._import_hook import JaxtypingTransformer
 
 from tests.blocked import sitecustomize
 
@@ -20,8 +22,46 @@ CHECKED = (
     *(f"model.{name}" for name in ("attention", "capture", "weights")),
     *(f"stats.{name}" for name in ("information", "manifold", "cosines", "ridge_probe", "pca", "resampling", "tests")),
 )
+_checked = JaxtypingTransformer.visit_FunctionDef
+
+
+def _function(self, node: ast.FunctionDef):
+    """Closures without annotations stay as they are: each pass makes its hooks anew, and to wrap them takes long."""
+    arguments = [*node.args.args, *node.args.kwonlyargs]
+    closure = any(isinstance(parent, ast.FunctionDef) for parent in self._parents)
+    if closure and node.returns is None and not any(one.annotation for one in arguments):
+        return node
+    return _checked(self, node)
+
+
+JaxtypingTransformer.visit_FunctionDef = _function
 install_import_hook([f"llmgeom.{name}" for name in CHECKED], "beartype.beartype")
-LONGEST = ("test_verdicts", "test_notebooks", "test_pocket", "test_cli")
+LONGEST = (
+    "test_observers",
+    "test_notebooks",
+    "test_pocket",
+    "test_verdicts",
+    "test_processes",
+    "test_power",
+    "test_cli",
+    "test_belief_readout",
+    "test_edits",
+    "test_label_probe",
+    "test_reproduce",
+    "test_training",
+    "test_dynamics",
+    "test_compare",
+    "test_calibration",
+    "test_evidence",
+    "test_posterior_scores",
+    "test_prompts",
+    "test_planning",
+    "test_many",
+    "test_architectures",
+    "test_stability",
+    "test_axis_ablation",
+    "test_paper_tables",
+)
 
 _seconds: dict[str, float] = defaultdict(float)
 
@@ -59,12 +99,8 @@ def _one_thread(request):
         sys.modules["torch"].set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
-    """A file is one group, which a worker keeps, but where marks make several; the longest first, to end together."""
-    for item in items:
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    """The longest files first, so that the workers end together."""
     items.sort(key=lambda item: LONGEST.index(item.path.stem) if item.path.stem in LONGEST else len(LONGEST))
 
 

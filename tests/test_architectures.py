@@ -17,9 +17,8 @@ from llmgeom.model.attention import Recorder, attached, interface_kind, recordin
 from llmgeom.model.capture import Site
 from llmgeom.model.layers import blocks
 from llmgeom.wind_tunnels.models import ARCHITECTURES, build, matched
-from llmgeom.wind_tunnels.models.config import TunnelConfig
 from llmgeom.wind_tunnels.models.rows import RowsForCausalLM
-from llmgeom.wind_tunnels.models.tunnel import LSTM, MIXERS, Mean, Slots, TunnelForCausalLM
+from llmgeom.wind_tunnels.models.tunnel import LSTM, MIXERS, Mean, Slots, TunnelConfig, TunnelForCausalLM
 from tests.refusals import refused
 
 V, T = 11, 13

@@ -36,7 +36,7 @@ def test_shapes_are_those_of_the_models(gpu):
 def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
     row = gpu.measured("tiny", "cpu", 1)
     assert all(value > 0 for name, value in row.items() if "GiB" not in name)
-    text = gpu.table({"tiny": row}, {"eager, steps a second": 3.0}, "a CPU", ["mistral-7b"])
+    text = gpu.table({"tiny": row}, {"eager, steps a second": 3.0}, "a CPU", {"mistral-7b": "out of memory"})
     document = tmp_path / "page.md"
     document.write_text((ROOT / "docs" / "benchmarks.md").read_text())
     gpu.write(document, text)
@@ -47,3 +47,29 @@ def test_a_tiny_shape_is_measured_and_its_table_is_written(gpu, tmp_path):
     document.write_text("no place")
     with pytest.raises(UserError):
         gpu.write(document, text)
+
+
+def test_a_kind_of_step_that_fails_is_named_and_the_others_are_timed(gpu, monkeypatch):
+    def fails(*_):
+        raise RuntimeError("no compiler here\nand a trace")
+
+    monkeypatch.setattr(gpu, "Trainer", fails)
+    assert gpu.steps("cpu", 1, tiny=True) == {"eager": "not run: no compiler here"}
+
+
+def test_a_shape_that_fails_leaves_the_rows_of_the_others(gpu, monkeypatch, tmp_path, capsys):
+    def row(shape, *_):
+        if shape == "phi-2":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return {"load, s": 1.0}
+
+    document = tmp_path / "page.md"
+    document.write_text(f"{gpu.BEGIN}\n{gpu.END}\n")
+    monkeypatch.setattr(gpu, "measured", row)
+    monkeypatch.setattr(gpu, "steps", lambda *_: {"eager": "not run: no time"})
+    argv = ["gpu.py", "--device", "cpu", "--shapes", "tiny,phi-2", "--write", str(document)]
+    monkeypatch.setattr("sys.argv", argv)
+    gpu.main()
+    written = document.read_text()
+    assert "| tiny | 1 |" in written and "| phi-2 | not run: CUDA out of memory |" in written
+    assert "- training, eager: not run: no time" in written

@@ -14,13 +14,12 @@ from click.testing import CliRunner
 
 from llmgeom import validity as placing
 from llmgeom import wind_tunnels
-from llmgeom.bench import cells, sweep
+from llmgeom.bench import cells, report, sweep
 from llmgeom.bench import readings as bench
 from llmgeom.bench.cells import CELLS, KINDS, NEGATIVES, SEEDS, recipes
 from llmgeom.bench.table import ELSEWHERE, calibration
 from llmgeom.claims import Null, declared, digest, estimate, judge
 from llmgeom.cli import main
-from llmgeom.commands import calibrate
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.probes.posterior.answers import grade
@@ -32,8 +31,7 @@ from llmgeom.validity import Calibration, Signature, null_units, placed
 from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
 from llmgeom.wind_tunnels.models.architectures import build
-from llmgeom.wind_tunnels.targets import answer_sheet
-from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.trainer import Trainer, answer_sheet
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused
@@ -222,7 +220,7 @@ def fabricated(good: bool, made: int = 0, **more):
     def plain(probe, name, value):
         claim = declared(probe)[name]
         draws = np.linspace(0.1, 0.2, 20)
-        null = Null.of("re-initialised", value, draws, claim.side)
+        null = Null.of("re-initialised", draws, claim.side)
         h = estimate(claim, value, Interval(value - 0.01, value + 0.01, 0.95, ""), [null], n=100, clusters=100)
         judged = judge({probe: Measured("", "", "", "", "", (h,), {}, {})})
         return bench.plain(judged[probe].estimates[0])
@@ -323,12 +321,12 @@ def test_a_metric_that_one_kind_shares_does_not_tell():
 
 
 def test_a_kind_that_no_metric_has_is_not_shown_as_one_of_none(made):
-    shown = calibrate.measured(made)
+    shown = report.measured(made)
     assert set(shown.ticks["kind"]) == set(KINDS) and shown.found[0].tolist() == [1, *[0] * 7]
     one, *others = (row for row in made.signatures if row.area is not None)
     found = {kind: of for kind, of in one.numbers["found"].items() if kind != "untrained"}
     lacking = replace(one, numbers={**one.numbers, "found": found})
-    shown = calibrate.measured(replace(made, signatures=(lacking, *others)))
+    shown = report.measured(replace(made, signatures=(lacking, *others)))
     assert "untrained" not in shown.ticks["kind"] and shown.found.shape[1] == 7
 
 
@@ -342,14 +340,14 @@ def test_rows_that_define_the_positives_or_follow_from_the_answers_are_marked():
     marks = {row.name: row.numbers["mark"] for row in table.signatures if row.area is not None}
     assert marks["KL to the posterior"] == "circular" and marks["mae_abs"] == "of the output"
     assert marks["PC1 share"] == ""
-    assert "circular" in "\n".join(calibrate.Printed(table).lines())
+    assert "circular" in "\n".join(report.Printed(table).lines())
 
 
 def test_a_part_of_the_bench_says_so(made):
     assert made.partial == "a part of the bench: 5 of 12 cells"
     whole = replace(made, bench={**made.bench, "cells": [*CELLS]})
-    assert whole.partial == "" and calibrate.Printed(made).lines()[0] == made.partial
-    assert calibrate.measured(made).warnings == (made.partial,)
+    assert whole.partial == "" and report.Printed(made).lines()[0] == made.partial
+    assert report.measured(made).warnings == (made.partial,)
 
 
 def test_every_probe_has_a_row(made):
@@ -381,13 +379,13 @@ def test_one_task_makes_no_table():
 
 def test_what_does_not_discriminate_comes_first(made, tmp_path):
     dull = replace(made, signatures=tuple(replace(one, word="no") if one.area else one for one in made.signatures))
-    record = calibrate.record(calibrate.Printed(dull), 0.0, "spec")
+    record = report.record(report.Printed(dull), 0.0, "spec")
     record.save(tmp_path)
     html = page([Record.load(tmp_path)])
-    first = html.index(calibrate.DULL)
+    first = html.index(report.DULL)
     assert first < html.index('id="verdicts"')
     assert "value_manifold: PC1+PC2 share" in html[first : first + 400]
-    lines = calibrate.Printed(dull).lines()
+    lines = report.Printed(dull).lines()
     assert lines[3:5] == ["value_manifold: PC1 share", "value_manifold: PC1+PC2 share"]
 
 
@@ -421,7 +419,7 @@ def test_null_units():
     assert null_units(line(0.25, side="lower")) == pytest.approx(-2 * 1.96, abs=1e-3)
     assert null_units(line(0.25, low=0.1, high=0.1)) is None
     rng = np.random.default_rng(0)
-    null = Null.of("normal", 3.0, rng.normal(1, 2, 20000))
+    null = Null.of("normal", rng.normal(1, 2, 20000))
     claim = replace(declared("value_manifold")["PC1 share"], scale="identity")
     found = estimate(claim, 5.0, Interval(4.0, 6.0, 0.95, ""), [null], n=9, clusters=9)
     assert null_units(found) == pytest.approx(2, abs=0.05)
@@ -463,7 +461,7 @@ def test_a_signature_that_does_not_discriminate_is_said_not_to(made, monkeypatch
 
 
 def test_the_page_and_json_say_it(made):
-    record = calibrate.record(calibrate.Printed(made), 0.0, "spec")
+    record = report.record(report.Printed(made), 0.0, "spec")
     rows = table([record])
     assert all("calibration" in row for row in rows)
     assert 'class="calibration"' in page([record])

@@ -162,7 +162,7 @@ def test_a_forward_that_is_not_ours_is_not_recorded():
 
 
 @pytest.mark.parametrize("name", ["gpt_neox", "llama", "gpt2", "gpt_oss"])
-def test_what_is_kept_during_a_pass_owns_its_storage(name):
+def test_what_a_pass_stores_owns_its_storage(name):
     """A view of one position would keep the whole layer alive until the end of the pass."""
     mine = subject(name)
     batch = ragged()

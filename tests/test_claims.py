@@ -31,7 +31,7 @@ def claim(**changes) -> Claim:
 
 
 def made(value, low, high, nulls, side="upper", **changes):
-    found = [Null.of(name, value, draws, side) for name, draws in nulls.items()]
+    found = [Null.of(name, draws, side) for name, draws in nulls.items()]
     interval = Interval(low, high, 0.95, "by hand")
     return estimate(claim(side=side, **changes), value, interval, found, n=80, clusters=40)
 
@@ -81,7 +81,7 @@ def test_an_interval_that_is_not_symmetric_has_an_error_on_each_side():
 
 
 def test_a_control_made_for_the_other_side_is_refused():
-    null = Null.of("untrained controls", 0.1, HARD, "upper")
+    null = Null.of("untrained controls", HARD, "upper")
     with refused(ValueError, "x", "lower", "untrained controls"):
         estimate(claim(side="lower"), 0.1, Interval(0.0, 0.2, 0.95, ""), [null], n=80, clusters=40)
 
@@ -118,12 +118,12 @@ def test_one_deterministic_control_is_compared_by_a_paired_t_test(side):
 def test_draws_that_have_the_noise_of_the_value_count_it_once():
     spread = HARD.std(ddof=1)
     interval = Interval(0.65, 0.75, 0.95, "")
-    noisy = estimate(claim(), 0.7, interval, [Null.of("x", 0.7, HARD, noisy=True)], n=80, clusters=40)
+    noisy = estimate(claim(), 0.7, interval, [Null.of("x", HARD, noisy=True)], n=80, clusters=40)
     assert noisy.p == pytest.approx(
         scipy_stats.ttest_ind([0.7], HARD, alternative="greater").pvalue
     )  # the draws vary more than the value does
     wide = Interval(0.2, 1.2, 0.95, "")
-    noisy = estimate(claim(), 0.7, wide, [Null.of("x", 0.7, HARD, noisy=True)], n=80, clusters=40)
+    noisy = estimate(claim(), 0.7, wide, [Null.of("x", HARD, noisy=True)], n=80, clusters=40)
     error = 0.5 / scipy_stats.t.ppf(0.975, 39)
     parts = (error**2, spread**2 / 20)
     freedom = sum(parts) ** 2 / (parts[0] ** 2 / 39 + parts[1] ** 2 / 19)
@@ -145,7 +145,7 @@ def test_value_interval_and_draws_are_compared_on_the_declared_scale(scale, forw
 def test_a_rank_p_of_permutations_counts_as_it_is_until_no_draw_is_as_large():
     interval = Interval(0.2, 0.4, 0.95, "")
     middling = Null("permuted", 0.0, 0.1, 0.0, 0.004, 10_000)
-    draws = Null.of("easy", 0.3, EASY)
+    draws = Null.of("easy", EASY)
     h = estimate(claim(), 0.3, interval, [draws, middling], n=80, clusters=40)
     assert (h.null, h.p) == ("permuted (10000 draws)", 0.004)
     least = replace(middling, p=1 / 10_001)
@@ -308,7 +308,7 @@ def equal(value, half, **changes):
     """An equivalence claim with margin .1 around a control whose draws have the median 0.5."""
     interval = Interval(value - half, value + half, 0.95, "")
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
-    nulls = [Null.of("untrained controls", value, np.linspace(0.4, 0.6, 21))]
+    nulls = [Null.of("untrained controls", np.linspace(0.4, 0.6, 21))]
     return estimate(claim(**{**given, **changes}), value, interval, nulls, n=80, clusters=40)
 
 
@@ -343,7 +343,7 @@ def test_no_more_than_the_control_has_no_lower_end():
 
 
 def test_no_effect_must_hold_against_every_control():
-    nulls = [Null.of("a", 0.5, np.linspace(0.4, 0.6, 21)), Null.of("b", 0.5, np.linspace(0.55, 0.75, 21))]
+    nulls = [Null.of("a", np.linspace(0.4, 0.6, 21)), Null.of("b", np.linspace(0.55, 0.75, 21))]
     given = dict(equivalence=True, margin=0.1, effect=0.0, claim="no effect.", source="s", published="p")
     interval = Interval(0.51, 0.57, 0.95, "")  # within .1 of the medians .5 and .65 lies .55 to .6
     (found,) = judged(estimate(claim(**given), 0.54, interval, nulls, n=80, clusters=40))

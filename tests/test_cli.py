@@ -22,7 +22,7 @@ from llmgeom.prompts.domains import Domain, known
 from llmgeom.record import Record
 
 FAST = ("code", "math")  # of the domains: one that is small, and one that is not
-SCAN = ("scan", "--domain", "math", "--n", "40", "--limit", "150", "--nulls", "2", "--quiet")
+SCAN = ("scan", "--domain", "math", "--n", "20", "--limit", "80", "--nulls", "2", "--quiet")
 
 
 def call(*args: str, text: str | None = None):
@@ -49,9 +49,9 @@ def test_a_scan_ends_in_a_table_and_a_run_folder_with_a_page(run_folder):
     assert set(record.results) == set(chosen(None)) - record.unmeasured.keys()
     assert "no exact answer" in record.unmeasured["length_generalisation"]
     assert set(record.unmeasured) == {"length_generalisation", "belief_clusters"}
-    assert len(record.prompts["text"]) == 40
+    assert len(record.prompts["text"]) == 20
     assert record.subject["self_check"]["logits"] == 0
-    assert record.facts["command"].startswith("llmgeom scan --domain math --n 40 --limit 150 --nulls 2")
+    assert record.facts["command"].startswith("llmgeom scan --domain math --n 20 --limit 80 --nulls 2")
     for measured in record.results.values():
         assert measured.estimates
 
@@ -202,7 +202,8 @@ def test_a_small_domain_is_planned_with_what_it_can_give(tmp_path, name):
 
 
 def test_a_small_domain_is_scanned(tmp_path):
-    result = call("scan", "--domain", "code", "--nulls", "1", "--out", str(tmp_path / "code"), "-q")
+    scan = ("scan", "--domain", "code", "--nulls", "1", "--probes", "value_manifold")
+    result = call(*scan, "--out", str(tmp_path / "code"), "-q")
     assert result.exit_code == 0, result.output
 
 
@@ -264,7 +265,7 @@ def test_dry_run_prints_the_plan_and_reads_no_weights(tmp_path):
     # controls and of the model without context, and the single tokens of each; 20 shuffles: tests/test_planning.py.
     assert math["prompts"] == 75 and math["passes"] == 3 + 3 + 22 * 2 + 20 and math["tokens"] > math["pool"]
     assert not (tmp_path / "x").exists()
-    human = call("scan", "--dry-run", "--out", str(tmp_path / "x")).stdout
+    human = call("scan", "--domain", "math", "--limit", "80", "--dry-run", "--out", str(tmp_path / "x")).stdout
     assert "passes" in human and "minutes" in human
 
 

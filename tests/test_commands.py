@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import json
 import shlex
 import subprocess
 import sys
@@ -192,22 +192,30 @@ def test_help_ends_in_a_sentence_and_has_no_line_over_80_columns(name):
 HEAVY = ("torch", "transformers", "plotly", "sklearn", "scipy", "transformer_lens", "datasets")
 
 
-# Commands whose module still imports its work at the top, so that their help is slow. Entries are only removed.
-SLOW = {"calibrate"}
-
-
-@pytest.mark.parametrize("name", ["", *(name for name in NAMES if name not in SLOW)])
-def test_help_loads_only_the_command_s_configuration(name):
-    words = [name] * bool(name)
+@pytest.fixture(scope="module")
+def loaded() -> dict[str, list[list[str]]]:
+    """Command -> the heavy packages and the modules of commands that its help loads, each in a process of its own."""
     code = (
-        f"import sys, llmgeom.cli as c; c.main([*{words!r}, '--help'], standalone_mode=False)\n"
-        f"print([m for m in {HEAVY!r} if m in sys.modules])\n"
-        f"print([m for m in sys.modules if m.startswith('llmgeom.commands.')])"
+        "import contextlib, io, json, os, sys, numpy, llmgeom.cli as c\n"
+        f"for name in {['', *NAMES]!r}:\n"
+        "    if not (child := os.fork()):\n"
+        "        with contextlib.redirect_stdout(io.StringIO()):\n"
+        "            c.main([*[name] * bool(name), '--help'], standalone_mode=False)\n"
+        f"        heavy = [m for m in {HEAVY!r} if m in sys.modules]\n"
+        "        own = [m for m in sys.modules if m.startswith('llmgeom.commands.')]\n"
+        "        print(json.dumps([name, heavy, own]), flush=True)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, name\n"
     )
-    *_, heavy, loaded = printed(code).strip().splitlines()
-    assert heavy == "[]"
+    return {name: modules for name, *modules in map(json.loads, printed(code).splitlines())}
+
+
+@pytest.mark.parametrize("name", ["", *NAMES])
+def test_help_loads_only_the_command_s_configuration(name, loaded):
+    heavy, own = loaded[name]
+    assert heavy == []
     expected = {f"llmgeom.commands.{module}" for module in (name, "config", "job", "output")}
-    assert {*ast.literal_eval(loaded)} <= (expected if name else set())
+    assert {*own} <= (expected if name else set())
 
 
 def printed(code: str) -> str:

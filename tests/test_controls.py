@@ -41,11 +41,12 @@ def test_every_parameter_is_distributed_as_the_family_initialises_it(make):
     for parameter in like.parameters():
         parameter.data.fill_(7.0)  # nothing of the trained model may be seen
     theirs, ours = controls.initial(like, 0), controls.untrained(like, 0)
+    first, second = theirs.state_dict(), controls.initial(like, 1).state_dict()
     assert {name for name, _ in ours.named_parameters()} == {name for name, _ in theirs.named_parameters()}
     for name, x in ours.state_dict().items():
-        y = theirs.state_dict()[name]
+        y = first[name]
         assert x.dtype == y.dtype and x.shape == y.shape
-        if not y.is_floating_point() or torch.equal(y, controls.initial(like, 1).state_dict()[name]):
+        if not y.is_floating_point() or torch.equal(y, second[name]):
             assert torch.equal(x, y), f"{name} is not random"
             continue
         assert not torch.equal(x, y)
@@ -53,8 +54,9 @@ def test_every_parameter_is_distributed_as_the_family_initialises_it(make):
         n, sd = y.numel(), float(y.std())
         assert abs(float(x.mean() - y.mean())) < 5 * sd * math.sqrt(2 / n), name
         assert abs(float(x.std()) - sd) < 5 * sd * math.sqrt(1 / n), name
+    buffers = dict(ours.named_buffers())
     for name, buffer in theirs.named_buffers():  # rotary frequencies and masks are no part of the state
-        assert torch.equal(dict(ours.named_buffers())[name], buffer), name
+        assert torch.equal(buffers[name], buffer), name
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox"])
@@ -69,6 +71,13 @@ def test_the_seed_alone_decides(name):
     assert controls.redraw(again, 5) and equal(again, controls.untrained(like, 5)), "what lay there before is gone"
     tied = like.get_input_embeddings().weight is like.get_output_embeddings().weight
     assert (again.get_input_embeddings().weight is again.get_output_embeddings().weight) == tied
+
+
+def test_drawing_takes_no_stack_trace(monkeypatch):
+    """torch.manual_seed takes one at every call until CUDA starts, and a scan draws thousands of modules."""
+    like = FAMILIES["llama"].model()
+    monkeypatch.setattr("traceback.format_stack", lambda *_: pytest.fail("a stack trace"))
+    assert controls.redraw(controls.untrained(like, 0), 1)
 
 
 def test_equal_modules_of_two_layers_are_drawn_apart():

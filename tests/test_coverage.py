@@ -1,22 +1,45 @@
-"""Do 95 % intervals hold what they are about? Fresh samples of one model, through the commands' own code."""
+"""Do 95 % intervals of claims hold what they are about? Simulated effects, and fresh samples of one model."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from llmgeom import claims
+from llmgeom.probes import value_manifold
+from llmgeom.probes.shared import representation_geometry
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 from studies.coverage import coverage, replicates, runs
+from studies.simulated_claims import DRAWS
+from studies.simulated_claims import covered as covered_claims
 from studies.simulated_coverage import covered, rows
 
 REPLICATES = 200
 LEAST = 0.92
-# Intervals that hold fits or means fixed. Their docstrings give these numbers too.
-LOWER = {
-    "belief_readout: fall outside the largest step": 0.84,  # .91 was measured in 80 samples, sd .03
-    "belief_readout: MLPs' share of the fall": 0.84,
+# Holds folds and penalties fixed. Its docstring gives .915 of 200 samples: less two standard errors.
+LOWER = {"belief_readout: MLPs' share of the fall": 0.875}
+# What is run on a trained model; the first three are the probes whose claims nothing else here simulates.
+TRAINED = ("attention_focus", "belief_readout", "value_manifold", "blocks")
+# Claims whose coverage is stated where the interval is made, and by which probe they are declared: `RareFailures` (the
+# rows of `simulated_coverage`), `component_metrics.estimates`, `nested_probe.interval`.
+STATED = {"heads_task", "blocks_task", "label"}
+STATED |= {"posterior", "posterior_mixture", "posterior_memory", "posterior_states"}
+# Not measured yet.
+LACKING = {
+    "sula: rho of H label and exact entropy, given k",
+    "sula_belief: log odds along the labels, last layer",
 }
+
+
+def low(every: dict) -> dict[str, float]:
+    """Claims that cover less than they should."""
+    assert any(numbers[0] for numbers in every.values())
+    return {
+        name: held
+        for name, (claim, n, held, _, _) in every.items()
+        if claim and n > REPLICATES / 4 and held < LOWER.get(name, LEAST)
+    }
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +51,28 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", ["attention_focus", "belief_readout", "value_manifold", "blocks", "grade"])
-def test_intervals_of_claims_cover(run, trained):
-    every = coverage(list(replicates(runs(trained)[run], range(7000, 7000 + REPLICATES))))
-    claims = {name: numbers for name, numbers in every.items() if numbers[0]}
-    assert claims
-    low = {name: held for name, (_, n, held, _, _) in claims.items() if n > 50 and held < LOWER.get(name, LEAST)}
-    assert not low
+@pytest.mark.parametrize("run", TRAINED)
+def test_intervals_of_claims_cover_on_fresh_samples(run, trained, monkeypatch):
+    for module, name in ((representation_geometry, "PERMUTATIONS"), (representation_geometry, "RIDGE_PERMUTATIONS")):
+        monkeypatch.setattr(module, name, 100)  # no interval needs them
+    monkeypatch.setattr(value_manifold, "GAUSSIANS", 5)
+    assert not low(coverage(list(replicates(runs(trained)[run], range(7000, 7000 + REPLICATES)))))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draw", DRAWS, ids=lambda draw: draw.__name__)
+def test_intervals_of_claims_cover_in_simulated_samples(draw):
+    assert not low(covered_claims(draw, REPLICATES))
+
+
+def test_every_claim_has_its_coverage_measured():
+    rng = np.random.default_rng(0)
+    simulated = {name for draw in DRAWS for name in draw(rng)}
+    elsewhere = {*TRAINED, *STATED}
+    rest = {
+        f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim and entry.probe not in elsewhere
+    }
+    assert rest - simulated == LACKING
 
 
 SIMULATED = {name: (draw, count) for name, draw, count in rows()}

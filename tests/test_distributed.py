@@ -20,7 +20,7 @@ from llmgeom.cli import main
 from llmgeom.errors import UserError
 from llmgeom.model import running
 from llmgeom.model.capture import Site
-from llmgeom.model.passes import plan_capture, plan_control
+from llmgeom.model.passes import Observer, plan_capture, plan_control
 from llmgeom.model.subject import Subject
 from llmgeom.plan import PassPlan
 from tests.families import FAMILIES, ragged
@@ -55,7 +55,7 @@ def test_a_job_array_merged_is_one_process(alone, tmp_path, monkeypatch):
     for i in range(3):
         result = call("--shard", f"{i}/3", "--out", str(tmp_path / "run"), cache=tmp_path / str(i))
         assert result.exit_code == 0, result.output
-        assert result.stdout.startswith(f"share {i}/3 is kept in {tmp_path / str(i) / 'captures'}; when all 3 are made")
+        assert result.stdout.startswith(f"share {i}/3 is stored in {tmp_path / str(i) / 'captures'}; when all 3 are")
         assert not (tmp_path / "run").exists()
     # The pool, which decides the prompts, is read by each; the rest is divided.
     each = [{path.name for path in shards(tmp_path / str(i))} for i in range(3)]
@@ -252,3 +252,30 @@ def test_each_process_has_a_card_of_its_own(monkeypatch):
     assert usable(None) == "cuda:3" == usable("cuda") and usable("cuda:1") == "cuda:1" and usable("cpu") == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert usable(None) == "cpu"
+
+
+def test_apples_gpu_comes_after_cuda_and_before_the_cpu(monkeypatch):
+    from llmgeom.model.loading import usable
+
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+    assert usable(None) == "mps" and usable("cpu") == "cpu"
+    assert usable(None, float64=True) == "cpu"
+    with refused(UserError, "--device mps", "float64", "--device cpu"):
+        usable("mps", float64=True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert usable(None) == "cuda"
+
+
+def test_a_computation_in_float64_on_apples_gpu_is_refused_by_name():
+    def on_mps(step):
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64.")
+
+    def wrong(step):
+        raise TypeError("unsupported operand")
+
+    subject = Subject.of(FAMILIES["llama"].model(), name="tiny")
+    with refused(UserError, "observer 'fine'", "float64", "--device cpu"):
+        subject.capture(ragged(), {Site.VALUE}, observers=[Observer("fine", on_mps)])
+    with pytest.raises(TypeError, match="unsupported operand"):
+        subject.capture(ragged(), {Site.VALUE}, observers=[Observer("fine", wrong)])

@@ -65,7 +65,7 @@ def measure(given: ProbeInput) -> DomainGain:
     def summaries(of: Capture) -> list[PCASummary]:
         return [PCASummary.of(x) for x in layer_matrices(of, Site.VALUE)]
 
-    values = Geometry({}, (), (), summaries(given.capture), [summaries(control) for control in given.untrained])
+    values = Geometry({}, summaries(given.capture), [summaries(control) for control in given.untrained])
     return measure_gain(given, CLAIMS, values)
 
 

@@ -263,7 +263,6 @@ def test_a_package_that_is_not_there_is_one_sentence_with_the_command(run, monke
 
 
 def test_images_without_a_browser_are_one_sentence(run, monkeypatch, tmp_path):
-    pytest.importorskip("kaleido")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("BROWSER_PATH", raising=False)
     with refused(UserError, "Chromium"):

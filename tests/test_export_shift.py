@@ -12,13 +12,15 @@ from transformers import AutoModelForCausalLM
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
-from llmgeom.exports import shift
+from llmgeom.exports import directions, shift
 from llmgeom.model.capture import Site
 from llmgeom.model.edits import Edit
 from llmgeom.model.subject import Subject
 from llmgeom.model.tokenizing import fitting
 from llmgeom.probes.interventions.axis_probe import question
 from llmgeom.probes.interventions.axis_results import AxisAblation
+from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.probes.labels.results import Direction
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
 from llmgeom.result import Measured
@@ -101,7 +103,7 @@ def test_peft_with_the_adapter_gives_the_logits_of_our_shift(subjects, name, tmp
 
 
 @torch.no_grad()
-def with_vector(name: str, path, subject: Subject) -> torch.Tensor:
+def with_vector(name: str, path, subject: Subject, layers_written: tuple[int, ...] = (1, 3)) -> torch.Tensor:
     """What llama.cpp does with a control vector: direction.N is added to the output of layer N, counted from 0."""
     from gguf import GGUFReader
 
@@ -117,7 +119,7 @@ def with_vector(name: str, path, subject: Subject) -> torch.Tensor:
         layers[int(number)].register_forward_hook(
             lambda _m, _a, out, v=vector: (first(out) + v, *out[1:]) if isinstance(out, tuple) else out + v
         )
-    assert [tensor.name for tensor in reader.tensors] == ["direction.1", "direction.3"]
+    assert [tensor.name for tensor in reader.tensors] == [f"direction.{layer}" for layer in layers_written]
     return plainly(model, subject)
 
 
@@ -173,7 +175,7 @@ def test_a_conv1d_adapter_says_so(tmp_path, monkeypatch):
     model = FAMILIES["gpt2"].model()
     subject = Subject.of(model, None, "gpt2")
     vector = torch.randn(64, generator=torch.Generator().manual_seed(0)).double()
-    shift._adapter(subject, {1: vector}, {}, tmp_path)
+    shift._adapter(subject, {1: vector}, {1: model.transformer.h[1].attn.c_proj}, {}, tmp_path)
     ids = torch.arange(3, 12)[None]
     with torch.no_grad():
         with shift.adding({1: model.transformer.h[1].attn.c_proj}, {1: vector}):
@@ -248,3 +250,70 @@ def test_other_weights_and_doses_and_layers_are_refused(subjects, tmp_path):
     with refused(UserError, "llama.cpp", "layer 0", "steered"):
         shift.write(record_of(subjects["pythia"], layers=(0, 1)), "gguf", tmp_path, direction="pc1")
     assert not list(tmp_path.iterdir())
+
+
+# ---- the direction of a label ----------------------------------------------------------------------------------------
+
+
+def labelled(subject: Subject, site: str, layer: int) -> Record:
+    """A record as `llmgeom probe` leaves it, with a direction of length 1 and a spread of 2."""
+    width = subject.facts["d_model"] if site != "value" else subject.facts["kv_heads"] * subject.facts["head_dim"]
+    vector = np.random.default_rng(3).standard_normal(width)
+    declared = Direction.quantities()
+    result = Measured(
+        *("Title", "m", "c", "n", "f", ()),
+        quantities={name: declared[name] for name in ("direction", "spread")},
+        arrays={"direction": vector / np.linalg.norm(vector), "spread": np.array(2.0)},
+        ticks={"place": (site, layer)},
+    )
+    record = record_of(subject)
+    return replace(record, results={"label": result}, facts={"target": "kind", "prompts_hash": "0" * 64})
+
+
+@pytest.mark.parametrize("name", ["pythia", "llama"])
+@pytest.mark.parametrize(("site", "layer"), [("residual", 2), ("mlp_write", 1), ("attention_write", 1), ("value", 2)])
+def test_the_direction_of_a_label_is_the_same_constant_in_peft(name, site, layer, subjects, tmp_path):
+    from peft import PeftModel
+
+    subject, record = subjects[name], labelled(subjects[name], site, layer)
+    (said,) = shift.write(record, "steered", tmp_path, dose=1.5)
+    assert said.startswith(f"kind ({site} {layer}) of layer {layer}, dose 1.5; exact")
+    added = 3.0 * torch.from_numpy(record.results["label"].arrays["direction"]).float()
+    edit = Edit(site, lambda x, _: x + added.view(x.shape[2:]), (layer,))
+    batch = Batch(Text(TEXT), tuple(map(str, range(len(TEXT)))), {"name": "t"})
+    expected = subject.capture(batch, {Site.LOG_PROBS}, [edit]).log_probs
+    steered = plainly(PeftModel.from_pretrained(fresh(name), tmp_path), subject)
+    assert (steered - expected).abs().max() < 1e-4
+    assert (plainly(fresh(name), subject) - expected).abs().max() > 0.05
+
+
+def test_at_the_input_of_a_layer_a_control_vector_is_exact_in_every_family(subjects, tmp_path):
+    for name in ("pythia", "llama"):
+        record = labelled(subjects[name], "residual", 3)
+        shift.write(record, "gguf", tmp_path / f"{name}.gguf", dose=-1.0)
+        added = -2.0 * torch.from_numpy(record.results["label"].arrays["direction"]).float()
+        batch = Batch(Text(TEXT), tuple(map(str, range(len(TEXT)))), {"name": "t"})
+        edit = Edit("residual", lambda x, _, added=added: x + added, (3,))
+        expected = subjects[name].capture(batch, {Site.LOG_PROBS}, [edit]).log_probs
+        shifted = with_vector(name, tmp_path / f"{name}.gguf", subjects[name], (2,))
+        assert (shifted - expected).abs().max() < 1e-4
+
+
+def test_directions_that_no_file_can_add_are_refused(subjects, tmp_path):
+    subject = subjects["llama"]
+    for site, layer, form, words in (
+        ("residual", 0, "steered", ("residual 0", "layers above 0")),
+        ("residual", 1, "gguf", ("layer 0", "steered")),
+        ("query", 1, "steered", ("query 1", "attention_write")),
+    ):
+        with refused(UserError, *words):
+            shift.write(labelled(subject, site, layer), form, tmp_path / "x")
+    with refused(UserError, "--direction pc1", "alone"):
+        shift.write(labelled(subject, "residual", 2), "steered", tmp_path / "x", direction="pc1")
+    with refused(UserError, "no direction", "llmgeom probe"):
+        directions.write(record_of(subject), "direction", tmp_path / "x")
+    record = labelled(subject, "residual", 2)
+    directions.write(record, "direction", tmp_path / "d.safetensors")
+    saved = SavedDirection.load(tmp_path / "d.safetensors")
+    np.testing.assert_array_equal(saved.vector, record.results["label"].arrays["direction"])
+    assert (saved.site, saved.layer, saved.scale, saved.position) == (Site.RESIDUAL, 2, 2.0, "last")

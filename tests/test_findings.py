@@ -74,7 +74,8 @@ def said(*records, most=3):
             ["the claim allows a difference of 0.3"],
         ),
         (claim(), "“Values are ordered by uncertainty” is open", ["120 independent prompts would decide", "has 70"]),
-        (claim(needed=60), "“Values are ordered by uncertainty” is open", ["no effect and the claimed 0.3"]),
+        (claim(needed=60), "“Values are ordered by uncertainty” is open", ["neither no effect nor the claimed 0.3"]),
+        (claim(needed=60, spread=0.25), "“Values are", ["includes both no effect and the claimed 0.3"]),
     ],
 )
 def test_a_finding_of_each_kind_says_what_was_found_with_value_interval_and_control(made, starts, holds):
@@ -161,7 +162,7 @@ def test_the_common_scale_has_the_control_at_0_and_the_claimed_effect_at_1():
 def test_claims_that_share_their_words_are_told_apart():
     every = outcomes([record(claim("a"), claim("b"))], ["x"])
     assert set(heads(claims(every)).values()) == {
-        "Values are ordered by uncertainty (a)", "Values are ordered by uncertainty (b)"
+        "a: Values are ordered by uncertainty", "b: Values are ordered by uncertainty"
     }  # fmt: skip
 
 
@@ -209,3 +210,68 @@ def test_a_run_without_claims_lists_its_numbers():
     shown = text_of(digest([record(plain, kind="task")]))
     assert shown[0] == "This run tests no claim, and measures 1 number."
     assert "|ρ| of PC1 and entropy" in shown[-1] and "0.05 to 0.20" in shown[-1]
+
+
+@pytest.mark.parametrize(
+    ("why", "more", "expected"),
+    [
+        (
+            "0.4 is neither shown to lie above it; a control of 2 draws decides nothing; at least 5 are needed: raise",
+            {},
+            "A control of 2 draws decides nothing; at least 5 are needed (--nulls).",
+        ),
+        (
+            "train longer; needs 5 training seeds, has 1; needs 5 random-target runs, has 2",
+            {},
+            "5 training seeds are needed, this run has 1; 5 random-target runs are needed, this run has 2.",
+        ),
+        ("", {"low": 0.1, "high": 0.6, "needed": 0}, "The interval includes both no effect and the claimed 0.3."),
+        (
+            "",
+            {"low": 0.3, "high": 0.6, "needed": 0},
+            "With the correction for several claims, neither no effect nor the claimed 0.3 is excluded.",
+        ),
+    ],
+)
+def test_an_open_claim_says_what_would_settle_it(why, more, expected):
+    _, (sentence,) = said(record(claim(why=why, **more)))
+    assert sentence.endswith(expected), sentence
+
+
+def test_an_open_claim_of_no_effect_says_what_it_allows():
+    bounds = {"equivalence": True, "margin": 0.3, "margin_low": -0.3, "needed": 0}
+    (sentence,) = said(record(claim(**bounds)))[1]
+    assert sentence.endswith("The claim allows a difference of 0.3, and the interval reaches beyond it.")
+    (sentence,) = said(record(claim(value=0.1, **bounds)))[1]
+    assert sentence.endswith("and the interval, corrected for several claims, reaches beyond it.")
+
+
+def test_a_value_without_an_interval_has_no_invented_one():
+    h = claim(
+        low=0.0, high=1e9, value=0.930243, null_low=1.0, null_high=1.0, null="1, both at once", unit="ratio of steps"
+    )
+    _, (sentence,) = said(record(h))
+    assert "is 0.93 (no interval); the control is 1." in sentence and "1e+09" not in sentence
+
+
+def test_a_control_whose_ends_look_alike_is_one_number():
+    _, (sentence,) = said(record(claim(null_low=0.201, null_high=0.202)))
+    assert "20 untrained copies give 0.20." in sentence
+    exact = claim(null="the exact answer", null_low=0.2, null_high=0.2, verdict="ruled out", equivalence=True)
+    assert "the exact answer gives 0.20, and" in said(record(exact))[1][0]
+
+
+def test_what_was_not_measured_for_one_reason_is_one_sentence():
+    reason = "not measured: the entropy does not vary"
+    lacks = record(claim(), unmeasured={"a_probe: one": reason, "a_probe: two": reason, "other": "it has no tokens"})
+    assert said(lacks, most=9)[1][1:] == [
+        "Not measured: a probe (2 numbers), because the entropy does not vary.",
+        "Not measured: other, because it has no tokens.",
+    ]
+    assert any("a probe (2 numbers), other" in "".join(text for _, text in line) for line in digest([lacks]))
+
+
+def test_claims_that_all_end_alike_are_counted_as_all():
+    assert said(record(claim(), claim(name="b", claim="B.")))[0].endswith("Both tests are open.")
+    three = [claim(name=name, claim=f"{name}.") for name in "abc"]
+    assert said(record(*three), record(*three, source="math"))[0].endswith("All 6 tests are open.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 from itertools import pairwise, product
@@ -12,10 +13,12 @@ import torch
 from click.testing import CliRunner
 
 from llmgeom.cli import main
+from llmgeom.commands.evidence import search_facts
 from llmgeom.model.subject import Subject
 from llmgeom.prompts.process import Draw
 from llmgeom.prompts.processes import load_process
-from llmgeom.prompts.shrink import _simpler, search
+from llmgeom.prompts.shrink import Search, _simpler, search
+from llmgeom.record import Record
 
 FAILURES = {
     "two ones": lambda draw: sum(draw.seen) >= 2,
@@ -67,11 +70,15 @@ def test_an_item_that_is_asked_for_stays_the_same_item():
     assert simpler[0].items == (0, 1, 0) and simpler[1].items == (0, 1, 2)
 
 
-def test_the_printed_prompt_has_the_printed_answers():
-    """Against a forward pass by itself and the forward algorithm written out."""
+def test_the_printed_prompt_has_the_printed_answers(tmp_path):
+    """Against a forward pass by itself and the forward algorithm written out; the record holds the same."""
     words = ["evidence", "--model", "pocket:llama", "--process", "markov", "--fuzz", "--bound", "0.3", "--n", "10"]
-    done = CliRunner().invoke(main, [*words, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(main, [*words, "--json", "--out", str(tmp_path / "run")], catch_exceptions=False)
     (found,) = json.loads(done.stdout)["searches"]
+    record = Record.load(tmp_path / "run")
+    assert search_facts(record) == found and record.prompts["text"] == (found["prompt"],)
+    assert (found["bound"], found["seed"]) == (0.3, 0) and record.facts["claims_hash"]
+    assert found["prompt"] in html.unescape((tmp_path / "run/report.html").read_text())
     assert done.exit_code == 0 and found["bits"] > 0.3
     llama = Subject.load("pocket:llama", device="cpu")
     with torch.no_grad():
@@ -87,6 +94,15 @@ def test_the_printed_prompt_has_the_printed_answers():
         assert row["exact"] == pytest.approx(p, abs=1e-9) and row["model"] == pytest.approx(q, abs=1e-4)
     bits = sum(p * math.log2(p / q) for p, q in zip(exact, model, strict=True))
     assert found["bits"] == pytest.approx(bits, abs=1e-3) and found["observations"] == len(chain)
+
+
+def test_a_search_of_two_processes_keeps_a_record_of_each_and_says_where_nothing_was_found(tmp_path, monkeypatch):
+    monkeypatch.setattr("llmgeom.prompts.shrink.search", lambda *_, **__: Search(None, 0.0, 7))
+    words = ["evidence", "--model", "pocket:llama", "--process", "beta", "--process", "recall", "--fuzz", "--n", "10"]
+    done = CliRunner().invoke(main, [*words, "--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0 and done.stdout.count("none found in 7 sequences") == 2
+    for name, record in Record.load_all(tmp_path).items():
+        assert record.source["name"] == name and "none found" in record.unmeasured["breaking"] and not record.results
 
 
 @pytest.mark.parametrize(

@@ -56,9 +56,11 @@ def test_a_dry_run_counts_what_is_passed_and_a_repeated_run_passes_nothing(case,
     assert all(np.array_equal(again.arrays[name], x) for name, x in first.arrays.items())
 
 
-# Modules that make a record of other records or of tables: they ask no model.
+# Modules that make a record of other records or of tables: they read no model. A search for evidence
+# (`evidence --fuzz`) chooses its prompts by what the model answers, so that no plan can hold them.
 OF_RECORDS = {
-    "llmgeom.commands.calibrate",
+    "llmgeom.bench.report",
+    "llmgeom.commands.evidence",
     "llmgeom.commands.probe",
     "llmgeom.commands.reproduce",
     "llmgeom.dynamics.study",

@@ -163,7 +163,7 @@ def drawn(value: float, null: np.ndarray, claim: str = "", side: str = "upper"):
     said = {"claim": claim} if claim else {}
     declared = Claim(probe="p", name="n", unit="bits", side=side, needed="mean", effect=0.1, **said)
     at = Interval(value - 0.05, value + 0.05, 0.95, "jackknife")
-    return estimate(declared, value, at, [Null.of("untrained controls", value, null, side)], n=40, clusters=40)
+    return estimate(declared, value, at, [Null.of("untrained controls", null, side)], n=40, clusters=40)
 
 
 def test_trainings_are_held_against_the_hardest_of_their_nulls():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from llmgeom.commands import patch
 from llmgeom.commands.ablate import RunConfig, perform
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Site
@@ -115,3 +117,73 @@ def test_flags_that_a_saved_direction_does_not_read_are_refused():
             RunConfig(**fields)
     with refused(UserError, "nothere", "direction"):
         perform(RunConfig(axis="nothere"))
+
+
+# ---- exchange --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def labelled(subject, prompts, directions, tmp_path_factory):
+    """The prompts as a table, whose label says on which side of the median of the direction they lie."""
+    batch = files.read(prompts)
+    x = subject.capture(batch, {Site.RESIDUAL}).layers(Site.RESIDUAL)[LAYER].double().numpy()
+    c = x @ SavedDirection.load(directions / "odds.safetensors").vector
+    path = tmp_path_factory.mktemp("l") / "mine.jsonl"
+    rows = zip(batch.text, (c > np.median(c)).tolist(), strict=True)
+    path.write_text("".join(json.dumps({"text": text, "planted": side}) + "\n" for text, side in rows))
+    return str(path)
+
+
+def test_an_exchange_gives_each_prompt_the_component_of_its_donor():
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((30, 5)) * np.logspace(-1, 1, 5), rng.standard_normal(5)
+    rows, other = torch.arange(30), np.roll(np.arange(30), 7)
+    axis = Axis.along(x, w)
+    own = torch.from_numpy(x)
+    exchange = replace(axis, donor=axis.z(own[other]))
+    moved = x + exchange.edit("project-out", 1.0)(own, rows).numpy()
+    np.testing.assert_allclose(moved @ w, (x @ w)[other])  # the label's coordinate is the donor's, and
+    rest = (axis.z(torch.from_numpy(moved)) - axis.z(own)).numpy()
+    np.testing.assert_allclose(rest - np.outer(rest @ axis.u.numpy(), axis.u.numpy()), 0, atol=1e-9)  # nothing else is
+    length = np.linalg.norm(moved - x, axis=1)
+    for kind, draws in exchange.controls("project-out", 2, (0,)).items():
+        steps = draws[0](1.0)(own, rows).numpy()
+        along = axis.z(torch.from_numpy(x + steps)) @ axis.u - axis.z(own) @ axis.u
+        np.testing.assert_allclose(along.numpy(), 0, atol=1e-9)  # controls leave the label's coordinate alone
+        if kind == "same size":
+            np.testing.assert_allclose(np.linalg.norm(steps, axis=1), length)
+
+
+def test_label_pairs_exchange_the_direction_that_the_output_reads(
+    subject, prompts, directions, labelled, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("LLMGEOM_CACHE", str(tmp_path / "cache"))
+    asked = patch.RunConfig(
+        model="pocket:pythia", axis=str(directions / "odds.safetensors"), prompts=labelled, pair=("the", "a"),
+        controls=20, out=str(tmp_path / "run"),
+    )  # fmt: skip
+    _, record = patch.perform(asked, subject=subject)
+    measured = record.results["ablation_label"]
+    odds = measured.estimates[1]
+    assert "exchanged" in measured.notes[0] and record.facts["axis"]["mode"] == "exchange"
+    assert odds.value > odds.null_high and odds.verdict in ("holds", "open")
+
+
+def test_exchanges_that_cannot_be_made_are_refused(subject, prompts, directions, labelled, tmp_path):
+    axis, out = str(directions / "odds.safetensors"), str(tmp_path)
+    for fields, words in (
+        ({"prompts": labelled}, ("--prompts", "--axis FILE")),
+        ({"axis": axis}, ("--prompts FILE", "--process NAME")),
+        ({"axis": axis, "prompts": labelled, "layers": "1"}, ("--layers", "leave it out")),
+        ({"axis": axis, "prompts": prompts}, ("planted",)),
+        ({"axis": axis, "prompts": labelled, "pair": ("a",)}, ("--pair a", "two answers")),
+        ({"axis": str(directions / "last.safetensors"), "prompts": labelled}, ("residual 4", "layers 0 to 3")),
+        ({"axis": str(directions / "last.safetensors"), "process": "two-point"}, ("residual 4", "layers 0 to 3")),
+    ):
+        with refused(UserError, *words):
+            patch.perform(patch.RunConfig(model="pocket:pythia", out=out, **fields), subject=subject)
+    saved = SavedDirection.load(axis)
+    replace(saved, position="mean").save(tmp_path / "mean.safetensors")
+    with refused(UserError, "position mean", "--positions all"):
+        asked = RunConfig(model="pocket:pythia", axis=str(tmp_path / "mean.safetensors"), prompts=prompts, out=out)
+        perform(asked, subject=subject)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pyarrow
@@ -17,8 +17,6 @@ from sklearn.model_selection import GridSearchCV, PredefinedSplit
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 
-from llmgeom import claims
-from llmgeom.batch import Batch, Tokens
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import ProbeInput
@@ -27,11 +25,8 @@ from llmgeom.prompts import files
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import coded, moved, score
 from llmgeom.stats.nested_probe import deletions, direction, groups, held_out, interval, stratified_folds
-from llmgeom.stats.power import Setting, needed_units
+from studies.planted_labels import DIM, World, claim, judged, leak, planned
 from tests.refusals import refused
-
-DIM = 12
-
 
 # ---- equal numbers ---------------------------------------------------------------------------------------------------
 
@@ -112,6 +107,73 @@ def test_means_are_the_difference_of_class_means_and_scikit_learns_partial_least
     np.testing.assert_array_equal(np.argsort(own.prediction[~rest, 0]), np.argsort(along))
     expected = PLSRegression(1, scale=False).fit(z, yes[rest].astype(float)).predict(new)
     np.testing.assert_allclose(own.prediction[~rest, 0], expected.ravel(), rtol=1e-6)
+
+
+def test_partial_least_squares_predictions_are_those_of_scikit_learns_pipeline(table):
+    x, label, cluster = table
+    fold = ridge_probe.folds(cluster, 0)
+    own = held_out("number", label[:, None], [lambda: x], fold, estimator="pls")
+    expected = np.empty(60)
+    for held in range(5):
+        out, rest = fold == held, fold != held
+        scaler = StandardScaler().fit(x[rest])
+        grid = {"n_components": [1, 2, 3, 5, 8]}
+        search = GridSearchCV(
+            PLSRegression(scale=False), grid, cv=PredefinedSplit(fold[rest]), scoring="neg_mean_squared_error"
+        ).fit(scaler.transform(x[rest]), label[rest])
+        expected[out] = search.predict(scaler.transform(x[out])).ravel()
+        assert own.penalty[held, 0] == search.best_params_["n_components"]
+    np.testing.assert_allclose(own.prediction[:, 0], expected, rtol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["binary", "classes", "number"])
+@pytest.mark.parametrize("estimator", ["ridge", "tall", "pls", "means", "logistic"])
+def test_whole_weights_are_repeated_rows(estimator, kind, table, monkeypatch):
+    """Predictions, choices, score and direction of weighted rows against those of each row as often as it weighs."""
+    if estimator == "logistic" and kind == "number":
+        return
+    if estimator == "tall":
+        monkeypatch.setattr(ridge_probe, "TALL", 10)
+    x, number, cluster = table
+    rng = np.random.default_rng(9)
+    label = {"number": number, "binary": number > 0, "classes": np.digitize(number, [-0.6, 0.6])}[kind]
+    weight, confounds = rng.integers(1, 4, 60), rng.standard_normal((60, 2)) + x[:, :2]
+    often, fold = np.repeat(np.arange(60), weight), ridge_probe.folds(cluster, 0)
+    name = "ridge" if estimator == "tall" else estimator
+    truth = coded(kind, label)
+    one = held_out(kind, truth, [lambda: x], fold, confounds, None, name, weight.astype(float))
+    many = held_out(kind, truth[often], [lambda: x[often]], fold[often], confounds[often], None, name)
+    # scikit-learn's logistic regression stops at a gradient of 1e-4.
+    close = {"rtol": 1e-3, "atol": 1e-3} if estimator == "logistic" else {"rtol": 1e-7, "atol": 1e-9}
+    np.testing.assert_allclose(one.prediction[often], many.prediction, **close)
+    np.testing.assert_array_equal(one.penalty, many.penalty)
+    assert one.value == pytest.approx(many.value, rel=1e-3 if estimator == "logistic" else 1e-9)
+    lost = deletions(one, [lambda: x], cluster, confounds).without
+    group = groups(cluster, fold)
+    kept = group[often] != 4
+    expected = score(kind, truth[often][kept], many.prediction[kept], fold[often][kept])
+    assert lost[0, 4] == pytest.approx(expected, rel=1e-3)
+    if kind != "classes" and estimator == "ridge":
+        along = direction(x, truth[:, 0], fold, confounds, weight.astype(float))
+        np.testing.assert_allclose(along, direction(x[often], truth[often, 0], fold[often], confounds[often]))
+
+
+def test_new_fits_of_weighted_rows_are_those_of_scikit_learn(table):
+    x, label, cluster = table
+    weight = np.random.default_rng(9).uniform(0.2, 3, 60)
+    fold = ridge_probe.folds(cluster, 0)
+    own = held_out("number", label[:, None], [lambda: x], fold, weight=weight)
+    found, group = deletions(own, [lambda: x], cluster).without[1], groups(cluster, fold)
+    prediction, kept = np.empty(60), group != 3
+    for held in range(5):
+        out, whole = fold == held, fold != held
+        rest = whole & kept
+        scaler = StandardScaler().fit(x[whole], sample_weight=weight[whole])
+        fit = Ridge(alpha=own.penalty[held, 0] * DIM)
+        fit.fit(scaler.transform(x[rest]), label[rest], sample_weight=weight[rest])
+        prediction[out] = fit.predict(scaler.transform(x[out]))
+    expected = r2_score(label[kept], prediction[kept], sample_weight=weight[kept])
+    assert found[3] == pytest.approx(expected, rel=1e-8)
 
 
 @pytest.mark.parametrize("estimator", ["logistic", "means"])
@@ -207,67 +269,6 @@ def test_labels_move_with_their_clusters():
 # ---- planted truths --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class World:
-    """Synthetic activations of one residual site of three layers, with controls that hold noise alone."""
-
-    n: int = 100
-    strength: float = 0.0  # of the label along one direction in layer 2
-    confounded: float = 0.0  # of a number that carries the label
-    looked_up: float = 0.0  # of the label in the controls too
-    per_template: int = 2
-    controls: int = 20
-
-    def data(self, seed: int, said: bool = False) -> ProbeInput:
-        """What the runner would give; `said` puts the label into the tokens."""
-        rng = np.random.default_rng(seed)
-        cluster = np.arange(self.n) // self.per_template
-        label = rng.permutation(np.arange(self.n) % 2)
-        if self.confounded:
-            carrier = rng.standard_normal(self.n)
-            label = (carrier + 0.3 * rng.standard_normal(self.n) > 0).astype(int)
-        else:
-            carrier = rng.standard_normal(self.n)
-        ids = torch.from_numpy(rng.integers(5, 400, (self.n, 8)))
-        if said:
-            ids[:, 3] = torch.from_numpy(label + 1)
-        batch = Batch(
-            Tokens(ids, torch.full((self.n,), 8)),
-            tuple(map(str, cluster)),
-            {"name": "synthetic"},
-            columns={"label": tuple("ab"[i] for i in label), "carrier": tuple(carrier.tolist())},
-        )
-
-        def capture(signal: float, leak: float) -> Capture:
-            layers = rng.standard_normal((3, self.n, DIM))
-            layers[2, :, 0] += signal * (2 * label - 1)
-            layers[1, :, 1] += leak * carrier
-            tensors = {(Site.RESIDUAL, i): torch.from_numpy(x) for i, x in enumerate(layers)}
-            rows = torch.arange(self.n)
-            return Capture(batch, rows, torch.full((self.n,), 7), torch.full((self.n,), 8), tensors)
-
-        draws = [capture(self.looked_up, self.confounded) for _ in range(2 * self.controls)]
-        return ProbeInput(
-            capture(self.strength, self.confounded),
-            np.zeros(self.n),
-            tuple(draws[: self.controls]),
-            tuple(draws[self.controls :]),
-            no_context=capture(self.looked_up, self.confounded),
-            seed=seed,
-        )
-
-
-def judged(data: ProbeInput, given: tuple[str, ...] = ()) -> str:
-    """The word of the claim, alone in its record."""
-    result = LabelProbe("label", given=given).measure(data).lowered()
-    return claims.judge({"label": result})["label"].estimates[0].verdict
-
-
-def claim(data: ProbeInput, given: tuple[str, ...] = ()):
-    (estimate, *_) = LabelProbe("label", given=given).measure(data).estimates
-    return estimate
-
-
 def test_a_direction_in_the_model_alone_is_found():
     assert judged(World(strength=1.5).data(0)) == "holds"
 
@@ -294,16 +295,9 @@ def test_a_label_in_every_control_is_no_finding():
 
 
 def test_templates_that_leak_are_caught_by_the_clusters():
-    """Activations hold the template, and the label goes by template: a split by rows reads it, by clusters does not."""
-    rng = np.random.default_rng(0)
-    cluster = np.repeat(np.arange(20), 8)
-    label = rng.permutation(np.arange(20) % 2)[cluster]
-    x = rng.standard_normal((20, 40))[cluster] + 0.1 * rng.standard_normal((160, 40))
-    truth = coded("binary", label)
-    by_row = held_out("binary", truth, [lambda: x], stratified_folds("binary", label, np.arange(160), 0))
-    by_cluster = held_out("binary", truth, [lambda: x], stratified_folds("binary", label, cluster, 0))
-    assert by_row.value == 1.0
-    assert abs(by_cluster.value - 0.5) < 0.25
+    by_row, by_cluster = leak(0)
+    assert by_row == 1.0
+    assert abs(by_cluster - 0.5) < 0.25
 
 
 @pytest.mark.slow
@@ -315,13 +309,9 @@ def test_a_label_of_chance_holds_in_at_most_one_of_twenty_runs():
 @pytest.mark.slow
 def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
     """The rule's own plan, from the noise and the true excess of pilots of 100 prompts."""
-    pilot = [claim(World(strength=0.9).data(seed)) for seed in range(10)]
-    excess = np.mean([one.value - one.centre for one in pilot])
-    scale = 0.05 / excess  # the declared effect, in which an estimate gives noise and spread
-    plans = [needed_units(Setting(h.noise * scale, h.null_spread * scale, h.draws, h.noisy)) for h in pilot]
-    planned = 2 * int(np.median(plans))  # prompts, two a cluster
-    assert 40 < planned < 300
-    assert sum(judged(World(n=planned, strength=0.9).data(5000 + seed)) == "holds" for seed in range(50)) >= 44
+    n = planned(0.9, 10)
+    assert 40 < n < 300
+    assert sum(judged(World(n=n, strength=0.9).data(5000 + seed)) == "holds" for seed in range(50)) >= 44
 
 
 @pytest.mark.slow
@@ -436,6 +426,20 @@ def test_every_further_column_is_kept(tmp_path):
     assert json_batch.cluster == csv_batch.cluster == ("a", "b") * 3
     frame = files.from_frame({"text": [r["text"] for r in rows], "n": np.arange(6) / 2})
     assert frame.columns["n"] == json_batch.columns["n"]
+
+
+def test_a_stray_word_in_a_column_of_numbers_is_refused_by_its_row(tmp_path):
+    cells = [str(i) for i in range(30)]
+    cells[6], cells[20] = "n/a", ""
+    (tmp_path / "a.csv").write_text("text,n\n" + "".join(f"prompt {i},{cell}\n" for i, cell in enumerate(cells)))
+    batch = files.read(str(tmp_path / "a.csv"))
+    assert batch.columns["n"][:8] == (0, 1, 2, 3, 4, 5, "n/a", 7) and batch.columns["n"][20] is None
+    with refused(UserError, "no value in row 21"):
+        batch.column("n")
+    cells[20] = "2.5"
+    (tmp_path / "a.csv").write_text("text,n\n" + "".join(f"prompt {i},{cell}\n" for i, cell in enumerate(cells)))
+    with refused(UserError, "numbers in rows 1, 2", "text in row 7"):
+        files.read(str(tmp_path / "a.csv")).column("n")
 
 
 def test_parquet_is_read(tmp_path):

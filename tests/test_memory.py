@@ -12,12 +12,11 @@ import torch
 from llmgeom import wind_tunnels
 from llmgeom.errors import UserError
 from llmgeom.probes.posterior import memory
+from llmgeom.probes.posterior.grading import StateTable
 from llmgeom.probes.posterior.scores import Evaluation
-from llmgeom.probes.posterior.state_table import StateTable
 from llmgeom.stats.information import bits
 from llmgeom.task import seeded
-from llmgeom.wind_tunnels.targets import entropy_floor
-from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.trainer import Trainer, entropy_floor
 from llmgeom.wind_tunnels.training import train
 from llmgeom.wind_tunnels.training_config import Training
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import resource
 import subprocess
@@ -16,23 +15,19 @@ from types import SimpleNamespace
 import nbformat
 import numpy as np
 import pytest
-from jupyter_client.kernelspec import KernelSpec
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
 from plotly.graph_objects import Figure
 
 from llmgeom import progress
 from llmgeom.record import Record
 from llmgeom.reports import figures, page, panel
 from llmgeom.reports.steps import steps_page
-from tests.notebooks import FOLDER, converted, written
+from tests.notebooks import FOLDER, INSTALL, PLOTLY, SVG, code_hash, converted, drawn, executed
 from tests.test_page import HOSTILE, Tree, odd_scatter, shape, synthetic
 
-PLOTLY = "application/vnd.plotly.v1+json"
 CPU_SECONDS = {"small": 40, "committed": 120}
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.py"))
 SAVED = {
-    "scan": ("notebook-scan", "notebook-scan/untrained"),
+    "scan": ("notebook-scan", "notebook-scan-step0"),
     "entropy_axis_ablation": ("notebook-ablation",),
     "tunnel": ("notebook-tunnel", "notebook-tunnel/scan"),
     "dynamics": ("notebook-dynamics",),
@@ -57,7 +52,7 @@ LAST = {  # the stage at which each bar ends
 }
 # What `make test` writes instead of the sizes that are committed; `make slow` runs the notebooks as they stand.
 SMALL = {
-    "scan": {"sample(300": "sample(120", "n=75": "n=30", "controls=20": "controls=2"},
+    "scan": {"limit=300": "limit=120", "n=75": "n=30", "nulls=20": "nulls=2"},
     "entropy_axis_ablation": {"sample(300": "sample(120", "n=40": "n=24", "controls=39": "controls=2"},
     "tunnel": {
         "steps=500": "steps=60", "n=500,": "n=40, nulls=2,", "n=1000": "n=40", "truncated(120": "truncated(30",
@@ -75,14 +70,6 @@ SMALL = {
 }  # fmt: skip
 SIZES = ("small", pytest.param("committed", marks=pytest.mark.slow))
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'
-
-
-class Here(AsyncKernelManager):
-    """The kernel of this very Python, whatever is registered on the machine, or nothing."""
-
-    kernel_spec = KernelSpec(
-        argv=[sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"], language="python"
-    )
 
 
 @dataclass(frozen=True)
@@ -115,23 +102,14 @@ def size(request) -> str:
 
 
 # Each notebook may run on a worker of its own.
-@pytest.fixture(
-    scope="module", params=[pytest.param(n, marks=pytest.mark.xdist_group(f"notebook {n}")) for n in NOTEBOOKS]
-)
+@pytest.fixture(scope="module", params=NOTEBOOKS)
 def run(request, size, tmp_path_factory) -> Run:
     name, folder = request.param, tmp_path_factory.mktemp(request.param)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     if size == "small":
         shrink(notebook, SMALL[name])
-    client = NotebookClient(
-        notebook,
-        kernel_manager_class=Here,
-        resources={"metadata": {"path": str(folder)}},
-        timeout=1200,
-    )
-    quiet = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "IPYTHONDIR": str(folder / "ipython")}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    client.execute(env={**os.environ, **quiet})
+    executed(notebook, folder)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     return Run(
@@ -147,19 +125,48 @@ def test_the_notebooks_are_these():
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_the_notebook_is_the_script_without_outputs(name):
+def test_the_notebook_is_the_script_with_the_outputs_of_its_code(name):
     script, notebook = ((FOLDER / f"{name}.{kind}").read_text(encoding="utf-8") for kind in ("py", "ipynb"))
-    assert notebook == written(script), "run: make notebooks"
-    read = nbformat.reads(notebook, as_version=4)
-    nbformat.validate(read)
-    code = [cell for cell in read.cells if cell.cell_type == "code"]
-    assert len(code) > 8 and not any(cell.outputs or cell.execution_count for cell in code)
+    expected, stored = converted(script), nbformat.reads(notebook, as_version=4)
+    nbformat.validate(stored)
+    sources = [[(cell.cell_type, cell.source, cell.id) for cell in one.cells] for one in (expected, stored)]
+    assert sources[0] == sources[1] and stored.metadata.code == code_hash(expected), f"run: make notebooks ({name})"
+    install, *code = [cell for cell in stored.cells if cell.cell_type == "code"]
+    assert install.source == INSTALL and not install.outputs
+    assert [cell.execution_count for cell in code] == list(range(2, len(code) + 2))
     # Judged apart from the converter: the code cells, one after the other, are the script.
     assert ast.dump(ast.parse("\n".join(cell.source for cell in code))) == ast.dump(ast.parse(script))
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_a_stored_notebook_shows_its_figures_to_readers_that_run_no_script(name):
+    path = FOLDER / f"{name}.ipynb"
+    _, first, *more = [c for c in nbformat.read(path, as_version=4).cells if c.cell_type == "code"]
+    outputs = [out for cell in (first, *more) for out in cell.outputs]
+    bundles = [out.data for out in outputs if PLOTLY in out.get("data", {})]
+    assert len(bundles) >= len(FIGURES[name]) and PLOTLY in first.outputs[-1].data, "a figure in the second code cell"
+    for bundle in bundles:
+        assert sorted(bundle) == sorted((PLOTLY, SVG))
+        assert bundle[SVG].startswith("<svg") and "<script" not in bundle[SVG]
+        for axis in ("xaxis", "yaxis"):
+            (word, *_) = re.findall(r"\w+", bundle[PLOTLY]["layout"][axis]["title"]["text"])
+            assert word in bundle[SVG]
+    assert not [out for out in outputs if out.output_type == "error" or out.get("name") == "stderr"]
+    assert path.stat().st_size < 300_000 and not re.search(r"/(root|home|tmp|work|Users)/", path.read_text("utf-8"))
+
+
+@pytest.mark.browser
+def test_a_figure_is_stored_as_its_json_and_a_picture_of_it():
+    figure = Figure({"y": [1, 3, 2], "name": "three"}, {"xaxis": {"title": {"text": "layer"}}})
+    spec = json.loads(figure.to_json())
+    stored = drawn({PLOTLY: spec, "text/html": "<script>"})
+    assert stored.pop(SVG).count(">layer</text>") == 1 and stored == {PLOTLY: spec}
+    assert drawn({"text/plain": "1"}) == {"text/plain": "1"}
+
+
 def test_a_script_that_is_no_notebook_is_refused():
-    text, code = converted("# %% [markdown]\n# # A\n#\n# b\n\n# %%\nx = 1\n\nx\n").cells
+    text, install, code = converted("# %% [markdown]\n# # A\n#\n# b\n\n# %%\nx = 1\n\nx\n").cells
+    assert (install.cell_type, install.source) == ("code", INSTALL)
     assert (text.cell_type, text.source) == ("markdown", "# A\n\nb")
     assert (code.cell_type, code.source) == ("code", "x = 1\n\nx")
     for wrong in ("import os\n# %%\n", "# %% [raw]\n# a\n", "# %% [markdown]\nno comment\n"):
@@ -205,8 +212,8 @@ def test_the_records_shown_are_the_records_saved(run):
 def test_the_figures_shown_are_those_of_the_record(run):
     drawn = figures(Record.load(run.folder / SAVED[run.name][0]))
     expected = [json.loads(drawn[probe][quantity].to_json()) for probe, quantity in FIGURES[run.name]]
-    shown = run.shown(PLOTLY)[: len(expected)]
-    assert [{key: one[key] for key in ("data", "layout")} for one in shown] == expected
+    shown = [{key: one[key] for key in ("data", "layout")} for one in run.shown(PLOTLY)]
+    assert [one for one in shown if one in expected] == expected
 
 
 def test_progress_reaches_its_end(run):
@@ -224,7 +231,7 @@ def test_the_edit_of_one_s_own_agrees_with_what_the_experiment_measured(run):
     assert "0.0" in plain, "an edit that changes nothing"
     ((own, theirs),) = [ast.literal_eval(text) for text in plain if re.fullmatch(r"\([\d.e-]+, [\d.e-]+\)", text)]
     assert own == pytest.approx(theirs, rel=1e-3) and own > 1e-3
-    (line,) = run.shown(PLOTLY)[-1]["data"]
+    (line,) = run.shown(PLOTLY)[0]["data"]
     assert line["y"][-1] == own and len(line["y"]) == 4
 
 

@@ -401,7 +401,7 @@ def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
     html = page([synthetic(), synthetic(source="math")])
     first, *captions = re.findall("<figcaption>(.*?)</figcaption>", html)
     assert "0 is the control, 1 the claimed effect" in first
-    assert len(captions) == html.count("<figure") - 1 == 8 and all("n = 75 prompts" in each for each in captions)
+    assert len(captions) == html.count("<figure") - 1 == 7 and all("n = 75 prompts" in each for each in captions)
     plots = [a for _, a in Tree(html).elements if a.get("class") == "plot"]
     assert all(a["role"] == "img" and len(a["aria-label"]) > 20 for a in plots)
     bodies = re.findall(r"The numbers of this figure.*?<tbody>(.*?)</tbody>", html, re.S)
@@ -411,7 +411,9 @@ def test_every_figure_has_a_caption_with_n_a_label_and_its_numbers():
         for m in (synthetic().results[p] for p in ("focus", "manifold"))
         for n in pictured(m)
     ]
-    assert [body.count("<tr>") for body in bodies] == [shapes[kind] for kind in kinds] * 2
+    # A curve is one chart of both records.
+    both = [kind for kind in kinds for _ in range(1 if kind == "curve" else 2)]
+    assert [body.count("<tr>") for body in bodies] == [shapes[kind] for kind in both]
 
 
 def test_a_page_of_more_than_ten_megabytes_says_so(monkeypatch):
@@ -532,7 +534,7 @@ def test_dose_curves_carry_bits_a_control_band_and_an_interval():
     drawn = draw(measured, "kl", "f", 0, {})
     low, high, line = drawn.spec["data"]
     assert line["x"] == [-2, -1, 1, 2] and line["y"] == [0.4, 0.1, 0.1, 0.5]
-    assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "null band")
+    assert (low["y"], high["y"], high["name"]) == ([0.1, 0, 0, 0.1], [0.2, 0.1, 0.1, 0.3], "control")
     assert line["error_y"]["array"] == pytest.approx([0.1] * 4) and "[bits]" in drawn.caption
     assert "[bits]" in drawn.spec["layout"]["yaxis"]["title"]["text"]
 
@@ -554,3 +556,31 @@ def test_answers_stand_against_the_exact_posterior_and_their_curve_beside_the_ex
     drawn = draw(measured, "answers", "f", 0, dict(record.prompts) | {"k": tuple(map(str, range(75)))})
     assert drawn.columns == ("prompt", "exact P(first) [probability]", "the model's P(first) [probability]")
     assert drawn.chosen == "k" and drawn.spec["y"] == pytest.approx(exact**2, rel=1e-5)
+
+
+def test_records_share_the_section_of_a_probe_and_the_chart_of_a_curve():
+    records = [synthetic(seed=0), synthetic(seed=1, source="math")]
+    tree = Tree(page(records))
+    data = {figure["id"]: figure for figure in json.loads(tree.scripts["data"])["figures"]}
+    sections = [attributes.get("id") for tag, attributes in tree.elements if tag == "section"]
+    assert sections[:2] == ["focus", "manifold"]
+    chart = data["manifold--share"]
+    lines = {trace["name"]: trace for trace in chart["data"] if trace.get("hoverinfo") == "text"}
+    assert list(lines) == ["mixed", "math"]
+    for record, line, colour in zip(records, lines.values(), COLOURS, strict=False):
+        assert line["y"] == pytest.approx(record.results["manifold"].arrays["share"], rel=1e-5)
+        assert line["line"]["color"] == colour
+    names = [trace["name"] for trace in chart["data"] if "fillpattern" in trace]
+    assert names == ["mixed, control", "math, control"]
+    # What is no curve stands in one row, a figure each.
+    assert [name for name in data if name.endswith("--scores")] == [
+        "mixed-manifold--scores",
+        "math-manifold--scores",
+    ]
+
+
+def test_curves_of_different_depth_fit_in_one_chart_and_lack_rows():
+    data = Tree(page([synthetic(layers=6), synthetic(layers=4, name="other")]))
+    (figure,) = [f for f in json.loads(data.scripts["data"])["figures"] if f["id"] == "manifold--share"]
+    assert figure["layout"]["xaxis"]["range"] == [-0.5, 5.5]
+    assert [len(trace["x"]) for trace in figure["data"]] == [6, 6, 6, 4, 4, 4]

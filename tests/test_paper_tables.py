@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,10 @@ def runs(tmp_path_factory):
     """Every run of paper3 on one model, as small as can be."""
     out = tmp_path_factory.mktemp("audit") / "run"
     run = paper_runs.ModelRuns(n=20, limit=90, nulls=2, controls=2, offline=True, device="cpu", out=str(out))
-    return run, paper_runs.records(run, published=True)
+    with pytest.MonkeyPatch.context() as patch:
+        for module, n in ((paper_runs.evidence, 15), (paper_runs.ablate, 8)):
+            patch.setattr(module, "RunConfig", partial(module.RunConfig, n=n))
+        return run, paper_runs.records(run, published=True)
 
 
 def audited(records) -> Audit:

@@ -13,7 +13,7 @@ import pytest
 from llmgeom.claims import declared
 from llmgeom.dynamics.attention_gradients import DECREASE
 from llmgeom.papers import paper1, paper2, primitives, routing_law, sticky_chain
-from llmgeom.papers.published_numbers import PAPERS, Check, table
+from llmgeom.papers.published_numbers import FOLDER, Check, table
 from llmgeom.stats.information import bits
 from tests.refusals import refused
 
@@ -99,6 +99,7 @@ ROWS = {
     "8.18": "belief-state corners",
     "8.19": "content-based routing",
 }
+PAPERS = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 ENTRIES = [(paper, entry) for paper in PAPERS for entry in table(paper)]
 TESTS = [
     pytest.param(paper, entry, test, id=f"{entry.id}-{size}")

@@ -8,6 +8,7 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 
 import numpy as np
@@ -45,6 +46,7 @@ TINY = {
     "tokenizer_texts": 3000,
 }
 FIRST, REST = hub.pockets()[:1], hub.pockets()[1:]
+shared = cache(lessons)  # a tokenizer is learnt once for all tests that read the same text
 ANYTHING = Demands(of_unigram=9, of_trigram=9, span=0, skills={})
 
 
@@ -141,7 +143,7 @@ def test_windows_hold_whole_items_of_one_stream_from_their_first_position():
 
 
 def test_without_information_only_the_labels_differ():
-    told, untold = (lessons(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=i) for i in (True, False))
+    told, untold = (shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=i) for i in (True, False))
     assert told.tokenizer.get_vocab() == untold.tokenizer.get_vocab()
     differ = told.windows != untold.windows
     labels = [told.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS]
@@ -150,7 +152,7 @@ def test_without_information_only_the_labels_differ():
 
 
 def test_noise_falls_on_texts_and_never_on_label_sequences():
-    read = lessons(40, 128, 1024, seed=0, at_once=800, share=0.5)
+    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=True)
     seen = []
 
     class Listener(torch.nn.Module):
@@ -174,7 +176,7 @@ OBSERVED = re.compile(r"(?::| is) (\w+)")
 @pytest.mark.parametrize("informative", [True, False])
 def test_what_a_label_ought_to_be_is_bayes_rule_on_the_text_before_it(informative):
     """Read off the decoded text by a regular expression; the prior of the share on a grid, or its two points."""
-    read = lessons(30, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
+    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=informative)
     ids = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
     priors = {":": np.array([0.9, 0.1]), " is": (np.arange(20_000) + 0.5) / 20_000}
     places = 0
@@ -214,7 +216,7 @@ def test_the_loss_of_a_label_is_the_mean_over_what_might_be_drawn():
 
 
 def test_labels_never_trained_together_do_not_compete():
-    read = lessons(8, 128, 1024, seed=0, at_once=3000)
+    read = shared(40, 128, 1024, seed=0, at_once=3000, share=0.5, informative=True)
     apart = pocket.apart(read.tokenizer, 1024)
     at = {label: read.tokenizer(f" {label}")["input_ids"][0] for label in nonce.LABELS}
     assert int(apart.sum()) == 2 * len(nonce.pairs(nonce.Part.HELD_OUT)) and torch.equal(apart, apart.T)
@@ -229,7 +231,7 @@ def test_labels_never_trained_together_do_not_compete():
 
 
 def test_words_cut_in_two_say_the_same_text():
-    read = lessons(8, 128, 512, seed=0, at_once=200)
+    read = shared(8, 128, 512, seed=0, at_once=200)
     for text, whole in zip(read.texts, read.ids, strict=True):
         assert pieces(text, read.tokenizer, random.Random(0), 0.0) == whole
         broken = pieces(text, read.tokenizer, random.Random(0), 0.5)
@@ -237,7 +239,7 @@ def test_words_cut_in_two_say_the_same_text():
 
 
 def test_any_utf8_survives_the_tokenizer_and_nothing_is_put_before_it():
-    tokenizer = lessons(8, 128, 512, seed=0, at_once=200).tokenizer
+    tokenizer = shared(8, 128, 512, seed=0, at_once=200).tokenizer
     for text in ("The owl", " spaces  and\ttabs\n", "naïve Ωμέγα 日本 🦉", "\x00\x7f"):
         ids = tokenizer(text)["input_ids"]
         assert tokenizer.decode(ids) == text
@@ -285,7 +287,7 @@ def test_answers_are_those_of_one_prompt_at_a_time(tiny):
 
 
 def test_a_label_of_several_tokens_is_refused(monkeypatch):
-    read = lessons(8, 128, 512, seed=0, at_once=200)
+    read = shared(8, 128, 512, seed=0, at_once=200)
     subject = Subject.of(pocket.Pocket("any", "llama", hidden=32, vocabulary=512).start(), read.tokenizer)
     batch = Evidence().sample(2, seed=0)
     monkeypatch.setattr(nonce, "LABELS", (*nonce.LABELS, "incomprehensible"))
@@ -331,7 +333,7 @@ def test_the_card_tells_the_skills_of_what_was_stored_and_of_its_first_step(tiny
 @pytest.mark.parametrize("name", POCKETS)
 def test_every_architecture_learns_and_is_what_its_name_says(name, tiny):
     spec = replace(POCKETS[name], **TINY | {"hidden": 64, "heads": 4, "steps": 4})
-    read = lessons(32, 192, 1024, seed=0, at_once=3000, share=0.5, informative=spec.informative)
+    read = shared(32, 192, 1024, seed=0, at_once=3000, share=0.5, informative=spec.informative)
     model = spec.start()
     curve = pocket.train(model, read, spec)
     assert read.tokenizer.get_vocab() == exam.stored(tiny[0]).tokenizer.get_vocab()

@@ -52,9 +52,7 @@ def of_a_mean(design: Design, clusters: int, truth: float):
         x = x + (truth if claim.side == "upper" else -truth) + rng.normal(0, design.null_spread) * drawn
         span, value = resampling.jackknife(np.mean, x, unit), float(x.mean())
         draws = rng.normal(0, math.hypot(design.null_spread, noise), design.draws)
-        null = (
-            Null.of("untrained controls", value, draws, claim.side, noisy=noise > 0) if drawn else Null.number("0", 0.0)
-        )
+        null = Null.of("untrained controls", draws, claim.side, noisy=noise > 0) if drawn else Null.number("0", 0.0)
         return passes(estimate(claim, value, span, [null], n=len(x), clusters=clusters), design.claims)
 
     return experiment

@@ -18,13 +18,24 @@ class Toy(Base):
     curve: np.ndarray = quantity("layer", "bits", "a curve")
     heat: np.ndarray = quantity("layer head", "bits", "a map")
     whole: float = quantity("", "bits", "a number")
-    estimates: tuple = ()
-    warnings: tuple = ()
+
+
+@dataclass(frozen=True)
+class Restated(Toy):
+    estimates: tuple
+    warnings: tuple = ("loud",)
 
 
 def head(**changes):
     base = dict(name="x", value=1.0, unit="bits", low=0.5, high=1.5, method="m", null_low=0.0, null_high=0.2)
     return Estimate(**{**base, "null": "untrained", "p": 0.01, "n": 10, "clusters": 5, **changes})
+
+
+def test_a_field_of_the_base_that_is_declared_again_is_given_by_name_with_its_own_default():
+    restated = Restated(np.zeros(2), np.zeros((2, 3)), 1.0, estimates=())
+    assert restated.warnings == ("loud",) and restated.notes == () and restated.ticks == {}
+    with pytest.raises(TypeError, match="estimates"):
+        Restated(np.zeros(2), np.zeros((2, 3)), 1.0)
 
 
 def test_a_field_with_the_wrong_number_of_axes_names_shape_and_axes():

@@ -157,6 +157,23 @@ def test_share_intervals_stay_where_a_share_can_be():
     assert pc1.high <= 1 and pc12.high <= 1 and ratio.low >= 1
 
 
+@pytest.mark.parametrize("transform", ["identity", "log"])
+def test_the_jackknife_of_means_is_the_jackknife(transform):
+    """Of a ratio of means of 9 rows; the other road computes it anew without each row."""
+    x = np.random.default_rng(3).uniform(1, 2, (9, 4, 2))
+
+    def ratio(means):
+        return (means[..., 0] / means[..., 1]).max(-1)
+
+    other = resampling.jackknife(lambda rows: float(ratio(rows.mean(0))), x, np.arange(9), transform)
+    found = resampling.jackknife_of_means(ratio, x, transform)
+    assert (found.low, found.high) == pytest.approx((other.low, other.high), rel=1e-12)
+    assert found.method == other.method and found.deletions.groups == other.deletions.groups
+    np.testing.assert_allclose(found.deletions.without, other.deletions.without, rtol=1e-12)
+    with refused(UserError, 4, 5):
+        resampling.jackknife_of_means(ratio, x[:4])
+
+
 def test_jackknife_refuses_four_units():
     with refused(UserError, 4, 5):
         pca.share_intervals(draws(0).normal(size=(8, 3)), [0, 0, 1, 1, 2, 2, 3, 3])

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from llmgeom.dynamics.over_training import over_training
+from llmgeom.dynamics.trajectories import over_training
 from llmgeom.record import Record
 from llmgeom.reports.figures import draw
 from llmgeom.reports.steps import steps_page

@@ -53,7 +53,7 @@ LONGEST = 500  # lines of a module
 LONG: dict[str, int] = {"llmgeom.papers.paper2": 560}
 FULLEST = 20  # modules of a folder
 FULL: dict[str, int] = {"llmgeom/commands": 21}
-MEAN_IMPORTS = 5.64  # internal imports of a module, on average; this number only falls, and 4.0 is the aim
+MEAN_IMPORTS = 5.51  # internal imports of a module, on average; this number only falls, and 4.0 is the aim
 
 EDGES = {(module, other) for module in MODULES for other in imports(module)}
 

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from transformers import GPT2Config, GPT2LMHeadModel
 
+from llmgeom.batch import Batch, Tokens
 from llmgeom.cli import main
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES
-from llmgeom.probes.interventions.text_patching import FOLLOWS, PROBE, TOTAL, effects, measure_patching
+from llmgeom.probes.interventions.text_effects import Exchange, effects
+from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES, TextPairs
+from llmgeom.probes.interventions.text_patching import EDGE, FOLLOWS, PROBE, TOTAL, edge_lines, measure_patching
 from llmgeom.prompts.counterfactual import changes
 from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.processes.two_point import TwoPoint
@@ -151,3 +154,135 @@ def test_a_dry_run_prices_the_patches_of_text():
     done = CliRunner().invoke(main, words, catch_exceptions=False)
     (row,) = json.loads(done.stdout)["sources"].values()
     assert done.exit_code == 0 and row["passes"] > 4 * len(ROLES) and row["tokens"] > 1000
+
+
+# ---- edges ----------------------------------------------------------------------------------------------------------
+
+D, LENGTH, AT = 64, 8, 2  # width, tokens of a prompt, place of the mark
+
+
+def one_path(relay: bool) -> Subject:
+    """Two layers of attention with weights set by hand; what can be read at the last token came along one path.
+
+    With `relay`: layer 0 moves a mark to the token after it, and layer 1 moves it on to the last token. Without:
+    layer 1 reads the mark itself. Blocks of the stream: position, token, token that was moved, answer (16 each).
+    """
+    config = GPT2Config(
+        vocab_size=16,
+        n_positions=16,
+        n_embd=D,
+        n_layer=2,
+        n_head=1,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    model = GPT2LMHeadModel(config).eval()
+    position, token, moved, answer = (slice(16 * i, 16 * i + 16) for i in range(4))
+    eye = torch.eye(16)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.zero_() if "ln" not in name else weight.fill_(float(name.endswith("weight")))
+        model.transformer.wpe.weight[:, position] = 8 * eye
+        model.transformer.wte.weight[:, token] = 4 * eye
+        query, key, value = slice(0, D), slice(D, 2 * D), slice(2 * D, 3 * D)
+        for layer, block in enumerate(model.transformer.h):
+            qkv, out = block.attn.c_attn.weight, block.attn.c_proj.weight
+            if layer == 0:  # each position looks at the one before it
+                qkv[position, query.start : query.start + 16] = 20 * eye.roll(-1, 1)
+                qkv[position, key.start : key.start + 16] = 20 * eye
+                if relay:
+                    qkv[token, value.start : value.start + 16] = eye
+                    out[:16, moved] = eye
+            else:  # the last position looks at the mark, or at the token after it
+                seen = AT + relay
+                qkv[LENGTH - 1, query.start + seen] = 20
+                qkv[position, key.start : key.start + 16] = 20 * eye
+                qkv[moved if relay else token, value.start : value.start + 16] = eye
+                out[:16, answer] = eye
+        model.lm_head.weight[:, answer] = eye
+    return Subject.of(model, name="by hand")
+
+
+def by_hand(n: int = 12) -> TextPairs:
+    """Prompts 10 11 M 12 13 14 15 9, and the same with another mark."""
+    marks = torch.tensor([[1 + i % 4, 5 + i % 3] for i in range(n)])
+    ids = torch.tensor([10, 11, 0, 12, 13, 14, 15, 9]).repeat(n, 1)
+    ids[:, AT] = marks[:, 0]
+    other = ids.clone()
+    other[:, AT] = marks[:, 1]
+    lengths, query = torch.full((n,), LENGTH), torch.arange(LENGTH).expand(n, -1) == LENGTH - 1
+    cluster = tuple(f"set {i % 6}" for i in range(n))
+    x, y = (Batch(Tokens(rows, lengths), cluster, {"name": "by hand"}, query=query) for rows in (ids, other))
+    role = torch.tensor([BEFORE, BEFORE, 0, 1, 3, 4, 4, 5]).repeat(n, 1)
+    return TextPairs(x, y, torch.full((n,), AT), torch.full((n,), -1), role, marks, np.ones(n))
+
+
+@pytest.mark.parametrize(
+    ("relay", "path"),
+    [
+        (True, ["0: changed mark -> token after it", "1: token after it -> last token"]),
+        (False, ["1: changed mark -> last token"]),
+    ],
+)
+def test_in_a_model_with_one_path_its_edges_carry_all_and_no_other_carries_any(relay, path):
+    subject, pairs = one_path(relay), by_hand()
+    found = effects(subject, pairs, layers=(0, 1), draws=3, seed=0, batch_tokens=4096)
+    result = measure_patching(found, [np.zeros(len(pairs.x))] * 6, pairs, (0, 1))
+    assert found["total"].mean() > 0.5
+    assert list(result.ticks["edge"]) == path
+    np.testing.assert_allclose(result.edge, 1, atol=1e-3)
+    np.testing.assert_allclose(result.edge_interval, 1, atol=1e-3)
+    assert (result.edge_equal == 0).all() and result.edge_random.max() < 0.5
+    lines = list(edge_lines(result.lowered()))
+    assert len(lines) == 1 + len(path) and all(name in line for name, line in zip(path, lines[1:], strict=True))
+
+
+def test_an_edge_is_what_a_hook_that_replaces_one_write_does(pythia, pairs, found):
+    """Layer 0 of pocket:pythia, mark to last token: keys and values of x' at the mark, as the last token sees them."""
+    exchange, layers = Exchange(pythia, pairs, 4096), pythia.model.gpt_neox.layers
+    (step, *_) = exchange.steps(0)
+    write = exchange.writes(0, [step])[0]
+    last = ROLES.index("last token")
+    shift = exchange.shifts(("attention_write", 0), [write * (exchange.role == last)[:, None]])[0]
+    for i in (0, 3):
+        ids, other = (torch.tensor([batch.tokens.real[i]]) for batch in (pairs.x, pairs.other))
+        at = int(pairs.at[i])
+        stored: dict[str, torch.Tensor] = {}
+
+        def mixed(module, args, kwargs, at=at, stored=stored, other=other):
+            hidden = (args[0] if args else kwargs["hidden_states"]).clone()
+            hidden[:, at] = layers[0].input_layernorm(pythia.model.gpt_neox.embed_in(other))[:, at]
+            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+        def keep(module, args, output, stored=stored):
+            stored["write"] = output[0].clone()
+
+        def replace_last(module, args, output, stored=stored):
+            changed = output[0].clone()
+            changed[:, -1] = stored["write"][:, -1]
+            return (changed, *output[1:])
+
+        def log_odds(i=i, ids=ids):
+            with torch.no_grad():
+                old, new = pythia.model(ids).logits[0, -1].double()[pairs.marks[i]].tolist()
+            return (new - old) / math.log(2)
+
+        clean = log_odds()
+        handles = [
+            layers[0].attention.register_forward_pre_hook(mixed, with_kwargs=True),
+            layers[0].attention.register_forward_hook(keep),
+        ]
+        log_odds()
+        for handle in handles:
+            handle.remove()
+        handle = layers[0].attention.register_forward_hook(replace_last)
+        expected = log_odds() - clean
+        handle.remove()
+        assert shift[i] == pytest.approx(expected, abs=2e-3)
+
+
+def test_answers_that_do_not_follow_the_evidence_have_no_edges(pairs, found):
+    nothing = {name: 0 * values for name, values in found.items() if not name.startswith("edge")}
+    result = measure_patching(nothing, [np.zeros(len(pairs.x))] * 6, pairs, LAYERS)
+    assert "do not follow" in result.unmeasured[EDGE] and result.edge is None

@@ -23,7 +23,7 @@ from llmgeom.task import held_out, seeded
 from llmgeom.wind_tunnels import trainer as one_run
 from llmgeom.wind_tunnels import training as trainer
 from llmgeom.wind_tunnels.checkpoint import snapshot_steps
-from llmgeom.wind_tunnels.targets import entropy_floor, kl_to_exact
+from llmgeom.wind_tunnels.trainer import entropy_floor, kl_to_exact
 from llmgeom.wind_tunnels.training import train, tune
 from llmgeom.wind_tunnels.training_config import Training
 from tests.refusals import refused

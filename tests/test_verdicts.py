@@ -121,24 +121,28 @@ def batches(width: int) -> dict[str, Batch]:
 
 @dataclass(frozen=True)
 class Taken:
-    """What was taken from one model once: captures by batch, the readings of probes, and of shuffled prompts."""
+    """What was taken from one model once: captures by batch, and the readings of probes."""
 
+    width: int
+    seed: int
     captures: dict[str, Capture]
     readings: dict[str, object]
-    shuffled: tuple[Capture, ...]
 
 
 def take(width: int, seed: int) -> Taken:
     subject, made = model(width, seed), batches(width)
     return Taken(
+        width,
+        seed,
         {name: subject.capture(batch, SITES) for name, batch in made.items()},
         {name: observe(subject, made[""], probe.NEEDS) for name, probe in PROBES.items()},
-        shuffled(subject, made[""], seed),
     )
 
 
-def shuffled(subject: Subject, batch: Batch, seed: int) -> tuple[Capture, ...]:
-    """One pass over all shuffled prompts, cut into draws."""
+@cache
+def shuffled(width: int, seed: int) -> tuple[Capture, ...]:
+    """One pass of a model over all shuffled prompts, cut into draws; only subjects need them, not controls."""
+    subject, batch = model(width, seed), batches(width)[""]
     draws = [shuffle(batch.inputs, 0, CONTROLS * seed + i) for i in range(CONTROLS)]
     n = len(batch)
     every = Tokens(torch.cat([draw.ids for draw in draws]), torch.cat([draw.lengths for draw in draws]))
@@ -165,7 +169,7 @@ def view(own: Taken, untrained: list[Taken], seed: int) -> ProbeInput:
 
     main = sample("")
     samples = {name: sample(name) for name in own.captures if name}
-    return ProbeInput(main.capture, main.entropy, main.untrained, own.shuffled, samples, seed=seed)
+    return ProbeInput(main.capture, main.entropy, main.untrained, shuffled(own.width, own.seed), samples, seed=seed)
 
 
 def measure(own: Taken, untrained: list[Taken], seed: int, of: tuple[str, ...]) -> list[tuple[str, Estimate]]:
@@ -320,7 +324,6 @@ QUICK = pytest.param(200, 40, id="200", marks=pytest.mark.slow)
 LONG = pytest.param(1000, 200, id="1000", marks=pytest.mark.soak)
 
 
-@pytest.mark.xdist_group("verdicts of untrained")
 @pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitions, seeds):
     found = untrained(repetitions, seeds)
@@ -336,7 +339,6 @@ def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitio
     assert not wrong
 
 
-@pytest.mark.xdist_group("verdicts of exchangeable")
 @pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seeds):
     """Values and entropy of different untrained models on clustered prompts: subject and controls are exchangeable."""
@@ -351,7 +353,6 @@ def test_p_values_are_uniform_or_larger_where_there_is_nothing(repetitions, seed
     assert not small
 
 
-@pytest.mark.xdist_group("verdicts of exchangeable")
 @pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(repetitions, seeds):
     """Each null of controls alone, before the largest is taken: at .05, and at .05 / 8, which the strictest of 8 needs.
@@ -386,7 +387,6 @@ def test_the_p_that_holm_is_given_keeps_its_level_far_below_one_in_twenty_one(re
     assert not wrong
 
 
-@pytest.mark.xdist_group("verdicts of planted")
 @pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, pytest.param(30, 40, id="30", marks=pytest.mark.slow), LONG])
 def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
     every = of_each(planted(repetitions, seeds))
@@ -400,7 +400,6 @@ def test_a_planted_axis_of_entropy_is_found(repetitions, seeds):
             assert bounds(*numbers)[1] >= power, (name, word, numbers)
 
 
-@pytest.mark.xdist_group("verdicts of coverage")
 @pytest.mark.parametrize(
     ("repetitions", "seeds"),
     [pytest.param(40, 0, id="40"), pytest.param(200, 0, id="200", marks=pytest.mark.slow), LONG],

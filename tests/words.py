@@ -21,5 +21,5 @@ def beyond(h: Estimate) -> str:
 def prediction_p(value: float, draws, side: str = "upper", scale: str = "identity") -> float:
     """p by the rule of a value that was measured without error: as one more draw."""
     exactly = Interval(value, value, 0.95, "")
-    null = Null.of("draws", value, np.asarray(draws, float), side)
+    null = Null.of("draws", np.asarray(draws, float), side)
     return max(excess(Rule(side=side, needed="mean", scale=scale), value, exactly, null, 40).p, LEAST_P)

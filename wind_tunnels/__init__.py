@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
-import importlib.util
 import pkgutil
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
+from llmgeom.files import import_file
 from llmgeom.flags import read_fields
 
 if TYPE_CHECKING:
@@ -35,9 +33,7 @@ def load_task(spec: str) -> Task:
     elif name in names():
         kind, spelt = _only(importlib.import_module(f"llmgeom.wind_tunnels.tasks.{name}")), name
     else:
-        near = difflib.get_close_matches(name, names(), 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown task {name!r}: {hint}known: {', '.join(names())}, or path/to/file.py:CLASS")
+        raise unknown("task", name, names(), ", or path/to/file.py:CLASS")
     return kind(**read_fields(kind, spelt, rest))
 
 
@@ -61,15 +57,7 @@ def _of_file(path: str, name: str) -> type[Task]:
     from llmgeom.task import Task
 
     place = Path(path)
-    module_spec = importlib.util.spec_from_file_location(f"llmgeom_task_{place.stem}", place)
-    if module_spec is None or module_spec.loader is None or not place.is_file():
-        raise UserError(f"{path} is not a file that exists; a task of your own is given as path/to/file.py:CLASS")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # where dataclasses look their module up
-    try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"{path} cannot be imported ({type(error).__name__}: {error}); mend it") from error
+    module = import_file(place, "task", path)
     own = {k: v for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task}
     if name not in own:
         raise UserError(f"{path} has no task {name!r}; found {', '.join(own) or 'none'}")

@@ -35,8 +35,7 @@ from llmgeom.wind_tunnels.checkpoint import (
     snapshot_steps,
 )
 from llmgeom.wind_tunnels.exactness import require_exact
-from llmgeom.wind_tunnels.targets import JUDGED_SEQUENCES, kl_to_exact
-from llmgeom.wind_tunnels.trainer import Trainer
+from llmgeom.wind_tunnels.trainer import JUDGED_SEQUENCES, Trainer, kl_to_exact
 from llmgeom.wind_tunnels.training_config import TRIVIAL, Training
 
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2)
@@ -106,7 +105,7 @@ def train(
     out = Path(out)
     task = wind_tunnels.load_task(config.task)
     _check_options(config, task)
-    device = usable(device)
+    device = usable(device, float64=True)
     if config.graph and not device.startswith("cuda"):
         raise UserError(f"--cuda-graph: there is no CUDA graph on {device}; leave it out")
     spec = digest(asdict(config) | {"task": task.title})

@@ -14,13 +14,12 @@ from llmgeom.errors import UserError
 from llmgeom.model import hub
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
-from llmgeom.probes.posterior import grading
+from llmgeom.probes.posterior import grading, memory, results
 from llmgeom.probes.posterior.answers import answer_observer, check_readable
-from llmgeom.probes.posterior.grading import GradeProbe
-from llmgeom.probes.posterior.memory import STATES
-from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MEMORY, MIXTURE, POSTERIOR
+from llmgeom.probes.posterior.grading import MOST, GradeProbe
+from llmgeom.probes.posterior.memory import MEMORY, STATES
+from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MIXTURE, POSTERIOR
 from llmgeom.probes.posterior.scores import Evaluation, as_exact
-from llmgeom.probes.posterior.state_table import MOST
 from llmgeom.run import CONTROLS, Question
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
@@ -150,12 +149,12 @@ def _probes(
     task, drew = exact.task, int(origin.facts.get("sequences") or MOST)
     observer = answer_observer(task, grading.SEEN)
     asks = {
-        POSTERIOR: (exact, partial(grading.distance, POSTERIOR, (*drawn_from, sizes))),
-        MIXTURE: (trained_on, partial(grading.distance, MIXTURE, (*drawn_from, sizes))),
-        CALIBRATION: (trained_on, grading.calibration),
-        MEMORY: (trained_on, partial(grading.memory, (sizes,))),
-        STATES: (trained_on, partial(grading.states, (sizes,))),
-        HORIZON: (trained_on, grading.horizon),
+        POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn_from, sizes))),
+        MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn_from, sizes))),
+        CALIBRATION: (trained_on, results.calibration),
+        MEMORY: (trained_on, partial(memory.memory, (sizes,))),
+        STATES: (trained_on, partial(memory.states, (sizes,))),
+        HORIZON: (trained_on, results.horizon),
     }
     left_out = {MIXTURE} if trained_on is exact else set()
     left_out |= set() if origin.holds_out_states else {STATES}

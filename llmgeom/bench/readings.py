@@ -183,19 +183,8 @@ def scan_entropy(subject: Subject, task: Task, n: int, seed: int) -> Record:
 
 
 STORED = (
-    "value",
-    "low",
-    "high",
-    "unit",
-    "null_low",
-    "null_high",
-    "p",
-    "side",
-    "verdict",
-    "equivalence",
-    "n",
-    "clusters",
-)
+    "value", "low", "high", "unit", "null_low", "null_high", "p", "side", "verdict", "equivalence", "n", "clusters"
+)  # fmt: skip
 
 
 def plain(h: Estimate) -> dict[str, Any]:

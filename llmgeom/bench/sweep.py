@@ -116,12 +116,7 @@ def spread(
 
 
 def seeded(
-    first: Mapping[str, Training],
-    seeds: int,
-    out: Path,
-    n: int,
-    progress: Progress | None = None,
-    device: str = "cpu",
+    first: Mapping[str, Training], seeds: int, out: Path, n: int, progress: Progress | None = None, device: str = "cpu"
 ) -> dict[str, dict[str, Any]]:
     """`sweep` of every training with its first seed, then of the other seeds at the first one's learning rate.
 

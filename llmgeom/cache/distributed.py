@@ -95,16 +95,16 @@ class Share:
         for half an hour."""
         total = sum(len(work.groups) for work in self.works)
         last, since = -1, time.monotonic()
-        while (there := self.there()) < total:
-            if there != last:
-                last, since = there, time.monotonic()
+        while (stored := self.there()) < total:
+            if stored != last:
+                last, since = stored, time.monotonic()
             elif time.monotonic() - since > PATIENCE:
                 raise UserError(
                     f"{self._lacking()} and none has come for {PATIENCE / 60:.0f} minutes: a process is lost, or its "
                     "LLMGEOM_CACHE is another folder. What is there is kept; the same command goes on"
                 )
             if progress:
-                progress("shards of all processes", there, total)
+                progress("shards of all processes", stored, total)
             time.sleep(LOOK)
 
     def there(self) -> int:

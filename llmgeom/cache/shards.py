@@ -101,13 +101,13 @@ def flaw(name: str, data: bytes, of: str) -> str:
     if hashlib.sha256(data).hexdigest()[:32] != known[2]:
         return "it was cut or changed: its bytes do not have the hash in its name"
     try:
-        told = header(data)
+        about = header(data)
     except ValueError:
         return "it does not say which capture it is of"
-    if told.get("schema") != SCHEMA:
-        return f"it has schema {told.get('schema')!r} and this version reads {SCHEMA}"
-    if (told.get("of"), told.get("shard")) != (of, int(known[1])):
-        return f"it is shard {told.get('shard')} of {told.get('of')}"
+    if about.get("schema") != SCHEMA:
+        return f"it has schema {about.get('schema')!r} and this version reads {SCHEMA}"
+    if (about.get("of"), about.get("shard")) != (of, int(known[1])):
+        return f"it is shard {about.get('shard')} of {about.get('of')}"
     return ""
 
 

@@ -125,43 +125,45 @@ def _shown(value: Any) -> str:
         "llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --what heads",
     ],
 )
-def main(asked: RunConfig, output: JobOutput) -> int:
+def main(settings: RunConfig, output: JobOutput) -> int:
     """Edit the entropy axis, and compare the change of the output with that of equally large random edits.
 
     With --axis FILE: edit the direction of a label.
     With --what heads or --what blocks: replace each head or block, one at a time, and rank them by the change.
     """
-    return prepare(asked).show(output)
+    return prepare(settings).show(output)
 
 
-def prepare(asked: RunConfig) -> Job:
+def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    located = asked.locate()
-    task = _task(asked, located)
-    draw, drawn = _source(asked, task)
-    what = asked.mode if asked.what == "axis" else asked.what
-    ask = _axis(asked, draw) if asked.what == "axis" else _components(asked, task, draw)
-    more = {} if asked.axis == "entropy" else {"direction": sha256(Path(asked.axis).read_bytes())}
-    if asked.prompts:
+    located = settings.locate()
+    task = _task(settings, located)
+    draw, drawn = _source(settings, task)
+    what = settings.mode if settings.what == "axis" else settings.what
+    ask = _axis(settings, draw) if settings.what == "axis" else _components(settings, task, draw)
+    more = {} if settings.axis == "entropy" else {"direction": sha256(Path(settings.axis).read_bytes())}
+    if settings.prompts:
         from llmgeom.prompts.files import whole_bytes
 
-        more["prompts"] = sha256(whole_bytes(asked.prompts, f"--prompts {asked.prompts}"))
-    return Job(asked, located, f"ablate-{drawn}-{what}", asked.spec(located, **more), ask)
+        more["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
+    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, **more), ask)
 
 
-def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+def perform(
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, Record]:
     """Check, load, ablate, save the record and its page; (folder, record)."""
-    return prepare(asked).perform(progress, subject)
+    return prepare(settings).perform(progress, subject)
 
 
 Draw = Callable[["Subject"], "Batch"]
 Ask = Callable[["Subject", "Progress | None"], "Question"]
 
 
-def _task(asked: RunConfig, located: hub.Located) -> Task | None:
+def _task(settings: RunConfig, located: hub.Located) -> Task | None:
     """The task of --task, or else the model's own where no prompts are asked for. UserError if it breaks its laws."""
     own = hub.tunnel_task(located.path) if hub.tunnel(located.path) else None
-    spec = asked.task or (None if asked.domain or asked.prompts or asked.sula or asked.limit else own)
+    spec = settings.task or (None if settings.domain or settings.prompts or settings.sula or settings.limit else own)
     if spec is None:
         return None
     from llmgeom import wind_tunnels
@@ -169,52 +171,54 @@ def _task(asked: RunConfig, located: hub.Located) -> Task | None:
 
     task = wind_tunnels.load_task(spec)
     require_exact(task)
-    if asked.what == "axis":
+    if settings.what == "axis":
         raise UserError(
             f"{task.title}: an axis can only be edited on prompts; with a task use --what heads or --what blocks"
         )
     return task
 
 
-def _source(asked: RunConfig, task: Task | None) -> tuple[Draw, str]:
+def _source(settings: RunConfig, task: Task | None) -> tuple[Draw, str]:
     """How inputs are drawn for a model, and what they are called. Raises UserError for an unknown domain or prior."""
     if task:
-        return lambda _: task.sample(asked.n or SEQUENCES, asked.seed, task.test_split), type(task).__name__.lower()
-    if asked.sula:
+        return lambda _: task.sample(settings.n or SEQUENCES, settings.seed, task.test_split), type(
+            task
+        ).__name__.lower()
+    if settings.sula:
         from llmgeom.prompts.sula import Sula, available, prior
 
-        believed = prior(asked.sula)
-        n = asked.n or SULA_PROMPTS
-        return lambda who: Sula(available(who.tokenizer), believed, ks=asked.ks).sample(n, asked.seed), "sula"
-    if asked.prompts:
+        believed = prior(settings.sula)
+        n = settings.n or SULA_PROMPTS
+        return lambda who: Sula(available(who.tokenizer), believed, ks=settings.ks).sample(n, settings.seed), "sula"
+    if settings.prompts:
         from llmgeom.prompts import files
 
-        batch = files.read(asked.prompts)
-        return lambda _: batch, config.safe(Path(asked.prompts).stem)
+        batch = files.read(settings.prompts)
+        return lambda _: batch, config.safe(Path(settings.prompts).stem)
     from llmgeom.prompts.domains import Domain
 
-    domain = Domain(asked.domain or "mixed")
-    return lambda who: _stratified(asked, domain, who), domain.name
+    domain = Domain(settings.domain or "mixed")
+    return lambda who: _stratified(settings, domain, who), domain.name
 
 
-def _stratified(asked: RunConfig, domain: Any, subject: Subject) -> Batch:
+def _stratified(settings: RunConfig, domain: Any, subject: Subject) -> Batch:
     """Prompts of a domain, spread over entropy."""
     from llmgeom.cache.shards import captures_folder
     from llmgeom.model.tokenizing import fitting
     from llmgeom.prompts.pool import stratify
 
-    pool = fitting(subject, domain.sample(min(POOL, asked.limit or POOL, domain.size()), asked.seed))
-    entropy = subject.entropy(pool, batch_tokens=asked.batch_tokens, store=str(captures_folder()))
-    return stratify(pool, entropy, asked.n or PROMPTS, seed=asked.seed)
+    pool = fitting(subject, domain.sample(min(POOL, settings.limit or POOL, domain.size()), settings.seed))
+    entropy = subject.entropy(pool, batch_tokens=settings.batch_tokens, store=str(captures_folder()))
+    return stratify(pool, entropy, settings.n or PROMPTS, seed=settings.seed)
 
 
-def _axis(asked: RunConfig, draw: Draw) -> Ask:
+def _axis(settings: RunConfig, draw: Draw) -> Ask:
     """Edits of the entropy axis, or of a saved direction."""
-    if asked.axis != "entropy":
-        return _saved(asked, draw)
-    layers: Any = asked.layers
-    if asked.layers not in ("last", "each"):
-        layers = config.numbers("--layers", asked.layers, "last, each", "3,7")
+    if settings.axis != "entropy":
+        return _saved(settings, draw)
+    layers: Any = settings.layers
+    if settings.layers not in ("last", "each"):
+        layers = config.numbers("--layers", settings.layers, "last, each", "3,7")
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         from llmgeom.probes.interventions import axis_probe
@@ -222,24 +226,24 @@ def _axis(asked: RunConfig, draw: Draw) -> Ask:
         return axis_probe.question(
             subject,
             draw(subject),
-            directions=asked.directions,
-            mode=asked.mode,
+            directions=settings.directions,
+            mode=settings.mode,
             layers=layers,
-            positions=asked.positions or "query",
-            controls=asked.controls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
+            positions=settings.positions or "query",
+            controls=settings.controls,
+            seed=settings.seed,
+            batch_tokens=settings.batch_tokens,
             progress=progress,
         )
 
     return ask
 
 
-def _saved(asked: RunConfig, draw: Draw) -> Ask:
+def _saved(settings: RunConfig, draw: Draw) -> Ask:
     """Edits of a direction that `llmgeom probe` saved. Raises UserError for a file that holds none."""
     from llmgeom.probes.labels.directions import SavedDirection
 
-    saved = SavedDirection.load(asked.axis)
+    saved = SavedDirection.load(settings.axis)
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         from llmgeom.probes.interventions import label_axis
@@ -248,21 +252,21 @@ def _saved(asked: RunConfig, draw: Draw) -> Ask:
             subject,
             draw(subject),
             saved,
-            asked.pair,
-            mode=asked.mode,
-            positions=asked.positions or "query",
-            controls=asked.controls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
+            settings.pair,
+            mode=settings.mode,
+            positions=settings.positions or "query",
+            controls=settings.controls,
+            seed=settings.seed,
+            batch_tokens=settings.batch_tokens,
             progress=progress,
         )
 
     return ask
 
 
-def _components(asked: RunConfig, task: Task | None, draw: Draw) -> Ask:
+def _components(settings: RunConfig, task: Task | None, draw: Draw) -> Ask:
     """Ablation of every head or block."""
-    also = [_other(asked, name) for name in asked.also]
+    also = [_other(settings, name) for name in settings.also]
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         from llmgeom.probes.interventions import component_probe
@@ -270,25 +274,25 @@ def _components(asked: RunConfig, task: Task | None, draw: Draw) -> Ask:
         return component_probe.question(
             subject,
             draw(subject),
-            "heads" if asked.what == "heads" else "blocks",
+            "heads" if settings.what == "heads" else "blocks",
             task=task,
             also=also,
             # A head of a task is silenced everywhere, as published: it may write where nothing is asked yet.
-            positions=asked.positions or ("all" if task else "query"),
-            nulls=asked.nulls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
+            positions=settings.positions or ("all" if task else "query"),
+            nulls=settings.nulls,
+            seed=settings.seed,
+            batch_tokens=settings.batch_tokens,
             progress=progress,
         )
 
     return ask
 
 
-def _other(asked: RunConfig, name: str) -> OtherTraining:
+def _other(settings: RunConfig, name: str) -> OtherTraining:
     """Another training, whose weights are loaded when they are needed. Raises UserError if it is not there."""
     from llmgeom.cache import keys
     from llmgeom.probes.interventions.component_probe import OtherTraining
 
-    config = replace(asked, model=name, revision=None)
+    config = replace(settings, model=name, revision=None)
     located = config.locate()
     return OtherTraining(located.name, keys.of_files(hub.folder(located)), lambda: config.load(located))

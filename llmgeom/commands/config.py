@@ -14,12 +14,18 @@ import click
 
 from llmgeom.errors import NO_TOKENIZER, UserError, redact
 from llmgeom.files import digest, remove_unfinished
-from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags
+from llmgeom.flags import LARGEST_SEED, Flag, check, flag, flags, places
 from llmgeom.model import hub
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
     from llmgeom.record import Record
+
+
+SITES = (
+    "value", "key", "query", "attention", "attention_entropy", "attention_first", "attention_rest", "z",
+    "attention_write", "mlp_write", "residual",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,20 +44,20 @@ class Config:
         """The command that repeats this run: every value that is not its default, except --out."""
         arguments: list[str] = []
         words: list[str] = []
-        for one in flags(type(self)):
-            value = getattr(self, one.field)
-            if value == one.default or one.field == "out":
+        for option in flags(type(self)):
+            value = getattr(self, option.field)
+            if value == option.default or option.field == "out":
                 continue
-            values = value if one.several else (value,)
-            if one.argument:
+            values = value if option.several else (value,)
+            if option.argument:
                 arguments += map(str, values)
-            elif one.listed:
-                words += [one.name, ",".join(map(str, values))]
+            elif option.listed:
+                words += [option.name, ",".join(map(str, values))]
             elif value is True:
-                words.append(one.name)
+                words.append(option.name)
             else:
                 for item in values:
-                    words += [one.name, str(item)]
+                    words += [option.name, str(item)]
         return redact(shlex.join(["llmgeom", *self.VERB.split(), *arguments, *words]))
 
 
@@ -71,7 +77,7 @@ class LoadConfig(Config):
     """How a model is loaded."""
 
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.", group="Model")
-    device: str | None = flag(None, "cpu, cuda, cuda:1 ... [default: a GPU if there is one]", group="Model")
+    device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]", group="Model")
     device_map: str | None = flag(
         None, "Spread the model over several devices with accelerate, e.g. auto.", group="Model"
     )
@@ -145,7 +151,40 @@ class ModelConfig(LoadConfig, NamedModel):
         )
 
 
+@dataclass(frozen=True)
+class SelectionConfig(Config):
+    """Which part of a model is kept and measured."""
+
+    layers: str = flag(
+        "all", "Layers to keep: numbers and slices with commas between, e.g. 0:12:2,-1.", group="Measure"
+    )
+    sites: tuple[str, ...] | None = flag(
+        None, f"Sites to keep, of {', '.join(SITES)}. [default: what the probes read]", listed=True, group="Measure"
+    )
+    positions: str = flag(
+        "last", "Positions of each prompt that are read: last, all, or as --layers, e.g. -4:.", group="Measure"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        places("--layers", self.layers, 1, strict=False)
+        if self.positions != "last":
+            places("--positions", self.positions, 1, strict=False)
+        if unknown := [site for site in self.sites or () if site not in SITES]:
+            raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
+
+    @property
+    def selected(self) -> dict[str, Any]:
+        """What is chosen, as `llmgeom.plan.Selection` takes it; nothing where the whole is."""
+        return {
+            one.field: value for one in flags(SelectionConfig) if (value := getattr(self, one.field)) != one.default
+        }
+
+
 # ---- click ----------------------------------------------------------------------------------------------------------
+
+
+GROUPS = ("", "Model", "Prompts", "Process", "Axis", "Heads and blocks", "Measure", "Controls", "Output")  # in the help
 
 
 class Verb(click.Command):
@@ -158,8 +197,8 @@ class Verb(click.Command):
             self.params.append(Option(names, count=True, expose_value=False, help=text))
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options, a section for each group in the order of the fields; options without one come first."""
-        sections: dict[str, list[tuple[str, str]]] = {"": []}
+        """Write the options, a section for each group; options without one come first."""
+        sections: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
         for param in self.get_params(ctx):
             if row := param.get_help_record(ctx):
                 sections.setdefault(getattr(param, "group", "Output"), []).append(row)
@@ -198,23 +237,25 @@ class VerbGroup(click.Group):
     command_class = Verb
 
 
-def parameter(one: Flag) -> click.Parameter:
+def parameter(entry: Flag) -> click.Parameter:
     """The click option or argument of a flag. Its click name is the flag's, so that LLMGEOM_COMMAND_FLAG sets it."""
-    kind = click.Choice(one.choices) if one.choices else Listed(one.kind) if one.listed else one.kind
-    required = one.default is MISSING
-    default = None if required else ",".join(map(str, one.default)) if one.listed and one.default else one.default
-    if one.argument:
-        many = -1 if one.several else 1
-        return click.Argument([one.name], type=kind, nargs=many, required=required, metavar=one.metavar)
-    names = [one.name, *filter(None, [one.short])]
-    shown = "[default" not in one.help and default not in (None, (), False, 0)
-    given: dict[str, Any] = {"type": kind, "multiple": one.several and not one.listed, "metavar": one.metavar}
-    if one.kind is bool:
+    kind = click.Choice(entry.choices) if entry.choices else Listed(entry.kind) if entry.listed else entry.kind
+    required = entry.default is MISSING
+    default = (
+        None if required else ",".join(map(str, entry.default)) if entry.listed and entry.default else entry.default
+    )
+    if entry.argument:
+        many = -1 if entry.several else 1
+        return click.Argument([entry.name], type=kind, nargs=many, required=required, metavar=entry.metavar)
+    names = [entry.name, *filter(None, [entry.short])]
+    shown = "[default" not in entry.help and default not in (None, (), False, 0)
+    given: dict[str, Any] = {"type": kind, "multiple": entry.several and not entry.listed, "metavar": entry.metavar}
+    if entry.kind is bool:
         given = {"is_flag": True}
-    elif one.kind is int and one.short:
+    elif entry.kind is int and entry.short:
         given = {"count": True}
-    option = Option(names, default=default, help=one.help, show_default=shown, **given)
-    option.group = one.group
+    option = Option(names, default=default, help=entry.help, show_default=shown, **given)
+    option.group = entry.group
     return option
 
 

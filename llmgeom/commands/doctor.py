@@ -36,6 +36,8 @@ def findings() -> Iterator[tuple[str, str]]:
 
         if torch.cuda.is_available():
             yield "ok", f"GPU: {torch.cuda.get_device_name(0)}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
+        elif torch.backends.mps.is_available():
+            yield "ok", "GPU: Apple's (mps), without float64"
         else:
             yield "note", f"no GPU; {torch.get_num_threads()} CPU threads"
     folder = cache_folder()

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import importlib
 import math
-import resource
-import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 import transformers
 
@@ -27,12 +26,11 @@ from llmgeom.commands.stability import conditions
 from llmgeom.model import hub
 from llmgeom.model.batching import plan_batches
 from llmgeom.model.loading import default_dtype, undisturbed, usable
-from llmgeom.model.passes import plan_capture
 from llmgeom.model.running import IN_MEMORY
 from llmgeom.model.self_check import probe_batch
 from llmgeom.model.subject import Subject
 from llmgeom.model.trial import Speed
-from llmgeom.plan import MOST, PassPlan, Reading, measurable
+from llmgeom.plan import MOST, PassPlan, Reading, Selection, measurable, planned
 from llmgeom.probe import WHOLE, Needs, Probe
 from llmgeom.reports.text import grid
 from llmgeom.run import Question
@@ -46,6 +44,9 @@ from llmgeom.stats.verdicts import no_n, too_few
 # by libraries.
 START, MEASURING = 8.0, 6e-5
 PAGE, HELD = 3 * 2**20, 150 * 2**20
+# A layer's widest activations in numbers of its width; bytes of a row of logits, a word of the vocabulary, besides the
+# logits themselves: log-probabilities, probabilities, their product and a copy, in float32.
+WIDEST, LOGITS = 8, 16
 KV_HEADS = "kv heads"  # the one thing counted that prompts do not add to
 UNTRAINED, SHUFFLED, EXAMINED = "untrained controls", "shuffled prompts", "examined by"
 WITHOUT_CONTEXT = "control without context"
@@ -58,13 +59,13 @@ class Weightless(Subject):
     asked   lengths of the prompts whose entropy was asked for, a call each.
     """
 
-    asked: list[np.ndarray] = field(default_factory=list)
+    settings: list[np.ndarray] = field(default_factory=list)
 
     @classmethod
-    def found(cls, asked: ModelConfig, located: hub.Located) -> Weightless:
+    def found(cls, settings: ModelConfig, located: hub.Located) -> Weightless:
         """From the config, on torch's meta device. Raises UserError where the model could not be captured."""
         shared: dict[str, Any] = {"revision": located.revision, "local_files_only": located.local_only}
-        shared["trust_remote_code"] = asked.trust_remote_code
+        shared["trust_remote_code"] = settings.trust_remote_code
         own = hub.tunnel(located.path)
         if own:
             importlib.import_module("llmgeom.wind_tunnels.models.architectures")
@@ -72,13 +73,13 @@ class Weightless(Subject):
             with undisturbed(located.local_only):
                 tokenizer = None if own else transformers.AutoTokenizer.from_pretrained(located.path, **shared)
                 config = transformers.AutoConfig.from_pretrained(located.path, **shared)
-                dtype = default_dtype(asked.dtype, usable(asked.device), config)
+                dtype = default_dtype(settings.dtype, usable(settings.device), config)
                 with torch.device("meta"):
                     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
         except Exception as error:
             raise hub.explain(error, located) from error
         who = cls.of(model, tokenizer, located.name, **hub.tunnel_facts(located.path))
-        return who.chat() if getattr(asked, "chat", False) else who
+        return who.chat() if getattr(settings, "chat", False) else who
 
     def lengths(self, batch: Batch) -> np.ndarray:
         """Tokens of each input."""
@@ -86,7 +87,7 @@ class Weightless(Subject):
 
     def entropy(self, batch: Batch, **options: Any) -> np.ndarray:
         """Random: which prompts are drawn is not what the scan will draw; how many, and about how long, is."""
-        self.asked.append(self.lengths(batch))
+        self.settings.append(self.lengths(batch))
         return np.random.default_rng(len(batch)).random(len(batch))
 
     @property
@@ -104,27 +105,32 @@ class Weightless(Subject):
 
 @dataclass(frozen=True)
 class Stage:
-    """The same inputs through `times` models, or in `times` orders: tokens of each, and the bytes that one such pass
-    leaves in memory and in the store."""
+    """The same inputs through `times` models, or in `times` orders: tokens of each input, the bytes that one such pass
+    leaves in memory or in the store, and at how many positions of an input it has logits."""
 
     stage: str
     times: int
     lengths: np.ndarray
     kept: int = 0
+    queried: float = 1.0
 
     @property
     def tokens(self) -> int:
         return self.times * int(self.lengths.sum())
 
-    def batches(self, batch_tokens: int) -> list[int]:
-        """Tokens of each batch with the padding between them, which is computed too."""
+    def batches(self, batch_tokens: int) -> list[tuple[int, float]]:
+        """Of each batch the tokens, with the padding between them, which is computed too, and the rows of logits."""
         plan = plan_batches(self.lengths.tolist(), batch_tokens)
-        return [len(members) * int(self.lengths[members[0]]) for members in plan] * self.times
+        sizes = [(len(members) * int(self.lengths[members[0]]), len(members) * self.queried) for members in plan]
+        return sizes * self.times
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a scan of one pool runs, with stand-ins for the prompts that only the model's own entropies can choose."""
+    """What a scan of one pool runs, with stand-ins for the prompts that only the model's own entropies can choose.
+
+    rows    of its largest sample: queried positions of all prompts.
+    """
 
     subject: Weightless
     pool: Batch
@@ -132,47 +138,51 @@ class Source:
     samples: Mapping[str, Batch]
     modules: Mapping[str, Probe]
     stages: tuple[Stage, ...]
+    rows: int
 
     @classmethod
     def of(cls, plan: Plan, who: Weightless, name: str) -> Source:
         """One pool of a scan."""
-        who.asked.clear()
+        who.settings.clear()
         batch, samples, _ = sampled(plan, who, name)
-        asked, modules = plan.request, probes.known(plan.probes)
-        question = Question(batch, modules, asked.nulls, asked.seed, asked.batch_tokens, samples, whole=False)
-        return cls.asked(who, question, plan.pools[name])
+        settings, modules = plan.request, probes.known(plan.probes)
+        sizes = (settings.nulls, settings.seed, settings.batch_tokens)
+        question = Question(batch, modules, *sizes, samples, whole=False, selection=Selection(**settings.selected))
+        return cls.settings(who, question, plan.pools[name])
 
     @classmethod
-    def asked(cls, who: Weightless, question: Question, pool: Batch) -> Source:
+    def settings(cls, who: Weightless, question: Question, pool: Batch) -> Source:
         """What a question runs."""
         batch, samples = question.batch, question.samples
-        measured, _ = measurable(who, batch, question.probes)
-        asked = PassPlan.of(who, batch, measured, question.controls, question.seed, samples, question.whole)
-        size = question.batch_tokens
+        measured, _ = measurable(who, batch, question.probes, question.selection)
+        seeds = (question.controls, question.seed)
+        settings = PassPlan.of(who, batch, measured, *seeds, samples, question.whole, question.selection)
 
         def stages_of(called: str, times: int, readings: Sequence[Reading]) -> Iterator[Stage]:
             for reading in readings:
-                work = plan_capture(who, reading.batch, reading.sites, observers=reading.observers, batch_tokens=size)
+                work = planned(who, None, replace(reading, edits=()), batch_tokens=question.batch_tokens)
                 # A shard names its tensors, in about 110 bytes each: of short prompts that is a sixth of a file.
-                tensors = len(work.step_sites) * who.facts["layers"]
+                tensors = len(work.step_sites) * len(reading.layers or range(who.facts["layers"]))
                 kept = sum(work.sizes) + len(work.groups) * (400 + 110 * tensors)
-                yield Stage(called, times, work.tokens.lengths.numpy(), kept)
+                yield Stage(called, times, work.tokens.lengths.numpy(), kept, float(work.where.sum(1).double().mean()))
 
         stages = [Stage("check at load", 3, who.checked)]
-        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.asked]
-        stages += stages_of("prompts", 1, asked.own.readings)
-        stages += stages_of(UNTRAINED, len(asked.untrained), asked.control.readings)
-        if asked.shuffles:
-            stages += stages_of(SHUFFLED, len(asked.shuffles), [asked.shuffled(0)])
-        stages += stages_of(WITHOUT_CONTEXT, 1, asked.without_context())
+        stages += [Stage("entropy of pools", 1, lengths, 4 * len(lengths)) for lengths in who.settings]
+        stages += stages_of("prompts", 1, settings.own.readings)
+        stages += stages_of(UNTRAINED, len(settings.untrained), settings.control.readings)
+        if settings.shuffles:
+            stages += stages_of(SHUFFLED, len(settings.shuffles), [settings.shuffled(0)])
+        stages += stages_of(WITHOUT_CONTEXT, 1, settings.without_context())
         for probe, module in measured.items():
-            needs, controls = module.NEEDS, len(asked.untrained) * module.NEEDS.untrained
+            needs, controls = module.NEEDS, len(settings.untrained) * module.NEEDS.untrained
             for models, cost in ((1, needs.cost), (controls, needs.control_cost or needs.cost)):
-                runs = cost(who, asked.null_sample) if cost and models else []
+                runs = cost(who, settings.null_sample) if cost and models else []
                 stages += [Stage(f"{EXAMINED} {probe}", models * times, np.asarray(lengths)) for times, lengths in runs]
         kept = tuple(one for one in stages if one.times and len(one.lengths))
-        samples = {name: samples[name] for name in asked.own.places if name in samples}
-        return cls(who, pool, batch, samples, measured, kept)
+        samples = {name: samples[name] for name in settings.own.places if name in samples}
+        every = (settings.main, *(settings.own.places[name][0] for name in samples))
+        rows = max(len(one) if one.query is None else int(one.query.sum()) for one in every)
+        return cls(who, pool, batch, samples, measured, kept, rows)
 
 
 # ---- what it costs --------------------------------------------------------------------------------------------------
@@ -186,19 +196,17 @@ def _usual_width(source: Source) -> int:
 def _minutes(source: Source, batch_tokens: int, speed: Speed) -> dict[str, float]:
     """Minutes by stage: every token passes every layer, every prompt has a row of logits, every control is drawn."""
     layers, parameters = source.subject.facts["layers"], source.subject.facts["parameters"]
-    found: dict[str, float] = {}
-    for one in source.stages:
-        ran = one.batches(batch_tokens)
-        took = layers * (sum(ran) * speed.token + len(ran) * speed.call)
-        took += one.times * (len(one.lengths) * speed.logit + parameters * speed.number * (one.stage == UNTRAINED))
-        stage = "edits and gradients" if one.stage.startswith(EXAMINED) else one.stage
-        found[stage] = found.get(stage, 0) + took / 60
-    largest = max(
-        len(one) if one.query is None else int(one.query.sum()) for one in (source.batch, *source.samples.values())
-    )
-    models = 1 + max((one.times for one in source.stages if one.stage == UNTRAINED), default=0)
-    rows = min(largest, MOST)
-    return found | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
+    minutes: dict[str, float] = {}
+    for work in source.stages:
+        ran = work.batches(batch_tokens)
+        tokens, rows = map(sum, zip(*ran, strict=True))
+        took = layers * (tokens * speed.token + len(ran) * speed.call) + rows * speed.logit
+        took += work.times * parameters * speed.number * (work.stage == UNTRAINED)
+        stage = "edits and gradients" if work.stage.startswith(EXAMINED) else work.stage
+        minutes[stage] = minutes.get(stage, 0) + took / 60
+    models = 1 + max((work.times for work in source.stages if work.stage == UNTRAINED), default=0)
+    rows = min(source.rows, MOST)
+    return minutes | {"measuring": MEASURING * rows * layers * models * len(source.modules) / 60}
 
 
 def estimate(plan: Plan) -> dict[str, Any]:
@@ -206,32 +214,33 @@ def estimate(plan: Plan) -> dict[str, Any]:
 
     tokens are those of one scan's passes, without padding; capture_bytes lie in the store and in memory; memory_bytes
     adds the weights, those of one untrained control, the captures that are not left on disk, the largest batch and this
-    process. disk_bytes and minutes are those of all `scans`, more than one with --stability. Raises UserError as a scan
-    would.
+    process. cpu_share: processor seconds for each second of the trial. Other programs make it smaller than the
+    number of threads; the minutes assume that they keep running. disk_bytes and minutes are those of all `scans`, more
+    than one with --stability. Raises UserError as a scan would.
     """
-    who, asked = Weightless.found(plan.request, plan.located), plan.request
-    scans = 1 + sum(not one.why for one in conditions(asked, who)) * asked.stability
+    who, settings = Weightless.found(plan.request, plan.located), plan.request
+    scans = 1 + sum(not one.why for one in conditions(settings, who)) * settings.stability
     sources = ((name, Source.of(plan, who, name)) for name in plan.pools)
-    return _costs(who, sources, asked.device, asked.batch_tokens, asked.nulls, plan.out, scans)
+    return _costs(who, sources, settings.device, settings.batch_tokens, settings.nulls, plan.out, scans)
 
 
 def price(job: Job) -> dict[str, Any]:
     """The same of a command that asks one question of one model."""
-    return price_all(job.asked, job.located, [job.ask], job.folder)
+    return price_all(job.settings, job.located, [job.ask], job.folder)
 
 
 def price_all(
-    asked: ModelConfig, located: hub.Located, asks: Sequence[Callable[[Subject], Question]], out: Path
+    settings: ModelConfig, located: hub.Located, asks: Sequence[Callable[[Subject], Question]], out: Path
 ) -> dict[str, Any]:
     """The same of a command that asks one model several questions, each made from the model's shapes."""
-    who = Weightless.found(asked, located)
+    who = Weightless.found(settings, located)
     sources, questions = [], []
     for ask in asks:
-        who.asked.clear()
+        who.settings.clear()
         questions.append(question := ask(who))
-        source = Source.asked(who, question, question.batch)
+        source = Source.settings(who, question, question.batch)
         sources.append((str(question.batch.source.get("name", "prompts")), source))
-    return _costs(who, sources, asked.device, questions[0].batch_tokens, questions[0].controls, out)
+    return _costs(who, sources, settings.device, questions[0].batch_tokens, questions[0].controls, out)
 
 
 def _costs(
@@ -244,8 +253,8 @@ def _costs(
     scans: int = 1,
 ) -> dict[str, Any]:
     facts, item = who.facts, who.model.dtype.itemsize
-    # Before the trial, which has memory of its own.
-    process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    # Before the trial, which takes memory too.
+    process = psutil.Process().memory_info().rss
     device, speed = usable(device), None
     rows: dict[str, dict[str, Any]] = {}
     memory, copies = 0, 1
@@ -253,13 +262,15 @@ def _costs(
         speed = speed or Speed.of(who, device, _usual_width(source), batch_tokens)
         minutes = _minutes(source, batch_tokens, speed)
         copies = max(copies, 1 + any(one.stage == UNTRAINED for one in source.stages))
-        largest = max(max(one.batches(batch_tokens)) for one in source.stages)
         longest = max(int(one.lengths.max()) for one in source.stages)
-        kept = sum(one.times * one.kept for one in source.stages)
-        # A layer's widest activations, and logits in the model's precision and twice in float32, a row each at most.
-        computed = largest * (8 * facts["d_model"] * item) + min(largest, len(source.batch)) * facts["vocabulary"] * 12
+        stored_bytes = sum(one.times * one.kept for one in source.stages)
+        computed = max(
+            tokens * (WIDEST * facts["d_model"] * item) + logits * facts["vocabulary"] * (item + LOGITS)
+            for one in source.stages
+            for tokens, logits in one.batches(batch_tokens)
+        )
         # Ten thousand permutations of n rows, and two hundred clouds of as many: see probes/value_manifold.py.
-        n = len(source.batch)
+        n = source.rows
         held = sum(one.times * one.kept for one in source.stages if one.kept <= IN_MEMORY)
         memory = max(memory, held + computed + 8 * (4 * 10**4 * n + 600 * n**2))
         rows[name] = {
@@ -270,7 +281,7 @@ def _costs(
             "passes": sum(one.times for one in source.stages),
             "tokens": sum(one.tokens for one in source.stages),
             "longest": longest,
-            "capture_bytes": kept,
+            "capture_bytes": stored_bytes,
             "minutes": {stage: round(value, 3) for stage, value in minutes.items()},
             "claims": list(findings(source, nulls)),
         }
@@ -281,6 +292,7 @@ def _costs(
         "memory_bytes": process + HELD + copies * weights + memory,
         "scans": scans,
         "disk_bytes": PAGE + scans * sum(row["capture_bytes"] for row in rows.values()),
+        "cpu_share": round(speed.cpu_share, 2) if speed else 1.0,
         "minutes": round(START / 60 + scans * sum(sum(row["minutes"].values()) for row in rows.values()), 2),
         "device": device,
         "layers": facts["layers"],
@@ -301,14 +313,14 @@ def assumptions() -> Mapping[str, Mapping[str, Mapping[str, Any]]]:
 
 def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     """A row for each claim that the record would judge, all of them in Holm's correction (llmgeom/stats/power.py)."""
-    asked = [
+    settings = [
         (probe.NEEDS, claim)
         for probe in source.modules.values()
         for claim in getattr(probe, "CLAIMS", {}).values()
         if claim.claim and _judged(source, probe.NEEDS, claim)
     ]
     each = len(source.batch) / len(set(source.batch.cluster))
-    for needs, claim in asked:
+    for needs, claim in settings:
         rank = claim.needed == "correlation"
         have, most = _units(source, needs, claim)
         row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
@@ -325,7 +337,7 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
             }
             continue
         control = assumed.get("control", "draws")
-        design = power.Design(claim, spread, null_spread, nulls, len(asked), control)
+        design = power.Design(claim, spread, null_spread, nulls, len(settings), control)
         row["interval_units"] = _interval(design)
         row["needed_units"] = found = power.needed(design)
         row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None

@@ -40,7 +40,7 @@ class RunConfig(Config):
     nulls: int = flag(20, "Draws of each null of the probes.", least=1)
     seed: int = flag(0, "Fixes sequences, prompts and nulls.", least=0, most=LARGEST_SEED)
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.")
-    device: str | None = flag(None, "cpu, cuda, cuda:1 ... [default: a GPU if there is one]")
+    device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
     offline: bool = flag(False, "Never use the network.")
     out: str | None = flag(
         None, "Run folder; a stopped run continues in it. [default: runs/dynamics-WHAT-HASH]", group="Output"
@@ -70,41 +70,40 @@ class RunConfig(Config):
         "llmgeom dynamics --model EleutherAI/pythia-70m --revisions step0,step512,step8000,step143000",
     ],
 )
-def main(asked: RunConfig, output: VerdictOutput) -> int:
+def main(settings: RunConfig, output: VerdictOutput) -> int:
     """Follow training: what settles first, attention, values or the answers? Scan every snapshot, too.
 
     RUNS: folders of `llmgeom train --schedule constant`, one for each seed, and of `--corrupt 1` as their null; or
     folders with checkpoint-N inside, as trainers write them; or, with --revisions, hub models trained with other seeds.
     """
-    return show_record(perform, asked, output, table)
+    return show_record(perform, settings, output, table)
 
 
-def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Record]:
+def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Record]:
     """Train if --task was given, follow every run, scan the snapshots of the first; (folder, record).
 
     OUT/stepN holds the record of each snapshot; the same command continues after the last of them.
     """
     from llmgeom import probes
     from llmgeom.cache.shards import captures_folder
-    from llmgeom.dynamics.follow import Inputs
     from llmgeom.dynamics.runs import Run
-    from llmgeom.dynamics.study import comparable, recipe, study, study_spec, train_runs
+    from llmgeom.dynamics.study import Inputs, comparable, recipe, study, study_spec, train_runs
 
-    probes.chosen(asked.probes)  # an unknown name is refused before anything is trained
-    if asked.model:
-        runs = [Run.at(asked.model, asked.revisions)]
-    elif asked.revisions:
-        runs = [Run.at(model, asked.revisions) for model in asked.runs]
-    elif asked.task:
-        training = recipe(asked.task, asked.quick)
-        runs = list(train_runs(training, _out(asked, "") / "runs", asked.seeds, progress))
+    probes.chosen(settings.probes)  # an unknown name is refused before anything is trained
+    if settings.model:
+        runs = [Run.at(settings.model, settings.revisions)]
+    elif settings.revisions:
+        runs = [Run.at(model, settings.revisions) for model in settings.runs]
+    elif settings.task:
+        training = recipe(settings.task, settings.quick)
+        runs = list(train_runs(training, _out(settings, "") / "runs", settings.seeds, progress))
     else:
-        runs = [Run.of(folder) for folder in asked.runs]
+        runs = [Run.of(folder) for folder in settings.runs]
     runs = comparable(runs)
-    modules = probes.known(probes.chosen(asked.probes, prompts=not runs[0].task))
-    inputs = Inputs(runs[0].task, asked.domain, asked.n, asked.seed)
-    spec = study_spec(runs, inputs, list(modules), asked.nulls, asked.dtype)
-    out = _out(asked, spec)
+    modules = probes.known(probes.chosen(settings.probes, prompts=not runs[0].task))
+    inputs = Inputs(runs[0].task, settings.domain, settings.n, settings.seed)
+    spec = study_spec(runs, inputs, list(modules), settings.nulls, settings.dtype)
+    out = _out(settings, spec)
     check_folder(out, spec)
     record = study(
         runs,
@@ -112,21 +111,21 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, R
         out,
         spec,
         probes=modules,
-        controls=asked.nulls,
-        options=asked.options,
+        controls=settings.nulls,
+        options=settings.options,
         store=str(captures_folder()),
         progress=progress,
-        notes=["quick: a quarter of the steps"] * asked.quick,
-        command=asked.command(),
+        notes=["quick: a quarter of the steps"] * settings.quick,
+        command=settings.command(),
     )
     return out, record
 
 
-def _out(asked: RunConfig, spec: str) -> Path:
-    if asked.out:
-        return Path(asked.out)
-    what = asked.task or asked.model or Path(asked.runs[0]).resolve().name
-    key = digest(dataclasses.asdict(asked) | {"out": None}) if asked.task else spec
+def _out(settings: RunConfig, spec: str) -> Path:
+    if settings.out:
+        return Path(settings.out)
+    what = settings.task or settings.model or Path(settings.runs[0]).resolve().name
+    key = digest(dataclasses.asdict(settings) | {"out": None}) if settings.task else spec
     return Path("runs") / f"dynamics-{safe(what)}-{key[:8]}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from llmgeom.progress import Progress, bar, first_word, prefixed
 if TYPE_CHECKING:
     import numpy as np
 
-    from llmgeom.batch import Batch
     from llmgeom.model import hub
     from llmgeom.model.subject import Subject
     from llmgeom.prompts.process import Draw, Process
@@ -48,7 +47,7 @@ class RunConfig(config.ModelConfig):
                                      name="--surface", group="Process")  # fmt: skip
     fuzz: bool = flag(
         False,
-        "With --process: search for the shortest evidence at which the model leaves the exact answer.",
+        "With --process: search for the shortest evidence at which the model leaves the exact answer; a record of it.",
         group="Process",
     )
     bound: float = flag(0.5, "With --fuzz: by more than so many bits of KL(exact || answer).", least=0, group="Process")
@@ -75,43 +74,45 @@ class RunConfig(config.ModelConfig):
     JobOutput,
     examples=["llmgeom evidence --model EleutherAI/pythia-410m --prior beta:2,2 --k 0,2,4,8,16"],
 )
-def main(asked: RunConfig, output: JobOutput) -> int:
+def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol, or --process).
 
     The answers are compared with the exact posterior, with controls and with simpler readers.
     """
-    if asked.fuzz:
-        return show_search(asked, output)
-    if asked.processes:
-        return show_processes(asked, output)
-    return prepare(asked).show(output)
+    if settings.fuzz:
+        return show_search(settings, chosen_processes(settings), output)
+    if settings.processes:
+        return show_processes(settings, output)
+    return prepare(settings).show(output)
 
 
-def prepare(asked: RunConfig) -> Job:
+def prepare(settings: RunConfig) -> Job:
     """The job of the SULA protocol: check what can be checked before weights load. Raises UserError."""
     from llmgeom.prompts import nonce
     from llmgeom.prompts.sula import Sula, available, prior
 
-    if asked.surfaces:
-        raise UserError(f"--surface {','.join(asked.surfaces)} needs --process; SULA has --template")
-    believed, protocol = prior(asked.prior), asked.protocol
-    template = asked.template or {"sound": "colon", "published": "plain"}[protocol]
-    ks = asked.ks or KS
-    Sula(asked.labels or nonce.LABELS[:16], believed, template, ks)  # refused before anything is loaded
-    located = asked.locate()
+    if settings.surfaces:
+        raise UserError(f"--surface {','.join(settings.surfaces)} needs --process; SULA has --template")
+    believed, protocol = prior(settings.prior), settings.protocol
+    template = settings.template or {"sound": "colon", "published": "plain"}[protocol]
+    ks = settings.ks or KS
+    Sula(settings.labels or nonce.LABELS[:16], believed, template, ks)  # refused before anything is loaded
+    located = settings.locate()
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
-        source = Sula(asked.labels or available(subject.tokenizer), believed, template, ks)
-        draws = {"n": asked.n, "seed": asked.seed, "nulls": asked.nulls, "batch_tokens": asked.batch_tokens}
+        source = Sula(settings.labels or available(subject.tokenizer), believed, template, ks)
+        draws = {"n": settings.n, "seed": settings.seed, "nulls": settings.nulls, "batch_tokens": settings.batch_tokens}
         return question(subject, source, protocol=protocol, **draws)
 
-    what = f"sula-{asked.prior}-{template}{'-published' * (protocol == 'published')}"
-    return Job(asked, located, what.replace(":", "-"), asked.spec(located), ask)
+    what = f"sula-{settings.prior}-{template}{'-published' * (protocol == 'published')}"
+    return Job(settings, located, what.replace(":", "-"), settings.spec(located), ask)
 
 
-def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+def perform(
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, Record]:
     """Check, load, ask, save the record and its page; (folder, record)."""
-    return prepare(asked).perform(progress, subject)
+    return prepare(settings).perform(progress, subject)
 
 
 def question(
@@ -147,17 +148,17 @@ def question(
 OF_SULA = ("prior", "template", "protocol", "labels")  # flags that a process has no use for
 
 
-def show_processes(asked: RunConfig, output: JobOutput) -> int:
+def show_processes(settings: RunConfig, output: JobOutput) -> int:
     """Ask the model about every process, and print profile, words and page, or the price; the exit code."""
     if output.dry_run:
         from llmgeom.commands.dry_run import price_all
 
-        chosen, located, _, out = _processes(asked)
-        asks = [partial(_question, asked, process) for process in chosen]
-        return show_price(price_all(asked, located, asks, out), output)
-    first_word(f"evidence of {asked.model}: drawing prompts, then the model", output.silent)
+        chosen, located, _, out = _processes(settings)
+        asks = [partial(_question, settings, process) for process in chosen]
+        return show_price(price_all(settings, located, asks, out), output)
+    first_word(f"evidence of {settings.model}: drawing prompts, then the model", output.silent)
     with bar(output.silent) as progress:
-        out, records = perform_processes(asked, progress)
+        out, records = perform_processes(settings, progress)
     if len(records) > 1 and not output.json:
         click.echo("\n".join([*lines(records), ""]))
     return show(out, records, output)
@@ -183,7 +184,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
 
 
 def perform_processes(
-    asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
 ) -> tuple[Path, list[Record]]:
     """Check, load, ask and save: a record for each process, the profile of several, and one page; (folder, records).
 
@@ -201,19 +202,19 @@ def perform_processes(
     from llmgeom.probes.evidence.profile import PROFILE, profile
     from llmgeom.reports import page
 
-    chosen, located, spec, out = _processes(asked)
+    chosen, located, spec, out = _processes(settings)
     specs = [digest({"run": spec, "process": process.title}) for process in chosen]
     folders = [out / config.safe(process.title) if len(chosen) > 1 else out for process in chosen]
     for folder, own in zip(folders, specs, strict=True):
         config.check_folder(folder, own)
-    subject = subject or asked.load(located)
+    subject = subject or settings.load(located)
     records = []
     for process, folder, own in zip(chosen, folders, specs, strict=True):
-        record = _question(asked, process, subject).record(
+        record = _question(settings, process, subject).record(
             subject,
             store=str(captures_folder()),
             progress=prefixed(progress, process.title),
-            facts={"spec": own, "command": asked.command()},
+            facts={"spec": own, "command": settings.command()},
         )
         records.append(record)
         records[-1].save(folder)
@@ -226,64 +227,95 @@ def perform_processes(
     return out, records
 
 
-def _processes(asked: RunConfig) -> tuple[list[Process], hub.Located, str, Path]:
-    """The processes that are asked for, where the model is, the run's hash and its folder. Raises UserError."""
+def _processes(settings: RunConfig) -> tuple[list[Process], hub.Located, str, Path]:
+    """The chosen processes, where the model is, the run's hash and its folder. Raises UserError."""
     from llmgeom.prompts.processes import names
 
-    chosen, located = chosen_processes(asked), asked.locate()
-    spec = asked.spec(located)
+    chosen, located = chosen_processes(settings), settings.locate()
+    spec = settings.spec(located)
     what = "+".join(process.title for process in chosen)
     what = "all-processes" if len(chosen) == len(names()) else config.safe(what)
-    return chosen, located, spec, Path(asked.out) if asked.out else config.run_folder(asked.model, located, what, spec)
+    folder = Path(settings.out or config.run_folder(settings.model, located, what, spec))
+    return chosen, located, spec, folder
 
 
-def chosen_processes(asked: RunConfig) -> list[Process]:
+def chosen_processes(settings: RunConfig) -> list[Process]:
     """The processes of a configuration, `all` for every one. Raises UserError."""
     from llmgeom.prompts.processes import load_process, names
 
-    defaults = {f.name: f.default for f in fields(asked)}
+    defaults = {f.name: f.default for f in fields(settings)}
     for name in OF_SULA:
-        if getattr(asked, name) != defaults[name]:
+        if getattr(settings, name) != defaults[name]:
             raise UserError(
                 f"--{name} belongs to the SULA protocol: with --process give the process's own fields, "
                 "e.g. two-point:reliability=0.8"
             )
-    specs = [spec for given in asked.processes for spec in (names() if given == "all" else (given,))]
+    specs = [spec for given in settings.processes for spec in (names() if given == "all" else (given,))]
     return [load_process(spec) for spec in dict.fromkeys(specs)]
 
 
-def _question(asked: RunConfig, process: Process, subject: Subject) -> Question:
+def _question(settings: RunConfig, process: Process, subject: Subject) -> Question:
     """What a process asks of a model. Raises UserError: prompts that it cannot read."""
     from llmgeom.probes.evidence import questions
 
     questions.check_tokenizer(subject)
-    options = {"ks": asked.ks, "surfaces": asked.surfaces, "positions": subject.facts["positions"]}
-    batch = process.sample(asked.n, asked.seed, subject.tokenizer, **options)
-    draws = {"seed": asked.seed, "nulls": asked.nulls, "batch_tokens": asked.batch_tokens}
+    options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
+    batch = process.sample(settings.n, settings.seed, subject.tokenizer, **options)
+    draws = {"seed": settings.seed, "nulls": settings.nulls, "batch_tokens": settings.batch_tokens}
     return questions.question_of_process(batch, **draws)
 
 
 # ---- where it breaks ------------------------------------------------------------------------------------------------
 
 
-def show_search(asked: RunConfig, output: JobOutput) -> int:
-    """Search every process for the shortest evidence that breaks the model, and print it as a prompt; the exit code."""
-    if not asked.processes:
+def show_search(settings: RunConfig, processes: Sequence[Process], output: JobOutput) -> int:
+    """Search every process, keep a record of each search, and print the prompts; the exit code.
+
+    Raises:
+        UserError: no process or no bound; the run folder holds another run.
+    """
+    if not processes:
         raise UserError("--fuzz searches the evidence of a process: give --process NAME, e.g. --process two-point")
-    if not asked.bound > 0:
-        raise UserError(f"--bound {asked.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
-    chosen = chosen_processes(asked)
-    subject = asked.load(asked.locate())
-    found = [fuzz(subject, process, asked) for process in chosen]
+    if not settings.bound > 0:
+        raise UserError(f"--bound {settings.bound:g}: expected bits above 0, since every answer is at least 0 bits off")
+    out, records = perform_search(settings, processes)
     if output.json:
-        print_json({"schema_version": 1, "searches": found})
+        searches = [search_facts(record) for record in records]
+        print_json({"schema_version": 1, "run_dir": str(out), "report": str(out / "report.html"), "searches": searches})
     else:
-        click.echo("\n\n".join("\n".join(search_lines(one)) for one in found))
+        click.echo("\n\n".join("\n".join(search_lines(record)) for record in records))
+        click.echo(f"\npage: {out / 'report.html'}")
     return 0
 
 
-def fuzz(subject: Subject, process: Process, asked: RunConfig) -> dict[str, Any]:
-    """The shortest evidence found at which a model misses the exact answer by more than a bound, as plain data.
+def perform_search(
+    settings: RunConfig, processes: Sequence[Process], subject: Subject | None = None
+) -> tuple[Path, list[Record]]:
+    """Search, save a record for each process and one page. (folder, records). Raises UserError as `show_search`."""
+    from llmgeom.files import digest, write_whole
+    from llmgeom.reports import page
+
+    located = settings.locate()
+    spec, what = settings.spec(located), config.safe("+".join(process.title for process in processes))
+    out = Path(settings.out) if settings.out else config.run_folder(settings.model, located, f"fuzz-{what}", spec)
+    folders = [out / config.safe(process.title) if len(processes) > 1 else out for process in processes]
+    specs = [digest({"run": spec, "fuzz": process.title}) for process in processes]
+    for folder, own in zip(folders, specs, strict=True):
+        config.check_folder(folder, own)
+    subject = subject or settings.load(located)
+    records = []
+    for process, folder, own in zip(processes, folders, specs, strict=True):
+        records.append(fuzz(subject, process, settings, {"spec": own, "command": settings.command()}))
+        records[-1].save(folder)
+    write_whole(out / "report.html", page(records).encode())
+    return out, records
+
+
+def fuzz(subject: Subject, process: Process, settings: RunConfig, more: dict[str, Any]) -> Record:
+    """The shortest evidence found at which a model misses the exact answer by more than a bound.
+
+    Args:
+        more: further provenance.
 
     Raises:
         UserError: the model has no tokenizer, or none with enough single-token labels; the prompts are too long.
@@ -291,50 +323,87 @@ def fuzz(subject: Subject, process: Process, asked: RunConfig) -> dict[str, Any]
     import numpy as np
 
     from llmgeom.probes.evidence import answers, questions
+    from llmgeom.probes.evidence.breaking import BREAKING, Breaking
+    from llmgeom.prompt_table import prompt_table
     from llmgeom.prompts.shrink import search
+    from llmgeom.provenance import provenance
+    from llmgeom.record import Record
     from llmgeom.run import observe
     from llmgeom.stats.information import bits, kl
 
     questions.check_tokenizer(subject)
-    surface = (asked.surfaces or ("list",))[0]
-    positions = subject.facts["positions"]
+    surface, positions = (settings.surfaces or ("list",))[0], subject.facts["positions"]
 
-    def written(draws: Sequence[Draw]) -> tuple[Batch, np.ndarray]:
+    def written(draws: Sequence[Draw]) -> tuple[Any, Any]:
         batch = process.write(draws, surface, subject.tokenizer, positions)
-        return batch, observe(subject, batch, answers.NEEDS).log_p
+        return batch, observe(subject, batch, answers.NEEDS)
 
     def distance(draws: Sequence[Draw]) -> np.ndarray:
-        batch, log_p = written(draws)
-        return bits(kl(batch.exact.predictive[:, -1].numpy(), log_p))
+        batch, own = written(draws)
+        return bits(kl(batch.exact.predictive[:, -1].numpy(), own.log_p))
 
-    most = min(process.most, max(asked.ks or process.KS))
-    result = search(process, distance, asked.bound, n=asked.n, most=most, seed=asked.seed)
-    about = {"model": subject.name, "process": process.title, "bound": asked.bound, "seed": asked.seed,
-             "tried": result.tried, "longest": most, "surface": surface}  # fmt: skip
-    if result.draw is None:
+    most = min(process.most, max(settings.ks or process.KS))
+    hit = search(process, distance, settings.bound, n=settings.n, most=most, seed=settings.seed)
+    about = {"bound": settings.bound, "seed": settings.seed, "tried": hit.tried, "longest": most, "surface": surface}
+    source = {"kind": "search", "name": process.title, "n": settings.n, "seed": settings.seed, "search": about}
+    known = {name: value for name, value in subject.facts.items() if value is not None}
+    if hit.draw is None:
+        why = f"none found in {_searched(about)}, more than {settings.bound:g} bits from the exact answer"
+        return Record({}, {BREAKING: why}, {}, known, source, more)
+    batch, own = written([hit.draw])
+    tokens = subject.tokens(batch)
+    result = Breaking(
+        exact=batch.exact.predictive[0, -1].exp().numpy(),
+        model=np.exp(own.log_p[0]),
+        distance=hit.bits,
+        bound=settings.bound,
+        observations=len(hit.draw.seen),
+        tried=hit.tried,
+        ticks={"answer": tuple(batch.columns["marks"][0].split())},
+        notes=(f"the prompt: {batch.text[0]}", _searched(about)),
+    )
+    return Record(
+        {BREAKING: result.lowered()},
+        {},
+        prompt_table(subject, batch, tokens, own.h_vocab),
+        known,
+        {**batch.source, **source},
+        {**provenance(batch, tokens, settings.seed, 0), **more},
+    )
+
+
+def search_facts(record: Record) -> dict[str, Any]:
+    """A search as plain data."""
+    about = {"model": record.subject["name"], "process": record.source["name"], **record.source["search"]}
+    if not record.results:
         return about | {"prompt": None}
-    batch, log_p = written([result.draw])
-    exact = batch.exact.predictive[0, -1].exp().tolist()
-    shares = zip(batch.columns["marks"][0].split(), exact, np.exp(log_p[0]).tolist(), strict=True)
+    (measured,) = record.results.values()
+    shares = zip(
+        measured.ticks["answer"], *(measured.arrays[name].tolist() for name in ("exact", "model")), strict=True
+    )
     return about | {
-        "prompt": batch.text[0],
-        "observations": len(result.draw.seen),
-        "bits": result.bits,
+        "prompt": record.prompts["text"][0],
+        "observations": int(measured.arrays["observations"]),
+        "bits": float(measured.arrays["distance"]),
         "answers": [{"label": label, "exact": p, "model": q} for label, p, q in shares],
     }
 
 
-def search_lines(found: Mapping[str, Any]) -> Iterator[str]:
+def search_lines(record: Record) -> Iterator[str]:
     """A search as text: the prompt on a line of its own, then the exact answer and the model's."""
-    where = f"{found['model']} on {found['process']}"
-    searched = f"{found['tried']} sequences of at most {found['longest']} observations, seed {found['seed']}"
-    if found["prompt"] is None:
-        yield f"{where}: none found in {searched}, more than {found['bound']:g} bits from the exact answer"
+    search = search_facts(record)
+    where = f"{search['model']} on {search['process']}"
+    if search["prompt"] is None:
+        yield f"{where}: {next(iter(record.unmeasured.values()))}"
         return
-    yield f"{where}: {found['bits']:.2f} bits from the exact answer after {found['observations']} observations"
-    yield f"({searched}, bound {found['bound']:g} bits)"
+    yield f"{where}: {search['bits']:.2f} bits from the exact answer after {search['observations']} observations"
+    yield f"({_searched(search)}, bound {search['bound']:g} bits)"
     yield ""
-    yield found["prompt"]
+    yield search["prompt"]
     yield ""
-    for row in found["answers"]:
+    for row in search["answers"]:
         yield f"  {row['label']:8} exact {row['exact']:.3f}   model {row['model']:.3f}"
+
+
+def _searched(about: dict[str, Any]) -> str:
+    return f"{about['tried']} sequences of at most {about['longest']} observations, seed {about['seed']}"

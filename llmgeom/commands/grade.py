@@ -33,29 +33,31 @@ class RunConfig(config.ModelConfig):
 
 
 @config.command(RunConfig, JobOutput, examples=["llmgeom grade --model runs/tunnel --n 1000"])
-def main(asked: RunConfig, output: JobOutput) -> int:
+def main(settings: RunConfig, output: JobOutput) -> int:
     """Compare a wind-tunnel model's answers with the exact posterior, and with predictors that do not infer."""
-    return prepare(asked).show(output, table)
+    return prepare(settings).show(output, table)
 
 
-def prepare(asked: RunConfig) -> Job:
+def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
     from llmgeom.bench import grading
 
-    located = asked.locate()
+    located = settings.locate()
     origin = grading.Origin.of(located.path)
-    task = origin.load_task(asked.task, asked.model)
+    task = origin.load_task(settings.task, settings.model)
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
-        draws = {"n": asked.n, "seed": asked.seed, "nulls": asked.nulls, "batch_tokens": asked.batch_tokens}
+        draws = {"n": settings.n, "seed": settings.seed, "nulls": settings.nulls, "batch_tokens": settings.batch_tokens}
         return grading.question(subject, task, origin, **draws)
 
-    return Job(asked, located, f"grade-{type(task).__name__.lower()}", asked.spec(located), ask)
+    return Job(settings, located, f"grade-{type(task).__name__.lower()}", settings.spec(located), ask)
 
 
-def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+def perform(
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, Record]:
     """Check, load, grade, save the record and its page; (folder, record)."""
-    return prepare(asked).perform(progress, subject)
+    return prepare(settings).perform(progress, subject)
 
 
 def table(record: Record) -> Iterator[str]:

@@ -41,7 +41,7 @@ class Job:
         save: writes what the run folder holds besides the record and its page; called as save(record, folder).
     """
 
-    asked: config.ModelConfig
+    settings: config.ModelConfig
     located: hub.Located
     what: str
     spec: str
@@ -51,20 +51,20 @@ class Job:
     @property
     def folder(self) -> Path:
         """The run folder."""
-        out: str | None = getattr(self.asked, "out")  # noqa: B009 (every command that asks a question has it)
-        return Path(out) if out else config.run_folder(self.asked.model, self.located, self.what, self.spec)
+        out: str | None = getattr(self.settings, "out")  # noqa: B009 (every command that asks a question has it)
+        return Path(out) if out else config.run_folder(self.settings.model, self.located, self.what, self.spec)
 
     def perform(self, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
         """Load the model unless given, ask, save the record and its page. (folder, record)."""
         from llmgeom.cache.shards import captures_folder
 
         config.check_folder(self.folder, self.spec)
-        subject = subject or self.asked.load(self.located)
+        subject = subject or self.settings.load(self.located)
         record = self.ask(subject, progress).record(
             subject,
             store=str(captures_folder()),
             progress=progress,
-            facts={"spec": self.spec, "command": self.asked.command()},
+            facts={"spec": self.spec, "command": self.settings.command()},
         )
         if self.save:
             self.save(record, self.folder)
@@ -77,7 +77,7 @@ class Job:
             from llmgeom.commands.dry_run import price
 
             return show_price(price(self), output)
-        return show_record(lambda _, progress: self.perform(progress), self.asked, output, table)
+        return show_record(lambda _, progress: self.perform(progress), self.settings, output, table)
 
 
 def show_price(cost: dict[str, Any], output: JobOutput) -> int:

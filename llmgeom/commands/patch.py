@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -14,12 +15,13 @@ from llmgeom.flags import LARGEST_SEED, flag
 
 if TYPE_CHECKING:
     from llmgeom.model.subject import Subject
+    from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.progress import Progress
     from llmgeom.prompts.process import Process
     from llmgeom.record import Record
     from llmgeom.run import Question
 
-SUBSPACES, DIRECTIONS = 39, 5  # random controls of tasks and of text
+SUBSPACES, DIRECTIONS, EDITS = 39, 5, 199  # random controls of tasks, of text and of labels
 
 
 @dataclass(frozen=True)
@@ -33,9 +35,18 @@ class RunConfig(config.ModelConfig):
     ks: tuple[int, ...] = flag(
         (), "With --process: numbers of observations. [default: its own]", name="--k", listed=True
     )
+    axis: str | None = flag(
+        None, "Exchange the component along this direction.safetensors alone, with --prompts or --process."
+    )
+    prompts: str | None = flag(
+        None, "With --axis: prompts with the direction's label; each is exchanged with one of another value."
+    )
+    pair: tuple[str, ...] = flag((), "With --prompts: two answers, whose log-odds are followed.", listed=True)
     n: int = flag(200, "Sequences (half of them estimate the subspace that is patched), or prompts.", least=20)
     layers: str = flag("all", "Patch the input of these layers, one at a time: all, or e.g. 0,1.")
-    controls: int | None = flag(None, "Random subspaces, or of text directions. [default: 39; of text 5]", least=1)
+    controls: int | None = flag(
+        None, "Random subspaces or directions. [default: 39; of text 5; with --prompts 199]", least=1
+    )
     nulls: int = flag(20, "Untrained controls.", least=1)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     seed: int = flag(0, "Fixes sequences, donors, halves and controls.", least=0, most=LARGEST_SEED)
@@ -48,76 +59,143 @@ class RunConfig(config.ModelConfig):
     examples=[
         "llmgeom patch --model runs/bijection --layers 0,1",
         "llmgeom patch --model EleutherAI/pythia-410m --process two-point",
+        "llmgeom patch --axis runs/mine/direction.safetensors --prompts mine.jsonl --pair yes,no",
     ],
 )
-def main(asked: RunConfig, output: JobOutput) -> int:
+def main(settings: RunConfig, output: JobOutput) -> int:
     """Exchange evidence inside a model, and compare its answer with the exact counterfactual.
 
     An interchange intervention: activations of one sequence replace those of another.
     """
-    return prepare(asked).show(output)
+    return prepare(settings).show(output, edges if settings.process else None)
 
 
-def prepare(asked: RunConfig) -> Job:
+def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
-    layers = None if asked.layers == "all" else config.numbers("--layers", asked.layers, "all", "0,1")
-    if asked.process is not None:
-        return _prepare_text(asked, asked.process, layers)
-    if asked.ks:
-        raise UserError(f"--k {','.join(map(str, asked.ks))} is of --process; a task has sequences of its own length")
+    layers = None if settings.layers == "all" else config.numbers("--layers", settings.layers, "all", "0,1")
+    _check_axis(settings)
+    if settings.prompts is not None:
+        return _prepare_labels(settings, settings.prompts)
+    if settings.process is not None:
+        return _prepare_text(settings, settings.process, layers)
+    if settings.ks:
+        raise UserError(
+            f"--k {','.join(map(str, settings.ks))} is of --process; a task has sequences of its own length"
+        )
     from llmgeom.bench.grading import Origin
     from llmgeom.probes.interventions.interchange_probe import question
 
-    located = asked.locate()
+    located = settings.locate()
     origin = Origin.of(located.path)
-    task = origin.load_task(asked.task, asked.model)
+    task = origin.load_task(settings.task, settings.model)
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         return question(
             subject,
             task,
-            n=asked.n,
+            n=settings.n,
             layers=layers,
-            controls=asked.controls or SUBSPACES,
-            nulls=asked.nulls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
+            controls=settings.controls or SUBSPACES,
+            nulls=settings.nulls,
+            seed=settings.seed,
+            batch_tokens=settings.batch_tokens,
             progress=progress,
             warnings=tuple(origin.doubts(task)),
         )
 
-    return Job(asked, located, f"patch-{type(task).__name__.lower()}", asked.spec(located), ask)
+    return Job(settings, located, f"patch-{type(task).__name__.lower()}", settings.spec(located), ask)
 
 
-def _prepare_text(asked: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
-    if asked.task:
-        raise UserError(
-            f"--task {asked.task} and --process {spec}: give one of them; evidence is patched in one source"
+def _check_axis(settings: RunConfig) -> None:
+    """Raises UserError for flags that --axis needs or does not read."""
+    if settings.axis is None:
+        for name in ("prompts", "pair"):
+            if getattr(settings, name):
+                raise UserError(f"--{name} is read with --axis FILE; give the direction of an llmgeom probe run")
+        return
+    if (settings.prompts is None) == (settings.process is None):
+        raise UserError(f"--axis {settings.axis}: give either --prompts FILE or --process NAME")
+    for name, given in (
+        ("task", settings.task),
+        ("layers", settings.layers != "all"),
+        ("k", settings.prompts and settings.ks),
+    ):
+        if given:
+            raise UserError(f"--{name} with --axis {settings.axis}: it is not read there; leave it out")
+    if settings.pair and (settings.process or len(settings.pair) != 2):
+        raise UserError(f"--pair {','.join(settings.pair)}: expected two answers, e.g. yes,no, with --prompts")
+
+
+def _prepare_labels(settings: RunConfig, path: str) -> Job:
+    """Prompts of the file, each with the component of one of another value along the saved direction."""
+    from llmgeom.probes.labels.directions import SavedDirection
+    from llmgeom.prompts import files
+
+    saved, batch, located = SavedDirection.load(str(settings.axis)), files.read(path), settings.locate()
+    labels = [str(cell) for cell in batch.column(saved.target)]
+    content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
+
+    def ask(subject: Subject, progress: Progress | None = None) -> Question:
+        from llmgeom.probes.interventions import label_axis
+
+        return label_axis.question(
+            subject,
+            batch,
+            saved,
+            settings.pair,
+            mode="exchange",
+            positions="query",
+            controls=settings.controls or EDITS,
+            seed=settings.seed,
+            batch_tokens=settings.batch_tokens,
+            progress=progress,
         )
+
+    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, **content), ask)
+
+
+def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
+    if settings.task:
+        raise UserError(
+            f"--task {settings.task} and --process {spec}: give one of them; evidence is patched in one source"
+        )
+    from llmgeom.probes.labels.directions import SavedDirection
     from llmgeom.prompts.processes import load_process
 
-    process, located = load_process(spec), asked.locate()
+    saved = None if settings.axis is None else SavedDirection.load(settings.axis)
+    process, located = load_process(spec), settings.locate()
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         return question_of_text(
             subject,
             process,
-            n=asked.n,
-            ks=asked.ks,
+            n=settings.n,
+            ks=settings.ks,
             layers=layers,
-            directions=asked.controls or DIRECTIONS,
-            nulls=asked.nulls,
-            seed=asked.seed,
-            batch_tokens=asked.batch_tokens,
+            directions=settings.controls or DIRECTIONS,
+            axis=saved,
+            nulls=settings.nulls,
+            seed=settings.seed,
+            batch_tokens=settings.batch_tokens,
             progress=progress,
         )
 
-    return Job(asked, located, f"patch-{config.safe(process.title)}", asked.spec(located), ask)
+    more = {} if saved is None else {"along": saved.plain}
+    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, **more), ask)
 
 
-def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+def edges(record: Record) -> Iterator[str]:
+    """The edges of attention that carry evidence in text, as lines."""
+    from llmgeom.probes.interventions.text_patching import edge_lines
+
+    return chain.from_iterable(edge_lines(measured) for measured in record.results.values())
+
+
+def perform(
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, Record]:
     """Check, load, ask, save the record and its page; (folder, record)."""
-    return prepare(asked).perform(progress, subject)
+    return prepare(settings).perform(progress, subject)
 
 
 def question_of_text(
@@ -128,6 +206,7 @@ def question_of_text(
     ks: Sequence[int] = (),
     layers: Sequence[int] | None = None,
     directions: int = DIRECTIONS,
+    axis: SavedDirection | None = None,
     nulls: int = 20,
     seed: int = 0,
     batch_tokens: int = 4096,
@@ -139,9 +218,11 @@ def question_of_text(
         n: prompts, spread over the numbers of observations.
         ks: numbers of observations; by default those of the process above 0.
         directions: random directions.
+        axis: a direction, whose component alone is exchanged, at the input of its layer.
 
     Raises:
-        UserError: a layer that does not exist; no tokenizer; prompts that the model cannot read; too few pairs.
+        UserError: a direction that is not of this model's residual stream; a layer that does not exist; no tokenizer;
+            prompts that the model cannot read; too few pairs.
     """
     from llmgeom.batch import Tokens
     from llmgeom.probes.interventions.interchange_probe import chosen_layers
@@ -152,6 +233,10 @@ def question_of_text(
 
     if subject.tokenizer is None:
         raise UserError(f"{subject.name} {NO_TOKENIZER}")
+    along: tuple[float, ...] = ()
+    if axis is not None:
+        axis.check(subject, ("residual",))
+        layers, along = (axis.layer,), tuple(axis.vector.tolist())
     chosen = chosen_layers(subject, layers)
     ks = tuple(ks) or tuple(k for k in process.KS if k)
     each, positions = -(-n // len(ks)), subject.facts["positions"]
@@ -159,6 +244,6 @@ def question_of_text(
     tokens = subject.tokens(batch)
     assert isinstance(tokens, Tokens)  # text is read as tokens
     pairs = TextPairs.of(batch, tokens, changes(process, batch, seed))
-    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress)
+    probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress, along)
     facts = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
     return Question(pairs.x, {PROBE: probe}, nulls, seed, batch_tokens, facts=facts)

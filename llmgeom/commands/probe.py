@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,8 +47,11 @@ class RunConfig(config.ModelConfig):
         group="Prompts",
     )  # fmt: skip
     kind: Literal["auto", "binary", "classes", "number"] = flag("auto", "What the label is.", group="Measure")
-    estimator: Literal["ridge", "logistic", "means"] = flag(
-        "ridge", "means: along the difference of class means.", group="Measure"
+    weight: str | None = flag(
+        None, "Column of numbers above 0: a prompt counts as so many equal ones do.", group="Prompts"
+    )
+    estimator: Literal["ridge", "logistic", "means", "pls"] = flag(
+        "ridge", "means: along the difference of class means. pls: partial least squares.", group="Measure"
     )
     given: tuple[str, ...] = flag(
         AUTOMATIC, "Confounds to remove: columns, length, final_token; or none.", listed=True, group="Measure"
@@ -55,6 +59,9 @@ class RunConfig(config.ModelConfig):
     transfer: str | None = flag(None, "Column each of whose values is also predicted from the others.", group="Measure")
     sites: tuple[str, ...] = flag(("residual",), f"Where it is read: {', '.join(SITES)}.", listed=True, group="Measure")
     layers: str = flag("all", "all, or numbers with commas between.", group="Measure")
+    positions: tuple[str, ...] = flag(
+        ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True, group="Measure"
+    )
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
     nulls: int = flag(20, "Untrained copies, and orders of shuffled prompts.", least=1, group="Controls")
     seed: int = flag(0, "Fixes folds and nulls.", least=0, most=LARGEST_SEED, group="Controls")
@@ -63,6 +70,7 @@ class RunConfig(config.ModelConfig):
     def probe(self) -> LabelProbe:
         """The probe that is asked for. Raises UserError for layers that are no numbers."""
         from llmgeom.model.capture import Site
+        from llmgeom.probes.labels.positions import read_positions
         from llmgeom.probes.labels.probe import LabelProbe
 
         if unknown := [site for site in self.sites if site not in SITES]:
@@ -73,8 +81,9 @@ class RunConfig(config.ModelConfig):
         given = () if self.given == ("none",) else tuple(dict.fromkeys(self.given))
         sites = tuple(dict.fromkeys(Site(site) for site in self.sites))
         return LabelProbe(
-            self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given, self.estimator, self.transfer
-        )
+            self.target, self.kind, sites, layers and tuple(sorted(set(layers))), given, self.estimator, self.transfer,
+            read_positions(self.positions), self.weight,
+        )  # fmt: skip
 
 
 @config.command(
@@ -85,43 +94,49 @@ class RunConfig(config.ModelConfig):
         "llmgeom probe --log samples_arc_easy_2026-01-31.jsonl",
     ],
 )
-def main(asked: RunConfig, output: JobOutput) -> int:
+def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a label of your own is linearly readable from activations, beyond controls and confounds."""
-    if asked.log:
+    if settings.log:
         if output.dry_run:
-            raise UserError(f"--dry-run with --log {asked.log}: a log is scored without a model; leave one out")
-        return show_record(perform, asked, output)
-    return prepare(asked).show(output)
+            raise UserError(f"--dry-run with --log {settings.log}: a log is scored without a model; leave one out")
+        return show_record(perform, settings, output)
+    return prepare(settings).show(output)
 
 
-def perform(asked: RunConfig, progress: Progress | None = None, subject: Subject | None = None) -> tuple[Path, Record]:
+def perform(
+    settings: RunConfig, progress: Progress | None = None, subject: Subject | None = None
+) -> tuple[Path, Record]:
     """Check, load, measure, save the record and its page; (folder, record)."""
-    if asked.log:
-        return _logged(asked)
-    return prepare(asked).perform(progress, subject)
+    if settings.log:
+        return _logged(settings)
+    return prepare(settings).perform(progress, subject)
 
 
-def prepare(asked: RunConfig) -> Job:
+def prepare(settings: RunConfig) -> Job:
     """Check what can be checked before weights load. Raises UserError."""
     from llmgeom.files import digest
     from llmgeom.prompts import documents, files
 
-    if not asked.prompts:
+    if not settings.prompts:
         raise UserError("--prompts is missing: give a .jsonl, .csv or .parquet file with a column of labels")
-    if asked.answers and asked.target:
+    if settings.answers and settings.target:
         raise UserError("--answers and --target are two different measurements: run them one after the other")
-    if asked.prompts.startswith(documents.PREFIX):
-        if asked.cluster:
-            raise UserError(f"--cluster {asked.cluster}: in a data set each document is its own cluster; leave it out")
-        batch = documents.read(asked.prompts, MOST_DOCUMENTS, asked.seed, offline=asked.offline)
+    if settings.answers and settings.weight:
+        raise UserError(f"--weight {settings.weight} with --answers: answers are not weighted; leave it out")
+    if settings.prompts.startswith(documents.PREFIX):
+        if settings.cluster:
+            raise UserError(
+                f"--cluster {settings.cluster}: in a data set each document is its own cluster; leave it out"
+            )
+        batch = documents.read(settings.prompts, MOST_DOCUMENTS, settings.seed, offline=settings.offline)
     else:
-        batch = files.read(asked.prompts, asked.cluster)
-    ask = _answers(asked, batch) if asked.answers else _label(asked, batch)
-    located = asked.locate()
+        batch = files.read(settings.prompts, settings.cluster)
+    ask = _answers(settings, batch) if settings.answers else _label(settings, batch)
+    located = settings.locate()
     content = digest({"text": batch.text, "cluster": batch.cluster, "columns": dict(batch.columns)})
-    spec = asked.spec(located, content=content)
-    what = f"answers-{asked.answers}" if asked.answers else f"probe-{asked.target}"
-    return Job(asked, located, config.safe(what), spec, ask, _save_direction if asked.target else None)
+    spec = settings.spec(located, content=content)
+    what = f"answers-{settings.answers}" if settings.answers else f"probe-{settings.target}"
+    return Job(settings, located, config.safe(what), spec, ask, _save_direction if settings.target else None)
 
 
 def _save_direction(record: Record, out: Path) -> None:
@@ -135,12 +150,15 @@ def _save_direction(record: Record, out: Path) -> None:
 Ask = Callable[["Subject", "Progress | None"], "Question"]
 
 
-def _label(asked: RunConfig, batch: Batch) -> Ask:
+def _label(settings: RunConfig, batch: Batch) -> Ask:
     """The probe of a label, checked against the columns."""
-    from llmgeom.probes.labels.target import read_target
+    from llmgeom.probes.labels.positions import queried
+    from llmgeom.probes.labels.target import read_target, read_weights
 
-    probe = asked.probe()
+    probe = settings.probe()
     read_target(batch, probe.target, probe.kind)
+    if probe.weight is not None:
+        read_weights(batch, probe.weight)
     for name in probe.given:
         if name == probe.target:
             raise UserError(f"--given {name}: the label cannot be removed from itself; leave it out")
@@ -149,15 +167,22 @@ def _label(asked: RunConfig, batch: Batch) -> Ask:
     if probe.transfer is not None:
         batch.column(probe.transfer)
 
-    facts = {"target": asked.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
-    return lambda subject, _=None: _question(asked, batch, {LABEL: probe}, facts, _predicted)
+    facts = {"target": settings.target, "given": ",".join(probe.given) or "none", "estimator": probe.estimator}
+    facts |= {"positions": ",".join(map(str, probe.positions)), "weight": probe.weight or "none"}
+
+    def ask(subject: Subject, _: Progress | None = None) -> Question:
+        return _question(
+            settings, queried(batch, subject.tokens(batch), probe.positions), {LABEL: probe}, facts, _predicted
+        )
+
+    return ask
 
 
-def _answers(asked: RunConfig, batch: Batch) -> Ask:
+def _answers(settings: RunConfig, batch: Batch) -> Ask:
     """The probe of given answers, checked against the column."""
     from llmgeom.probes.labels.answers import PROBE, AnswersProbe, expanded, prompt_columns, read_answers
 
-    column = str(asked.answers)
+    column = str(settings.answers)
     answers = read_answers(batch, column)
 
     def finish(record: Record) -> Record:
@@ -165,18 +190,18 @@ def _answers(asked: RunConfig, batch: Batch) -> Ask:
         # Each prompt was read once for every answer: what the runner says of its inputs is not true of the prompts.
         of_inputs = ("controls read", "share one template")
         warnings = [one for one in record.warnings if not any(words in one for words in of_inputs)]
-        most = max(batch.cluster.count(name) for name in set(batch.cluster))
+        most = max(Counter(batch.cluster).values())
         warnings += [f"up to {most} prompts share one cluster; intervals count clusters"] * (most > 2)
         return replace(record, prompts=prompts, facts={**record.facts, "prompts": len(batch)}, warnings=tuple(warnings))
 
     def ask(subject: Subject, _: Progress | None = None) -> Question:
         many = expanded(subject, batch, answers, column)
-        return _question(asked, many, {PROBE: AnswersProbe(answers, column)}, {"answers": column}, finish)
+        return _question(settings, many, {PROBE: AnswersProbe(answers, column)}, {"answers": column}, finish)
 
     return ask
 
 
-def _logged(asked: RunConfig) -> tuple[Path, Record]:
+def _logged(settings: RunConfig) -> tuple[Path, Record]:
     """Score the answers of a log: no model is loaded. (folder, record)."""
     import numpy as np
 
@@ -187,13 +212,15 @@ def _logged(asked: RunConfig) -> tuple[Path, Record]:
     from llmgeom.record import Record
 
     for name in ("prompts", "target", "answers"):
-        if getattr(asked, name):
-            raise UserError(f"--{name} {getattr(asked, name)} with --log {asked.log}: a log holds prompts and answers")
-    log = logs.read(str(asked.log), asked.cluster)
+        if getattr(settings, name):
+            raise UserError(
+                f"--{name} {getattr(settings, name)} with --log {settings.log}: a log holds prompts and answers"
+            )
+    log = logs.read(str(settings.log), settings.cluster)
     content = {"text": log.text, "log_prob": log.log_prob, "right": log.right, "cluster": log.cluster}
-    spec = digest(content | {"seed": asked.seed})
-    out = Path(asked.out or f"runs/{config.safe(log.model or 'log')}-answers-{config.safe(log.name)}-{spec[:8]}")
-    result = scored(log.log_prob, np.array(log.right), np.array(log.cluster), asked.seed, log.notes).lowered()
+    spec = digest(content | {"seed": settings.seed})
+    out = Path(settings.out or f"runs/{config.safe(log.model or 'log')}-answers-{config.safe(log.name)}-{spec[:8]}")
+    result = scored(log.log_prob, np.array(log.right), np.array(log.cluster), settings.seed, log.notes).lowered()
     config.check_folder(out, spec)
     probability, n = probabilities(log.log_prob), len(log.text)
     columns = {
@@ -214,10 +241,11 @@ def _logged(asked: RunConfig) -> tuple[Path, Record]:
         facts={
             "llmgeom": __version__,
             "claims_hash": claims.digest(),
-            "seed": asked.seed,
+            "seed": settings.seed,
             "spec": spec,
             "answers": "the log",
-            "command": f"llmgeom probe --log {asked.log}" + f" --cluster {asked.cluster}" * bool(asked.cluster),
+            "command": f"llmgeom probe --log {settings.log}"
+            + f" --cluster {settings.cluster}" * bool(settings.cluster),
         },
     )
     config.keep(record, out)
@@ -225,11 +253,11 @@ def _logged(asked: RunConfig) -> tuple[Path, Record]:
 
 
 def _question(
-    asked: RunConfig, batch: Batch, probes: dict[str, Any], facts: dict, finish: Callable[[Record], Record]
+    settings: RunConfig, batch: Batch, probes: dict[str, Any], facts: dict, finish: Callable[[Record], Record]
 ) -> Question:
     from llmgeom.run import Question
 
-    draws = (asked.nulls, asked.seed, asked.batch_tokens)
+    draws = (settings.nulls, settings.seed, settings.batch_tokens)
     return Question(batch, probes, *draws, facts=facts, whole=False, finish=finish)
 
 

@@ -124,22 +124,22 @@ class RunConfig(DrawsConfig, LoadConfig):
         "llmgeom reproduce predictions --model EleutherAI/pythia-410m",
     ],
 )
-def main(asked: RunConfig, output: Output) -> int:
+def main(settings: RunConfig, output: Output) -> int:
     """Measure every published number of a paper, and compare: a word for each that is tested, and why.
 
     WHAT: paper1, paper2, paper3, or predictions, which tests what the papers predict on one model.
     """
-    if asked.dry_run:
-        click.echo("\n".join(planned(asked)))
+    if settings.dry_run:
+        click.echo("\n".join(planned(settings)))
         return 0
-    return show_rows(perform, asked, output)
+    return show_rows(perform, settings, output)
 
 
 @dataclass(frozen=True)
 class Found:
     """The tables of all subjects, with lines to stand above them and rows of other kinds."""
 
-    asked: RunConfig
+    settings: RunConfig
     tables: tuple[Table, ...]
     above: tuple[str, ...]
     more: tuple[dict[str, Any], ...]
@@ -147,33 +147,33 @@ class Found:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         rows = [row for table in self.tables for row in table.to_dict()]
-        return {name: getattr(self.asked, name) for name in ("paper", "only", "scale", "quick")} | {
+        return {name: getattr(self.settings, name) for name in ("paper", "only", "scale", "quick")} | {
             "rows": [*rows, *self.more]
         }
 
     def lines(self) -> list[str]:
         """What a terminal shows."""
-        of = [[table for table in self.tables if type(table) is kind] for kind in self.asked.tables]
+        of = [[table for table in self.tables if type(table) is kind] for kind in self.settings.tables]
         return [*self.above, *(line for group in of for line in tables.lines(group))]
 
 
-def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
+def perform(settings: RunConfig, progress: Progress | None = None) -> tuple[Path, Found]:
     """Run what is not yet in the run folder, judge every row, write the record and the page.
 
     Returns:
         The run folder, and the tables.
     """
-    started, out = time.time(), asked.folder
-    check_folder(out, asked.spec)
-    found: list[Table] = []
+    started, out = time.time(), settings.folder
+    check_folder(out, settings.spec)
+    tables_of: list[Table] = []
     results: dict[str, Measured] = {}
     labels: list[str] = []
     warnings: list[str] = []
     above, more = [], []
-    for source in _sources(asked, out, progress):
-        made = [kind(source.label, tuple(_rows(kind, asked, source))) for kind in asked.tables]
-        results |= {_section(asked, table): table.section() for table in made} | dict(source.sections())
-        found += made
+    for source in _sources(settings, out, progress):
+        made = [kind(source.label, tuple(_rows(kind, settings, source))) for kind in settings.tables]
+        results |= {_section(settings, table): table.section() for table in made} | dict(source.sections())
+        tables_of += made
         labels.append(source.label)
         above += source.lines()
         warnings += source.warnings()
@@ -181,70 +181,72 @@ def perform(asked: RunConfig, progress: Progress | None = None) -> tuple[Path, F
     record = Record(
         results=results,
         unmeasured={
-            f"{_section(asked, table)}: {row.entry.id}": row.why
-            for table in found
+            f"{_section(settings, table)}: {row.entry.id}": row.why
+            for table in tables_of
             for row in table.contents
             if row.estimate is None
         },
         prompts={},
         subject={"name": ", ".join(labels)},
-        source={"name": f"the claims of {asked.paper}", "kind": "claims", "scale": asked.scale},
-        facts={"spec": asked.spec, "command": asked.command(), "versions": versions()},
-        warnings=(*["quick: a fraction of the budget, and fewer entries"] * asked.quick, *dict.fromkeys(warnings)),
+        source={"name": f"the claims of {settings.paper}", "kind": "claims", "scale": settings.scale},
+        facts={"spec": settings.spec, "command": settings.command(), "versions": versions()},
+        warnings=(*["quick: a fraction of the budget, and fewer entries"] * settings.quick, *dict.fromkeys(warnings)),
         run=took(started),
     )
     keep(record, out)
-    return out, Found(asked, tuple(found), tuple(above), tuple(more))
+    return out, Found(settings, tuple(tables_of), tuple(above), tuple(more))
 
 
-def planned(asked: RunConfig) -> list[str]:
+def planned(settings: RunConfig) -> list[str]:
     """What a run would do, from the tables alone: its runs, and the entries that it would not test."""
-    lines = [f"{replace(asked, dry_run=False).command()}: in {asked.folder}", *_plan(asked)]
-    if Table not in asked.tables:
+    lines = [f"{replace(settings, dry_run=False).command()}: in {settings.folder}", *_plan(settings)]
+    if Table not in settings.tables:
         return lines
-    skipped = {entry.id: why for entry in asked.entries if (why := tables.not_tested(entry, asked.size, asked.quick))}
-    lines[0] += f", {len(asked.entries) - len(skipped)} of {len(asked.entries)} entries"
+    skipped = {
+        entry.id: why for entry in settings.entries if (why := tables.not_tested(entry, settings.size, settings.quick))
+    }
+    lines[0] += f", {len(settings.entries) - len(skipped)} of {len(settings.entries)} entries"
     return [*lines, *(f"NOT TESTED {name}: {why}" for name, why in skipped.items())]
 
 
-def _module(asked: RunConfig) -> Any:
+def _module(settings: RunConfig) -> Any:
     """The module that trains the models of a table; None if the table is about models that are named."""
     from llmgeom.papers import paper1, paper2, primitives
 
-    if asked.only == "primitives":
+    if settings.only == "primitives":
         return primitives
-    return {"paper1": paper1, "paper2": paper2}.get("" if asked.models else asked.paper)
+    return {"paper1": paper1, "paper2": paper2}.get("" if settings.models else settings.paper)
 
 
-def _sources(asked: RunConfig, out: Path, progress: Progress | None) -> Iterator[Source]:
-    if module := _module(asked):
-        return module.sources(asked.options, _tests(asked), out, progress)
+def _sources(settings: RunConfig, out: Path, progress: Progress | None) -> Iterator[Source]:
+    if module := _module(settings):
+        return module.sources(settings.options, _tests(settings), out, progress)
     from llmgeom.commands import paper_runs
 
-    runs = paper_runs.next_steps if asked.paper == "paper2" else paper_runs.language_models
-    return runs(asked, out, progress)
+    runs = paper_runs.next_steps if settings.paper == "paper2" else paper_runs.language_models
+    return runs(settings, out, progress)
 
 
-def _plan(asked: RunConfig) -> list[str]:
-    if module := _module(asked):
-        return module.planned(asked.options, _tests(asked))
+def _plan(settings: RunConfig) -> list[str]:
+    if module := _module(settings):
+        return module.planned(settings.options, _tests(settings))
     from llmgeom.commands import paper_runs
 
-    return paper_runs.planned(asked)
+    return paper_runs.planned(settings)
 
 
-def _tests(asked: RunConfig) -> list:
+def _tests(settings: RunConfig) -> list:
     """The tests that are measured unless they cannot be."""
-    tested = [entry for entry in asked.entries if not tables.not_tested(entry, asked.size, asked.quick)]
-    return [test for entry in tested if (test := entry.test(asked.size))]
+    tested = [entry for entry in settings.entries if not tables.not_tested(entry, settings.size, settings.quick)]
+    return [test for entry in tested if (test := entry.test(settings.size))]
 
 
-def _rows(kind: type[Table], asked: RunConfig, source: Source) -> Sequence[tables.Row]:
+def _rows(kind: type[Table], settings: RunConfig, source: Source) -> Sequence[tables.Row]:
     if kind is Table:
-        return tables.published(asked.entries, source, asked.size, asked.quick)
-    return (tables.audit if kind is tables.Audit else tables.predictions)(asked.entries, source)
+        return tables.published(settings.entries, source, settings.size, settings.quick)
+    return (tables.audit if kind is tables.Audit else tables.predictions)(settings.entries, source)
 
 
-def _section(asked: RunConfig, table: Table) -> str:
-    name = asked.paper if type(table) is Table else table.NAME
+def _section(settings: RunConfig, table: Table) -> str:
+    name = settings.paper if type(table) is Table else table.NAME
     return name if name == table.label else f"{name} {table.label}"

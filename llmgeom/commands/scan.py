@@ -18,7 +18,7 @@ from llmgeom.commands import config
 from llmgeom.commands.output import VerdictOutput, print_json, show
 from llmgeom.errors import UserError
 from llmgeom.files import digest
-from llmgeom.flags import LARGEST_SEED, flag, flags
+from llmgeom.flags import LARGEST_SEED, flag, flags, places_text
 from llmgeom.model import hub
 from llmgeom.progress import Progress, bar, first_word, prefixed
 from llmgeom.record import Record, Records
@@ -42,7 +42,7 @@ FINAL = "the"  # the word that stands in the most templates of every domain
 
 
 @dataclass(frozen=True)
-class RunConfig(config.ModelConfig):
+class RunConfig(config.SelectionConfig, config.ModelConfig):
     """What `llmgeom scan` is asked for."""
 
     VERB: ClassVar[str] = "scan"
@@ -74,9 +74,8 @@ class RunConfig(config.ModelConfig):
     )
     chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
     limit: int | None = flag(
-        None, "Read only the first LIMIT prompts of a file, or draw a pool of at most LIMIT.", least=FEWEST,
-        group="Prompts",
-    )  # fmt: skip
+        None, "Read only the first LIMIT of a file, or draw a pool of at most LIMIT.", least=FEWEST, group="Prompts"
+    )
     seed: int = flag(0, "Fixes prompts, nulls and permutations.", least=0, most=LARGEST_SEED, group="Prompts")
     probes: tuple[str, ...] | None = flag(
         None,
@@ -114,16 +113,16 @@ class ScanOutput(VerdictOutput):
     ScanOutput,
     examples=["llmgeom scan --model EleutherAI/pythia-410m --domain math --n 75 --out runs/410m-math"],
 )
-def main(asked: RunConfig, output: ScanOutput) -> int:
+def main(settings: RunConfig, output: ScanOutput) -> int:
     """Measure how the geometry of a model's activations relates to its uncertainty, and draw a page."""
-    if output.fail_on_flip and not asked.stability:
+    if output.fail_on_flip and not settings.stability:
         raise UserError("--fail-on-flip needs --stability; give both")
-    if output.look and (asked.stability or asked.shard is not None):
-        raise UserError(f"--look with {'--stability' if asked.stability else '--shard'}: leave one of the two out")
-    if asked.probes == ():
+    if output.look and (settings.stability or settings.shard is not None):
+        raise UserError(f"--look with {'--stability' if settings.stability else '--shard'}: leave one of the two out")
+    if settings.probes == ():
         raise UserError("--probes names no probe; leave it out for all of them, or see `llmgeom list probes`")
-    first_word(f"scan of {asked.model}: reading prompts, then the model", output.silent or output.dry_run)
-    plan = prepare(asked, write=not output.dry_run)
+    first_word(f"scan of {settings.model}: reading prompts, then the model", output.silent or output.dry_run)
+    plan = prepare(settings, write=not output.dry_run)
     if output.dry_run:
         from llmgeom.commands.dry_run import estimate, lines
 
@@ -132,7 +131,7 @@ def main(asked: RunConfig, output: ScanOutput) -> int:
         return 0
     comparison = None
     with bar(output.silent, plan.shares) as progress:
-        if asked.stability:
+        if settings.stability:
             from llmgeom.commands import stability
 
             records, comparison = stability.perform(plan, progress)
@@ -167,8 +166,7 @@ class Plan:
         return read.chat() if self.request.chat else read
 
     def folder(self, name: str) -> Path:
-        safe = "".join(c if c.isalnum() or c in "._+-" else "-" for c in name)
-        return self.out / safe if len(self.pools) > 1 else self.out
+        return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out
 
     def n(self, name: str) -> int:
         """How many prompts are scanned: 75 by default, as Paper III.
@@ -189,116 +187,117 @@ class Plan:
     @property
     def shared(self) -> str:
         """What one of several processes says when its share is made; a launcher's says nothing."""
-        if self.request.shard is None:
-            return ""
-        *_, n = self.request.shard.split("/")
-        return (
-            f"share {self.request.shard} is kept in {captures_folder()}; when all {n} are made, bring them together "
-            "(`llmgeom cache merge`, where each has a cache of its own) and give the same command without --shard\n"
-        )
+        shard = self.request.shard
+        done = f"share {shard} is stored in {captures_folder()}; when all {(shard or '').split('/')[-1]} are made, "
+        then = "bring them together (`llmgeom cache merge`) and give the same command without --shard\n"
+        return done + then if shard else ""
 
     def spec(self, name: str) -> dict[str, Any]:
         """What decides the bytes of one record, as plain data."""
         from llmgeom.cache.keys import of_pool
 
-        asked = self.request
+        settings = self.request
         return {
-            "model": asked.model,
+            "model": settings.model,
             "revision": self.located.revision,
-            "dtype": asked.dtype,
-            "quantize": asked.quantize,
-            "backend": asked.backend,
+            "dtype": settings.dtype,
+            "quantize": settings.quantize,
+            "backend": settings.backend,
             "prompts": of_pool(self.pools[name]),
             "n": self.n(name),
             "probes": self.probes,
-            "nulls": asked.nulls,
-            "batch_tokens": asked.batch_tokens,
-            "seed": asked.seed,
-            **({"chat": True} if asked.chat else {}),
+            "nulls": settings.nulls,
+            "batch_tokens": settings.batch_tokens,
+            "seed": settings.seed,
+            **({"chat": True} if settings.chat else {}),
+            **settings.selected,
         }
 
 
-def prepare(asked: RunConfig, write: bool = True) -> Plan:
+def prepare(settings: RunConfig, write: bool = True) -> Plan:
     """Check everything that can be checked before torch is imported; with `write`, make the run folders too.
 
     Raises UserError.
     """
-    files = (asked.prompts_file is not None, asked.prompts_from is not None)
-    given = (asked.domains, asked.tasks, asked.processes, *files)
-    if sum(map(bool, given)) > 1:
+    files = (settings.prompts_file is not None, settings.prompts_from is not None)
+    sources = (settings.domains, settings.tasks, settings.processes, *files)
+    if sum(map(bool, sources)) > 1:
         raise UserError("--domain, --task, --process, --prompts and --prompts-from exclude each other; give one")
-    documents_asked = (asked.prompts_file or "").startswith(DOCUMENTS)
-    own = asked.prompts_file is not None or asked.prompts_from is not None
-    if asked.n is not None and own and not documents_asked:
-        raise UserError(f"--n {asked.n}: prompts of your own are taken as they are; --limit {asked.n} takes the first")
-    if asked.chat and (asked.processes or asked.tasks or asked.stability):
+    documents_asked = (settings.prompts_file or "").startswith(DOCUMENTS)
+    own_prompts = settings.prompts_file is not None or settings.prompts_from is not None
+    if settings.n is not None and own_prompts and not documents_asked:
+        raise UserError(
+            f"--n {settings.n}: prompts of your own are taken as they are; --limit {settings.n} takes the first"
+        )
+    if settings.chat and (settings.processes or settings.tasks or settings.stability):
         raise UserError("--chat reads prompts as messages: leave out --process, --task and --stability")
-    located = asked.locate()
-    if not any(given) and hub.tunnel(located.path):
-        asked = replace(asked, tasks=(hub.tunnel_task(located.path),))
-    chosen = probes.chosen(asked.probes, asked.protocol, prompts=not asked.tasks)
-    if asked.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
+    if settings.positions != "last" and (settings.processes or settings.tasks):
+        raise UserError(f"--positions {settings.positions}: a task or process has queries of its own; leave it out")
+    located = settings.locate()
+    if not any(sources) and hub.tunnel(located.path):
+        settings = replace(settings, tasks=(hub.tunnel_task(located.path),))
+    chosen = probes.chosen(settings.probes, settings.protocol, prompts=not settings.tasks)
+    if settings.protocol == probes.PUBLISHED and (sound := [one for one in chosen if one in probes.names()]):
         raise UserError(f"--protocol published with --probes {sound[0]}: that probe is sound; leave one of the two out")
-    pools = _pools(asked, located)
-    stratify = documents_asked or not (own or asked.tasks or asked.processes)
-    plan = Plan(asked, located, chosen, pools, stratify, Path(asked.out or "."))
-    if asked.out is None:
-        specs = digest({name: plan.spec(name) for name in pools})
-        plan = replace(plan, out=config.run_folder(asked.model, located, "+".join(pools), specs))
-    for name in pools if write and asked.shard is None else ():
+    pools = _pools(settings, located)
+    stratify = documents_asked or not (own_prompts or settings.tasks or settings.processes)
+    plan = Plan(settings, located, chosen, pools, stratify, Path(settings.out or "."))
+    if settings.out is None:
+        spec = digest({name: plan.spec(name) for name in pools})
+        plan = replace(plan, out=config.run_folder(settings.model, located, "+".join(pools), spec))
+    for name in pools if write and settings.shard is None else ():
         config.check_folder(plan.folder(name), digest(plan.spec(name)))
     return plan
 
 
-def _pools(asked: RunConfig, located: hub.Located) -> dict[str, Batch]:
+def _pools(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
     from llmgeom.prompts import documents, domains, files
 
-    if asked.prompts_file is not None and asked.prompts_file.startswith(DOCUMENTS):
-        size = min(POOL, asked.limit or POOL)
-        pool = documents.read(asked.prompts_file, size, asked.seed, offline=asked.offline)
-        least = max(asked.n or FEWEST, FEWEST)
-        if len(pool) < least:
-            raise UserError(f"{asked.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
-        return {"+".join(re.findall(r"[\w.-]+", asked.prompts_file.removeprefix(DOCUMENTS))): pool}
-    if asked.processes:
-        return _evidence(asked, located)
-    if asked.tasks:
+    if settings.prompts_file is not None and settings.prompts_file.startswith(DOCUMENTS):
+        size = min(POOL, settings.limit or POOL)
+        pool = documents.read(settings.prompts_file, size, settings.seed, offline=settings.offline)
+        if len(pool) < (least := max(settings.n or FEWEST, FEWEST)):
+            raise UserError(f"{settings.prompts_file} gave {len(pool)} prompts; at least {least} are needed")
+        return {"+".join(re.findall(r"[\w.-]+", settings.prompts_file.removeprefix(DOCUMENTS))): pool}
+    if settings.processes:
+        return _evidence(settings, located)
+    if settings.tasks:
         from llmgeom import wind_tunnels
 
-        tasks = [wind_tunnels.load_task(spec) for spec in asked.tasks]
-        n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
-        return {task.title: task.truncated(n, asked.seed, task.test_split) for task in tasks}
-    if asked.prompts_file is not None or asked.prompts_from is not None:
-        if asked.prompts_from is not None:
-            Record.load_one(asked.prompts_from)  # refuses what is no whole run
-            name, path = "prompts", str(Path(asked.prompts_from) / "prompts.jsonl")
+        tasks = [wind_tunnels.load_task(spec) for spec in settings.tasks]
+        n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
+        return {task.title: task.truncated(n, settings.seed, task.test_split) for task in tasks}
+    if settings.prompts_file is not None or settings.prompts_from is not None:
+        if settings.prompts_from is not None:
+            Record.load_one(settings.prompts_from)  # refuses what is no whole run
+            name, path = "prompts", str(Path(settings.prompts_from) / "prompts.jsonl")
         else:
-            path = str(asked.prompts_file)
+            path = str(settings.prompts_file)
             name = "stdin" if path == "-" else Path(path).stem
         batch = files.read(path)
-        batch = batch.take(range(min(len(batch), asked.limit or len(batch))))
+        batch = batch.take(range(min(len(batch), settings.limit or len(batch))))
         if len(batch) < FEWEST:
             raise UserError(f"{path} holds {len(batch)} prompts; a scan needs at least {FEWEST}")
         return {name: batch}
     pools = {}
-    for name in dict.fromkeys(asked.domains or ("mixed", "math")):
+    for name in dict.fromkeys(settings.domains or ("mixed", "math")):
         domain = domains.Domain(name)
-        size = min(POOL, asked.limit or POOL, domain.size())
-        if asked.n is not None and asked.n > size:
-            raise UserError(f"--n {asked.n}: {name} gives a pool of {size} prompts; ask for at most that")
-        pools[name] = domain.sample(size, asked.seed)
+        size = min(POOL, settings.limit or POOL, domain.size())
+        if settings.n is not None and settings.n > size:
+            raise UserError(f"--n {settings.n}: {name} gives a pool of {size} prompts; ask for at most that")
+        pools[name] = domain.sample(size, settings.seed)
     return pools
 
 
-def _evidence(asked: RunConfig, located: hub.Located) -> dict[str, Batch]:
+def _evidence(settings: RunConfig, located: hub.Located) -> dict[str, Batch]:
     """Prompts of each process, in words that are single tokens of the model's tokenizer."""
     from llmgeom.prompts.processes import load_process
 
-    processes = [load_process(spec) for spec in asked.processes]
-    tokenizer, positions = asked.tokenizer(located)
-    n = min(asked.n or SEQUENCES, asked.limit or sys.maxsize)
+    processes = [load_process(spec) for spec in settings.processes]
+    tokenizer, positions = settings.tokenizer(located)
+    n = min(settings.n or SEQUENCES, settings.limit or sys.maxsize)
     return {
-        process.title: process.sample(max(n // len(process.KS), 1), asked.seed, tokenizer, positions=positions)
+        process.title: process.sample(max(n // len(process.KS), 1), settings.seed, tokenizer, positions=positions)
         for process in processes
     }
 
@@ -354,27 +353,24 @@ def scan(
     known = {field.field for field in flags(RunConfig)}
     if unknown := sorted(set(options) - known):
         raise UserError(f"scan has no option {unknown[0]!r}; it has {', '.join(sorted(known))}")
-    for key in ("probes", "tasks"):
-        if isinstance(options.get(key), str):
-            options[key] = (options[key],)
-    asked = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
+    options |= {key: (options[key],) for key in ("probes", "tasks", "sites") if isinstance(options.get(key), str)}
+    options |= {key: places_text(options[key]) for key in ("layers", "positions") if key in options}
+    settings = RunConfig(model=name, domains=domains, out=None if out is None else str(out), **options)
     try:
-        plan = prepare(asked, write=out is not None)
+        plan = prepare(settings, write=out is not None)
     except UserError as refusal:
         if isinstance(subject, str) or "files" in subject.facts:
             raise
         raise UserError(f"{name} is a model in memory: measure it with llmgeom.run.run_probes ({refusal})") from refusal
     with bar(quiet, plan.shares) as progress:
-        records = _measured(plan, None if isinstance(subject, str) else subject, out is not None, progress)
+        read = None if isinstance(subject, str) else subject
+        if out is not None:
+            records = dict(zip(plan.pools, (record for _, record in perform(plan, progress, read)), strict=True))
+        else:
+            read = plan.subject(read)
+            drawn = {name: sampled(plan, read, name, progress) for name in plan.pools}
+            records = {name: scanned(plan, read, name, drawn[name], progress) for name in plan.pools}
     return next(iter(records.values())) if len(records) == 1 else Records(records)
-
-
-def _measured(plan: Plan, subject: Subject | None, write: bool, progress: Progress | None) -> dict[str, Record]:
-    if write:
-        return dict(zip(plan.pools, (record for _, record in perform(plan, progress, subject)), strict=True))
-    subject = plan.subject(subject)
-    drawn = {name: sampled(plan, subject, name, progress) for name in plan.pools}
-    return {name: scanned(plan, subject, name, drawn[name], progress) for name in plan.pools}
 
 
 def scanned(
@@ -388,37 +384,39 @@ def scanned(
     **facts: Any,
 ) -> Record:
     """The record of one pool, whose prompts were `drawn` before, by this subject or by another."""
-    from llmgeom.run import run_probes
+    from llmgeom.plan import Selection
+    from llmgeom.run import Question
 
-    batch, samples, notes = drawn
-    return run_probes(
-        subject,
+    settings, (batch, samples, notes) = plan.request, drawn
+    facts = {"spec": digest(plan.spec(name) | facts), "command": settings.command(), **facts}
+    question = Question(
         batch,
         probes.known(plan.probes),
-        seed=plan.request.seed,
-        controls=plan.request.nulls,
-        samples=samples,
-        notes=notes,
-        batch_tokens=batch_tokens or plan.request.batch_tokens,
-        store=str(captures_folder()),
-        progress=prefixed(progress, name),
-        facts={"spec": digest(plan.spec(name) | facts), "command": plan.request.command(), **facts},
-        look=look,
+        settings.nulls,
+        settings.seed,
+        batch_tokens or settings.batch_tokens,
+        samples,
+        facts,
+        notes,
+        whole=False,
+        selection=Selection(**settings.selected),
     )
+    return question.record(subject, store=str(captures_folder()), progress=prefixed(progress, name), look=look)
 
 
 def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | None) -> bool:
     """Make one process's share of the captures; whether it is then to go on with the scan."""
-    from llmgeom.plan import PassPlan, measurable
+    from llmgeom.plan import PassPlan, Selection, measurable
 
-    asked, modules, store = plan.request, probes.known(plan.probes), str(captures_folder())
+    settings, store, part = plan.request, str(captures_folder()), Selection(**plan.request.selected)
     with share.watched():
         for name in plan.pools:
             batch, samples, _ = sampled(plan, subject, name, progress)
-            measured, _ = measurable(subject, batch, modules)
-            passes = PassPlan.of(subject, batch, measured, asked.nulls, asked.seed, samples)
-            passes.check_room(subject, store, asked.batch_tokens)
-            share.fill(subject, passes, batch_tokens=asked.batch_tokens, store=store, progress=progress)
+            measured, _ = measurable(subject, batch, probes.known(plan.probes), part)
+            options = {"samples": samples, "selection": part}
+            passes = PassPlan.of(subject, batch, measured, settings.nulls, settings.seed, **options)
+            passes.check_room(subject, store, settings.batch_tokens)
+            share.fill(subject, passes, batch_tokens=settings.batch_tokens, store=store, progress=progress)
         goes_on = share.launched and share.index == 0
         if goes_on:
             share.wait(progress)

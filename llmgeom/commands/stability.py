@@ -61,7 +61,7 @@ class Condition:
 
 
 def conditions(
-    asked: scanning.RunConfig, subject: Subject, located: Located | None = None
+    settings: scanning.RunConfig, subject: Subject, located: Located | None = None
 ) -> tuple[Condition, Condition, Condition]:
     """Another precision, a quarter of the batch, and BOS, each with the reason where a model does not allow it."""
     other: Literal["bfloat16", "float32"] = "bfloat16" if subject.facts["dtype"] == "float32" else "float32"
@@ -76,7 +76,7 @@ def conditions(
     else:
         toggled = Toggled(subject.tokenizer, prefix=(subject.tokenizer.bos_token_id,))
     return (
-        Condition(other, lambda: replace(asked, dtype=other).load(located)),
+        Condition(other, lambda: replace(settings, dtype=other).load(located)),
         Condition("quarter batches", lambda: subject, quarter=True),
         Condition(bos, lambda: replace(subject, tokenizer=toggled), why=why),
     )
@@ -176,14 +176,16 @@ def compared(name: str, main: Record, again: Mapping[str, Record]) -> Iterator[R
     def estimates(record: Record) -> dict[tuple[str, str], Estimate]:
         return {(probe, h.name): h for probe, m in record.results.items() for h in m.estimates}
 
-    own, others = estimates(main), {condition: estimates(record) for condition, record in again.items()}
-    for probe, estimate in dict.fromkeys(key for each in (own, *others.values()) for key in each):
-        key, here = (probe, estimate), own.get((probe, estimate))
-        verdicts = {name: each[key].verdict if key in each else MISSING for name, each in others.items()}
+    first, others = estimates(main), {condition: estimates(record) for condition, record in again.items()}
+    for probe, estimate in dict.fromkeys(key for table in (first, *others.values()) for key in table):
+        key, here = (probe, estimate), first.get((probe, estimate))
+        verdicts = {name: table[key].verdict if key in table else MISSING for name, table in others.items()}
         changes = {}
         if here is not None and (half := (here.high - here.low) / 2) > 0:
-            changes = {name: abs(each[key].value - here.value) / half for name, each in others.items() if key in each}
-        claim = any(bool(each[key].claim) for each in (own, *others.values()) if key in each)
+            changes = {
+                name: abs(table[key].value - here.value) / half for name, table in others.items() if key in table
+            }
+        claim = any(bool(table[key].claim) for table in (first, *others.values()) if key in table)
         yield Row(name, probe, estimate, claim, MISSING if here is None else here.verdict, verdicts, changes)
 
 
@@ -208,9 +210,11 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
         for name, record in made.items():
             record.save(folder(plan, name, condition))
             again[name][condition.name] = record
-    found = Stability(tuple(row for name in plan.pools for row in compared(name, main[name], again[name])), not_run)
+    outcome = Stability(tuple(row for name in plan.pools for row in compared(name, main[name], again[name])), not_run)
     warned = [
-        replace(record, warnings=(*found.warnings(name), *record.warnings), facts={**record.facts, **found.facts(name)})
+        replace(
+            record, warnings=(*outcome.warnings(name), *record.warnings), facts={**record.facts, **outcome.facts(name)}
+        )
         for name, record in main.items()
     ]
     for name, record in zip(plan.pools, warned, strict=True):
@@ -218,7 +222,7 @@ def perform(plan: scanning.Plan, progress: Progress | None = None) -> tuple[list
     from llmgeom.reports import page
 
     write_whole(plan.out / "report.html", page(warned).encode())
-    return warned, found
+    return warned, outcome
 
 
 def _repeated(

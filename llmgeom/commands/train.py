@@ -18,7 +18,7 @@ from llmgeom.wind_tunnels.training_config import Training, default_folder
 class TrainOutput(Output):
     """Where a model is trained, where it is saved, and what is printed."""
 
-    device: str | None = flag(None, "cpu, cuda, cuda:1 ... [default: a GPU if there is one]", group="Output")
+    device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]", group="Output")
     out: str | None = flag(None, "Folder of the model. [default: runs/TASK-ARCH-HASH]", group="Output")
 
 

@@ -172,9 +172,7 @@ def routing(subject: Subject, batch: Batch) -> Routing:
     density where it is a real number), mean over the queried positions of a task; for prompts, of every next token.
     Raises Unavailable where attention is not what is differentiated here (see `doubled`), or nothing is asked.
     """
-    subject = doubled(subject)
-    inputs = subject.tokens(batch)
-    where, target = asked(batch, inputs)
+    subject, inputs, where, target = _prepared(subject, batch)
     mixed, loss = _forward(subject, inputs, where, target)
     return Routing(float(loss.detach()), len(target), _backward(mixed, loss, inputs.lengths)[0])
 
@@ -203,9 +201,7 @@ def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
 
     W <- W - eta dL/dW with eta = expected / |dL/dW|^2 over all parameters. Raises Unavailable as `routing` does.
     """
-    subject = doubled(subject)
-    inputs = subject.tokens(batch)
-    where, target = asked(batch, inputs)
+    subject, inputs, where, target = _prepared(subject, batch)
     mixed, loss = _forward(subject, inputs, where, target)
     parameters = list(subject.model.parameters())
     layers, gradients = _backward(mixed, loss, inputs.lengths, parameters)
@@ -230,9 +226,7 @@ def step(subject: Subject, batch: Batch, decrease: float = DECREASE) -> Step:
 
 def signals(subject: Subject, batch: Batch) -> Signals:
     """Summaries of `routing` per layer, computed in as many passes as memory needs."""
-    subject = doubled(subject)
-    inputs = subject.tokens(batch)
-    where, target = asked(batch, inputs)
+    subject, inputs, where, target = _prepared(subject, batch)
     rows = where.sum(1).cumsum(0).tolist()
     sums, loss = [], 0.0
     for part in _parts(inputs, subject.facts["heads"] or CHANNELS):
@@ -246,6 +240,13 @@ def signals(subject: Subject, batch: Batch) -> Signals:
     total = np.sum(sums, 0)
     score, value, spread = (total[:, i] / total[:, i + 1].clip(1) for i in (0, 2, 4))
     return Signals(np.sqrt(score), np.sqrt(value), spread, loss / len(target))
+
+
+def _prepared(subject: Subject, batch: Batch) -> tuple[Subject, Tokens | Rows, Tensor, Tensor]:
+    """The float64 copy, its inputs, and what `asked` gives."""
+    subject = doubled(subject)
+    inputs = subject.tokens(batch)
+    return subject, inputs, *asked(batch, inputs)
 
 
 def asked(batch: Batch, inputs: Tokens | Rows) -> tuple[Bool[Tensor, "batch seq"], Tensor]:
@@ -337,7 +338,7 @@ class Explicit(Recorder):
         softcap, sink = kwargs.get("softcap"), kwargs.get("s_aux")
         if query.shape[2] != key.shape[2] or self.layer.get(module) != len(self.found):
             raise Unavailable(f"{type(module).__name__} is not entered layer by layer, once each; its law is not known")
-        given = query.dtype
+        dtype = query.dtype
         query, key, value = query.double(), key.double(), value.double()
         shared = query.shape[1] // key.shape[1]
         score = scale * query @ key.repeat_interleave(shared, 1).mT
@@ -351,7 +352,7 @@ class Explicit(Recorder):
             weight = torch.cat([capped, beside], -1).softmax(-1)[..., :-1]
         z = weight @ value.repeat_interleave(shared, 1)
         self.found.append(Attended(query, key, value, score, weight, z, allowed, scale, softcap))
-        return z.transpose(1, 2).to(given).contiguous()
+        return z.transpose(1, 2).to(dtype).contiguous()
 
 
 def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor) -> tuple[list[Mixed], Tensor]:
@@ -372,20 +373,20 @@ def _forward(subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Ten
 
 
 def _written(
-    subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor, own: Tensor | None = None
+    subject: Subject, inputs: Tokens | Rows, where: Tensor, target: Tensor, usual: Tensor | None = None
 ) -> tuple[list[Mixed], Tensor]:
     """The pass, compared with the model's own logits if these are given."""
-    found: list[Mixed] = []
-    explicit, head = Explicit(found, *_passing(subject, where)), subject.model.get_output_embeddings()
-    with _attached(subject), _written_out(subject, found), recording(explicit, subject.blocks, head):
+    layers: list[Mixed] = []
+    explicit, head = Explicit(layers, *_passing(subject, where)), subject.model.get_output_embeddings()
+    with _attached(subject), _written_out(subject, layers), recording(explicit, subject.blocks, head):
         logits = subject.forward.logits(inputs.data)
-    apart = 0.0 if own is None else float((logits.detach() - own).abs().max() / own.square().mean().sqrt())
-    if len(found) != len(subject.blocks) or not apart <= AGREE:
+    apart = 0.0 if usual is None else float((logits.detach() - usual).abs().max() / usual.square().mean().sqrt())
+    if len(layers) != len(subject.blocks) or not apart <= AGREE:
         raise Unavailable(
             f"{subject.name}: its weights written out give logits that lie {apart:.2g} of their rms from its own; how "
             f"model type {subject.facts['model_type']!r} mixes positions is not known here"
         )
-    return found, losses(logits, target.to(logits.device)).mean()
+    return layers, losses(logits, target.to(logits.device)).mean()
 
 
 def _passing(subject: Subject, where: Tensor) -> tuple:
@@ -398,11 +399,11 @@ def _attached(subject: Subject):
 
 
 @contextmanager
-def _written_out(subject: Subject, found: list[Mixed]):
+def _written_out(subject: Subject, layers: list[Mixed]):
     """Each scan of the copy replaced by its weights, while the block runs."""
     mixers = [block.layer.get_submodule("mixer") for block in subject.blocks] if scans(subject) else []
     for mixer in mixers:
-        mixer.forward = scan_of(mixer, found.append)
+        mixer.forward = scan_of(mixer, layers.append)
     try:
         yield
     finally:
@@ -411,28 +412,28 @@ def _written_out(subject: Subject, found: list[Mixed]):
 
 
 def _backward(
-    found: list[Mixed], loss: Tensor, lengths: Int[Tensor, " batch"], parameters: Sequence[Tensor] = ()
+    layers: list[Mixed], loss: Tensor, lengths: Int[Tensor, " batch"], parameters: Sequence[Tensor] = ()
 ) -> tuple[tuple[Mixing, ...], list[Tensor]]:
     """Gradients of every layer by autograd and by the law, and those of the parameters."""
-    wanted = [tensor for one in found for tensor in one.wanted]
+    wanted = [tensor for layer in layers for tensor in layer.wanted]
     every = iter(torch.autograd.grad(loss, [*wanted, *parameters], materialize_grads=True))
     mixed = []
-    for one in found:
-        *by_autograd, u = (next(every) for _ in one.wanted)
+    for layer in layers:
+        *by_autograd, u = (next(every) for _ in layer.wanted)
         live = (u != 0).any(-1) & (torch.arange(u.shape[2]) < lengths[:, None])[:, None].to(u.device)
         with torch.no_grad():
-            law = one.law(u)
-            value = one.value.repeat_interleave(u.shape[1] // one.value.shape[1], 1)
+            law = layer.law(u)
+            value = layer.value.repeat_interleave(u.shape[1] // layer.value.shape[1], 1)
             mixed.append(
                 Mixing(
-                    weight=one.weight.detach(),
-                    score=one.score.detach(),
+                    weight=layer.weight.detach(),
+                    score=layer.score.detach(),
                     u=u,
                     b=u @ value.mT,
-                    seen=(one.allowed & live[..., None]).expand_as(one.weight),
+                    seen=(layer.allowed & live[..., None]).expand_as(layer.weight),
                     law=law,
                     autograd=type(law)(*by_autograd),
-                    scan=isinstance(one, Unrolled),
+                    scan=isinstance(layer, Unrolled),
                 )
             )
     return tuple(mixed), list(every)

@@ -49,33 +49,33 @@ class Run:
         path = Path(folder)
         if (path / TRAINING).exists():
             return cls._of_training(path, folder)
-        found = sorted(
+        checkpoints = sorted(
             (int(one.name.removeprefix("checkpoint-")), str(one))
             for one in path.glob("checkpoint-*")
             if re.fullmatch(r"checkpoint-\d{1,18}", one.name) and (one / "config.json").exists()
         )
-        if not found:
+        if not checkpoints:
             raise UserError(
                 f"{folder} is no finished run of `llmgeom train` (it has no {TRAINING}) and holds no checkpoint-N "
                 "folders of a trainer; give one of the two, or hub models with --revisions"
             )
-        steps = tuple(step for step, _ in found)
+        steps = tuple(step for step, _ in checkpoints)
         _require_enough(folder, steps, "save more checkpoints (save_strategy, save_steps)")
-        return cls(path.resolve().name, steps, tuple((place, None) for _, place in found))
+        return cls(path.resolve().name, steps, tuple((place, None) for _, place in checkpoints))
 
     @classmethod
     def _of_training(cls, path: Path, folder: str) -> Run:
         facts = read_facts(path / TRAINING, ("training", "step", "task"))
         training, last, task = facts["training"], facts["step"], hub.trusted(facts["task"], folder)
-        found = {
+        snapshots = {
             int(one.name.removeprefix("step")): str(one)
             for one in path.glob("snapshots/step*")
             if re.fullmatch(r"step\d{1,18}", one.name) and (one / TRAINING).exists()
         }
-        found = {step: found[step] for step in sorted(found) if step < last} | {last: str(path)}
-        _require_enough(folder, tuple(found), "llmgeom train --snapshots 12")
-        places = tuple((place, None) for place in found.values())
-        return cls(path.resolve().name, tuple(found), places, task, training)
+        snapshots = {step: snapshots[step] for step in sorted(snapshots) if step < last} | {last: str(path)}
+        _require_enough(folder, tuple(snapshots), "llmgeom train --snapshots 12")
+        places = tuple((place, None) for place in snapshots.values())
+        return cls(path.resolve().name, tuple(snapshots), places, task, training)
 
     @classmethod
     def at(cls, model: str, revisions: Sequence[str]) -> Run:

@@ -1,4 +1,4 @@
-"""Drift and gradient curves of several runs over training, and the ratios of the steps at which they settle."""
+"""Curves over training: drifts and gradients of several runs, when they settle, and metrics by snapshot."""
 
 from __future__ import annotations
 
@@ -15,8 +15,68 @@ from llmgeom.dynamics.attention_gradients import Signals
 from llmgeom.dynamics.drift import LEVEL, Drifts, Ratio, Settled, fallen, settled
 from llmgeom.dynamics.runs import Run
 from llmgeom.errors import UserError
+from llmgeom.record import Record
 from llmgeom.result import Estimate, Figure, Measured, Quantity, read_prose
 from llmgeom.stats.resampling import Interval, geometric_mean, mean_intervals
+
+BANDS = {
+    "interval": ("95 % interval", ("low", "high")),
+    "null": ("95 % band of the control that decides", ("null_low", "null_high")),
+}
+
+
+def over_training(steps: Sequence[int], records: Mapping[int, Record]) -> dict[str, Measured]:
+    """A section for each probe, with one curve for each of its metrics.
+
+    Args:
+        steps: of all snapshots, ascending.
+        records: step -> scan of that snapshot; a metric may be missing at some steps.
+
+    Returns:
+        Probe -> Measured without estimates: a curve over training is no claim.
+    """
+    sections = {}
+    for probe in sorted({probe for record in records.values() for probe in record.results}):
+        measured = {step: record.results[probe] for step, record in records.items() if probe in record.results}
+        by_metric: dict[str, dict[int, Estimate]] = {}
+        for step, result in measured.items():
+            for metric in result.estimates:
+                by_metric.setdefault(metric.name, {})[step] = metric
+        refusals = {step: record.unmeasured.get(probe) for step, record in records.items()}
+        notes = tuple(f"step {step}: not measured, {why}" for step, why in refusals.items() if why)
+        if by_metric:
+            first = next(iter(measured.values()))
+            sections[probe] = _section(first, steps, by_metric, notes)
+    return sections
+
+
+def _section(
+    first: Measured, steps: Sequence[int], by_metric: Mapping[str, Mapping[int, Estimate]], notes: tuple[str, ...]
+) -> Measured:
+    quantities, arrays, ticks = {}, {}, {}
+    for i, (name, metrics) in enumerate(by_metric.items()):
+        missing = [str(step) for step in steps if step not in metrics]
+        axis = f"step (not measured at {', '.join(missing)})" if missing else "step"
+        ticks[axis] = tuple(map(str, metrics))
+        key, unit = f"metric_{i:02}", next(iter(metrics.values())).unit
+        figure = Figure("curve", band=f"{key}_null", interval=f"{key}_interval")
+        quantities[key] = Quantity((axis,), unit, name, figure)
+        arrays[key] = np.array([metric.value for metric in metrics.values()])
+        for band, (meaning, ends) in BANDS.items():
+            quantities[f"{key}_{band}"] = Quantity((axis, "bound"), unit, meaning)
+            arrays[f"{key}_{band}"] = np.array([[getattr(metric, end) for end in ends] for metric in metrics.values()])
+    return replace(
+        first,
+        title=f"{first.title}, over training",
+        estimates=(),
+        quantities=quantities,
+        arrays=arrays,
+        warnings=(),
+        notes=notes,
+        ticks=ticks,
+        unmeasured={},
+    )
+
 
 DRIFT, GRADIENTS = "drift", "gradients"
 TITLES = {DRIFT: "Frame, values and precision", GRADIENTS: "Gradients of scores and of values"}
@@ -86,18 +146,18 @@ class Section:
     def curve(self, name: str, unit: str, meaning: str, of: Callable[[Trajectory], np.ndarray]) -> None:
         """Add the mean curve of the runs that learn, with its interval, and the range of the random-target runs."""
         try:
-            own, null = (np.array([of(course) for course in group]) for group in (self.own, self.null))
+            learnt, null = (np.array([of(course) for course in group]) for group in (self.own, self.null))
         except UserError as refusal:
             self.notes.append(f"{meaning}: not measured, {refusal}")
             return
-        interval, band = f"{name}_interval" * (len(own) > 1), f"{name}_null" * (len(null) > 0)
-        self._add(name, "step", unit, meaning, own.mean(0), Figure("curve", band=band, interval=interval))
+        interval, band = f"{name}_interval" * (len(learnt) > 1), f"{name}_null" * (len(null) > 0)
+        self._add(name, "step", unit, meaning, learnt.mean(0), Figure("curve", band=band, interval=interval))
         if interval:
-            self._add(interval, "step bound", unit, "95 % interval over training seeds", mean_intervals(own.T))
+            self._add(interval, "step bound", unit, "95 % interval over training seeds", mean_intervals(learnt.T))
         if band:
             ends = np.stack([null.min(0), null.max(0)], 1)
             self._add(band, "step bound", unit, f"range of {len(null)} models trained on random targets", ends)
-        self._add(f"{name}_runs", "run step", unit, f"{meaning}, by run", np.array([*own, *null]))
+        self._add(f"{name}_runs", "run step", unit, f"{meaning}, by run", np.array([*learnt, *null]))
 
     def settles(self, name: str, of: Callable[[Trajectory], Settled]) -> None:
         """Add the step at which a curve settles, for each run."""
@@ -115,23 +175,23 @@ class Section:
     def ratio(self, name: str, of: Callable[[Trajectory], Ratio]) -> None:
         """Add a ratio of settling steps, compared with 1 and with the random-target runs."""
         try:
-            found, others = ([of(course) for course in group] for group in (self.own, self.null))
+            ratios, others = ([of(course) for course in group] for group in (self.own, self.null))
         except UserError as refusal:
             self.notes.append(f"{name}: not measured, {refusal}")
             return
-        own, null = (np.array([ratio.value for ratio in each]) for each in (found, others))
-        value, low, high = geometric_mean(own)
+        learnt, null = (np.array([ratio.value for ratio in each]) for each in (ratios, others))
+        value, low, high = geometric_mean(learnt)
         nulls = [claims.Null.number("1, both at once; training seeds", 1.0)]
         if len(null):
             _, least, most = geometric_mean(null)
-            drawn = claims.Null.of("mean of random-target models", value, null, "lower")
+            drawn = claims.Null.of("mean of random-target models", null, "lower")
             nulls.append(replace(drawn, low=least, high=most, mean=True))
         span = Interval(low, high, 0.95, "Student's t of logarithms over training seeds, 95 %")
-        if len(own) == 1:
+        if len(learnt) == 1:
             span = Interval(0.0, NO_END, 0.95, "one training seed has no interval")
-        claim, n = claims.declared(self.probe)[name], len(own)
+        claim, n = claims.declared(self.probe)[name], len(learnt)
         self.estimates.append(claims.estimate(claim, value, span, nulls, n=n, clusters=n))
-        open_, lacking = sum(ratio.open for ratio in found), []
+        open_, lacking = sum(ratio.open for ratio in ratios), []
         if open_:
             lacking.append(f"in {open_} of {n} runs neither settles before the last two snapshots: train longer")
         for count, what in ((n, "training seeds"), (len(null), "random-target runs (--corrupt 1)")):

@@ -68,16 +68,16 @@ class Unrolled:
     allowed: Tensor
 
     @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, kept: Tensor) -> Unrolled:
-        states = "bhnij" if kept.dim() == 5 else "bhij"
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, decay: Tensor) -> Unrolled:
+        states = "bhnij" if decay.dim() == 5 else "bhij"
         batch, heads, seq, _ = value.shape
-        plain = torch.einsum(f"bin,bjn,{states}->bhij", query[:, 0], key[:, 0], kept)
+        plain = torch.einsum(f"bin,bjn,{states}->bhij", query[:, 0], key[:, 0], decay)
         nudge = torch.zeros_like(plain, requires_grad=True)
         step = torch.zeros(batch, heads, seq, 1, dtype=value.dtype, device=value.device, requires_grad=True)
         upto = step.cumsum(2)
         allowed = torch.ones(seq, seq, dtype=torch.bool, device=value.device).tril()
         weight = plain * (nudge + (upto - upto.mT).masked_fill(~allowed, 0)).exp()
-        return cls(query, key, value, kept, nudge, step, weight, weight @ value, allowed[None, None])
+        return cls(query, key, value, decay, nudge, step, weight, weight @ value, allowed[None, None])
 
     @property
     def wanted(self) -> tuple[Tensor, ...]:

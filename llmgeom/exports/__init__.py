@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ FORMATS = {
     "parquet": ("tables", "parquet"),
     "latex": ("latex", "verdicts.tex"),
     "safetensors": ("arrays", "record.safetensors"),
+    "activations": ("activations", "activations"),
+    "direction": ("directions", "direction.safetensors"),
     "card": ("card", "card.md"),
     "live": ("live", "live.html"),
     "png": ("images", "figures"),
@@ -27,17 +30,17 @@ FORMATS = {
 def export(run: str, form: str, out: str | None = None, **options: Any) -> list[str]:
     """Write one run in one format and return the lines to print, the path first.
 
-    options   of gguf and steered: direction, dose, approximate (`exports.shift`).
+    options   of gguf and steered: direction, dose, approximate (`exports.shift`); of activations: sites.
     Raises UserError: a folder that holds no run; options of another format; what a format cannot hold.
     """
     from llmgeom.files import make_folder
     from llmgeom.record import Record
 
     module, name = FORMATS[form]
+    write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write
     given = {option: value for option, value in options.items() if value is not None}
-    if given and module != "shift":
-        raise UserError(f"export {form} has no --{next(iter(given))}; leave it out (gguf and steered have it)")
+    if unread := [option for option in given if option not in inspect.signature(write).parameters]:
+        raise UserError(f"export {form} has no --{unread[0]}; leave it out")
     record, path = Record.load_one(run), Path(out) if out else Path(run) / name
     make_folder(path.parent)
-    write: Callable[..., list[str]] = importlib.import_module(f"llmgeom.exports.{module}").write
     return [str(path), *write(record, form, path, **given)]

@@ -23,7 +23,7 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
 
     columns = {f"prompts.{name}": np.array(column) for name, column in record.prompts.items() if numeric(column)}
     arrays = record.arrays | columns
-    told = {
+    facts = {
         "record": about(record),
         "estimates": {probe: [h.plain() for h in m.estimates] for probe, m in record.results.items()},
         "quantities": {
@@ -38,8 +38,8 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
         },
     }
     # safetensors writes its metadata in no fixed order: one entry, so that equal records give equal bytes.
-    write_whole(out, save(arrays, {"llmgeom": plain(told)}))
-    return [f"{len(arrays)} arrays; the metadata entry `llmgeom` is JSON: {', '.join(told)}"]
+    write_whole(out, save(arrays, {"llmgeom": plain(facts)}))
+    return [f"{len(arrays)} arrays; the metadata entry `llmgeom` is JSON: {', '.join(facts)}"]
 
 
 def about(record: Record) -> dict[str, Any]:

@@ -76,7 +76,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
     batch, answers = task.sample(1, seed=0), task.answers
     with torch.inference_mode():
         logits = subject.model(input_ids=batch.tokens.data.to(subject.model.device)).logits[0].cpu()
-    exact, own = answers.exact(batch.exact.predictive[0]), answers.read(logits[list(task.query)])
+    exact, answer = answers.exact(batch.exact.predictive[0]), answers.read(logits[list(task.query)])
     fields = {
         "task": {
             "name": name,
@@ -91,7 +91,7 @@ def write(record: Record, form: str, out: Path) -> list[str]:
             "logits": _array(logits),
             "exact": _array(batch.exact.predictive[0].exp()),
             "bits": _array(
-                bits(torch.stack([answers.entropy(exact), answers.entropy(own), answers.kl(exact, own)], 1))
+                bits(torch.stack([answers.entropy(exact), answers.entropy(answer), answers.kl(exact, answer)], 1))
             ),
         },
     }

@@ -1,4 +1,4 @@
-"""A shift of the values as what it is in the residual stream, in files that other programs add without llmgeom.
+"""A shift along an axis as what it is in the residual stream, in files that other programs add without llmgeom.
 
 A shift adds the same s to the values of a layer at every position. Attention weights sum to 1, so each head's output
 moves by exactly s of its kv head, and what attention writes by the constant
@@ -9,7 +9,10 @@ with W_O[h] the rows of head h and kv(h) the kv head that it reads (derived here
 axis alone) is no constant and cannot be exported; nor can a shift of the final token alone, whose weight on itself is
 not 1.
 
-steered  a PEFT adapter whose only trained part is a bias w at the output of W_O: exact in every family.
+The direction of a label (`llmgeom probe`) at the input of a layer, or in what attention or an MLP writes, is such a
+constant itself. The input of layer l is the output of layer l - 1: there gguf is exact in every family.
+
+steered  a PEFT adapter whose only trained part is a bias w at the output of W_O, or of the MLP: exact in every family.
 gguf     a llama.cpp control vector: w added to the output of the layer. That is the same where attention and MLP read
          the same input (GPT-NeoX, Phi); elsewhere the layer's own MLP would have read w too, and does not.
 """
@@ -31,10 +34,11 @@ from transformers.pytorch_utils import Conv1D
 
 from llmgeom.batch import Batch, Text
 from llmgeom.errors import UserError
+from llmgeom.exports.directions import of_label
 from llmgeom.files import write_whole
 from llmgeom.model import weights
 from llmgeom.model.capture import Site
-from llmgeom.model.edits import Edit
+from llmgeom.model.edits import Edit, Point
 from llmgeom.model.subject import Subject
 from llmgeom.optional import imported
 from llmgeom.record import Record
@@ -54,7 +58,8 @@ def write(
     dose: float = 1.0,
     approximate: bool = False,
 ) -> list[str]:
-    """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, and compare its effect with ours.
+    """Write the shift of a run of `llmgeom ablate --mode steer --positions all`, or along the direction of a label that
+    `llmgeom probe` found, and compare its effect with ours.
 
     dose         how many spreads of c the values are moved by.
     approximate  write a control vector also where it is not the same as the shift, and say by how much.
@@ -62,27 +67,23 @@ def write(
     """
     if form == "gguf":
         imported("gguf")
-    direction, added = step(record, direction)
+    if "label" in record.results:
+        direction, point, added = along_label(record, direction)
+    else:
+        (direction, added), point = step(record, direction), "value"
     if not np.isfinite(dose) or not dose:
         raise UserError(f"--dose {dose}: expected a number other than 0; 1 moves the values by one spread")
-    if form == "gguf" and 0 in added:
-        raise UserError("export gguf: llama.cpp adds no control vector at layer 0; export steered holds every layer")
+    if form == "gguf" and (1 if point == "residual" else 0) in added:
+        raise UserError("export gguf: llama.cpp adds no control vector to the output of layer 0; export steered can")
     subject = measured(record)
     values = {layer: dose * torch.from_numpy(one).double() for layer, one in added.items()}
-    written = {layer: residual(subject, layer, one) for layer, one in values.items()}
-    found = compared(subject, record.prompts["text"][:PROMPTS], values, places(subject, form, values), written)
-    exact = found.apart <= max(EXACT, ROUNDING[subject.facts["dtype"]] * found.moved)
-    if not exact and not (approximate and form == "gguf"):
-        raise UserError(
-            f"export {form}: not the same as the shift, log-probabilities differ by up to {found.apart:.2g} nats where "
-            f"the shift moves them by up to {found.moved:.2g}; "
-            + (
-                "in this family the layer's own MLP reads what its attention writes: export steered, which is exact, "
-                "or add --approximate"
-                if form == "gguf"
-                else "its attention weights may not sum to 1"
-            )
-        )
+    written = {
+        layer - (point == "residual"): residual(subject, layer, one) if point == "value" else one
+        for layer, one in values.items()
+    }
+    modules = places(subject, form, written, "attention" if point in ("value", "attention_write") else "mlp")
+    effect = compared(subject, record.prompts["text"][:PROMPTS], values, modules, written, point)
+    exact = _exact(effect, subject, form, approximate)
     facts = {
         "run": record.title,
         "command": str(record.facts.get("command", "")),
@@ -94,9 +95,45 @@ def write(
     if form == "gguf":
         _gguf(subject, written, facts, out)
     else:
-        _adapter(subject, written, facts, out)
-    layers = f"layer{'s' * (len(written) > 1)} {', '.join(map(str, sorted(written)))}"
-    return [f"{direction} of {layers}, dose {dose:g}; {'exact' if exact else 'NOT exact'}: {found}"]
+        _adapter(subject, written, modules, facts, out)
+    of = f"of layer{'s' * (len(added) > 1)} {', '.join(map(str, sorted(added)))}"
+    return [f"{direction} {of}, dose {dose:g}; {'exact' if exact else 'NOT exact'}: {effect}"]
+
+
+def _exact(effect: Compared, subject: Subject, form: str, approximate: bool) -> bool:
+    """Whether the file is the same as the shift. Raises UserError where it is not, and no approximation is wanted."""
+    exact = effect.apart <= max(EXACT, ROUNDING[subject.facts["dtype"]] * effect.moved)
+    if not exact and not (approximate and form == "gguf"):
+        raise UserError(
+            f"export {form}: not the same as the shift, log-probabilities differ by up to {effect.apart:.2g} nats "
+            f"where the shift moves them by up to {effect.moved:.2g}; "
+            + (
+                "in this family the layer's own MLP reads what its attention writes: export steered, which is exact, "
+                "or add --approximate"
+                if form == "gguf"
+                else "its attention weights may not sum to 1"
+            )
+        )
+    return exact
+
+
+def along_label(record: Record, direction: str | None) -> tuple[str, Point, dict[int, np.ndarray]]:
+    """What is called the direction, where it acts, and for its layer the vector [coordinate] that dose 1 adds.
+
+    Raises:
+        UserError: the run has no direction, or one at a site or layer where no file can add a constant.
+    """
+    saved = of_label(record)
+    if direction is not None:
+        raise UserError(f"--direction {direction}: {record.title} has the direction of its label alone; leave it out")
+    points: dict[str, Point] = {one: one for one in ("residual", "value", "attention_write", "mlp_write")}
+    where = f"{saved.site.value} {saved.layer}"
+    if saved.site.value not in points or where == "residual 0":
+        raise UserError(
+            f"the direction lies at {where}, and a file can add a constant to value, attention_write, mlp_write and to "
+            "residual of layers above 0: run llmgeom probe with such --sites and --layers"
+        )
+    return f"{saved.target} ({where})", points[saved.site.value], {saved.layer: saved.scale * saved.vector}
 
 
 def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, np.ndarray]]:
@@ -118,14 +155,14 @@ def step(record: Record, direction: str | None = None) -> tuple[str, dict[int, n
             f"this run shifted the values of the {done['positions']} position alone, and what reaches the residual "
             f"stream then depends on how much it attends to itself: run {REMEDY}"
         )
-    there = [name for name in done["directions"] if "step" in record.results[f"ablation_{name}"].arrays]
-    if not there:
+    directions = [name for name in done["directions"] if "step" in record.results[f"ablation_{name}"].arrays]
+    if not directions:
         raise UserError(f"the run holds no step (it was made by an earlier version); run {REMEDY} again")
-    if direction is None and len(there) > 1:
-        raise UserError(f"the run holds {' and '.join(there)}: say which, e.g. --direction {there[0]}")
-    chosen = direction or there[0]
-    if chosen not in there:
-        raise UserError(f"--direction {chosen}: the run holds {' and '.join(there)}")
+    if direction is None and len(directions) > 1:
+        raise UserError(f"the run holds {' and '.join(directions)}: say which, e.g. --direction {directions[0]}")
+    chosen = direction or directions[0]
+    if chosen not in directions:
+        raise UserError(f"--direction {chosen}: the run holds {' and '.join(directions)}")
     steps = record.results[f"ablation_{chosen}"].arrays["step"]
     return chosen, dict(zip(done["layers"], steps, strict=True))
 
@@ -159,11 +196,26 @@ def residual(subject: Subject, layer: int, values: Tensor) -> Tensor:
     return torch.stack(each).sum(0)
 
 
-def places(subject: Subject, form: str, layers: Sequence[int] | Mapping[int, Any]) -> dict[int, nn.Module]:
-    """The modules to whose output a file of this form adds: W_O, or the whole layer."""
-    if form == "steered":
+def places(
+    subject: Subject, form: str, layers: Sequence[int] | Mapping[int, Any], part: str = "attention"
+) -> dict[int, nn.Module]:
+    """The modules to whose output a file of this form adds: W_O, the last matrix of the MLP, or the whole layer.
+
+    Raises:
+        UserError: an MLP without such a matrix.
+    """
+    if form != "steered":
+        return {layer: subject.blocks[layer].layer for layer in layers}
+    if part == "attention":
         return {layer: weights.output_projection(subject, layer) for layer in layers}
-    return {layer: subject.blocks[layer].layer for layer in layers}
+    last = {}
+    for layer in layers:
+        mlp = subject.blocks[layer].mlp_writer
+        matrices = [one for one in (mlp.modules() if mlp else ()) if isinstance(one, nn.Linear | Conv1D)]
+        if not matrices:
+            raise UserError(f"export steered: which matrix ends the MLP of {subject.name} is not known; export gguf")
+        last[layer] = matrices[-1]
+    return last
 
 
 @dataclass(frozen=True)
@@ -193,11 +245,12 @@ def compared(
     values: Mapping[int, Tensor],
     modules: Mapping[int, nn.Module],
     written: Mapping[int, Tensor],
+    point: Point = "value",
 ) -> Compared:
-    """Change in the final token's log-probabilities under our edit of the values, and under the constants."""
+    """Change in the final token's log-probabilities under our edit of the axis, and under the constants."""
     batch = Batch(Text(tuple(text)), tuple(map(str, range(len(text)))), {"name": "check"})
-    sites, heads = {Site.LOG_PROBS}, subject.facts["kv_heads"]
-    edits = [_shifting(layer, s.reshape(heads, -1)) for layer, s in values.items()]
+    sites = {Site.LOG_PROBS}
+    edits = [_shifting(point, layer, s) for layer, s in values.items()]
     clean = subject.capture(batch, sites).log_probs.double()
     shifted = subject.capture(batch, sites, edits).log_probs.double()
     with adding(modules, written):
@@ -210,8 +263,8 @@ def compared(
     return Compared(apart, moved, mean(other), mean(clean), len(text))
 
 
-def _shifting(layer: int, s: Tensor) -> Edit:
-    return Edit("value", lambda x, _: x + s.to(x), (layer,), spec={"do": "shift"})
+def _shifting(point: Point, layer: int, s: Tensor) -> Edit:
+    return Edit(point, lambda x, _: x + s.to(x).view(x.shape[2:]), (layer,), spec={"do": "shift"})
 
 
 @contextmanager
@@ -252,15 +305,21 @@ def _gguf(subject: Subject, written: Mapping[int, Tensor], facts: Mapping[str, A
         write_whole(out, Path(path).read_bytes())
 
 
-def _adapter(subject: Subject, written: Mapping[int, Tensor], facts: Mapping[str, Any], out: Path) -> None:
+def _adapter(
+    subject: Subject,
+    written: Mapping[int, Tensor],
+    modules: Mapping[int, nn.Module],
+    facts: Mapping[str, Any],
+    out: Path,
+) -> None:
     """A LoRA of rank 1 that is 0, with a bias: what PEFT adds to the output of each module is the bias alone."""
     from safetensors.torch import save
 
-    modules = places(subject, "steered", written)
     names = {module: name for name, module in subject.model.named_modules()}
-    tensors, wide = {}, subject.facts["heads"] * subject.facts["head_dim"]
+    tensors = {}
     for layer, vector in sorted(written.items()):
         path = f"base_model.model.{names[modules[layer]]}"
+        wide = next(modules[layer].parameters()).numel() // len(vector)
         tensors[f"{path}.lora_A.weight"] = torch.zeros(1, wide)
         tensors[f"{path}.lora_B.weight"] = torch.zeros(len(vector), 1)
         tensors[f"{path}.lora_B.bias"] = vector.float()

@@ -18,11 +18,11 @@ def write(record: Record, _form: str, out: Path) -> list[str]:
     from pyarrow import parquet
 
     out.mkdir(parents=True, exist_ok=True)
-    said = []
+    lines = []
     for name, columns in tables(record).items():
         table = pyarrow.table(columns).replace_schema_metadata({"llmgeom": plain(about(record))})
         sink = pyarrow.BufferOutputStream()
         parquet.write_table(table, sink)
         write_whole(out / f"{name}.parquet", sink.getvalue().to_pybytes())
-        said.append(f"{name}.parquet: {table.num_rows} rows, {table.num_columns} columns")
-    return said
+        lines.append(f"{name}.parquet: {table.num_rows} rows, {table.num_columns} columns")
+    return lines

@@ -71,7 +71,7 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
     item = getattr(torch, facts["dtype"]).itemsize
     layers, heads, kv, dim = (facts[name] or 0 for name in ("layers", "heads", "kv_heads", "head_dim"))
     d = facts["d_model"]
-    each = {
+    row_bytes = {
         Site.VALUE: layers * kv * dim * item,
         Site.KEY: layers * kv * dim * item,
         Site.QUERY: layers * heads * dim * item,
@@ -88,7 +88,7 @@ def nbytes(facts: Mapping[str, Any], sites: frozenset[Site], rows: int, width: i
         Site.ENTROPY: 4,
         Site.LIKELY: 2 * min(RANKS, facts["vocabulary"]) * 4,
     }
-    return rows * sum(each[site] for site in sites)
+    return rows * sum(row_bytes[site] for site in sites)
 
 
 def concatenated(tensors: Sequence[Tensor]) -> Tensor:
@@ -237,20 +237,25 @@ class Capture:
             layers = Layers(lambda key: bits(self.tensors[key].double()), layers.keys)
         if layer is None:
             return layers[0] if layers.keys[0][1] == -1 else _stack(layers, site)
-        if isinstance(layer, int) and not -len(layers) <= layer < len(layers):
-            raise LookupError(f"{site!r} has layers 0 to {len(layers) - 1}, not {layer}")
+        if isinstance(layer, int):
+            numbers = [number for _, number in layers.keys]
+            if layer not in numbers and not -len(numbers) <= layer < 0:
+                whole = numbers == list(range(len(numbers)))
+                have = f"0 to {len(numbers) - 1}" if whole else ", ".join(map(str, numbers))
+                raise LookupError(f"{site!r} has layers {have}, not {layer}")
+            layer = layer if layer < 0 else numbers.index(layer)
         return layers[layer]
 
     def __repr__(self) -> str:
         sites = ", ".join(sorted({str(getattr(key[0], "value", key[0])) for key in self.tensors}))
         return f"<Capture of {len(self.lengths)} inputs, {len(self.prompt)} rows: {sites}>"
 
-    def layers(self, site: Site) -> Layers:
+    def layers(self, site: Site | str) -> Layers:
         """The tensors of a site, layer by layer (widths may differ between layers). Raises LookupError."""
-        found = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
-        if not found:
-            raise LookupError(f"{site.value} was not captured; add Site.{site.name} to the sites")
-        return Layers(self.tensors.__getitem__, tuple(found))
+        keys = sorted((key for key in self.tensors if key[0] == site), key=lambda key: key[1])
+        if not keys:
+            raise LookupError(f"{site} was not captured; add Site.{Site(site).name} to the sites")
+        return Layers(self.tensors.__getitem__, tuple(keys))
 
     def stacked(self, site: Site) -> Tensor:
         """The tensors of a site along a new first axis `layer`. Raises Unavailable where layers differ in shape."""

@@ -96,12 +96,15 @@ def _drawn(model: nn.Module, seed: int, group: str = "", poison: bool = False) -
         for name, owner, module in _modules(model, model):
             if group and name != group and not name.startswith(group + "."):
                 continue
-            own = {id(parameter) for parameter in module.parameters(recurse=False)}
-            if own and own <= written:
+            parameters = {id(parameter) for parameter in module.parameters(recurse=False)}
+            if parameters and parameters <= written:
                 continue  # tied: an output embedding that is the input embedding keeps what that was given
-            torch.manual_seed(_seed(seed, name))
+            # torch.manual_seed keeps a stack trace of every call until CUDA starts, which takes longer than drawing.
+            torch.default_generator.manual_seed(_seed(seed, name))
+            if cuda:
+                torch.cuda.manual_seed_all(_seed(seed, name))
             owner._init_weights(module)
-            written |= own
+            written |= parameters
     # One pass without a copy: NaN is left in a sum.
     return not poison or all(bool(tensor.sum(dtype=torch.float32).isfinite()) for tensor in tensors)
 

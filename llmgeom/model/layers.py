@@ -33,30 +33,30 @@ def blocks(model: nn.Module, name: str) -> tuple[Block, ...]:
     """
     if without_attention(model):
         return tuple(Block(layer, None, None, None) for layer in model.get_submodule("layers").children())
-    found: dict[int, tuple[str, nn.Module]] = {}
+    attention_at: dict[int, tuple[str, nn.Module]] = {}
     modules = dict(model.named_modules())
     for path, module in modules.items():
         index = getattr(module, "layer_idx", None)
         # Decoder layers may carry layer_idx too; attention is the one that holds head_dim or projections itself.
         if isinstance(index, int) and "attn" in path.rsplit(".", 1)[-1].lower().replace("attention", "attn"):
-            if index in found:
+            if index in attention_at:
                 raise UnsupportedModel(
-                    f"{name}: layer {index} has two attention modules ({found[index][0]}, {path}); "
+                    f"{name}: layer {index} has two attention modules ({attention_at[index][0]}, {path}); "
                     "cross-attention and encoder-decoder models are not read"
                 )
-            found[index] = (path, module)
+            attention_at[index] = (path, module)
     model_type = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
-    if found and sorted(found) != list(range(len(found))):
+    if attention_at and sorted(attention_at) != list(range(len(attention_at))):
         raise UnsupportedModel(
-            f"{name}: only layers {', '.join(map(str, sorted(found)))} of model type {model_type!r} have "
+            f"{name}: only layers {', '.join(map(str, sorted(attention_at)))} of model type {model_type!r} have "
             "self-attention; hybrid models are not read"
         )
-    if not found:
+    if not attention_at:
         raise UnsupportedModel(
             f"{name}: model type {model_type!r} has no self-attention layers that transformers' attention interface "
             "reaches; try --backend tl, which reads models through TransformerLens"
         )
-    return tuple(_block(modules, *found[index]) for index in range(len(found)))
+    return tuple(_block(modules, *attention_at[index]) for index in range(len(attention_at)))
 
 
 def without_attention(model: nn.Module) -> str:

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from llmgeom.errors import UnsupportedModel, UserError, first_line
+from llmgeom.errors import NO_FLOAT64, UnsupportedModel, UserError, first_line
 from llmgeom.model import hub
 from llmgeom.model.layers import without_attention
 from llmgeom.optional import OPTIONAL, installed
@@ -82,12 +82,18 @@ def load(
     return loaded, tokenizer
 
 
-def usable(device: str | None) -> str:
-    """The given device; by default a GPU if there is one (for several processes, one each), else the CPU.
+def usable(device: str | None, float64: bool = False) -> str:
+    """The given device; by default a CUDA device (for several processes, one each), else Apple's GPU, else the CPU.
+
+    Args:
+        device: As torch names it; None for the default.
+        float64: Whether what runs there needs float64, which Apple's GPU does not have.
 
     Raises:
-        UserError: This machine has no such device.
+        UserError: This machine has no such device, or the device has no float64.
     """
+    if float64 and device and device.startswith("mps"):
+        raise UserError(f"--device {device}: exact answers need float64, {NO_FLOAT64}")
     if device and device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {device}: this machine has no CUDA device; use --device cpu")
     try:
@@ -98,7 +104,7 @@ def usable(device: str | None) -> str:
         raise UserError(f"--device {device}: {why}; use --device cpu") from error
     if device in (None, "cuda") and torch.cuda.is_available():
         return f"cuda:{os.environ['LOCAL_RANK']}" if "LOCAL_RANK" in os.environ else "cuda"
-    return device or "cpu"
+    return device or ("mps" if torch.backends.mps.is_available() and not float64 else "cpu")
 
 
 @contextmanager

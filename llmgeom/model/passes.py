@@ -14,7 +14,7 @@ from torch import Tensor
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
 from llmgeom.cache.shards import Store, room
-from llmgeom.errors import Unavailable, UserError
+from llmgeom.errors import Unavailable, UserError, in_float64
 from llmgeom.files import digest, sha256
 from llmgeom.model.batching import BATCH_TOKENS, group_batches, plan_batches
 from llmgeom.model.capture import Key, Site, nbytes
@@ -99,7 +99,8 @@ class Observer:
 
     def observe(self, step: Step) -> dict[Key, Tensor]:
         """The arrays of one step under their keys. Raises ValueError where one has not an entry a row."""
-        arrays = self.function(step)
+        with in_float64(f"observer {self.name!r}"):
+            arrays = self.function(step)
         for name, array in arrays.items():
             if len(array) != len(step.prompt):
                 raise ValueError(
@@ -119,6 +120,7 @@ class CapturePlan:
         sizes: Bytes that each batch gives, about.
         groups: Batches that share a shard.
         store: Where shards are written; None for nowhere.
+        layers: The numbers under which tensors are kept, -1 for what has no layer; None for all.
     """
 
     batch: Batch
@@ -131,6 +133,12 @@ class CapturePlan:
     groups: tuple[range, ...]
     observers: tuple[Observer, ...] = ()
     store: Store | None = None
+    layers: tuple[int, ...] | None = None
+
+    def keeps(self, key: Key) -> bool:
+        """Whether a tensor of a pass is kept: its site, at a chosen layer. The residual stream after the last layer
+        belongs to that layer."""
+        return key[0] in self.sites and (self.layers is None or key[1] in self.layers)
 
     @cached_property
     def order(self) -> Tensor:
@@ -170,6 +178,7 @@ def plan_capture(
     edits: Sequence[Edit] = (),
     *,
     positions: Positions = "query",
+    layers: Sequence[int] | None = None,
     observers: Sequence[Observer] = (),
     batch_tokens: int = BATCH_TOKENS,
     store: str | None = None,
@@ -189,11 +198,17 @@ def plan_capture(
     rows = [int(where[[*members]].sum()) for members in batches]
     declared = [observer.row_bytes for observer in observers]
     observed = sum(one(reader.facts) if callable(one) else one for one in declared)
+    facts = dict(reader.facts)
+    if layers is not None:
+        depth, layers = facts["layers"], tuple(layers)
+        facts["layers"] = len(layers)
+        layers = (-1, *layers, *([depth] if depth - 1 in layers else []))
     sizes = [
-        nbytes(reader.facts, sites, n, int(tokens.lengths[members[0]])) + observed * n
+        nbytes(facts, sites, n, int(tokens.lengths[members[0]])) + observed * n
         for n, members in zip(rows, batches, strict=True)
     ]
-    plan = CapturePlan(batch, tokens, where, sites, edits, batches, sizes, group_batches(sizes), tuple(observers))
+    groups = group_batches(sizes)
+    plan = CapturePlan(batch, tokens, where, sites, edits, batches, sizes, groups, tuple(observers), layers=layers)
     return plan if store is None else replace(plan, store=Store(store, *_specs(reader, plan)))
 
 
@@ -244,6 +259,8 @@ def _specs(reader: Reader, plan: CapturePlan) -> tuple[dict[str, Any], dict[str,
         "sites": sorted(plan.sites),
         "edits": [edit.identity for edit in plan.edits],
     }
+    if plan.layers is not None:
+        spec["layers"] = list(plan.layers)
     if plan.observers:
         spec["observers"] = {one.name: one.version or keys.of_code(one.function) for one in plan.observers}
     origin = facts.get("untrained_of") or {"name": facts["name"], "revision": facts.get("revision")}

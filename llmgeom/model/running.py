@@ -18,7 +18,7 @@ from llmgeom.model.forward import Reader
 from llmgeom.model.passes import CapturePlan, Step
 from llmgeom.stats.information import entropy
 
-IN_MEMORY = 2**28  # bytes; a stored capture that is larger stays on disk
+IN_MEMORY = 2**24  # bytes; a stored capture that is larger stays on disk: twenty controls would fill the memory
 
 
 def gather(
@@ -149,7 +149,7 @@ def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key,
     recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens)
     logits = reader.forward.run(recorder, inputs)
     _check_pass(reader, plan, recorder)
-    tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if key[0] in plan.sites}
+    tensors: dict[Any, Tensor] = {key: tensor for key, tensor in recorder.kept.items() if plan.keeps(key)}
     if plan.sites & OUTPUTS or plan.observers:
         log_probs = logits.float().log_softmax(-1)
         tensors |= {(site, -1): tensor for site, tensor in _outputs(log_probs, plan.sites)}

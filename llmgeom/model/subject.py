@@ -98,7 +98,7 @@ class Subject:
             model: A name, or what `hub.locate` returned for one: a branch that moves meanwhile then changes nothing.
             revision: A branch, tag or commit of a hub model.
             dtype: float32 by default on a CPU and below 2e9 parameters on a GPU, else bfloat16.
-            device: "cpu", "cuda", "cuda:1" ...; the first GPU by default where there is one.
+            device: "cpu", "cuda", "cuda:1", "mps" ...; the first GPU by default where there is one.
             quantize: "8bit" (LLM.int8) or "4bit" (NF4), by bitsandbytes; other weights are then float16 or bfloat16.
             device_map: Of accelerate, for a model larger than one device.
             offline: Make no request to the hub.
@@ -257,6 +257,7 @@ class Subject:
         edits: Sequence[Edit] = (),
         *,
         positions: Positions = "query",
+        layers: Any = "all",
         observers: Sequence[Observer] = (),
         batch_tokens: int = BATCH_TOKENS,
         store: str | None = None,
@@ -269,10 +270,11 @@ class Subject:
             sites: What to keep, e.g. `Site.VALUE` or "value".
             edits: Made in this capture, after those of the subject.
             positions: "query" or "all".
+            layers: Which layers are kept: "all", a number (negative from the end), a slice, or several numbers.
             observers: Reduce what is too large to keep, during the pass: `Capture.observed` returns their arrays.
             batch_tokens: Most tokens of a forward pass, padding included.
             store: A folder for finished shards; a second call with the same arguments reads them. A capture of more
-                than 256 MiB is then left there and its tensors are read one at a time.
+                than 16 MiB is then left there and its tensors are read one at a time.
             progress: Called as progress(prompts done, prompts in all).
 
         Raises:
@@ -280,9 +282,22 @@ class Subject:
             Unavailable: A site cannot be captured from this model.
         """
         options: dict[str, Any] = {"positions": positions, "observers": observers}
+        if layers != "all":
+            options["layers"] = self._numbers(layers)
         batch, sites = Batch.of(batch), {Site(site) for site in sites}
         plan = plan_capture(self, batch, sites, edits, **options, batch_tokens=batch_tokens, store=store)
         return running.gather(self, plan, progress)
+
+    def _numbers(self, layers: int | slice | Iterable[int]) -> tuple[int, ...]:
+        """Chosen layers in rising order. Raises UserError where one does not exist, or there is none."""
+        every = range(self.facts["layers"])
+        try:
+            chosen = every[layers] if isinstance(layers, slice) else [every[n] for n in np.atleast_1d(layers)]
+        except (IndexError, TypeError):
+            chosen = []
+        if not chosen:
+            raise UserError(f"layers={layers!r}: expected numbers from 0 to {len(every) - 1}, negative from the end")
+        return tuple(sorted(set(chosen)))
 
     def unavailable(self, sites: Iterable[Site]) -> str:
         """Why one of the sites cannot be captured from this model; empty where all can."""

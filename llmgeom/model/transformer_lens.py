@@ -219,7 +219,7 @@ def _regroup(bridge: Any, model: Any) -> None:
 
 def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
     """The layers of `model`, by the paths of TransformerLens' adapter. Raises UnsupportedModel where one has none."""
-    found = []
+    blocks = []
     for index, block in enumerate(bridge.blocks):
         if not (hasattr(block, "attn") and hasattr(block, "mlp")):
             raise UnsupportedModel(f"{name}: layer {index} is not attention and MLP, so it cannot be read")
@@ -227,5 +227,5 @@ def _blocks(model: Any, bridge: Any, name: str) -> tuple[Block, ...]:
         attention = layer.get_submodule(block.attn.name)
         # OPT's MLP is no module of its own. The bridge's hooks do not need it; the self-check then leaves writes out.
         mlp = layer.get_submodule(block.mlp.name) if block.mlp.name else None
-        found.append(Block(layer, attention, attention, mlp))
-    return tuple(found)
+        blocks.append(Block(layer, attention, attention, mlp))
+    return tuple(blocks)

@@ -24,18 +24,20 @@ class Speed:
         token: seconds a layer and token.
         logit: seconds a row of logits over the vocabulary.
         number: seconds a random number of an untrained control.
+        cpu_share: processor seconds a second of the trial.
     """
 
     call: float
     token: float
     logit: float
     number: float
+    cpu_share: float = 1.0
 
     @classmethod
     def of(cls, reader: Any, device: str, width: int, batch_tokens: int) -> Speed:
         """Times one layer, logits and random numbers; of prompts of `width` tokens in batches of `batch_tokens`."""
         facts, dtype = reader.facts, reader.model.dtype
-        columns = min(facts["vocabulary"], 8192)
+        columns, begun = min(facts["vocabulary"], 8192), (time.process_time(), time.perf_counter())
         x = torch.randn(64, facts["d_model"], device=device, dtype=dtype)
         head = torch.randn(facts["d_model"], columns, device=device, dtype=dtype)
         product = seconds(lambda: (x @ head).float().log_softmax(-1), device) / 64
@@ -45,7 +47,8 @@ class Speed:
             call, token = 0.0, product / head.numel() * facts["parameters"] / facts["layers"]
         numbers = torch.empty(2**20, device=device, dtype=dtype)
         number = seconds(numbers.normal_, device) / 2**20
-        return cls(call, token, product * facts["vocabulary"] / columns, number)
+        cpu, clock = time.process_time() - begun[0], time.perf_counter() - begun[1]
+        return cls(call, token, product * facts["vocabulary"] / columns, number, cpu / clock)
 
 
 def _layer(reader: Any, device: str, width: int, batch_tokens: int) -> tuple[float, float]:
@@ -93,7 +96,7 @@ def seconds(run: Callable[[], Any], device: str, most: float = 0.4) -> float:
     while len(took) < 5 and (not took or time.perf_counter() - begun < most):
         start = time.perf_counter()
         run()
-        if device.startswith("cuda"):
-            torch.cuda.synchronize()
+        if device != "cpu":
+            torch.accelerator.synchronize()
         took.append(time.perf_counter() - start)
     return min(took)

@@ -177,15 +177,15 @@ def graded(source: Tunnels, test: Check, task: str, arch: str, what: str, over: 
     training of the same seed."""
     rival = over not in ("", *TRIVIAL)
     names = source.seeds(task, arch, *[over] * rival)
-    own = [source.numbers[name] for name in names]
-    under = [grade[f"{what}_{over}"] if over in TRIVIAL else 1.0 for grade in own]
+    grades = [source.numbers[name] for name in names]
+    under = [grade[f"{what}_{over}"] if over in TRIVIAL else 1.0 for grade in grades]
     null: tuple[str, float] | None = (
-        own[0]["best_trivial"],
-        float(np.mean([grade[f"{what}_trivial"] / u for grade, u in zip(own, under, strict=True)])),
+        grades[0]["best_trivial"],
+        float(np.mean([grade[f"{what}_trivial"] / u for grade, u in zip(grades, under, strict=True)])),
     )
     if rival:
         under, null = [source.numbers[name.replace(f"/{arch}/", f"/{over}/")][what] for name in names], None
-    values = [grade[what] / u for grade, u in zip(own, under, strict=True)]
+    values = [grade[what] / u for grade, u in zip(grades, under, strict=True)]
     # If every answer was right, one in as many as were graded may still be wrong.
     return over_seeds(values, test.unit, test.scale, null, least=1 / GRADED if what == "accuracy" else 0.0)
 
@@ -304,7 +304,7 @@ def final(source: Tunnels, test: Check, task: str, arch: str, what: str) -> Esti
         source.once(name, f"final-{what}", numbers, task=of.title, n=len(batch)) for name in source.seeds(task, arch)
     ]
     h = over_seeds([own for own, *_ in by_seed], test.unit, test.scale)
-    null = Null.of("re-initialised", h.value, np.array(by_seed[0][1:]))
+    null = Null.of("re-initialised", np.array(by_seed[0][1:]))
     h = replace(h, null_low=null.low, null_high=null.high, null=f"{null.name} ({null.draws} draws)")
     compared = excess(
         Rule(side="upper", needed="mean"), h.value, Interval(h.low, h.high, 0.95, h.method), null, h.clusters

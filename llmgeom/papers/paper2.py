@@ -13,8 +13,7 @@ from llmgeom import wind_tunnels
 from llmgeom.batch import Batch
 from llmgeom.bench.resume import recorded
 from llmgeom.bench.sweep import sweep
-from llmgeom.dynamics.follow import Inputs
-from llmgeom.dynamics.study import comparable, recipe, study, study_spec, train_runs
+from llmgeom.dynamics.study import Inputs, comparable, recipe, study, study_spec, train_runs
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
 from llmgeom.papers import paper1, routing_law, sticky_chain

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from llmgeom.bench.sweep import finished, seeded, sweep
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check
 from llmgeom.papers.tables import Options, Source
+from llmgeom.papers.verdicts import over_seeds
 from llmgeom.progress import Progress
 from llmgeom.reports.text import grid
 from llmgeom.result import Estimate, Figure, Measured, Result, quantity
@@ -64,10 +65,6 @@ class Profile(Result):
     lr: np.ndarray = quantity("primitive architecture", "learning rate", "highest learning rate, chosen")
     kl_trivial: np.ndarray = quantity("primitive", "bits", "KL of the best trivial predictor")
 
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Dose(Result):
@@ -86,10 +83,6 @@ class Dose(Result):
     kl_clean_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over seeds")
     kl_expected: np.ndarray = quantity("dose", "bits", "KL(posterior || mixture)")
 
-    estimates: tuple[Estimate, ...] = ()
-    warnings: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
-
 
 @dataclass(frozen=True)
 class Cell:
@@ -107,47 +100,26 @@ class Cell:
         return float(np.median(self.of(name)))
 
     @property
-    def interval(self) -> tuple[float, float]:
-        """Student's 95 % interval of the mean KL over seeds."""
-        ((low, high),) = mean_intervals([self.of("kl")]).tolist()
-        return low, high
-
-    @property
     def verdict(self) -> str:
         return "reached" if all(map(at_posterior, self.grades)) else "not reached at this budget"
 
     def estimate(self) -> Estimate:
         """The mean KL over seeds against that of the best trivial predictor, by Student's t."""
-        kl, trivial, (low, high) = self.of("kl"), self.median("kl_trivial"), self.interval
-        p = equivalence_p(float(kl.mean()), Interval(low, high, 0.95, ""), -np.inf, trivial, len(kl))
-        return Estimate(
-            name=f"{self.primitive}, {self.arch}: KL to the posterior",
-            value=float(kl.mean()),
-            unit="bits",
-            low=low,
-            high=high,
-            method="Student's t over seeds, 95 %",
-            null_low=trivial,
-            null_high=trivial,
-            null=f"the best trivial predictor, {self.grades[0]['best_trivial']}",
-            p=p,
-            n=len(kl),
-            clusters=len(kl),
-            side="lower",
-            centre=trivial,
-            margin=trivial,
-            counts="seeds",
+        trivial = self.median("kl_trivial")
+        mean = over_seeds(
+            self.of("kl"), "bits", null=(f"the best trivial predictor, {self.grades[0]['best_trivial']}", trivial)
         )
+        p = equivalence_p(mean.value, Interval(mean.low, mean.high, 0.95, ""), -np.inf, trivial, mean.n)
+        return replace(mean, name=f"{self.primitive}, {self.arch}: KL to the posterior", p=p, side="lower")
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data: medians over seeds, and the interval of the mean KL."""
-        low, high = self.interval
-        first = self.grades[0]
+        mean, first = self.estimate(), self.grades[0]
         return {
             **{name: getattr(self, name) for name in ("primitive", "arch", "verdict")},
             **{name: self.median(name) for name in ("kl", "skill", "mae_abs", "kl_trivial")},
             **{"trivial": first["best_trivial"], "lr": first["lr"], "parameters": first["parameters"]},
-            **{"seeds": len(self.grades), "mean": float(self.of("kl").mean()), "low": low, "high": high},
+            **{"seeds": len(self.grades), "mean": mean.value, "low": mean.low, "high": mean.high},
             "cpu_seconds": float(self.of("cpu_seconds").sum()),
         }
 
@@ -197,30 +169,22 @@ class Primitives(Source):
         return tuple(f"{name}: not measured, {why}" for name, why in self.refused.items())
 
     def rows(self) -> list[dict[str, Any]]:
-        doses = [
-            {"dose": p, "kl_mixture": float(m), "kl_clean": float(c), "kl_expected": float(e)}
-            for p, m, c, e in self._doses()
-        ]
-        return [{"table": "primitives", **row} for row in [cell.to_dict() for cell in self.cells] + doses]
+        return [{"table": "primitives", **row} for row in [cell.to_dict() for cell in self.cells] + self._doses()]
 
     def lines(self) -> list[str]:
         head = ("architecture", "KL bits", "95 %, seeds", "best trivial", "skill", "mae_abs", "lr", "CPU s", "")
-        rows = [
-            (
-                row["primitive"],
-                row["arch"],
-                f"{row['kl']:.4f}",
-                f"{max(0.0, row['low']):.4f} to {row['high']:.4f}",
-                f"{row['kl_trivial']:.3f} {row['trivial']}",
-                f"{row['skill']:.3f}",
-                f"{row['mae_abs']:.4f}",
-                f"{row['lr']:g}",
-                f"{row['cpu_seconds']:.0f}",
-                row["verdict"],
-            )
-            for row in (cell.to_dict() for cell in self.cells)
-        ]
-        doses = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in self._doses()]
+        form = (
+            "{primitive}",
+            "{arch}",
+            "{kl:.4f}",
+            "{low:.4f} to {high:.4f}",
+            "{kl_trivial:.3f} {trivial}",
+            "{skill:.3f}",
+        )
+        form += "{mae_abs:.4f}", "{lr:g}", "{cpu_seconds:.0f}", "{verdict}"
+        cells = [row | {"low": max(0.0, row["low"])} for row in (cell.to_dict() for cell in self.cells)]
+        rows = [tuple(column.format(**row) for column in form) for row in cells]
+        doses = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in map(dict.values, self._doses())]
         return [
             "KL(exact || model), bits a query on held-out hypotheses, median over seeds",
             *grid("primitive", head, rows),
@@ -230,10 +194,10 @@ class Primitives(Source):
             *self.warnings(),
         ]
 
-    def _doses(self) -> Iterator[tuple[Any, ...]]:
-        return zip(
-            self.dose.ticks["dose"], self.dose.kl_mixture, self.dose.kl_clean, self.dose.kl_expected, strict=True
-        )
+    def _doses(self) -> list[dict[str, float]]:
+        columns = {name: getattr(self.dose, name).tolist() for name in ("kl_mixture", "kl_clean", "kl_expected")}
+        rows = zip(self.dose.ticks["dose"], *columns.values(), strict=True)
+        return [dict(zip(("dose", *columns), row, strict=True)) for row in rows]
 
     @cached_property
     def profile(self) -> Profile:
@@ -251,10 +215,7 @@ class Primitives(Source):
             return np.array([[at[p, arch].median(name) for arch in columns] for p in PRIMITIVES])
 
         return Profile(
-            kl=medians("kl"),
-            skill=medians("skill"),
-            mae_abs=medians("mae_abs"),
-            lr=np.array([[at[p, arch].grades[0]["lr"] for arch in columns] for p in PRIMITIVES]),
+            **{name: medians(name) for name in ("kl", "skill", "mae_abs", "lr")},  # all seeds have the first's rate
             kl_trivial=medians("kl_trivial")[:, 0],
             estimates=tuple(cell.estimate() for cell in self.cells),
             ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
@@ -272,14 +233,14 @@ def dose_curve(grades: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
     enough = {dose: some for dose, some in grades.items() if len(some) > 1}
     if not enough:
         raise UserError(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
-    mixture = [np.array([grade.get("kl_mixture", grade["kl"]) for grade in some]) for some in enough.values()]
-    clean = [np.array([grade["kl"] for grade in some]) for some in enough.values()]
+    by_dose = {
+        "kl_mixture": [np.array([grade.get("kl_mixture", grade["kl"]) for grade in some]) for some in enough.values()],
+        "kl_clean": [np.array([grade["kl"] for grade in some]) for some in enough.values()],
+    }
     exact, *mixed = (task.answers.exact(corrupt_predictive(predictive, dose)) for dose in (0.0, *enough))
     return Dose(
-        kl_mixture=np.array([v.mean() for v in mixture]),
-        kl_mixture_interval=mean_intervals(mixture),
-        kl_clean=np.array([v.mean() for v in clean]),
-        kl_clean_interval=mean_intervals(clean),
+        **{name: np.array([v.mean() for v in values]) for name, values in by_dose.items()},
+        **{f"{name}_interval": mean_intervals(values) for name, values in by_dose.items()},
         kl_expected=np.array([bits(float(task.answers.kl(exact, one).mean())) for one in mixed]),
         ticks={"dose": tuple(enough)},
     )

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
+from llmgeom.files import filled, is_number, read_entries
 from llmgeom.stats.tests import Scale
 
 FOLDER = Path(__file__).parent
-PAPERS = tuple(sorted(path.stem for path in FOLDER.glob("*.toml")))
 Compare = Literal["within", "above", "below", "claim"]
 Size = Literal["small", "full"]
 Place = tuple[str, str, str]  # run, probe, metric
@@ -98,16 +97,8 @@ def table(paper: str, folder: Path = FOLDER) -> tuple[Entry, ...]:
     Raises:
         ValueError: The file or an entry is malformed; the message names both.
     """
-    path = folder / f"{paper}.toml"
-    try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path.name} is not TOML: {error}") from None
-    if set(body) != {"entry"} or not isinstance(body["entry"], list):
-        raise ValueError(f"{path.name} holds {', '.join(sorted(body)) or 'nothing'}; it may hold [[entry]] alone")
     entries: dict[str, Entry] = {}
-    for place, plain in enumerate(body["entry"], 1):
-        where = f"{path.name}, entry {place} ({plain.get('id')})"
+    for where, plain in read_entries(folder / f"{paper}.toml", "entry", "id"):
         entry = _entry(plain, where)
         if entry.id in entries:
             raise ValueError(f"{where} is there twice; keep one")
@@ -132,7 +123,7 @@ def _entry(plain: Mapping[str, Any], where: str) -> Entry:
     if not all(isinstance(place, list) and len(place) == 3 for place in (*published, sound)):
         raise ValueError(f"{where}: sound is [run, probe, metric], and as_published a list of these")
     places = {"as_published": tuple(map(tuple, published)), "sound": tuple(sound)}
-    entry = _filled(Entry, plain | {"rows": tuple(rows)} | places | tests, where)
+    entry = filled(Entry, plain | {"rows": tuple(rows)} | places | tests, where)
     if bool(entry.not_tested) != (len(tests) < 2):
         raise ValueError(f"{where}: give small and full (or test), or say in not_tested why one is missing")
     if tests and not entry.definition:
@@ -143,39 +134,17 @@ def _entry(plain: Mapping[str, Any], where: str) -> Entry:
 def _check(plain: Any, where: str) -> Check:
     if not isinstance(plain, dict):
         raise ValueError(f"{where} is {plain!r}; expected a table")
-    check = _filled(Check, plain, where)
+    check = filled(Check, plain, where)
     bound = {"bound", "tolerance", "unit"}
     wanted = {"within": {"values", "tolerance", "unit"}, "claim": set()}.get(check.compare, bound)
     if (bound | {"values"}) & set(plain) != wanted:
         raise ValueError(f"{where}: {check.compare} goes with {', '.join(sorted(wanted)) or 'no number'}")
     if check.compare == "within":
         lists = list(check.values.values()) if isinstance(check.values, dict) else [check.values]
-        if not lists or not all(isinstance(values, list) and values and all(map(_number, values)) for values in lists):
+        if not lists or not all(
+            isinstance(values, list) and values and all(map(is_number, values)) for values in lists
+        ):
             raise ValueError(f"{where}: values is {check.values!r}; expected [numbers], or {{model = [numbers]}}")
     if check.compare != "claim" and not 0 < check.tolerance < math.inf:
         raise ValueError(f"{where}: tolerance is {check.tolerance!r}; expected a number above 0")
     return check
-
-
-def _number(x: Any) -> bool:
-    return type(x) in (int, float) and math.isfinite(x)
-
-
-def _filled(cls: type, plain: Mapping[str, Any], where: str) -> Any:
-    """The dataclass, if every key is one of its fields, of its type, and none without a default is missing."""
-    hints = get_type_hints(cls)
-    for key, value in plain.items():
-        if key not in hints:
-            raise ValueError(f"{where}: unknown key {key!r}; known: {', '.join(hints)}")
-        kind = hints[key]
-        choices = get_args(kind) if all(isinstance(c, str) for c in get_args(kind)) else ()
-        if choices and value not in choices:
-            raise ValueError(f"{where}: {key} is {value!r}; expected one of {', '.join(choices)}")
-        if (kind in (str, bool) and type(value) is not kind) or (kind is float and not _number(value)):
-            raise ValueError(f"{where}: {key} is {value!r}; expected a {kind.__name__}")
-        if key == "of" and not isinstance(value, dict):
-            raise ValueError(f"{where}: of is {value!r}; expected a table")
-    required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
-    if missing := [name for name in required if not plain.get(name)]:
-        raise ValueError(f"{where}: {', '.join(missing)} missing")
-    return cls(**plain)

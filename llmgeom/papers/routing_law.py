@@ -7,24 +7,21 @@ that way. This module measures that; the runner treats it like any probe.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import Null, declared, layer_band
 from llmgeom.dynamics.attention_gradients import Mixing, step
-from llmgeom.errors import UserError
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Batch, Needs, ProbeInput, Subject, UserError
+from llmgeom.probes.shared.nulls import UNTRAINED, compare
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.run import CONTROLS
-from llmgeom.stats.resampling import jackknife
 
 NAME = "routing_law"
 TEXTS = Path(__file__).with_name("texts")
@@ -189,10 +186,6 @@ class Result(Base):
         Figure("curve", band="agreement_null"),
     )
     agreement_null: np.ndarray = quantity("layer bound", "fraction", "advantages of a row in random order")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 def measure(view: ProbeInput) -> Result:
@@ -205,7 +198,7 @@ def measure(view: ProbeInput) -> Result:
     ours, controls = view.observations, view.control_observations
     if ours is None:
         raise UserError("the routing law is read from a model's gradients; scan a model, not a stored capture")
-    every, clusters = np.arange(len(ours.clusters)), len(ours.clusters)
+    clusters = len(ours.clusters)
     if clusters < 5 or not ours.mass.sum():
         raise UserError(
             f"{clusters} templates or sequences with {ours.mass.sum():.0f} rows of two keys; at least 5 are needed"
@@ -220,15 +213,15 @@ def measure(view: ProbeInput) -> Result:
     def share(name: str, over: str, under: str, draws: np.ndarray | None = None) -> Estimate:
         """Ratio of two sums against the draws in random order, or without these against the untrained controls."""
 
-        def statistic(rows: np.ndarray, of: Reading = ours) -> float:
+        def statistic(of: Reading, rows: np.ndarray) -> float:
             return float(_ratio(getattr(of, over)[..., rows].sum(), getattr(of, under)[..., rows].sum()))
 
-        value, claim, source = statistic(every), CLAIMS[name], "advantages in random order"
         if draws is None:
-            source, draws = "re-initialised", np.array([statistic(every, control) for control in controls])
-        null = Null.of(source, value, draws, claim.side)
-        interval = jackknife(statistic, every, ours.clusters)
-        return estimate(claim, value, interval, [null], n=ours.queries, clusters=clusters)
+            h = compare(CLAIMS[name], statistic, ours, ours.clusters, {UNTRAINED: controls})
+        else:
+            nulls = [Null.of("advantages in random order", draws, CLAIMS[name].side)]
+            h = compare(CLAIMS[name], statistic, ours, ours.clusters, {}, nulls)
+        return replace(h, n=ours.queries)
 
     estimates = [share(NEXT, "agree", "mass", shuffled[:, 0]), share(PULLED, "pulled", "pull", shuffled[:, 1])]
     if controls:

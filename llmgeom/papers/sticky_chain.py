@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from llmgeom.bench.resume import computed
 from llmgeom.files import digest
 from llmgeom.progress import Progress
 from llmgeom.reports.text import grid
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.information import bits
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.task import seeded
@@ -226,13 +226,13 @@ def compare_methods(
     steps = shape["steps"]
 
     def run(cells: Mapping[Any, Cell], stage: str) -> dict[Any, dict[str, Any]]:
-        found = {}
+        trainings = {}
         for i, (name, cell) in enumerate(cells.items()):
             spec = asdict(cell)
-            found[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, partial(trained, cell))
+            trainings[name] = computed(folder / f"{digest(spec)[:16]}.json", spec, partial(trained, cell))
             if progress:
                 progress(stage, i + 1, len(cells))
-        return found
+        return trainings
 
     def plain(seeds: Sequence[int], **changes: Any) -> dict[Any, Cell]:
         return {seed: Cell((SLOW,) * 4, seed, **{**shape, **changes}) for seed in seeds}
@@ -323,11 +323,6 @@ class Schedules(Result):
         "schedule seed", "steps", "to plain descent's final loss; one more than all: never"
     )
     loss: np.ndarray = quantity("method step", "bits", "training loss at every fiftieth step, mean over seeds")
-
-    estimates: tuple[Estimate, ...] = ()
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 def schedules_section(methods: Sequence[Method], ran: Mapping, chosen: Mapping[str, float]) -> Schedules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from llmgeom import claims
@@ -12,7 +13,7 @@ from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry, Place, Size
 from llmgeom.papers.verdicts import NO_NULL, Row, judged
 from llmgeom.reports.text import grid, numbers, visible
-from llmgeom.result import Estimate, Measured
+from llmgeom.result import Estimate, Measured, read_prose
 
 WIDTH = 116
 
@@ -122,9 +123,8 @@ def predictions(entries: Sequence[Entry], source: Source) -> list[Row]:
     for entry in sorted((entry for entry in entries if entry.prediction), key=lambda entry: bool(entry.needs)):
         found, why = (None, f"needs {entry.needs}") if entry.needs else source.find(entry.sound)
         rows.append(Row(entry, found, why))
-    posed = {row.entry.id: Measured("", "", "", "", "", (row.estimate,), {}, {}) for row in rows if row.estimate}
-    final = {name: measured.estimates[0] for name, measured in claims.judge(posed).items()}
-    return [replace(row, estimate=(h := final[row.entry.id]), why=h.why) if row.estimate else row for row in rows]
+    judged_estimates = iter(claims.judge_estimates([row.estimate for row in rows if row.estimate]))
+    return [replace(row, estimate=(h := next(judged_estimates)), why=h.why) if row.estimate else row for row in rows]
 
 
 # ---- what people see -------------------------------------------------------------------------------------------------
@@ -136,19 +136,7 @@ class Table:
 
     NAME: ClassVar[str] = "numbers"
     HEAD: ClassVar[tuple[str, ...]] = ("ours", "95 %", "asked", "null or trivial", "n", "verdict")
-    TEXT: ClassVar[Measured] = Measured(
-        title="Published numbers",
-        meaning="Each printed number, measured here, next to what a predictor that does not infer or a model that was "
-        "not trained has. The words holds, small, ruled out and open are about the range that the entry asks for.",
-        computed="See the definition of each entry below. Verdicts: two one-sided tests on the interval, Holm over all "
-        "entries measured; ruled out where the interval excludes the range, by the declared tolerance.",
-        null="Beside each value; a value that must lie above or below a bound must clear its null, too.",
-        failure_modes="An entry that fails here fails at this size and budget: where one is scale-free its definition "
-        "says why it compares, where none is it is not tested.",
-        estimates=(),
-        quantities={},
-        arrays={},
-    )
+    TITLE: ClassVar[str] = "Published numbers"
 
     label: str
     contents: tuple[Row, ...]
@@ -187,7 +175,9 @@ class Table:
 
     def section(self) -> Measured:
         """The table as a section of a page."""
-        return replace(self.TEXT, estimates=self.estimates(), notes=tuple(map(self.note, self.contents)))
+        prose = read_prose(Path(__file__).with_name("texts") / "tables.md")[self.TITLE]
+        notes = tuple(map(self.note, self.contents))
+        return Measured(self.TITLE, **prose, estimates=self.estimates(), quantities={}, arrays={}, notes=notes)
 
     def to_dict(self) -> list[dict[str, Any]]:
         """Its rows as plain data."""
@@ -214,15 +204,7 @@ class Audit(Table):
     NAME = "audit"
     _CELLS = ("95 % interval", "95 % of its null", "n")
     HEAD = ("as published", *_CELLS, "|  sound", *_CELLS, "verdict")
-    TEXT = replace(
-        Table.TEXT,
-        title="Audit of Paper III",
-        meaning="Each number of Paper III's tables by the definition of the paper or its code, then by a sound one. A "
-        "published definition whose value its own null reaches does not see what the model has learnt.",
-        computed="Two protocols on the same prompts of the same model: see the runs in this page's folder.",
-        null="Each row has its own null: untrained models, scrambled text, permuted columns, equal edits.",
-        failure_modes="A sound number that fails here is about this model; the paper's numbers are about others.",
-    )
+    TITLE = "Audit of Paper III"
 
     def cells(self, row: Row) -> tuple[str, ...]:
         left, right = _plain_cells(row.as_published), _plain_cells(row.estimate)
@@ -253,15 +235,7 @@ class Predictions(Table):
 
     NAME = "predictions"
     HEAD = ("metric", "value", "95 % interval", "95 % of the null", "n", "verdict")
-    TEXT = replace(
-        Table.TEXT,
-        title="The papers' predictions",
-        meaning="Each prediction that one model can decide, by a sound metric. Claims have a verdict, by Holm over all "
-        "of them; other numbers have none.",
-        computed="See the runs in this page's folder: scans of mixed and maths prompts, evidence, ablation.",
-        null="Each metric has its own null.",
-        failure_modes="A prediction that fails here is about this model, not about others.",
-    )
+    TITLE = "The papers' predictions"
 
     def name_of(self, row: Row) -> str:
         return row.entry.prediction
@@ -286,10 +260,10 @@ TABLES: dict[str, type[Table]] = {table.NAME: table for table in (Table, Audit, 
 
 def lines(tables: Sequence[Table]) -> list[str]:
     """Tables of one name for a terminal: a grid for each subject, then a paragraph for each row."""
-    found: list[str] = []
+    text_lines: list[str] = []
     for table in tables:
         rows = [(table.name_of(row), *table.cells(row)) for row in table.contents]
-        found += [*map(visible, grid(table.label, table.HEAD, rows)), ""]
+        text_lines += [*map(visible, grid(table.label, table.HEAD, rows)), ""]
     for place, row in enumerate(tables[0].contents if tables else ()):
         alike: dict[str, list[str]] = {}
         for table in tables:
@@ -299,8 +273,8 @@ def lines(tables: Sequence[Table]) -> list[str]:
         printed, *more = tables[0].about(row.entry) or [""]
         sentences = [f"{place + 1} {tables[0].name_of(row)}{': ' * bool(printed)}{printed}", *reasons, *more]
         text = visible(". ".join(sentence.rstrip(".") for sentence in sentences)) + "."
-        found += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
-    return found
+        text_lines += textwrap.wrap(text, WIDTH, subsequent_indent="  ")
+    return text_lines
 
 
 def _plain_cells(h: Estimate | None) -> tuple[str, str, str, str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from llmgeom import claims
 from llmgeom.errors import UserError
 from llmgeom.papers.published_numbers import Check, Entry
-from llmgeom.result import Estimate, Measured
+from llmgeom.result import Estimate
 from llmgeom.stats.resampling import Draws, Interval, student_quantile
 from llmgeom.stats.tests import Scale, equivalence_p, needed_n_mean, outside_p
 
@@ -46,11 +47,7 @@ class Row:
 
 
 def over_seeds(
-    values: Draws,
-    unit: str,
-    scale: Scale = "identity",
-    null: tuple[str, float] | None = None,
-    least: float = 0.0,
+    values: Draws, unit: str, scale: Scale = "identity", null: tuple[str, float] | None = None, least: float = 0.0
 ) -> Estimate:
     """The mean of independent trainings with Student's 95 % interval; the geometric mean on the scale "log".
 
@@ -114,7 +111,7 @@ def judged(rows: Sequence[Row], model: str = "") -> list[Row]:
     """
     tests = sum(row.test is not None and row.estimate is not None for row in rows)
     posed = tuple(pose(row.entry, row.test, row.estimate, tests, model) for row in rows if row.test and row.estimate)
-    verdicts = iter(claims.judge({"": Measured("", "", "", "", "", posed, {}, {})})[""].estimates)
+    verdicts = iter(claims.judge_estimates(posed))
     return [
         _final(row, row.test, row.estimate, next(verdicts), model) if row.test and row.estimate else row for row in rows
     ]
@@ -147,16 +144,18 @@ def pose(entry: Entry, test: Check, h: Estimate, tests: int, model: str = "") ->
     sd = max((high - low) / 2 / student_quantile(h.clusters), LEAST_ERROR) * math.sqrt(h.clusters)
     end = far if math.isfinite(far) else near
     step = math.log1p(test.tolerance / end) if test.scale == "log" and end > 0 else test.tolerance
-    h = replace(h, claim=_claim(entry, test, model), side=side, effect=test.tolerance, unit=test.unit)
-    h = replace(h, needed=needed_n_mean(step, sd, level=1 - 0.05 / max(tests, 1)))
+    common: dict[str, Any] = {
+        **{"claim": _claim(entry, test, model), "side": side, "effect": test.tolerance, "unit": test.unit},
+        "needed": needed_n_mean(step, sd, level=1 - 0.05 / max(tests, 1)),
+        "null": h.null or NO_NULL,
+        "equivalence": test.compare == "within",
+    }
     if test.compare == "within":
         outside = outside_p(value, span, a, b, h.clusters)
-        h = replace(h, equivalence=True, margin_low=near, margin=far, p=p, p_excluded=outside)
-        return replace(h, null=h.null or NO_NULL)
+        return replace(h, **common, margin_low=near, margin=far, p=p, p_excluded=outside)
     past = (-math.inf, a + step) if side == "upper" else (b - step, math.inf)
-    excluded = equivalence_p(value, span, *past, h.clusters)
-    h = replace(h, equivalence=False, centre=near if side == "upper" else far, margin=near if side == "upper" else far)
-    return replace(h, p=max(h.p, p), p_excluded=excluded, null=h.null or NO_NULL)
+    excluded, bound = equivalence_p(value, span, *past, h.clusters), near if side == "upper" else far
+    return replace(h, **common, centre=bound, margin=bound, p=max(h.p, p), p_excluded=excluded)
 
 
 def _claim(entry: Entry, test: Check, model: str) -> str:

@@ -158,19 +158,19 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
     -1 and 1. Strata of fewer than three subjects, or in which either number is constant, are left out. None where fewer
     than two clusters are left.
     """
-    found, clusters, count = [], [], 0
+    correlations, clusters, count = [], [], 0
     for name in np.unique(stratum):
         here = stratum == name
         x, y = (rankdata(values[here]) for values in (score, target))
         if here.sum() < 3 or not np.ptp(x) or not np.ptp(y):
             continue
-        found.append((np.corrcoef(x, y)[0, 1], here.sum() - 1))
+        correlations.append((np.corrcoef(x, y)[0, 1], here.sum() - 1))
         clusters.append(cluster[here][0])
         count += int(here.sum())
     groups, of = np.unique(clusters), np.array(clusters)
     if len(groups) < 2:
         return None
-    rho, weight = np.array(found).T
+    rho, weight = np.array(correlations).T
 
     def mean(kept: np.ndarray) -> float:
         return float((rho * weight)[kept].sum() / weight[kept].sum())
@@ -191,17 +191,17 @@ def told_apart(areas: Sequence[Mapping[str, Area | None]], smallest: float = 0.7
     - "undecided": anything else, and whatever lacks a kind.
     """
     tests = [[area for area in by_kind.values() if area] for by_kind in areas]
-    up = holm(np.array([max((_one_sided(a) for a in found), default=1.0) for found in tests]))
-    down = holm(np.array([min((_one_sided(a, -1) * len(found) for a in found), default=1.0) for found in tests]))
+    up = holm(np.array([max((_one_sided(a) for a in present), default=1.0) for present in tests]))
+    down = holm(np.array([min((_one_sided(a, -1) * len(present) for a in present), default=1.0) for present in tests]))
     words = []
-    for by_kind, found, p_up, p_down in zip(areas, tests, up, down, strict=True):
-        wide = [area for area in found if area.clusters >= LEAST_TASKS]
+    for by_kind, present, p_up, p_down in zip(areas, tests, up, down, strict=True):
+        wide = [area for area in present if area.clusters >= LEAST_TASKS]
         if None not in by_kind.values() and p_up < (1 - LEVEL) / 2 and all(area.low > 0.5 for area in wide):
             words.append("yes")
-        elif p_down < (1 - LEVEL) / 2 and any(area.high < 0.5 for area in found):
+        elif p_down < (1 - LEVEL) / 2 and any(area.high < 0.5 for area in present):
             words.append("reversed")
         else:
-            words.append("no" if any(area.high < smallest for area in found) else "undecided")
+            words.append("no" if any(area.high < smallest for area in present) else "undecided")
     return words
 
 

@@ -52,12 +52,11 @@ class Null:
     difference: Interval | None = None
 
     @classmethod
-    def of(cls, name: str, value: float, draws: np.ndarray, side: Side = "upper", noisy: bool = False) -> Null:
+    def of(cls, name: str, draws: np.ndarray, side: Side = "upper", noisy: bool = False) -> Null:
         """A control made of draws: the same statistic of further models through the same pipeline.
 
         Args:
             name: What a reader calls it.
-            value: The value itself; `excess` compares it.
             draws: The statistic of each draw.
             side: The side that the claim asks for.
             noisy: See the attribute.

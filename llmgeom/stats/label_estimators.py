@@ -1,4 +1,4 @@
-"""Estimators that read a label from vectors: ridge regression, logistic regression and difference of means."""
+"""Estimators that read a label from vectors: ridge and logistic regression, partial least squares, class means."""
 
 from __future__ import annotations
 
@@ -13,50 +13,62 @@ from llmgeom.errors import UserError
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.ridge_probe import Readout, residuals, standardised
 
-Name = Literal["ridge", "logistic", "means"]
+Name = Literal["ridge", "logistic", "means", "pls"]
 PENALTIES = 10.0 ** np.arange(-3, 1)  # of logistic regression, per row
-# (standardised rows, label column, new rows, penalty) -> predictions of the new rows
-Fit = Callable[[np.ndarray, np.ndarray, np.ndarray, float], np.ndarray]
+COMPONENTS = (1.0, 2.0, 3.0, 5.0, 8.0)  # of partial least squares: fewer shrink more, as a larger penalty does
+# (standardised rows, label column, new rows, penalty, weights of the rows) -> predictions of the new rows
+Fit = Callable[[np.ndarray, np.ndarray, np.ndarray, float, np.ndarray], np.ndarray]
 
 
-def logistic(z: np.ndarray, y: np.ndarray, new: np.ndarray, penalty: float) -> np.ndarray:
+def logistic(z: np.ndarray, y: np.ndarray, new: np.ndarray, penalty: float, weight: np.ndarray) -> np.ndarray:
     """Probability of 1 by scikit-learn's LogisticRegression: mean log loss + penalty |w|^2 / 2, intercept free."""
     from sklearn.linear_model import LogisticRegression
 
-    fitted = LogisticRegression(C=1 / (penalty * len(z)), max_iter=1000).fit(z, y > 0.5)
+    fitted = LogisticRegression(C=1 / (penalty * weight.sum()), max_iter=1000).fit(z, y > 0.5, weight)
     return fitted.predict_proba(new)[:, 1]
 
 
-def means(z: np.ndarray, y: np.ndarray, new: np.ndarray, penalty: float) -> np.ndarray:
-    """Least squares on one score, z w with w = z' (y - mean): of a binary label along the difference of class means.
+def partial_least_squares(
+    z: np.ndarray, y: np.ndarray, new: np.ndarray, components: float, weight: np.ndarray
+) -> np.ndarray:
+    """Least squares on the first components of partial least squares (Wold 1975), for one label and weighted rows.
 
-    It is the limit of ridge regression at an infinite penalty, with the scale of the score fitted afterwards (the first
-    component of partial least squares). There is nothing to choose; the penalty is not used.
+    Each component is the score t = z w with w = z' (y - mean), and is taken out of z and y before the next. The first
+    one lies, of a binary label, along the difference of class means. With equal weights the predictions are those of
+    scikit-learn's PLSRegression, which takes no weights.
     """
-    mean, centre = y.mean(), z.mean(0)
-    weights = (z - centre).T @ (y - mean)
-    along = (z - centre) @ weights
-    length = float(along @ along)
-    return mean + (new - centre) @ weights * (float(along @ (y - mean)) / length if length > 0 else 0.0)
+    root = np.sqrt(weight)
+    mean, centre = np.average(y, weights=weight), np.average(z, 0, weight)
+    x, left, fresh = (z - centre) * root[:, None], (y - mean) * root, new - centre
+    prediction, least = np.full(len(new), mean), 1e-20 * float(np.square(x).sum()) ** 2 * float(left @ left)
+    for _ in range(int(components)):
+        weights = x.T @ left
+        along, score = x @ weights, fresh @ weights
+        if (length := float(along @ along)) <= least:  # no coordinate varies with what is left of the label
+            break
+        loading, slope = x.T @ along / length, float(left @ along) / length
+        prediction += slope * score
+        x, fresh, left = x - np.outer(along, loading), fresh - np.outer(score, loading), left - slope * along
+    return prediction
 
 
-def log_loss(y: np.ndarray, prediction: np.ndarray) -> float:
-    """Mean log loss, nats."""
+def log_loss(y: np.ndarray, prediction: np.ndarray) -> np.ndarray:
+    """Log loss of each row, nats."""
     p = np.clip(prediction, 1e-12, 1 - 1e-12)
-    return float(-(y * np.log(p) + (1 - y) * np.log(1 - p)).mean())
+    return -(y * np.log(p) + (1 - y) * np.log(1 - p))
 
 
-def squared(y: np.ndarray, prediction: np.ndarray) -> float:
-    """Mean squared error."""
-    return float(np.square(y - prediction).mean())
+def squared(y: np.ndarray, prediction: np.ndarray) -> np.ndarray:
+    """Squared error of each row."""
+    return np.square(y - prediction)
 
 
 @dataclass(frozen=True)
 class Estimator:
-    """How a label is read: `fit` with each of `penalties`; that with the least `loss` in the inner folds is taken."""
+    """How a label is read: `fit` with the one of `penalties` that has the least mean `loss` in the inner folds."""
 
     fit: Fit
-    loss: Callable[[np.ndarray, np.ndarray], float]
+    loss: Callable[[np.ndarray, np.ndarray], np.ndarray]
     penalties: tuple[float, ...]
 
     def read(
@@ -65,6 +77,7 @@ class Estimator:
         y: Float[np.ndarray, "row column"],
         fold: Int[np.ndarray, " row"],
         confounds: Float[np.ndarray, "row confound"] | None = None,
+        weight: Float[np.ndarray, " row"] | None = None,
     ) -> Readout:
         """What `ridge_probe.read` does, by this estimator: each column of y alone.
 
@@ -73,37 +86,38 @@ class Estimator:
         """
         if not (np.isfinite(x).all() and np.isfinite(y).all()):
             raise UserError("a label cannot be read from values that are not finite; drop those rows")
-        folds = int(fold.max()) + 1
+        folds, weight = int(fold.max()) + 1, np.ones(len(x)) if weight is None else weight
         prediction, penalty, error = np.empty(y.shape), np.empty((folds, y.shape[1])), np.empty((folds, y.shape[1]))
-        for held in range(folds):
-            out, rest = fold == held, fold != held
-            residual = residuals(x, confounds, rest)
-            z, new = standardised(residual[rest], residual[out])
+        for place in range(folds):
+            out, rest = fold == place, fold != place
+            residual, w = residuals(x, confounds, rest, weight), weight[rest]
+            z, new = standardised(residual[rest], residual[out], w)
             z, new = z * np.sqrt(z.shape[1]), new * np.sqrt(z.shape[1])  # to sd 1, as scikit-learn scales
             for column in range(y.shape[1]):
-                own = y[rest, column]
-                if own.max() == own.min():
+                truth = y[rest, column]
+                if truth.max() == truth.min():
                     raise UserError(f"the label is constant over {rest.sum()} rows: nothing can be learnt from them")
-                losses = [self._inner(z, own, fold[rest], one) for one in self.penalties]
+                losses = [self._inner(z, truth, fold[rest], one, w) for one in self.penalties]
                 best = int(np.argmin(losses))
-                penalty[held, column], error[held, column] = self.penalties[best], losses[best]
-                prediction[out, column] = self.fit(z, own, new, self.penalties[best])
+                penalty[place, column], error[place, column] = self.penalties[best], losses[best]
+                prediction[out, column] = self.fit(z, truth, new, self.penalties[best], w)
         return Readout(y, prediction, fold, penalty, error)
 
-    def _inner(self, z: np.ndarray, y: np.ndarray, fold: np.ndarray, penalty: float) -> float:
-        """Loss over all rows when the folds are held out in turn; infinite where a label is constant without one."""
-        held = np.empty(len(y))
+    def _inner(self, z: np.ndarray, y: np.ndarray, fold: np.ndarray, penalty: float, weight: np.ndarray) -> float:
+        """Mean loss of all rows, each fold held out in turn; infinite where a label is constant without a fold."""
+        prediction = np.empty(len(y))
         for one in np.unique(fold):
             out = fold == one
             if y[~out].max() == y[~out].min():
                 return np.inf
-            held[out] = self.fit(z[~out], y[~out], z[out], penalty)
-        return self.loss(y, held)
+            prediction[out] = self.fit(z[~out], y[~out], z[out], penalty, weight[~out])
+        return float(np.average(self.loss(y, prediction), weights=weight))
 
 
 ESTIMATORS: dict[str, Estimator] = {
     "logistic": Estimator(logistic, log_loss, tuple(PENALTIES.tolist())),
-    "means": Estimator(means, squared, (1.0,)),
+    "means": Estimator(partial_least_squares, squared, COMPONENTS[:1]),
+    "pls": Estimator(partial_least_squares, squared, COMPONENTS),
 }
 
 
@@ -113,8 +127,8 @@ def read(
     y: Float[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> Readout:
     """Held-out predictions by the estimator of this name."""
-    if name == "ridge":
-        return ridge_probe.read(x, y, fold, confounds)
-    return ESTIMATORS[name].read(x, y, fold, confounds)
+    reader = ridge_probe.read if name == "ridge" else ESTIMATORS[name].read
+    return reader(x, y, fold, confounds, weight)

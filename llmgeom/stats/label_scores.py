@@ -33,6 +33,7 @@ def score(
     truth: Float[np.ndarray, "row column"],
     prediction: Float[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> float:
     """How well predictions order or meet a label; 1 is perfect.
 
@@ -41,19 +42,22 @@ def score(
     classes  balanced accuracy: the mean over classes of the share of its rows whose largest prediction is theirs.
     number   R2, 1 - sum (y - prediction)^2 / sum (y - mean)^2.
 
+    Sums over rows are weighted; a pair has the product of its two weights.
+
     Raises:
         UserError: no fold has a pair, or the label is constant.
     """
+    weight = np.ones(len(truth)) if weight is None else weight
     if kind == "binary":
-        return _auroc(truth[:, 0] > 0.5, prediction[:, 0], fold)
+        return _auroc(truth[:, 0] > 0.5, prediction[:, 0], fold, weight)
     if kind == "number":
-        spread = np.square(truth - truth.mean(0)).sum()
+        spread = (weight @ np.square(truth - np.average(truth, 0, weight))).sum()
         if not spread > 0:
             raise UserError("the label is constant: nothing can be read")
-        return float(1 - np.square(truth - prediction).sum() / spread)
+        return float(1 - (weight @ np.square(truth - prediction)).sum() / spread)
     own = truth.argmax(1)
-    right = (prediction.argmax(1) == own).astype(np.float64)
-    count = np.bincount(own, minlength=truth.shape[1])
+    right = weight * (prediction.argmax(1) == own)
+    count = np.bincount(own, weight, truth.shape[1])
     return float((np.bincount(own, right, truth.shape[1])[count > 0] / count[count > 0]).mean())
 
 
@@ -62,15 +66,14 @@ def chance(kind: Kind, columns: int) -> float:
     return CHANCE.get(kind, 1 / columns)
 
 
-def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray) -> float:
+def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weight: np.ndarray) -> float:
     won = pairs = 0.0
     for held in np.unique(fold):
         here = fold == held
-        yes = positive[here]
-        n = float(yes.sum())
-        # Mann-Whitney: the rank sum of the positives less its least value counts the pairs that they win.
-        won += rankdata(prediction[here])[yes].sum() - n * (n + 1) / 2
-        pairs += n * (len(yes) - n)
+        values, place = np.unique(prediction[here], return_inverse=True)
+        yes, no = (np.bincount(place, weight[here] * (positive[here] == side), len(values)) for side in (True, False))
+        won += yes @ (no.cumsum() - no / 2)  # the negatives below, and half of those with an equal prediction
+        pairs += yes.sum() * no.sum()
     if not pairs:
         raise UserError("no fold holds both values of the label: give more clusters of the rarer value")
     return float(won / pairs)

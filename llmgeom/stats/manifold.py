@@ -177,15 +177,15 @@ def intrinsic_dimension(x: Float[np.ndarray, "row coordinate"], clusters: Cluste
     names = set(np.asarray(clusters).tolist())
     x = standardised(x)
     x = standardised(x[independent(distances(x), clusters)])
-    own, theirs = distances(x), distances(matched_gaussian(x, draws, seed))
+    estimates, theirs = distances(x), distances(matched_gaussian(x, draws, seed))
     return Dimension(
-        twonn=float(twonn(own)),
-        mle=float(levina_bickel(own)),
+        twonn=float(twonn(estimates)),
+        mle=float(levina_bickel(estimates)),
         gaussian=twonn(theirs),
         gaussian_mle=levina_bickel(theirs),
         points=len(x),
         coinciding=len(names) - len(x),
-        error=_halved_error(own, seed),
+        error=_halved_error(estimates, seed),
     )
 
 

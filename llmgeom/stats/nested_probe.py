@@ -35,6 +35,7 @@ class HeldOut:
     scores      [place] the score with one place for all folds; at: [place row column] its predictions.
     moved       [draw] the score of labels in another order, each with choices of its own.
     moved_at    [place draw] their scores with one place for all folds.
+    errors      [place fold] inner error of the penalty chosen, by which places are chosen. weight: [row].
     """
 
     kind: Kind
@@ -49,11 +50,13 @@ class HeldOut:
     penalties: np.ndarray
     moved: np.ndarray
     moved_at: np.ndarray
+    errors: np.ndarray
+    weight: np.ndarray
 
     @property
     def value(self) -> float:
         """The score with every choice nested."""
-        return score(self.kind, self.truth, self.prediction, self.fold)
+        return score(self.kind, self.truth, self.prediction, self.fold, self.weight)
 
 
 def held_out(
@@ -64,6 +67,7 @@ def held_out(
     confounds: Float[np.ndarray, "row confound"] | None = None,
     orders: Int[np.ndarray, "draw row"] | None = None,
     estimator: label_estimators.Name = "ridge",
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> HeldOut:
     """Predict each fold from the others, at every place and at the place that the others choose.
 
@@ -78,17 +82,19 @@ def held_out(
         confounds: What x is replaced by its residual on, inside the folds.
         orders: Orders of the label in which nothing can be read, from `label_scores.moved`.
         estimator: How the label is read.
+        weight: Of each row: it counts as so many equal rows do.
 
     Raises:
         UserError: values that are not finite; a column that is constant outside a fold.
     """
     orders = np.empty((0, len(truth)), dtype=np.int64) if orders is None else orders
+    weight = np.ones(len(truth)) if weight is None else weight
     width, draws = truth.shape[1], 1 + len(orders)
     columns = np.concatenate([truth[:, None], truth[orders].transpose(1, 0, 2)], axis=1)  # [row draw column]
     folds = int(fold.max()) + 1
     at, errors, penalties = [], [], []
     for place in places:
-        read = label_estimators.read(estimator, place(), columns.reshape(len(truth), -1), fold, confounds)
+        read = label_estimators.read(estimator, place(), columns.reshape(len(truth), -1), fold, confounds, weight)
         at.append(read.prediction.reshape(columns.shape))
         errors.append(read.error.reshape(folds, draws, width).sum(2))
         penalties.append(read.penalty.reshape(folds, draws, width)[:, 0])
@@ -96,7 +102,7 @@ def held_out(
     prediction = np.stack(at)[chosen[fold], np.arange(len(truth))[:, None], np.arange(draws)]  # [row draw column]
 
     def scored(of: np.ndarray) -> np.ndarray:
-        return np.array([score(kind, columns[:, draw], of[:, draw], fold) for draw in range(draws)])
+        return np.array([score(kind, columns[:, draw], of[:, draw], fold, weight) for draw in range(draws)])
 
     every = np.array([scored(one) for one in at])
     return HeldOut(
@@ -112,6 +118,8 @@ def held_out(
         np.stack(penalties),
         scored(prediction)[1:],
         every[:, 1:],
+        np.stack(errors)[:, :, 0],
+        weight,
     )
 
 
@@ -141,7 +149,11 @@ def deletions(
     if len(own.truth) <= REFITTED:
         ways.append(_refitted(own, places, group, chosen, penalty, confounds))
     without = [
-        [score(own.kind, own.truth[k], one[k], own.fold[k]) for g, one in enumerate(way) for k in [group != g]]
+        [
+            score(own.kind, own.truth[k], one[k], own.fold[k], own.weight[k])
+            for g, one in enumerate(way)
+            for k in [group != g]
+        ]
         for way in ways
     ]
     return Deletions.of(group, np.array(without))
@@ -208,12 +220,14 @@ def direction(
     truth: Float[np.ndarray, " row"],
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> Float[np.ndarray, " coordinate"]:
     """The weights of one column on all rows, in the units of x; the penalty is chosen over the folds."""
-    x = residuals(x, confounds, np.ones(len(x), dtype=bool))
-    scale = x.std(0)
-    z = np.where(scale > 0, (x - x.mean(0)) / np.where(scale > 0, scale, 1), 0)
-    weights, _ = ridge_probe.fit(z, truth, fold)
+    x = residuals(x, confounds, np.ones(len(x), dtype=bool), weight)
+    centred = x - np.average(x, 0, weight)
+    scale = np.where(x.max(0) == x.min(0), 0, np.sqrt(np.average(np.square(centred), 0, weight)))
+    z = np.where(scale > 0, centred / np.where(scale > 0, scale, 1), 0)
+    weights, _ = ridge_probe.fit(z, truth, fold, weight)
     return np.where(scale > 0, weights / np.where(scale > 0, scale, 1), 0)
 
 
@@ -227,35 +241,36 @@ def _refitted(
 ) -> Float[np.ndarray, "group row column"]:
     """Predictions of the rows outside each group from fits without it.
 
-    In the Gram matrix K of standardised rows, centred over the remaining rows: a = (K_c + penalty)^-1 (y - mean). Since
-    the sum of a is 0, a new row with products k is predicted as mean + (k - column means of K) a.
+    In the Gram matrix K of standardised rows, centred over the remaining rows, whose weights have the square roots s:
+    a = (s K_c s + penalty)^-1 s (y - mean). Since the sum of s a is 0, a new row with products k is predicted as
+    mean + (k - column means of K) s a.
     """
     fitted = np.zeros((int(group.max()) + 1, *own.truth.shape))
     for place in np.unique(chosen):
         x = np.asarray(places[place](), dtype=np.float64)
         for held in np.flatnonzero(chosen == place):
             out, rest = np.flatnonzero(own.fold == held), np.flatnonzero(own.fold != held)
-            residual = residuals(x, confounds, own.fold != held)
-            z, new = standardised(residual[rest], residual[out])
+            residual = residuals(x, confounds, own.fold != held, own.weight)
+            z, new = standardised(residual[rest], residual[out], own.weight[rest])
             if own.estimator != "ridge":
                 fit, root = label_estimators.ESTIMATORS[own.estimator].fit, np.sqrt(z.shape[1])
                 for g in range(len(fitted)):
                     kept = group[rest] != g
                     for column, one in enumerate(penalty[held]):
                         y = own.truth[rest][kept, column]
-                        fitted[g, out, column] = fit(z[kept] * root, y, new * root, one)
+                        fitted[g, out, column] = fit(z[kept] * root, y, new * root, one, own.weight[rest][kept])
                 continue
             inner, outer, y = z @ z.T, new @ z.T, own.truth[rest]
             for g in range(len(fitted)):
                 kept = np.flatnonzero(group[rest] != g)
-                part, mean = inner[np.ix_(kept, kept)], y[kept].mean(0)
-                level = part.mean(0)
-                centred = part - level - level[:, None] + level.mean()
+                part, w = inner[np.ix_(kept, kept)], own.weight[rest][kept]
+                mean, level, each = np.average(y[kept], 0, w), np.average(part, 0, w), np.sqrt(w)[:, None]
+                centred = (part - level - level[:, None] + np.average(level, weights=w)) * each * each.T
                 weights = np.empty((len(kept), y.shape[1]))
                 for one in np.unique(penalty[held]):
                     of = penalty[held] == one
                     solved = centred.copy()
                     solved[np.diag_indices(len(kept))] += one
-                    weights[:, of] = np.linalg.solve(solved, y[kept][:, of] - mean[of])
+                    weights[:, of] = each * np.linalg.solve(solved, each * (y[kept][:, of] - mean[of]))
                 fitted[g, out] = mean + (outer[:, kept] - level) @ weights
     return fitted

@@ -70,15 +70,15 @@ def _holds(step: float, error: float, spread: float, clusters: int, of: Setting,
     from scipy.special import ndtr, stdtrit
 
     m = of.draws
-    own, others = np.float64(error), np.float64(spread * (1 + 1 / m) if m else 0.0)
+    noise, others = np.float64(error), np.float64(spread * (1 + 1 / m) if m else 0.0)
     if of.noisy and m:
         chi_own, chi_drawn = _chi_squares(clusters - 1, m - 1)
-        own, drawn = error * chi_own, spread * chi_drawn
-        own, others = np.where(drawn >= own, 0.0, own), np.where(drawn >= own, drawn * (1 + 1 / m), drawn / m)
-    whole = own + others
+        noise, drawn = error * chi_own, spread * chi_drawn
+        noise, others = np.where(drawn >= noise, [0 * noise, drawn * (1 + 1 / m)], [noise, drawn / m])
+    whole = noise + others
     if not np.all(whole > 0):
         return float(step > 0)
-    degrees = whole**2 / (own**2 / (clusters - 1) + others**2 / max(m - 1, 1))
+    degrees = whole**2 / (noise**2 / (clusters - 1) + others**2 / max(m - 1, 1))
     quantile = -stdtrit(degrees, ALPHA / of.claims)
     if of.noisy and m:
         actual = spread * (1 + 1 / m) if actual is None else actual

@@ -41,7 +41,7 @@ class RareFailures:
         Raises:
             ValueError: A value is below 0.
         """
-        low, high = self._ends(values, less, (1 - level) / 2)
+        low, high = self._ends(self._summary(values, less), (1 - level) / 2)
         rare = [int((x > self.usual).sum()) for x in (values, less) if x is not None]
         counts = " and ".join(map(str, rare))
         method = f"Student below {self.usual:g}, binomial above it ({counts} of {len(values)})"
@@ -52,13 +52,14 @@ class RareFailures:
     ) -> float:
         """One-sided p that the mean is not below `margin`: the least error whose upper end is; at least 1e-6."""
         above, below = 0.0, math.log(LEAST_P)  # of log error: at 1 the upper end is lowest
-        if self._ends(values, less, LEAST_P)[1] <= margin:
+        summary = self._summary(values, less)
+        if self._ends(summary, LEAST_P)[1] <= margin:
             return LEAST_P
-        if self._ends(values, less, 1 - TIE)[1] > margin:
+        if self._ends(summary, 1 - TIE)[1] > margin:
             return 1.0
         for _ in range(50):
             middle = (above + below) / 2
-            if self._ends(values, less, math.exp(middle))[1] <= margin:
+            if self._ends(summary, math.exp(middle))[1] <= margin:
                 above = middle
             else:
                 below = middle
@@ -72,10 +73,7 @@ class RareFailures:
         """The values, of which one above `largest` counts as `largest`; rounding below 0 counts as 0."""
         return np.clip(np.asarray(values, dtype=np.float64), 0, self.largest)
 
-    def _ends(self, values: np.ndarray, less: np.ndarray | None, error: float) -> tuple[float, float]:
-        """Lower and upper end, each exceeded with probability `error` at most."""
-        from scipy.stats import t
-
+    def _summary(self, values: np.ndarray, less: np.ndarray | None) -> _Summary:
         samples = [np.asarray(x, dtype=np.float64) for x in (values, less) if x is not None]
         for x in samples:
             if x.min() < -TIE:
@@ -85,15 +83,31 @@ class RareFailures:
         parts = [x.var(ddof=1) / len(x) for x in clipped]
         spread = math.sqrt(sum(parts))
         welch = sum(v * v / (len(x) - 1) for v, x in zip(parts, clipped, strict=True))
-        freedom = spread**4 / welch if welch else 1.0
-        tails = [(self.largest - self.usual) * self._share(x, error / 2) for x in samples]
-        high = mean + t.ppf(1 - error / 2, freedom) * spread + tails[0]
-        low = mean - t.ppf(1 - error / len(samples), freedom) * spread - sum(tails[1:])
+        failures = tuple((int((x > self.usual).sum()), len(x)) for x in samples)
+        return _Summary(float(mean), spread, spread**4 / welch if welch else 1.0, failures)
+
+    def _ends(self, of: _Summary, error: float) -> tuple[float, float]:
+        """Lower and upper end, each exceeded with probability `error` at most."""
+        from scipy.special import stdtrit
+
+        tails = [(self.largest - self.usual) * _share(*counts, error / 2) for counts in of.failures]
+        high = of.mean + stdtrit(of.freedom, 1 - error / 2) * of.spread + tails[0]
+        low = of.mean - stdtrit(of.freedom, 1 - error / len(tails)) * of.spread - sum(tails[1:])
         return float(low), float(high)
 
-    def _share(self, values: np.ndarray, error: float) -> float:
-        """Clopper and Pearson's upper end of the share of failures."""
-        from scipy.stats import beta
 
-        n, rare = len(values), int((values > self.usual).sum())
-        return 1.0 if rare == n else float(beta.ppf(1 - error, rare + 1, n - rare))
+@dataclass(frozen=True)
+class _Summary:
+    """What the ends follow from: the difference of clipped means, its error, its freedom, and (failures, n) of each."""
+
+    mean: float
+    spread: float
+    freedom: float
+    failures: tuple[tuple[int, int], ...]
+
+
+def _share(rare: int, n: int, error: float) -> float:
+    """Clopper and Pearson's upper end of the share of failures."""
+    from scipy.special import betaincinv
+
+    return 1.0 if rare == n else float(betaincinv(rare + 1, n - rare, 1 - error))

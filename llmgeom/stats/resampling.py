@@ -98,6 +98,28 @@ def jackknife(
     return jackknife_interval(whole[0], without[:, 0], clusters, transform, level)
 
 
+def jackknife_of_means(
+    statistic: Callable[[np.ndarray], np.ndarray],
+    x: Real[np.ndarray, " row *rest"],
+    transform: Transform = "identity",
+    level: float = 0.95,
+) -> Interval:
+    """`jackknife` of a function of means over independent rows, whose means without each row need one pass.
+
+    Args:
+        statistic: From means [... *rest] to numbers [...].
+        x: Rows; each is a cluster.
+        transform: As in `jackknife`.
+        level: As a fraction.
+
+    Raises:
+        UserError: fewer than 5 rows.
+    """
+    _require_clusters(len(x))
+    without = statistic((x.sum(0) - x) / (len(x) - 1))
+    return jackknife_interval(float(statistic(x.mean(0))), without, np.arange(len(x)), transform, level)
+
+
 def in_groups(clusters: Clusters, most: int, seed: int) -> Int[np.ndarray, " row"]:
     """The number of each row's group: clusters are dealt at random to at most `most` groups of nearly as many each.
 
@@ -148,11 +170,13 @@ def jackknife_error(without: Float[np.ndarray, " unit"]) -> float:
 
 def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[np.ndarray, np.ndarray]:
     groups = rows_by_cluster(clusters, len(x))
-    if len(groups) < LEAST_CLUSTERS:
-        raise UserError(
-            f"an interval over {len(groups)} units needs at least {LEAST_CLUSTERS}: add templates or documents"
-        )
+    _require_clusters(len(groups))
     return statistic(x), np.stack([statistic(np.delete(x, rows, axis=0)) for rows in groups])
+
+
+def _require_clusters(n: int) -> None:
+    if n < LEAST_CLUSTERS:
+        raise UserError(f"an interval over {n} units needs at least {LEAST_CLUSTERS}: add templates or documents")
 
 
 def jackknife_interval(

@@ -51,6 +51,7 @@ def read(
     y: Real[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
     confounds: Float[np.ndarray, "row confound"] | None = None,
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> Readout:
     """Ridge regression of each column of y on x, each fold predicted from the others.
 
@@ -63,9 +64,11 @@ def read(
     share the standardisation of their outer fold, which the rows that are scored have no part in.
     Where no coordinate varies outside a fold, the mean is predicted. Given confounds, x is replaced by its residual:
     what least squares on a constant and the confounds, fitted to the rows outside the fold, leaves of it in every row.
+    A row of weight w counts as w equal rows do: every mean and sum of squares is weighted (rows scaled by sqrt(w)).
     Raises UserError where a column of y is constant outside a fold, and for values that are not finite.
     """
     x, y = np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64)
+    weight = np.ones(len(x)) if weight is None else weight
     if not (np.isfinite(x).all() and np.isfinite(y).all()):
         raise UserError("a readout cannot use values that are not finite; drop those rows or find out why they occur")
     count = int(fold.max()) + 1
@@ -74,20 +77,23 @@ def read(
         out, rest = fold == held, fold != held
         if (y[rest].max(0) == y[rest].min(0)).any():
             raise UserError(f"the target is constant over {rest.sum()} rows: nothing can be learnt from them")
-        mean = y[rest].mean(0)
-        residual = residuals(x, confounds, rest)
-        z, new = standardised(residual[rest], residual[out])
+        w = weight[rest]
+        mean = np.average(y[rest], 0, w)
+        residual = residuals(x, confounds, rest, weight)
+        z, new = standardised(residual[rest], residual[out], w)
         if rest.sum() > max(TALL, 2 * z.shape[1]) and z.shape[1]:
             prediction[out], penalty[held], error[held] = tall_ridge.read(
-                z, new, y[rest] - mean, fold[rest], TALL_PENALTIES
+                z, new, y[rest] - mean, fold[rest], TALL_PENALTIES, w
             )
         else:
+            root = np.sqrt(w)
+            z, target = z * root[:, None], (y[rest] - mean) * root[:, None]
             values, vectors = _eigen(z)
-            errors = _inner_errors(values, vectors, y[rest] - mean, fold[rest])
+            errors = _inner_errors(values, vectors, target, fold[rest], root)
             penalty[held], error[held] = PENALTIES[errors.argmin(0)], errors.min(0)
-            prediction[out] = (new @ z.T) @ _dual(values, vectors, y[rest] - mean, penalty[held])
+            prediction[out] = (new @ z.T) @ _dual(values, vectors, target, penalty[held])
         prediction[out] += mean
-        error[held] /= rest.sum()
+        error[held] /= w.sum()
     return Readout(y, prediction, fold, penalty, error)
 
 
@@ -95,6 +101,7 @@ def residuals(
     x: Float[np.ndarray, "row coordinate"],
     confounds: Float[np.ndarray, "row confound"] | None,
     rest: Bool[np.ndarray, " row"],
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> Float[np.ndarray, "row coordinate"]:
     """x less its least-squares prediction from a constant and the confounds, fitted to the rows `rest` alone.
 
@@ -103,34 +110,40 @@ def residuals(
     if confounds is None:
         return x
     design = np.column_stack([np.ones(len(x)), confounds])
-    return x - design @ np.linalg.lstsq(design[rest], x[rest], rcond=1e-10)[0]
+    root = np.ones((rest.sum(), 1)) if weight is None else np.sqrt(weight[rest])[:, None]
+    return x - design @ np.linalg.lstsq(design[rest] * root, x[rest] * root, rcond=1e-10)[0]
 
 
 def fit(
-    x: Float[np.ndarray, "row coordinate"], y: Float[np.ndarray, " row"], fold: Int[np.ndarray, " row"]
+    x: Float[np.ndarray, "row coordinate"],
+    y: Float[np.ndarray, " row"],
+    fold: Int[np.ndarray, " row"],
+    weight: Float[np.ndarray, " row"] | None = None,
 ) -> tuple[Float[np.ndarray, " coordinate"], float]:
     """Weights and intercept of the ridge regression of y on x over all rows; coordinates are taken as they are.
 
     The penalty per coordinate is chosen over folds as in `read`.
     """
-    root = np.sqrt(x.shape[1])
-    centre, mean = x.mean(0), y.mean()
-    z, target = (x - centre) / root, (y - mean)[:, None]
+    w = np.ones(len(x)) if weight is None else weight
+    root, each = np.sqrt(x.shape[1]), np.sqrt(w)
+    centre, mean = np.average(x, 0, w), np.average(y, 0, w)
+    z, target = (x - centre) * each[:, None] / root, ((y - mean) * each)[:, None]
     values, vectors = _eigen(z)
-    penalty = PENALTIES[_inner_errors(values, vectors, target, fold).argmin(0)]
+    penalty = PENALTIES[_inner_errors(values, vectors, target, fold, each).argmin(0)]
     weights = (z.T @ _dual(values, vectors, target, penalty))[:, 0] / root
     return weights, float(mean - weights @ centre)
 
 
-def standardised(kept: np.ndarray, new: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Both by the mean and sd of the first, over sqrt(coordinates that vary in it); the others are left out."""
-    varies = kept.max(0) != kept.min(0)
+def standardised(rows: np.ndarray, new: np.ndarray, weight: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Both by the weighted mean and sd of the first, over sqrt(coordinates that vary there); others are left out."""
+    varies = rows.max(0) != rows.min(0)
     if not varies.all():
-        kept, new = kept[:, varies], new[:, varies]
-    centre = kept.mean(0)
-    kept = kept - centre
-    scale = 1 / np.sqrt(np.square(kept).mean(0) * max(len(centre), 1))
-    return kept * scale, (new - centre) * scale
+        rows, new = rows[:, varies], new[:, varies]
+    w = np.ones(len(rows)) if weight is None else weight
+    centre = np.average(rows, 0, w)
+    rows = rows - centre
+    scale = 1 / np.sqrt(np.average(np.square(rows), 0, w) * max(len(centre), 1))
+    return rows * scale, (new - centre) * scale
 
 
 def _eigen(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -149,15 +162,17 @@ def _dual(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, penalty: np.nd
     return vectors @ ((vectors.T @ y) / (values[:, None] + penalty))
 
 
-def _inner_errors(values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: np.ndarray) -> np.ndarray:
-    """[penalty column] sum of squared errors over inner folds, of centred y."""
+def _inner_errors(
+    values: np.ndarray, vectors: np.ndarray, y: np.ndarray, fold: np.ndarray, root: np.ndarray
+) -> np.ndarray:
+    """[penalty column] sum of squared errors over inner folds, of centred y; rows are scaled by `root` of weights."""
     shrunk = values / (values + PENALTIES[:, None])
     along = vectors.T @ y
     errors = np.zeros((len(PENALTIES), y.shape[1]))
     for held in np.unique(fold):
         rows = fold == held
         smooth = vectors[rows] * shrunk[:, None]
-        block = np.eye(rows.sum()) - 1 / len(y) - smooth @ vectors[rows].T
+        block = np.eye(rows.sum()) - np.outer(root[rows], root[rows]) / (root @ root) - smooth @ vectors[rows].T
         errors += np.square(np.linalg.solve(block, y[rows] - smooth @ along)).sum(1)
     return errors
 
@@ -205,7 +220,7 @@ def decodability(
 
 def decodability_interval(
     x: Float[np.ndarray, "row coordinate"],
-    found: Readout,
+    readout: Readout,
     clusters: Clusters,
     level: float = 0.95,
     less: tuple[Float[np.ndarray, "row coordinate"], Readout] | None = None,
@@ -230,10 +245,10 @@ def decodability_interval(
     cluster = _numbered(clusters)
     first = np.unique(cluster, return_index=True)[1]
     place = np.empty(len(first), dtype=np.int64)
-    place[np.argsort(found.fold[first], kind="stable")] = np.arange(len(first)) % GROUPS
+    place[np.argsort(readout.fold[first], kind="stable")] = np.arange(len(first)) % GROUPS
 
     def r2(rows: np.ndarray) -> float:
-        value = _refitted_r2(x, found, rows)
+        value = _refitted_r2(x, readout, rows)
         return value if less is None else value - _refitted_r2(*less, rows)
 
     made = jackknife(r2, np.arange(len(x)), place[cluster], level=level)
@@ -241,18 +256,18 @@ def decodability_interval(
     return replace(made, method=f"jackknife over {groups} groups of {len(first)} clusters")
 
 
-def _refitted_r2(x: np.ndarray, found: Readout, rows: np.ndarray) -> float:
+def _refitted_r2(x: np.ndarray, readout: Readout, rows: np.ndarray) -> float:
     """Held-out R2 of some rows, fitted anew to them in the same folds with the penalties that were chosen."""
-    truth, fold = found.truth[rows], found.fold[rows]
+    truth, fold = readout.truth[rows], readout.fold[rows]
     prediction = np.empty_like(truth)
     for held in np.unique(fold):
         out, rest = fold == held, fold != held
         mean = truth[rest].mean(0)
         z, new = standardised(x[rows[rest]], x[rows[out]])
         inner = z @ z.T
-        inner[np.diag_indices(len(inner))] += found.penalty[held]
+        inner[np.diag_indices(len(inner))] += readout.penalty[held]
         prediction[out] = mean + (new @ z.T) @ np.linalg.solve(inner, truth[rest] - mean)
-    return float(replace(found, truth=truth, prediction=prediction).r2[0])
+    return float(replace(readout, truth=truth, prediction=prediction).r2[0])
 
 
 def permuted_decodability(

@@ -13,10 +13,11 @@ from jaxtyping import Float, Int
 class Sums:
     """Sums over rows of coordinates z and columns y, from which ridge regressions and squared errors follow.
 
-    n      rows. z, y: sums. zz, zy: products [coordinate coordinate], [coordinate column]. yy: [column] squares.
+    n      rows, or the sum of their weights, by which every sum is weighted. z, y: sums. zz, zy: products [coordinate
+           coordinate], [coordinate column]. yy: [column] squares.
     """
 
-    n: int
+    n: float
     z: np.ndarray
     y: np.ndarray
     zz: np.ndarray
@@ -24,9 +25,10 @@ class Sums:
     yy: np.ndarray
 
     @classmethod
-    def of(cls, z: np.ndarray, y: np.ndarray) -> Sums:
+    def of(cls, z: np.ndarray, y: np.ndarray, weight: np.ndarray) -> Sums:
         """The sums over these rows."""
-        return cls(len(z), z.sum(0), y.sum(0), z.T @ z, z.T @ y, np.square(y).sum(0))
+        scaled = z.T * weight
+        return cls(weight.sum(), scaled.sum(1), weight @ y, scaled @ z, scaled @ y, weight @ np.square(y))
 
     def columns(self, some: np.ndarray) -> Sums:
         """The same of some columns of y."""
@@ -42,13 +44,13 @@ class Sums:
 
         centred = self.zz - np.outer(self.z, self.z) / self.n
         product = self.zy - np.outer(self.z, self.y) / self.n
-        found = []
+        fits = []
         for penalty in penalties:
             whole = centred.copy()
             whole[np.diag_indices(len(whole))] += penalty
             weights = cho_solve(cho_factor(whole, overwrite_a=True, check_finite=False), product, check_finite=False)
-            found.append((weights, (self.y - self.z @ weights) / self.n))
-        return found
+            fits.append((weights, (self.y - self.z @ weights) / self.n))
+        return fits
 
     def error(self, weights: np.ndarray, intercept: np.ndarray) -> Float[np.ndarray, " column"]:
         """Sum over these rows of (y - z w - b)^2, for each column."""
@@ -63,6 +65,7 @@ def read(
     y: Float[np.ndarray, "row column"],
     fold: Int[np.ndarray, " row"],
     penalties: Float[np.ndarray, " penalty"],
+    weight: Float[np.ndarray, " row"],
 ) -> tuple[Float[np.ndarray, "held_out column"], Float[np.ndarray, " column"], Float[np.ndarray, " column"]]:
     """Predict new rows with the penalty that has the least squared error when the folds are held out in turn.
 
@@ -71,7 +74,7 @@ def read(
     Returns:
         Predictions; for each column the penalty, and the sum of squared errors of the folds held out with it.
     """
-    parts = [Sums.of(z[fold == held], y[fold == held]) for held in np.unique(fold)]
+    parts = [Sums.of(z[fold == held], y[fold == held], weight[fold == held]) for held in np.unique(fold)]
     whole = Sums(*(sum(getattr(part, f.name) for part in parts) for f in fields(Sums)))
     errors = np.zeros((len(penalties), y.shape[1]))
     for part in parts:

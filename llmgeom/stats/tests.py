@@ -149,13 +149,12 @@ def _basis(covariates: np.ndarray | None, n: int) -> Float[np.ndarray, "prompt c
 
 def _rank_residual(values: np.ndarray, basis: np.ndarray, what: str) -> Float[np.ndarray, " prompt"]:
     """Average ranks less their projection on the basis, scaled to length 1."""
-    from scipy.stats import rankdata
-
     n, values = len(basis), np.asarray(values)
     if values.shape != (n,):
         raise ValueError(f"{what} has shape {values.shape} for {n} prompts")
     require_finite(values, f"a rank correlation ({what})", "prompt")
-    ranks = rankdata(values)
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (count.cumsum() - (count - 1) / 2)[place]  # scipy's rankdata takes four times as long, thousands of times
     ranks -= basis @ (basis.T @ ranks)
     length = np.linalg.norm(ranks)
     if length <= 1e-10 * n**1.5:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,10 +72,6 @@ class Answers(Result):
     lost_without_context: np.ndarray | None = quantity("row", "bits", "the same of the model without context")
     lost_untrained: np.ndarray = quantity("draw", "bits", "mean of the same, of each untrained control")
     lost_exchanged: np.ndarray = quantity("exchange", "bits", "mean of the same, answers given to other prompts")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure(data: ProbeInput) -> Answers:
@@ -123,7 +119,7 @@ def measure_answers(
 
     def plain(name: str, values: Sequence[np.ndarray]) -> Estimate:
         claim, mean = CLAIMS[name], float(values[0][rows].mean())
-        null = Null.of(UNTRAINED, mean, np.array([x[rows].mean() for x in values[1:]]), claim.side)
+        null = Null.of(UNTRAINED, np.array([x[rows].mean() for x in values[1:]]), claim.side)
         span = jackknife(np.mean, values[0][rows], cluster[rows])
         return estimate(claim, mean, span, [null], n=len(rows), clusters=len(set(cluster[rows])))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,12 @@ import numpy as np
 import torch
 
 from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, estimate, layer_band
+from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.depths import SHUFFLED, ByDepth
 from llmgeom.probes.evidence.estimates import UNTRAINED, against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import (
     LABELS,
@@ -36,8 +36,7 @@ from llmgeom.stats.tests import correlation_interval, spearman
 BELIEF = "sula_belief"
 LAST, MIDDLE = "log odds along the labels, last layer", "log odds along the labels, half way"
 PC1, STEPS = "|rho| of PC1 and exact entropy, given k", "|rho| of PC1 and k"
-SHUFFLED, NO_CONTEXT = "shuffled evidence", "without context"
-PERMUTATIONS = 199
+NO_CONTEXT = "without context"
 LEAST_SPREAD = 0.05  # nats: standard deviation of the exact log odds below which there is nothing to read
 CLAIMS = declared(BELIEF)
 
@@ -70,10 +69,6 @@ class Belief(Result):
     )
     k: np.ndarray = quantity("k", "observations", "number of labelled words before the question")
     pc1: np.ndarray = quantity("k", "standard deviations", "PC1 of the last layer's values, mean", Figure("curve"))
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def rows_of_labels(subject: Subject, captures: Mapping[str, Capture]) -> dict[str, np.ndarray]:
@@ -148,37 +143,34 @@ def measure_belief(batch: Batch, models: Sequence[Inside], seed: int, without: I
     truth = ExactAnswers(batch)
     rows, own = truth.observed, models[0].along
     odds, stratum, cluster = _centred_odds(truth), truth.k[rows], truth.cluster[rows]
-    line = shared_line.Line(odds, stratum, _folds(batch, rows, seed))
+    line = shared_line.Line(odds, stratum, held_out(batch, rows, seed))
     if line.spread < LEAST_SPREAD:
         raise UserError(
             f"the exact log odds vary by {line.spread:.2g} nats given k; at least {LEAST_SPREAD:g} are needed to read "
             "them: show more labels"
         )
-    every = np.arange(len(rows))
-    values = np.array([line.r2(z[rows]) for z in own])
-    null = np.array([[line.r2(z[rows]) for z in control.along] for control in models[1:]])
-    lines = [line.exchanged(order) for order in _exchanged(stratum, np.random.default_rng([seed, 21]))]
-    shuffled = np.array([[other.r2(z[rows]) for other in lines] for z in own])
-    spans = [jackknife(partial(line.subset_r2, z[rows]), every, cluster) for z in own]
+    read = [[z[rows] for z in model.along] for model in models]
+    cut = None if without is None else [z[rows] for z in without.along]
+    r2 = ByDepth.of(line, read, cut, cluster, seed)
 
     def claimed(name: str, depth: int) -> Estimate:
-        claim, value = CLAIMS[name], float(values[depth])
+        claim, value = CLAIMS[name], float(r2.value[depth])
         nulls = [
-            Null.of(UNTRAINED, value, null[:, depth], claim.side),
-            Null.of(SHUFFLED, value, shuffled[depth], claim.side, noisy=True),
+            Null.of(UNTRAINED, r2.untrained[:, depth], claim.side),
+            Null.of(SHUFFLED, r2.shuffled[depth], claim.side, noisy=True),
         ]
-        if without is not None:
-            nulls.append(_without_context(line, own[depth][rows], without.along[depth][rows], cluster))
-        return estimate(claim, value, spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
+        if cut is not None:
+            nulls.append(_without_context(line, read[0][depth], cut[depth], cluster))
+        return estimate(claim, value, r2.spans[depth], nulls, n=len(rows), clusters=len(set(cluster)))
 
     last, middle = len(own) - 1, len(own) // 2
     first, components = _first_component(truth, models)
     return Belief(
-        along=values,
-        along_interval=np.array([[span.low, span.high] for span in spans]),
-        along_null=layer_band({UNTRAINED: null}),
-        without_context=np.array([line.r2(z[rows]) for z in without.along]) if without else np.zeros(len(own)),
-        shuffled=layer_band({SHUFFLED: shuffled.T}),
+        along=r2.value,
+        along_interval=r2.interval,
+        along_null=r2.untrained_band,
+        without_context=r2.without,
+        shuffled=r2.shuffled_band,
         slope=np.array([line.slope(z[rows]) for z in own]),
         coordinate=np.stack([odds[:, 0], line.predicted(own[last][rows])[:, 0]], 1),
         k=np.array(truth.ks, dtype=float),
@@ -210,20 +202,11 @@ def _without_context(line: shared_line.Line, own: np.ndarray, cut: np.ndarray, c
     return Null.paired(NO_CONTEXT, value, centre, difference)
 
 
-def _folds(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
+def held_out(batch: Batch, rows: np.ndarray, seed: int) -> np.ndarray:
     """Blocks that hold out clusters, sets of labels and lead-ins together."""
     groupings: list[Any] = [batch.cluster, [tuple(sorted(words)) for words in label_words(batch)]]
     groupings += [batch.columns[name] for name in ("lead", "surface") if name in batch.columns]
     return shared_line.blocks([[grouping[i] for i in rows] for grouping in groupings], seed)
-
-
-def _exchanged(stratum: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[draw row] whose exact answer each row is given: one of a row with as many labels."""
-    order = np.tile(np.arange(len(stratum)), (PERMUTATIONS, 1))
-    for one in np.unique(stratum):
-        at = np.flatnonzero(stratum == one)
-        order[:, at] = rng.permuted(np.tile(at, (PERMUTATIONS, 1)), axis=1)
-    return order
 
 
 def _first_component(truth: ExactAnswers, models: Sequence[Inside]) -> tuple[np.ndarray, list[Estimate]]:

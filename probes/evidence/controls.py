@@ -23,7 +23,7 @@ from llmgeom.probes.evidence.predictions import (
     by_sample,
     label_entropy,
 )
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import jackknife
 
 CONTROLS = "sula_controls"
@@ -48,9 +48,6 @@ class Controls(Result):
     published: np.ndarray = quantity(
         "published target", "bits", "mean |H label - target| of the published controls: 1 bit, observer's"
     )
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
 def measure(data: ProbeInput) -> Controls:

@@ -40,5 +40,5 @@ def against_untrained(
     value = statistic(own, rows)
     interval = interval or jackknife(partial(statistic, own), rows, cluster[rows])
     draws = np.array([statistic(control, rows) for control in untrained])
-    null = Null.of(UNTRAINED, value, draws, claim.side)
+    null = Null.of(UNTRAINED, draws, claim.side)
     return estimate(claim, value, interval, [null], n=len(rows), clusters=len(set(cluster[rows])))

@@ -67,7 +67,7 @@ def skill_estimate(claim: Claim, losses: Sequence[Losses]) -> Estimate:
     }
     # Without the number 0 a simple observer "holds": it beats untrained models, which lie far below it.
     nulls = [Null.number(BASELINE, 0.0)]
-    nulls += [Null.of(name, value, control, claim.side) for name, control in draws.items()]
+    nulls += [Null.of(name, control, claim.side) for name, control in draws.items()]
     without = [one.without_context for one in losses if one.without_context is not None]
     if len(without) == len(losses):
         cut = np.concatenate(without)

@@ -49,9 +49,6 @@ class Martingale(Result):
         "k", "probability", "expected next answer less the answer, away from one half", Figure("curve")
     )
     noise: float = quantity("", "nats", "sd of the model's log odds among prompts with the same counts")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -118,9 +115,7 @@ def measure_martingale(
 
     def row(name: str) -> Estimate:
         values, claim = by[name](model), CLAIMS[name]
-        null = Null.of(
-            SIMULATED, values.mean(), np.array([by[name](of).mean() for of in draws]), claim.side, noisy=True
-        )
+        null = Null.of(SIMULATED, np.array([by[name](of).mean() for of in draws]), claim.side, noisy=True)
         span = jackknife(np.mean, values, cluster)
         return estimate(claim, values.mean(), span, [null], n=len(rows), clusters=len(set(cluster)))
 

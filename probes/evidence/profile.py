@@ -41,11 +41,6 @@ class Profile(Result):
     shown_interval: np.ndarray = quantity("part bound", "skill", "its 95 % interval, cut at -1")
     shown_control: np.ndarray = quantity("part bound", "skill", "the band of the decisive control, cut at -1")
     skill: np.ndarray = quantity("part", "skill", "the same skill as it is")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    unmeasured: Mapping[str, str]
 
 
 def profile(records: Sequence[Record], facts: Mapping[str, object] | None = None) -> Record:

@@ -58,9 +58,6 @@ class Published(Result):
     h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")
     constant: float = quantity("", "bits", "error of the best constant, against the latent class")
     after: float = quantity("", "of v . u before", "largest |v . u| after removing the axis: rounding")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
 def measure(data: ProbeInput) -> Published:
@@ -81,7 +78,7 @@ def measure_published(truth: Mapping[str, ExactAnswers], models: Sequence[Mappin
 
     def row(name: str, values: Sequence[float], interval: Interval) -> Estimate:
         claim, (value, *draws) = declared(PROBE)[name], values
-        null = Null.of("re-initialised", value, np.array(draws), claim.side)
+        null = Null.of("re-initialised", np.array(draws), claim.side)
         return estimate(claim, value, interval, [null], n=len(every), clusters=len(set(cluster)))
 
     def error(name: str, condition: str, expected: np.ndarray) -> Estimate:

@@ -10,7 +10,7 @@ from llmgeom.errors import NO_TOKENIZER, UserError
 from llmgeom.model.batching import BATCH_TOKENS
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Probe
-from llmgeom.probes.evidence import answers, belief, controls, martingale, published, skill, which_observer
+from llmgeom.probes.evidence import answers, belief, controls, coordinates, martingale, published, skill, which_observer
 from llmgeom.probes.evidence.predictions import label_ids
 from llmgeom.run import CONTROLS, Question
 
@@ -27,12 +27,13 @@ PROBES: dict[str, dict[str, Probe]] = {
 OF_PROCESS: dict[str, Probe] = {
     answers.PROCESS: answers,
     belief.BELIEF: belief,
+    coordinates.COORDINATES: coordinates,
     which_observer.OBSERVERS: which_observer,
 }
 
 
 def wanted_samples(protocol: str) -> frozenset[str]:
-    """The conditions, beside the main one, that the probes of a protocol read."""
+    """The conditions, other than the main one, that the probes of a protocol read."""
     return frozenset().union(*(probe.NEEDS.samples for probe in PROBES[protocol].values()))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from llmgeom.claims import declared, layer_band
 from llmgeom.probe import ProbeInput
 from llmgeom.probes.evidence.estimates import UNTRAINED, Statistic, against_untrained, indicators, mean_by
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers, LabelPredictions, label_entropy
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.information import skill_by_count
 from llmgeom.stats.tests import correlation_interval, spearman
 
@@ -54,10 +54,6 @@ class Evidence(Result):
         Figure("scatter", colour="k"),
     )
     drawn: np.ndarray = quantity("decile", "fraction", "how often the first label was drawn in the same prompts")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure(data: ProbeInput) -> Evidence:

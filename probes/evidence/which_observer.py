@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from llmgeom.probes.evidence.observer_fit import (
 from llmgeom.probes.evidence.observers import FORGETTING, SATURATING, Observer, Shown, observers
 from llmgeom.probes.evidence.predictions import LABEL_NEEDS, ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import OF_PROCESS, Sequences
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import Interval, jackknife
 from llmgeom.stats.tests import tail_p
 
@@ -62,10 +62,6 @@ class Observed(Result):
     gain: np.ndarray = quantity(
         "bound", "bits", "interval of the advantage per label of the best Bayesian observer over the best rival"
     )
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure(data: ProbeInput) -> Observed:
@@ -109,7 +105,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     gain = jackknife(np.mean, own.gain, clusters)
     misfit = lack_of_fit(best, shown, own.p)
     draws = lack_of_fit_draws(best, shown, own.p, DRAWS, seed)
-    simulated = Null.of(SIMULATED, misfit, draws, CLAIMS[MISFIT].side, noisy=True)
+    simulated = Null.of(SIMULATED, draws, CLAIMS[MISFIT].side, noisy=True)
 
     def lacking(kept: np.ndarray) -> float:
         return lack_of_fit(best, shown.take(kept), own.p[kept])
@@ -120,7 +116,7 @@ def measure_observers(batch: Batch, p: Sequence[np.ndarray], seed: int) -> Obser
     if possible > LEAST_GAIN:
         theirs = np.array([control.gain.mean() for control in untrained]) / possible
         share = own.gain / possible
-        null = Null.of(UNTRAINED, share.mean(), theirs, CLAIMS[BAYES].side)
+        null = Null.of(UNTRAINED, theirs, CLAIMS[BAYES].side)
         made.insert(0, estimate(CLAIMS[BAYES], share.mean(), jackknife(np.mean, share, clusters), [null], **size))
     names, values, intervals, exact = _parameters(rules, shown, own.p, clusters)
     return Observed(

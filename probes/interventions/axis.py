@@ -35,6 +35,8 @@ class Axis:
         others: [component coordinate] orthonormal principal components of z - c u. They are orthogonal to u and span,
             with it, all that the prompts span.
         variances: [component] variance of z along `others`.
+        donor: [row coordinate] z of another prompt, from which edits measure; None for the mean. Projecting out then
+            exchanges the component of each prompt for that of its donor.
     """
 
     mean: Tensor
@@ -43,6 +45,7 @@ class Axis:
     spread: float
     others: Tensor
     variances: Tensor
+    donor: Tensor | None = None
 
     @classmethod
     def estimate(cls, x: np.ndarray, entropy: np.ndarray, clusters: Sequence[str], direction: str, seed: int) -> Axis:
@@ -103,23 +106,24 @@ class Axis:
         """Variance of all other components over the axis's; below 1 no edit of theirs has the axis's variance."""
         return float(self.variances.sum()) / self.spread**2
 
-    def z(self, x: Tensor) -> Tensor:
-        """Standardised values."""
-        return torch.where(self.sd > 0, (x - self.mean) / self.sd.clamp_min(1e-300), 0.0)
+    def z(self, x: Tensor, row: Tensor | None = None) -> Tensor:
+        """Standardised values; given rows, less those of their donors where there are any."""
+        z = torch.where(self.sd > 0, (x - self.mean) / self.sd.clamp_min(1e-300), 0.0)
+        return z if row is None or self.donor is None else z - self.donor[row]
 
     def edit(self, mode: Mode, dose: float) -> Move:
         """The edit of the axis itself.
 
         project-out adds -dose sd (c u); keep-only adds -dose sd (z - c u); steer adds dose spread sd u.
         """
-        return lambda x, _: self.sd * _step(z := self.z(x), _along(z, self.u), self.spread * self.u, mode, dose)
+        return lambda x, row: self.sd * _step(z := self.z(x, row), _along(z, self.u), self.spread * self.u, mode, dose)
 
     def same_size(self, mode: Mode, r: Tensor, sign: float) -> Callable[[float], Move]:
         """The same edit of direction r; every displacement has the Euclidean length of the axis's, in x."""
 
         def at(dose: float) -> Move:
             def move(x: Tensor, row: Tensor) -> Tensor:
-                z, length = self.z(x), self.edit(mode, dose)(x, row).norm(dim=-1, keepdim=True)
+                z, length = self.z(x, row), self.edit(mode, dose)(x, row).norm(dim=-1, keepdim=True)
                 return rescaled(self.sd * _step(z, _along(z, r), sign * r, mode, dose), length)
 
             return move
@@ -130,7 +134,9 @@ class Axis:
         """The same edit of other components, each weighted: sum of weight^2 times variance is that of c."""
         basis = weight[:, None] * self.others
         shift = (sign * self.variances.sqrt()) @ basis
-        return lambda dose: lambda x, _: self.sd * _step(z := self.z(x), z @ self.others.T @ basis, shift, mode, dose)
+        return lambda dose: (
+            lambda x, row: self.sd * _step(z := self.z(x, row), z @ self.others.T @ basis, shift, mode, dose)
+        )
 
     def controls(self, mode: Mode, count: int, seed: Sequence[int]) -> dict[str, list[Callable[[float], Move]]]:
         """`count` control edits of each kind, the same for a seed; the second kind only where it exists."""

@@ -41,6 +41,8 @@ from llmgeom.run import Question
 
 DIRECTIONS = ("pc1", "ridge")
 Arrays = dict[str, np.ndarray]
+# An edit is compared with other edits of the same model: no other control is captured.
+EDITED = Needs(sites=PROMPT_SITES, untrained=False, shuffled=False, no_context=False, samples=frozenset({ESTIMATION}))
 
 
 @dataclass(frozen=True)
@@ -65,12 +67,9 @@ class AxisProbe:
 
     @cached_property
     def NEEDS(self) -> Needs:
-        return Needs(
+        return replace(
+            EDITED,
             sites=PROMPT_SITES | {Site.VALUE},
-            untrained=False,
-            shuffled=False,
-            no_context=False,
-            samples=frozenset({ESTIMATION}),
             examine=self._examine,
             cost=lambda subject, batch: [(self._copies(subject, len(batch)), batch.tokens.lengths.numpy())],
         )
@@ -179,5 +178,5 @@ def with_doubts(record: Record) -> Record:
     control = record.results.get(CONTROL)
     if control is not None and control.estimates[0].verdict in ("holds", "small"):
         return record
-    doubt = "the positive control failed: that an axis does no more than other edits says nothing here"
+    doubt = "the positive control failed, so an axis that does no more than other edits proves nothing"
     return replace(record, warnings=(*record.warnings, doubt))

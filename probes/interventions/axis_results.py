@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,10 +50,6 @@ class AxisAblation(Result):
         "units of the values",
         "spread sd u: what steering by dose 1 adds to the edited layers' values",
     )
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,8 +66,6 @@ class LayerCurve(Result):
     tenth: np.ndarray = quantity(
         "layer", "bits", "a tenth of the KL when the layer's values are replaced by their mean"
     )
-    estimates: tuple[Estimate, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,9 +80,6 @@ class PositiveControl(Result):
         "dose", "bits", "|change of the log-odds of the two tokens|, mean", Figure("curve", band="odds_null")
     )
     odds_null: np.ndarray = quantity("dose bound", "bits", "band of random edits of the same size")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
 def measure_axis(probe: str, axis: AxisEffects) -> AxisAblation:

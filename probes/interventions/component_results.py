@@ -24,7 +24,7 @@ from llmgeom.probes.interventions.component_metrics import (
     quotient,
 )
 from llmgeom.probes.interventions.patching import estimate_against
-from llmgeom.result import Estimate, Figure, Measured, Result, quantity
+from llmgeom.result import Figure, Measured, Result, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 
 PROSE = Path(__file__).parents[1] / "texts" / "components.md"
@@ -54,9 +54,6 @@ class Heads(Result):
     interval: np.ndarray = quantity("layer head bound", "bits", "95 % interval over clusters, for each head alone")
     above_half: float = quantity("", "heads", "with more than half of the largest effect, the largest included")
     equal: float = quantity("", "fraction", "the share of each head if all had the same effect")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +97,6 @@ class Blocks(Result):
     relative_null: np.ndarray = quantity("layer bound", "of the median block", "band of re-initialised models")
     attention_norm: np.ndarray = quantity("layer", "length", "rms of what attention writes, clean", Figure("curve"))
     mlp_norm: np.ndarray = quantity("layer", "length", "rms of what the MLP writes, clean", Figure("curve"))
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,9 +133,6 @@ class Trainings(Result):
     TEXT = PROSE
 
     training: np.ndarray = quantity("statistic training", "as named", "of each model, in the order of the command")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
 
 
 # ---- measuring ------------------------------------------------------------------------------------------------------

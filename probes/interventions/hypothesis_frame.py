@@ -20,7 +20,7 @@ from llmgeom.model.weights import key_weight, output_weight, query_weight, value
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.interventions.readout_direction import norm_gain
 from llmgeom.probes.key_orthogonality import token_ids
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 
 PROSE = Path(__file__).parents[1] / "texts" / "hypothesis_frame.md"
@@ -258,9 +258,6 @@ class HypothesisFrame(Result):
     match_null: np.ndarray = quantity("bound", "cos", "the same, any head of re-initialised models")
     random: float = quantity("", "overlap", "expected of random subspaces of as many dimensions")
     rank: int = quantity("", "directions", "in each frame")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def _examine(subject: Subject, captures: Mapping[str, Capture]) -> HypothesisFrames:
@@ -296,7 +293,7 @@ def measure_frames(own: HypothesisFrames, untrained: Sequence[HypothesisFrames])
 
         draws = np.array([control[name][layer].mean() for control in controls])
         value, interval = statistic(every), jackknife(statistic, every, every)
-        null = Null.of(UNTRAINED, value, draws)
+        null = Null.of(UNTRAINED, draws)
         estimates.append(estimate(claims[name], value, interval, [null], n=n, clusters=n))
     notes = [f"{n} hypotheses: {', '.join(own.names)}"]
     if own.others is not frames:

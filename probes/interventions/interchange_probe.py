@@ -19,8 +19,9 @@ from llmgeom.probes.interventions.interchange import InterchangeEffects, Pairs
 from llmgeom.probes.interventions.interchange_results import PROBE, Interchange, measure_interchange
 from llmgeom.probes.interventions.patching import copies
 from llmgeom.progress import Progress
+from llmgeom.provenance import few_draws
 from llmgeom.record import Record
-from llmgeom.run import CONTROLS, Question, few_draws
+from llmgeom.run import CONTROLS, Question
 from llmgeom.task import Task
 
 SUBSPACES = 39  # random controls

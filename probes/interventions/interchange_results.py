@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 from llmgeom.claims import declared, layer_band
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
 from llmgeom.probes.interventions.patching import estimate_against
-from llmgeom.result import Estimate, Figure, Result, quantity
+from llmgeom.result import Figure, Result, quantity
 from llmgeom.stats.resampling import jackknife
 
 PROSE = Path(__file__).parents[1] / "texts" / "interchange.md"
@@ -47,10 +47,6 @@ class Interchange(Result):
     placebo_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sequences")
     placebo_lost: np.ndarray = quantity("layer", "bits", "rise of KL(p || q) by the placebo, p the answer to x")
     dimensions: np.ndarray = quantity("layer", "dimensions", "of the frame")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure_interchange(

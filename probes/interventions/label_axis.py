@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -19,12 +20,12 @@ from llmgeom.model.subject import Positions, Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
 from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, PatchAtDose, patches_by_run
-from llmgeom.probes.interventions.axis_probe import PositiveControlProbe, with_doubts
+from llmgeom.probes.interventions.axis_probe import EDITED, PositiveControlProbe, with_doubts
 from llmgeom.probes.interventions.axis_results import CONTROL
 from llmgeom.probes.interventions.component_ablation import to_mean
 from llmgeom.probes.interventions.patching import Location, copies, estimate_against
-from llmgeom.probes.interventions.splits import ESTIMATION, PROMPT_SITES, PromptSplit, check_prompts, halves
-from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, PROMPT_SITES, PromptSplit, check_prompts, halves
+from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.run import Question
@@ -60,10 +61,6 @@ class LabelAxis(Result):
     odds_interval: np.ndarray = quantity("dose bound", "bits", "95 % interval over clusters")
     scale: float = quantity("", "bits", "KL when the activations are replaced by their mean: what there is to lose")
     share: float = quantity("", "fraction", "of the standardised variance along the direction, estimation half")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +73,7 @@ class LabelAxisProbe:
         target: the label. answers: its two answers, or ().
         pair: ids of the first tokens of the answers; () for the two likeliest tokens of each prompt.
         controls: draws of each kind of control edit.
+        donors: for each prompt another, whose component along the direction takes the place of its own; () for none.
     """
 
     vector: tuple[float, ...]
@@ -90,16 +88,14 @@ class LabelAxisProbe:
     seed: int
     batch_tokens: int
     progress: Progress | None = field(default=None, compare=False)
+    donors: tuple[int, ...] = ()
 
     @cached_property
     def NEEDS(self) -> Needs:
         """The site in both halves; the probe edits the model itself."""
-        return Needs(
+        return replace(
+            EDITED,
             sites=PROMPT_SITES | {Site(self.point)},
-            untrained=False,
-            shuffled=False,
-            no_context=False,
-            samples=frozenset({ESTIMATION}),
             examine=self._examine,
             cost=lambda _, batch: [
                 (copies(len(batch), *patches_by_run(self.mode, 2, self.controls), 1), batch.tokens.lengths.numpy())
@@ -113,6 +109,9 @@ class LabelAxisProbe:
         location: Location = (self.point, self.layer)
         x = captures[ESTIMATION].layers(Site(self.point))[self.layer].flatten(1).double()
         axis = Axis.along(x.numpy(), np.array(self.vector))
+        if self.donors:
+            own = captures[EVALUATION].layers(Site(self.point))[self.layer].flatten(1).double()
+            axis = replace(axis, donor=axis.z(own[list(self.donors)]))
         run = split.run((location,), self.positions)
         drawn = axis.controls(self.mode, self.controls, (self.seed, self.layer))
         draws: dict[str, list[PatchAtDose]] = {
@@ -143,6 +142,7 @@ class LabelAxisProbe:
             for name, own in dose.own.items()
             if name in ("kl", "odds")
         }
+        mode = f"mode {self.mode}" if not self.donors else "exchanged with a prompt of another value"
         said = f"; answers {' and '.join(map(repr, self.answers))}" if self.answers else ""
         return LabelAxis(
             kl=dose.own["kl"].mean(1),
@@ -159,9 +159,7 @@ class LabelAxisProbe:
             ),
             ticks={"dose": doses},
             warnings=tuple(warnings),
-            notes=(
-                f"label {self.target!r}, {self.point} {self.layer}, mode {self.mode}, {self.positions} positions{said}",
-            ),
+            notes=(f"label {self.target!r}, {self.point} {self.layer}, {mode}, {self.positions} positions{said}",),
         )
 
 
@@ -177,7 +175,7 @@ def question(
     saved: SavedDirection,
     answers: tuple[str, ...] = (),
     *,
-    mode: Mode,
+    mode: Mode | Literal["exchange"],
     positions: Positions,
     controls: int,
     seed: int,
@@ -186,33 +184,34 @@ def question(
 ) -> Question:
     """Edit a saved direction: coordinates' scales from the estimation half, effects on the evaluation half.
 
+    Mode "exchange" puts the component of another prompt in the place of a prompt's own, along the direction alone: a
+    prompt drawn from those with another value of the label (of a number, on the other side of the median).
+
     Raises:
         UserError: a direction of other weights, or at a place that no edit reaches; answers that begin with the same
             token; few clusters.
     """
     where = f"{saved.site.value} {saved.layer}"
-    if saved.model != subject.facts["weights"]:
+    saved.check(subject, POINTS)
+    point = next(one for one in POINTS if one == saved.site.value)
+    if saved.position != LAST and positions != "all":
         raise UserError(
-            f"--axis: the direction was fitted to weights {saved.model[:12]}, and {subject.name} has "
-            f"{str(subject.facts['weights'])[:12]}; run llmgeom probe on this model"
-        )
-    point = next((one for one in POINTS if one == saved.site.value), None)
-    if point is None or saved.layer >= len(subject.blocks):
-        raise UserError(
-            f"--axis: the direction lies at {where}; edits act on {', '.join(POINTS)} of layers 0 to "
-            f"{len(subject.blocks) - 1} (residual: their input). Run llmgeom probe with such --sites and --layers"
+            f"--axis: the direction was fitted at position {saved.position}, and the edit is at the final token: give "
+            "--positions all to llmgeom ablate, or run llmgeom probe --positions last"
         )
     check_prompts(batch)
     estimation, evaluation = halves(batch, seed)
+    donors = _donors(evaluation, saved.target, seed) if mode == "exchange" else ()
+    about = {"label": saved.target, "place": where, "mode": mode, "positions": positions}
+    mode = "project-out" if mode == "exchange" else mode
     shared = (mode, positions, controls, seed, batch_tokens, progress)
     pair = _first_tokens(subject, answers)
     vector = tuple(saved.vector.tolist())
     last = (len(subject.blocks) - 1,)
     probes: dict[str, Probe] = {
         CONTROL: PositiveControlProbe(CONTROL, "pc1", mode, last, positions, controls, seed, batch_tokens, progress),
-        PROBE: LabelAxisProbe(vector, point, saved.layer, saved.target, answers, pair, *shared),
+        PROBE: LabelAxisProbe(vector, point, saved.layer, saved.target, answers, pair, *shared, donors),
     }
-    about = {"label": saved.target, "place": where, "mode": mode, "positions": positions}
     return Question(
         evaluation,
         probes,
@@ -223,6 +222,24 @@ def question(
         facts={"estimated on": len(estimation), "axis": about},
         finish=with_doubts,
     )
+
+
+def _donors(batch: Batch, target: str, seed: int) -> tuple[int, ...]:
+    """A prompt for each, drawn from those with another value of the label; of more than two, beyond the median.
+
+    Raises:
+        UserError: no such column, bad cells, or one value alone.
+    """
+    column = batch.column(target)
+    values = sorted(set(column))
+    if len(values) < 2:
+        raise UserError(f"column {target!r} is {values[0]!r} in all rows: prompts of two values are exchanged")
+    high = values[1] if len(values) == 2 else sorted(column)[len(column) // 2]
+    side, rng = np.array([cell >= high for cell in column]), np.random.default_rng([seed, 52])
+    others = {one: np.flatnonzero(side != one) for one in (True, False)}
+    if not all(len(rows) for rows in others.values()):
+        raise UserError(f"column {target!r}: half of the rows hold its least value; give a label of two values")
+    return tuple(int(rng.choice(others[bool(one)])) for one in side)
 
 
 def _first_tokens(subject: Subject, answers: tuple[str, ...]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.claims import Claim, Null, estimate
 from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Site
+from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import Edit, Point, Where
 from llmgeom.model.subject import Subject
 from llmgeom.probes.interventions.axis import Move
@@ -109,6 +109,10 @@ class PatchingRun(ABC):
             if any(location in patch for patch in patches)
         ]
         capture = self.subject.capture(rows, self.sites, edits, batch_tokens=self.batch_tokens)
+        return self._read(capture)
+
+    def _read(self, capture: Capture) -> list[Tensor]:
+        """What `_effects` is given of one capture: each site, at the last layer that has it."""
         return [capture.layers(site)[-1] for site in self.sites]
 
     def _edit(self, patches: Sequence[Patch], location: Location) -> Callable[[Tensor, Where], Tensor]:
@@ -240,5 +244,5 @@ def estimate_against(
     """The estimate of a value over prompts in `clusters`, compared with draws of each null and with other nulls."""
     if claim.scale == "log" and min(value, *(kind.min() for kind in draws.values())) <= 0:
         claim = replace(claim, scale="identity")  # an edit that reaches no output has an effect of exactly 0
-    nulls = [Null.of(kind, value, values, claim.side) for kind, values in draws.items()]
+    nulls = [Null.of(kind, values, claim.side) for kind, values in draws.items()]
     return estimate(claim, value, interval, [*nulls, *more], n=len(clusters), clusters=len(set(clusters)))

@@ -58,6 +58,11 @@ class TextPairs:
         """The positions at which x and x' can differ inside a causal model."""
         return self.role != BEFORE
 
+    @property
+    def sign(self) -> Float[np.ndarray, " prompt"]:
+        """1 where the exact log odds of the mark of x' rise, -1 where they fall."""
+        return np.where(self.exact < 0, -1.0, 1.0)
+
     @classmethod
     def of(cls, batch: Batch, tokens: Tokens, changes: Sequence[Changed]) -> TextPairs:
         """The pairs of a process's batch.

@@ -2,128 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Float
-from torch import Tensor
 
-from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
-from llmgeom.model.batching import BATCH_TOKENS
-from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
-from llmgeom.probes.interventions.axis import rescaled
-from llmgeom.probes.interventions.component_ablation import add
-from llmgeom.probes.interventions.patching import Location, Patch, PatchingRun, copies
+from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress
-from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.information import bits
+from llmgeom.result import Figure, Measured, Result, quantity
 from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
 
 PROBE, UNTRAINED = "text_patching", "re-initialised"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
-WHOLE, EQUAL = "all of these", "equal evidence"
-HELD = ("changed mark", "last token")  # where random directions of equal size are patched, too
-LEAST_SHIFT = 0.05  # bits: a smaller total effect has no shares
-
-
-@dataclass(frozen=True, eq=False)
-class TextRun(PatchingRun):
-    """Prompts x with the residual stream of x' at some positions.
-
-    The effect is the rise, in bits, of the log odds of the mark of x' over that of x at the last token.
-    """
-
-    pairs: TextPairs
-    batch_tokens: int = BATCH_TOKENS
-
-    @property
-    def at(self) -> Tensor:
-        return self.pairs.edited
-
-    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
-        return {"shift": self.odds(patched[0]) - self.odds(clean[0])}
-
-    def odds(self, log_probs: Tensor) -> np.ndarray:
-        """[prompt] log odds of the mark of x' over that of x, bits."""
-        old, new = log_probs.double().gather(1, self.pairs.marks).T
-        return bits((new - old).numpy())
-
-    def total(self) -> np.ndarray:
-        """[prompt] what reading x' in the place of x does to the log odds, bits."""
-        before, after = (
-            self.odds(self.subject.capture(one, {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs)
-            for one in (self.pairs.x, self.pairs.other)
-        )
-        return after - before
-
-
-def effects(
-    subject: Subject,
-    pairs: TextPairs,
-    *,
-    layers: Sequence[int],
-    draws: int,
-    seed: int,
-    batch_tokens: int,
-    progress: Progress | None = None,
-) -> dict[str, np.ndarray]:
-    """What each patch does in one model, in bits of log odds.
-
-    Returns:
-        total [prompt]; cells [layer role prompt], the last role being all of them together; equal [layer prompt], 0
-        where a prompt has no other observation with its mark; random [layer held draw prompt].
-    """
-
-    def residuals(batch: Batch) -> list[Tensor]:
-        rows = replace(batch, query=pairs.edited | _at(pairs, pairs.equal))
-        capture = subject.capture(rows, {Site.RESIDUAL}, batch_tokens=batch_tokens)
-        return [x.double() for x in capture.layers(Site.RESIDUAL)]
-
-    read = pairs.edited | _at(pairs, pairs.equal)
-    own, other = residuals(pairs.x), residuals(pairs.other)
-    edited, role = pairs.edited[read], pairs.role[pairs.edited]
-    mark, twin = (_at(pairs, x)[read] for x in (pairs.at, pairs.equal))
-    paired = pairs.equal >= 0
-    rng = np.random.default_rng([seed, 51])
-    found: dict[str, list[Any]] = {"cells": [], "equal": [], "random": []}
-    for done, layer in enumerate(layers, 1):
-        step = (other[layer] - own[layer])[edited]
-        in_role = [step * (role == i)[:, None] for i in range(len(ROLES))]
-        exchanged = torch.zeros_like(step)
-        rows = (role == ROLES.index("changed mark")).nonzero()[:, 0][paired]
-        exchanged[rows] = own[layer][twin] - own[layer][mark][paired]
-        noise = [
-            rescaled(torch.from_numpy(rng.standard_normal(step.shape)), in_role[i].norm(dim=1, keepdim=True))
-            for i in map(ROLES.index, HELD)
-            for _ in range(draws)
-        ]
-        location: Location = ("residual", layer)
-        patches: list[Patch] = [{location: add(delta)} for delta in (*in_role, step, exchanged, *noise)]
-        shift = TextRun(subject, pairs.x, (location,), pairs, batch_tokens).run(patches)["shift"]
-        found["cells"].append(shift[: len(ROLES) + 1])
-        found["equal"].append(shift[len(ROLES) + 1])
-        found["random"].append(shift[len(ROLES) + 2 :].reshape(len(HELD), draws, -1))
-        if progress:
-            progress("layers", done, len(layers))
-    total = TextRun(subject, pairs.x, (), pairs, batch_tokens).total()
-    return {"total": total} | {name: np.stack(rows) for name, rows in found.items()}
-
-
-def _at(pairs: TextPairs, position: Tensor) -> Tensor:
-    """[prompt seq] whether a position is that of the prompt; none where it is -1."""
-    return torch.arange(pairs.role.shape[1]) == position[:, None]
-
-
-# ---- the result -----------------------------------------------------------------------------------------------------
+WHOLE, EDGE = "all of these", "edges of attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,11 +62,19 @@ class TextPatching(Result):
         Figure("curve", interval="equal_interval"),
     )
     equal_interval: np.ndarray | None = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    unmeasured: Mapping[str, str] = field(default_factory=dict)
+    edge: np.ndarray | None = quantity(
+        "edge",
+        "of the total effect",
+        "share of an edge of attention: what the receiver reads off the sender, in one layer",
+        Figure("curve", band="edge_random", interval="edge_interval", beside="edge_equal"),
+    )
+    edge_interval: np.ndarray | None = quantity("edge bound", "of the total effect", "95 % interval, sets of labels")
+    edge_random: np.ndarray | None = quantity(
+        "edge bound", "of the total effect", "band of random writes of equal size"
+    )
+    edge_equal: np.ndarray | None = quantity(
+        "edge", "of the total effect", "the same edge with equal evidence; 0 where the sender is not the changed mark"
+    )
 
 
 @dataclass(frozen=True)
@@ -177,6 +84,7 @@ class TextPatchingProbe:
     Attributes:
         spec: of the process. pairs: prompts and counterfactuals. layers: whose inputs are patched.
         draws: random directions. seed: of the directions.
+        along: the direction whose component alone is exchanged; () for the whole residual.
     """
 
     spec: str
@@ -186,6 +94,7 @@ class TextPatchingProbe:
     seed: int
     batch_tokens: int
     progress: Progress | None = field(default=None, compare=False)
+    along: tuple[float, ...] = ()
 
     @property
     def NEEDS(self) -> Needs:
@@ -194,13 +103,11 @@ class TextPatchingProbe:
             no_context=False,
             examine=self._effects,
             examine_control=self._total,
-            cost=lambda _, batch: self._cost(
-                4 + len(self.layers) * copies(len(batch), len(ROLES) + 2 + len(HELD) * self.draws)
-            ),
+            cost=lambda _, batch: self._cost(passes(len(batch), len(self.layers), self.draws)),
             control_cost=lambda _, batch: self._cost(2),
         )
 
-    def _effects(self, subject: Subject, _: Mapping[str, Capture]) -> dict[str, np.ndarray]:
+    def _effects(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
         return effects(
             subject,
             self.pairs,
@@ -209,10 +116,11 @@ class TextPatchingProbe:
             seed=self.seed,
             batch_tokens=self.batch_tokens,
             progress=self.progress,
+            along=np.array(self.along) if self.along else None,
         )
 
-    def _total(self, subject: Subject, _: Mapping[str, Capture]) -> dict[str, np.ndarray]:
-        return {"total": TextRun(subject, self.pairs.x, (), self.pairs, self.batch_tokens).total()}
+    def _total(self, subject: Subject, _: Mapping[str, Any]) -> dict[str, np.ndarray]:
+        return {"total": Exchange(subject, self.pairs, self.batch_tokens).total()}
 
     def _cost(self, passes: int) -> list[tuple[int, Any]]:
         return [(passes, self.pairs.x.tokens.lengths.numpy())]
@@ -224,38 +132,37 @@ class TextPatchingProbe:
 
 
 def measure_patching(
-    found: Mapping[str, np.ndarray], controls: Sequence[np.ndarray], pairs: TextPairs, layers: Sequence[int]
+    effect: Mapping[str, np.ndarray], controls: Sequence[np.ndarray], pairs: TextPairs, layers: Sequence[int]
 ) -> TextPatching:
     """The same from what `effects` returns, and from the total effects of the untrained controls."""
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
-    finite = np.isfinite(pairs.exact)
-    sign = np.where(finite, np.sign(np.where(finite, pairs.exact, 1.0)), 1.0)
-    total = found["total"] * sign
-    towards = {name: found[name] * sign for name in ("cells", "equal", "random")}
+    finite, total = np.isfinite(pairs.exact), effect["total"] * pairs.sign
+    towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", "random")}
     size = {"n": len(total), "clusters": len(set(clusters))}
 
     def spans(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
         intervals = [jackknife(np.mean, row, of) for row in rows]
         return np.array([[interval.low, interval.high] for interval in intervals])
 
-    untrained = np.array([(one * sign).mean() for one in controls])
-    null = Null.of(UNTRAINED, total.mean(), untrained, "upper")
+    untrained = np.array([(one * pairs.sign).mean() for one in controls])
+    null = Null.of(UNTRAINED, untrained, "upper")
     estimates = [estimate(claims[TOTAL], total.mean(), jackknife(np.mean, total, clusters), [null], **size)]
     unmeasured = {}
     if finite.all():
         exact, rows = np.abs(pairs.exact), np.arange(len(total))
         share = partial(_ratio, total, exact)
-        null = Null.of(UNTRAINED, share(rows), untrained / exact.mean(), "upper")
+        null = Null.of(UNTRAINED, untrained / exact.mean(), "upper")
         estimates.insert(0, estimate(claims[FOLLOWS], share(rows), jackknife(share, rows, clusters), [null], **size))
     else:
         unmeasured[FOLLOWS] = (
             f"the exact answer excludes a mark in {int((~finite).sum())} of {len(finite)} pairs: its log odds, and so "
             "their shift, are not finite"
         )
-    mark, last = (towards["cells"][:, ROLES.index(name)] for name in HELD)
+    mark, last = (towards["cells"][:, place] for place in (MARK, LAST))
     random = np.percentile(towards["random"].mean(-1), [2.5, 97.5], axis=2).transpose(1, 2, 0)
     twin = (pairs.equal >= 0).numpy()
     equal = towards["equal"][:, twin] if len(set(clusters[twin])) >= LEAST_CLUSTERS else None
+    names, edges = _edges(effect, pairs, total, clusters)
     return TextPatching(
         cells=towards["cells"].mean(-1),
         total=np.full(len(layers), total.mean()),
@@ -268,10 +175,51 @@ def measure_patching(
         equal=None if equal is None else equal.mean(1),
         equal_interval=None if equal is None else spans(equal, clusters[twin]),
         estimates=tuple(estimates),
-        ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE)},
+        **edges,
+        ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE), "edge": names},
         notes=_notes(towards["cells"].mean(-1), total.mean(), layers),
-        unmeasured=unmeasured,
+        unmeasured=unmeasured | ({} if names else {EDGE: _why_no_edge(effect, total)}),
     )
+
+
+def _edges(
+    effect: Mapping[str, np.ndarray], pairs: TextPairs, total: np.ndarray, clusters: np.ndarray
+) -> tuple[tuple[str, ...], dict[str, np.ndarray | None]]:
+    """Names of the largest edges in the order of layers, and their quantities as shares of the total effect."""
+    if not len(effect.get("edge", ())):
+        return (), dict.fromkeys(("edge", "edge_interval", "edge_random", "edge_equal"))
+    shift, random, equal = (effect[f"edge_{name}"] * pairs.sign for name in ("shift", "random", "equal"))
+    rows, whole = np.arange(len(total)), total.mean()
+    spans = [jackknife(partial(_ratio, row, total), rows, clusters) for row in shift]
+    return tuple(f"{layer}: {ROLES[sender]} -> {ROLES[receiver]}" for layer, sender, receiver in effect["edge"]), {
+        "edge": shift.mean(1) / whole,
+        "edge_interval": np.array([[span.low, span.high] for span in spans]),
+        "edge_random": np.percentile(random.mean(2) / whole, [2.5, 97.5], axis=1).T,
+        "edge_equal": equal.mean(1) / whole,
+    }
+
+
+def _why_no_edge(found: Mapping[str, np.ndarray], total: np.ndarray) -> str:
+    if abs(total.mean()) < LEAST_SHIFT:
+        return f"the answers do not follow the evidence: the total effect is {total.mean():.3g} bits"
+    if "edge" not in found:
+        return "what attention writes is not known in this model"
+    return "no edge carries a tenth of the total effect at the layers that were patched"
+
+
+def edge_lines(measured: Measured) -> Iterator[str]:
+    """The edges as text: a line for each, with its share of the total effect, interval and controls."""
+    arrays = measured.arrays
+    if "edge" not in arrays:
+        return
+    names = measured.ticks["edge"]
+    width = max(map(len, names)) + 2
+    yield f"{'layer: from -> to':{width}} share of the total effect   equal evidence   random writes of equal size"
+    for name, share, (low, high), equal, (least, most) in zip(
+        names, *(arrays[key] for key in ("edge", "edge_interval", "edge_equal", "edge_random")), strict=True
+    ):
+        placebo = f"{equal:.2f}" if ROLES[MARK] + " ->" in name else "-"
+        yield f"{name:{width}} {share:5.2f} [{low:.2f}, {high:.2f}]       {placebo:>14}   {least:.2f} to {most:.2f}"
 
 
 def _ratio(values: np.ndarray, over: np.ndarray, rows: np.ndarray) -> float:

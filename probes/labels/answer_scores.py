@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +40,6 @@ class Answers(Result):
         "prompt", "bits", "entropy of the next token; of the answers where only these are known"
     )
     tokens: np.ndarray | None = quantity("prompt", "count", "tokens of each prompt")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    ticks: Mapping[str, tuple] = field(default_factory=dict)
 
 
 def probabilities(log_prob: Sequence[Sequence[float]]) -> np.ndarray:

@@ -5,28 +5,32 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from llmgeom.errors import UserError
 from llmgeom.files import write_whole
 from llmgeom.model.capture import Site
+from llmgeom.model.subject import Subject
 from llmgeom.record import Record
 
 FORMAT = "llmgeom direction 1"
+LAST = "last"  # the position at which edits act
 
 
 @dataclass(frozen=True)
 class SavedDirection:
-    """A direction in the activations of one site and layer, at the final token.
+    """A direction in the activations of one site and layer.
 
     Attributes:
         vector: [coordinate] of length 1; heads side by side.
         site, layer: where it was fitted.
         scale: standard deviation of the activations along it, over the prompts that it was fitted to.
-        target: the column that grows along it.
+        target: the column that grows along it. position: of the prompt at which it was fitted.
         model: sha256 of the weights. prompts: sha256 of the tokens.
     """
 
@@ -37,6 +41,7 @@ class SavedDirection:
     target: str
     model: str
     prompts: str
+    position: str = LAST
 
     @classmethod
     def of(cls, record: Record, probe: str) -> SavedDirection | None:
@@ -54,13 +59,38 @@ class SavedDirection:
             target=str(record.facts["target"]),
             model=str(record.subject["weights"]),
             prompts=str(record.facts["prompts_hash"]),
+            position=str(measured.ticks.get("position", (LAST,))[0]),
         )
+
+    def check(self, subject: Subject, points: Sequence[str]) -> None:
+        """Raises UserError for a direction of other weights, or one that does not lie where an edit reaches it.
+
+        Args:
+            subject: the model to be edited.
+            points: what can be edited.
+        """
+        if self.model != subject.facts["weights"]:
+            raise UserError(
+                f"--axis: the direction was fitted to weights {self.model[:12]}, and {subject.name} has "
+                f"{str(subject.facts['weights'])[:12]}; run llmgeom probe on this model"
+            )
+        if self.site.value not in points or self.layer >= len(subject.blocks):
+            raise UserError(
+                f"--axis: the direction lies at {self.site.value} {self.layer}; edits act on {', '.join(points)} of "
+                f"layers 0 to {len(subject.blocks) - 1} (residual: their input). Run llmgeom probe with such --sites "
+                "and --layers"
+            )
+
+    @property
+    def plain(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        return asdict(self) | {"vector": self.vector.tolist()}
 
     def save(self, path: str | os.PathLike) -> None:
         """Write a safetensors file: the vector, and the rest as metadata."""
         from safetensors.numpy import save
 
-        about = {name: value for name, value in asdict(self).items() if name != "vector"}
+        about = {name: value for name, value in self.plain.items() if name != "vector"}
         blob = save({"direction": self.vector}, {"format": FORMAT, "about": json.dumps(about, sort_keys=True)})
         write_whole(Path(path), blob)
 
@@ -76,13 +106,13 @@ class SavedDirection:
         try:
             with safe_open(path, "numpy") as file:
                 about = json.loads((file.metadata() or {}).get("about", "null"))
-                found = cls(vector=file.get_tensor("direction"), **about)
-                found = cls(**{**vars(found), "site": Site(found.site)})
+                saved = cls(vector=file.get_tensor("direction"), **about)
+                saved = cls(**{**vars(saved), "site": Site(saved.site)})
         except (OSError, SafetensorError, TypeError, ValueError) as error:
             raise UserError(
                 f"{path} holds no direction of `llmgeom probe` ({str(error)[:120]}): give its direction.safetensors"
             ) from None
-        length = float(np.linalg.norm(found.vector))
-        if found.vector.ndim != 1 or not math.isclose(length, 1, rel_tol=1e-6):
+        length = float(np.linalg.norm(saved.vector))
+        if saved.vector.ndim != 1 or not math.isclose(length, 1, rel_tol=1e-6):
             raise UserError(f"{path} holds a vector of length {length:.4g}: expected a direction of length 1")
-        return found
+        return saved

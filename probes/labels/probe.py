@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -13,6 +13,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.probe import Needs, ProbeInput
 from llmgeom.probes.labels.confounds import bag_of_tokens, confound, design
+from llmgeom.probes.labels.positions import LAST, Position, at_ends, pooled
 from llmgeom.probes.labels.results import (
     PROBE,
     Confounds,
@@ -25,8 +26,8 @@ from llmgeom.probes.labels.results import (
     SiteCurve,
     Transfer,
 )
-from llmgeom.probes.labels.target import LEAST, Target, Wanted, read_target
-from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, centred_null, permutation_null
+from llmgeom.probes.labels.target import LEAST, Target, Wanted, read_target, read_weights
+from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, permutation_null
 from llmgeom.result import Estimate
 from llmgeom.stats import label_estimators, ridge_probe
 from llmgeom.stats.label_scores import METRICS, chance, coded, moved
@@ -34,7 +35,7 @@ from llmgeom.stats.label_scores import score as label_score
 from llmgeom.stats.nested_probe import HeldOut, Place, deletions, direction, held_out, interval, stratified_folds
 from llmgeom.stats.resampling import band
 
-PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 39}  # a fit by iteration each: 199 take minutes
+PERMUTATIONS = {"ridge": 199, "means": 199, "logistic": 39, "pls": 39}  # a fit by iteration each: 199 take minutes
 PERMUTED, NO_CONTEXT, BAG = "labels in another order", "no context", "bag of tokens"
 LEFT_IN = "this model, confounds left in"
 SHOWN = 5  # prompts with the largest residuals
@@ -43,7 +44,7 @@ CLAIMS = declared(PROBE)
 
 @dataclass(frozen=True)
 class LabelProbe:
-    """Reads one label from the activations at the final token.
+    """Reads one label from the activations of each prompt.
 
     Attributes:
         target: the column.
@@ -53,6 +54,8 @@ class LabelProbe:
         given: confounds that are removed.
         estimator: how it is read.
         transfer: a column; each of its values is also predicted from the others.
+        positions: where in a prompt: "last", "mean", or a place from the end, e.g. -2.
+        weight: a column of numbers above 0; a prompt counts as so many equal prompts do.
     """
 
     target: str
@@ -62,6 +65,8 @@ class LabelProbe:
     given: tuple[str, ...] = ()
     estimator: label_estimators.Name = "ridge"
     transfer: str | None = None
+    positions: tuple[Position, ...] = (LAST,)
+    weight: str | None = None
 
     @property
     def NEEDS(self) -> Needs:
@@ -78,25 +83,27 @@ class LabelProbe:
         return judged.result(_Measurement(self, data) if data.subset is not None else None)
 
     def places(self, capture: Capture) -> dict[tuple[str, int], Place]:
-        """(site, layer) -> what reads its activations, [row coordinate] float64.
+        """(site, layer) -> what reads its activations, [prompt coordinate] float64; "SITE POSITION" beyond the last.
 
         Raises:
-            UserError: a layer that is not there.
+            UserError: a layer that is not there, or a prompt without the position.
         """
-        found: dict[tuple[str, int], Place] = {}
-        for site in self.sites:
-            layers = capture.layers(site)
-            chosen = range(len(layers)) if self.layers is None else self.layers
-            for layer in chosen:
-                if not 0 <= layer < len(layers):
-                    raise UserError(f"--layers {layer}: {site.value} has layers 0 to {len(layers) - 1}")
-                found[site.value, layer] = partial(_flat, layers, layer)
-        return found
+        places: dict[tuple[str, int], Place] = {}
+        for position in self.positions:
+            for site in self.sites:
+                layers = capture.layers(site)
+                chosen = range(len(layers)) if self.layers is None else self.layers
+                for layer in chosen:
+                    if not 0 <= layer < len(layers):
+                        raise UserError(f"--layers {layer}: {site.value} has layers 0 to {len(layers) - 1}")
+                    name = site.value if position == LAST else f"{site.value} {position}"
+                    places[name, layer] = partial(pooled, capture, layers, layer, position)
+        return places
 
-
-def _flat(layers: Sequence, layer: int) -> np.ndarray:
-    x = layers[layer].double().numpy()
-    return x.reshape(len(x), -1)
+    def editable(self, capture: Capture) -> list[bool]:
+        """[place] whether an edit reaches it: all but the residual stream after the last layer."""
+        after = len(capture.layers(Site.RESIDUAL)) - 1 if Site.RESIDUAL in self.sites else 0
+        return [not (name.startswith("residual") and layer == after) for name, layer in self.places(capture)]
 
 
 class _Measurement:
@@ -107,11 +114,12 @@ class _Measurement:
         self.target: Target = read_target(data.capture.batch, probe.target, probe.kind)
         if probe.estimator == "logistic" and self.target.kind == "number":
             raise UserError(f"--estimator logistic: column {probe.target!r} is a number; give ridge or means")
-        rows = data.capture.prompt.numpy()
-        self.label, self.clusters = self.target.label[rows], data.clusters
+        self.final = at_ends(data.capture)
+        self.label, self.clusters = self.target.label, np.asarray(data.capture.batch.cluster)
+        self.weight = None if probe.weight is None else read_weights(data.capture.batch, probe.weight)
         self.truth = coded(self.target.kind, self.label)
         self.fold = stratified_folds(self.target.kind, self.label, self.clusters, data.seed)
-        self.confounds = design(data.capture, probe.given)
+        self.confounds = design(self.final, probe.given)
         self.places = probe.places(data.capture)
         orders = moved(self.label, self.clusters, PERMUTATIONS[probe.estimator], data.seed)
         self.own = self.read(list(self.places.values()), orders=orders)
@@ -125,20 +133,21 @@ class _Measurement:
     def read(self, places: Sequence[Place], confounds: bool = True, orders: np.ndarray | None = None) -> HeldOut:
         """The label read from these places through the one pipeline."""
         given = self.confounds if confounds else None
-        return held_out(self.target.kind, self.truth, places, self.fold, given, orders, self.probe.estimator)
+        ways = given, orders, self.probe.estimator, self.weight
+        return held_out(self.target.kind, self.truth, places, self.fold, *ways)
 
     def single_controls(self) -> dict[str, tuple[HeldOut, list[Place]]]:
         """The controls of one draw, each with its places."""
-        found = {}
+        controls = {}
         if self.data.no_context is not None:
             places = list(self.probe.places(self.data.no_context).values())
-            found[NO_CONTEXT] = (self.read(places), places)
+            controls[NO_CONTEXT] = (self.read(places), places)
         try:
-            bag = bag_of_tokens(self.data.capture)
+            bag = bag_of_tokens(self.final)
         except Unavailable:
-            return found
-        found[BAG] = (self.read([lambda: bag]), [lambda: bag])
-        return found
+            return controls
+        controls[BAG] = (self.read([lambda: bag]), [lambda: bag])
+        return controls
 
     # -- the estimates
 
@@ -152,7 +161,7 @@ class _Measurement:
             difference = interval(own.value - one.value, without.less(lost), self.clusters)
             nulls.append(Null.paired(name, own.value, one.value, difference))
         for name, draws in self.draws.items():
-            nulls.append(centred_null(name, own.value, np.array([one.value for one in draws])))
+            nulls.append(Null.of(name, np.array([one.value for one in draws]), noisy=True))
         span = interval(own.value, without, self.clusters)
         counts = {"n": len(self.label), "clusters": len(set(self.clusters.tolist()))}
         judged = estimate(CLAIMS[METRICS[self.target.kind]], own.value, span, nulls, **counts)
@@ -172,9 +181,10 @@ class _Measurement:
         """All of it; `every` is the same on all prompts, where the controls read a part of them."""
         raw = self.read(list(self.places.values()), confounds=False)
         estimates, sites = self.estimates(raw), dict.fromkeys(site for site, _ in self.places)
-        parts: dict[str, Part] = {f"{site}_": self.curve(site, raw) for site in sites}
+        prefix = {site: site.replace(" ", "_") for site in sites}
+        parts: dict[str, Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}
         if every is not None:
-            parts |= {f"{site}_all_prompts_": every.plain_curve(site) for site in sites}
+            parts |= {f"{prefix[site]}_all_prompts_": every.plain_curve(site) for site in sites}
             estimates = (*estimates, every.alone(", all prompts"))
         explained, unexplained = self.explained()
         if explained is not None:
@@ -187,7 +197,7 @@ class _Measurement:
             parts[""] = self.direction()
         parts["probe_"], notes = self.predictions()
         found = LabelResult.of(parts, (), (*self.summary(estimates), *unexplained, *notes))
-        return LabelResult(found.parts, estimates, self.doubts(), found.notes)
+        return replace(found, estimates=estimates, warnings=self.doubts())
 
     def curve(self, site: str, raw: HeldOut) -> SiteCurve:
         """The curve of one site with every control; `raw` is the reading with confounds left in."""
@@ -227,12 +237,12 @@ class _Measurement:
         """The score of every confound alone, and a note for each that has nothing to remove."""
         scores, notes = {}, []
         for name in self.probe.given:
-            columns = confound(self.data.capture, name)
+            columns = confound(self.final, name)
             if not columns.shape[1]:
                 notes.append(f"confound {name}: no value is shared by 5 prompts, so there is nothing to remove")
                 continue
-            read = ridge_probe.read(columns, self.truth, self.fold)
-            scores[name] = label_score(self.target.kind, self.truth, read.prediction, self.fold)
+            read = ridge_probe.read(columns, self.truth, self.fold, weight=self.weight)
+            scores[name] = label_score(self.target.kind, self.truth, read.prediction, self.fold, self.weight)
         if not scores:
             return None, notes
         level = chance(self.target.kind, self.truth.shape[1])
@@ -250,12 +260,13 @@ class _Measurement:
         classes = self.target.classes
         true = np.searchsorted(classes, self.label)
         if self.target.kind == "binary":
-            level = np.array([self.truth[self.fold != held].mean() for held in range(int(self.fold.max()) + 1)])
+            outside = [self.fold != held for held in range(int(self.fold.max()) + 1)]
+            level = np.array([np.average(self.truth[rows, 0], weights=self.own.weight[rows]) for rows in outside])
             predicted = (self.own.prediction[:, 0] > level[self.fold]).astype(np.int64)
         else:
             predicted = self.own.prediction.argmax(1)
         count = np.zeros((len(classes), len(classes)))
-        np.add.at(count, (true, predicted), 1)
+        np.add.at(count, (true, predicted), self.own.weight)
         ticks = {"true_class": classes, "predicted_class": classes}
         return Confusion(share=count / count.sum(1, keepdims=True), ticks=ticks)
 
@@ -266,7 +277,6 @@ class _Measurement:
             UserError: fewer than 3 values, a value without 5 rows of every class, or a cluster with two values.
         """
         cells = np.array([str(cell) for cell in self.data.capture.batch.column(column)])
-        cells = cells[self.data.capture.prompt.numpy()]
         values, fold = np.unique(cells, return_inverse=True)
         if len(values) < 3:
             raise UserError(
@@ -280,10 +290,12 @@ class _Measurement:
         if mixed := [name for name in set(self.clusters.tolist()) if len(set(cells[self.clusters == name])) > 1]:
             raise UserError(f"--transfer {column}: cluster {mixed[0]!r} has several of its values; clusters stay whole")
         places = list(self.places.values())
-        away = held_out(self.target.kind, self.truth, places, fold, self.confounds, None, self.probe.estimator)
+        ways = self.confounds, None, self.probe.estimator, self.weight
+        away = held_out(self.target.kind, self.truth, places, fold, *ways)
 
         def scored(one: HeldOut, rows: np.ndarray) -> float:
-            return label_score(self.target.kind, self.truth[rows], one.prediction[rows], one.fold[rows])
+            of = (self.truth[rows], one.prediction[rows], one.fold[rows], one.weight[rows])
+            return label_score(self.target.kind, *of)
 
         return Transfer(
             score=np.array([scored(away, fold == i) for i in range(len(values))]),
@@ -292,20 +304,27 @@ class _Measurement:
         )
 
     def chosen(self) -> tuple[str, int]:
-        """The place that most folds chose; of several the first."""
-        return list(self.places)[int(np.bincount(self.own.chosen).argmax())]
+        """The place of the direction: of those that an edit reaches, the one that most folds chose.
+
+        Where most folds chose another, it is the one with the least error in the inner folds; where no edit reaches any
+        place, the one that most folds chose.
+        """
+        place, editable = int(np.bincount(self.own.chosen).argmax()), np.array(self.probe.editable(self.data.capture))
+        if not editable[place] and editable.any():
+            place = int(np.where(editable, self.own.errors.sum(1), np.inf).argmin())
+        return list(self.places)[place]
 
     def direction(self) -> Direction:
-        """The direction at the place that most folds chose, fitted to all prompts."""
+        """The direction at the chosen place, fitted to all prompts."""
         site, layer = self.chosen()
         x = self.places[site, layer]()
-        weights = direction(x, self.truth[:, 0], self.fold, self.confounds)
+        weights = direction(x, self.truth[:, 0], self.fold, self.confounds, self.weight)
         length = np.linalg.norm(weights)
         unit = weights / length if length > 0 else weights
         return Direction(
             direction=unit,
             spread=np.array((x @ unit).std()),
-            ticks={"place": (site, layer)},
+            ticks={"place": (site.partition(" ")[0], layer), "position": (site.partition(" ")[2] or LAST,)},
         )
 
     def predictions(self) -> tuple[Predictions, list[str]]:
@@ -318,8 +337,7 @@ class _Measurement:
             prediction = self.own.prediction[own]
             residual = 1 - prediction
         worst = np.argsort(-np.abs(residual), kind="stable")[:SHOWN]
-        prompt = self.data.capture.prompt.numpy()
-        listed = ", ".join(f"prompt {prompt[row]} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
+        listed = ", ".join(f"prompt {row} ({self.label[row]}: {prediction[row]:.2f})" for row in worst)
         return Predictions(prediction=prediction, residual=residual), [f"largest residuals: {listed}"]
 
     def summary(self, estimates: Sequence[Estimate]) -> list[str]:
@@ -327,13 +345,16 @@ class _Measurement:
         kind, classes = self.target.kind, self.target.classes
         count = ", ".join(f"{int((self.label == name).sum())} {name}" for name in classes)
         where = ", ".join(f"{site} {layer}" for site, layer in (list(self.places)[i] for i in self.own.chosen))
-        given = ", ".join(self.probe.given) or "nothing"
+        confounds = ", ".join(self.probe.given) or "nothing"
         positive = f"; {classes[1]!r} is the positive value" if kind == "binary" else ""
+        weighted, w = "", self.own.weight
+        if self.probe.weight is not None:
+            weighted = f"; weighted by {self.probe.weight!r}, as precise as {w.sum() ** 2 / (w @ w):.0f} equal prompts"
         own, judged = self.own, estimates[0]
         reach = judged.margin - judged.centre + 1.28 / 1.96 * (judged.high - judged.low) / 2
         return [
-            f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else ""),
-            f"given {given}; place chosen in each fold: {where}",
+            f"label {self.target.name!r}: {kind}" + (f" ({count}{positive})" if classes else "") + weighted,
+            f"given {confounds}; place chosen in each fold: {where}",
             f"selectivity, the score less that of labels in another order: {own.value - np.median(own.moved):.2f}",
             # z_.9 = 1.28 errors beyond the hurdle, of which the interval's half width holds 1.96; derived here.
             f"found with 90 % power here: a score that is {reach:.2f} above the strongest control",

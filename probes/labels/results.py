@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from llmgeom.result import Combined, Estimate, Figure, Measured, Result, quantity
+from llmgeom.result import Combined, Figure, Measured, Result, quantity
 
 PROBE = "label"
 TITLE = "Label probe"
@@ -21,10 +20,6 @@ class Part(Result):
 
     TITLE = TITLE
     TEXT = PROSE
-
-    estimates: tuple[Estimate, ...] = field(default=(), kw_only=True)
-    warnings: tuple[str, ...] = field(default=(), kw_only=True)
-    ticks: Mapping[str, tuple] = field(default_factory=dict, kw_only=True)
 
 
 @dataclass(frozen=True, kw_only=True)

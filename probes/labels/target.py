@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from jaxtyping import Float
 
 from llmgeom.batch import Batch, row_numbers
 from llmgeom.errors import UserError
@@ -52,6 +53,22 @@ def read_target(batch: Batch, name: str, kind: Wanted = "auto") -> Target:
         raise UserError(f"--kind binary: column {name!r} has {len(values)} values; two are expected, or --kind classes")
     _check_classes(name, column)
     return Target(name, kind, np.array([str(cell) for cell in column]), tuple(sorted({str(v) for v in values})))
+
+
+def read_weights(batch: Batch, name: str) -> Float[np.ndarray, " row"]:
+    """A column of weights.
+
+    Raises:
+        UserError: no such column, bad cells, or cells that are no numbers above 0.
+    """
+    column = batch.column(name)
+    if isinstance(column[0], str | bool):
+        raise UserError(f"--weight {name}: the column holds {column[0]!r}, which is no number")
+    if wrong := [i for i, cell in enumerate(column, 1) if not cell > 0]:
+        raise UserError(
+            f"--weight {name}: {row_numbers(wrong)} hold no number above 0: give each row a weight, or leave it out"
+        )
+    return np.array(column, dtype=np.float64)
 
 
 def _check_classes(name: str, column: Sequence) -> None:

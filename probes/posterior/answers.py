@@ -6,11 +6,7 @@ from functools import partial
 
 from torch import Tensor
 
-from llmgeom.batch import Batch
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture
-from llmgeom.model.passes import Observer, Step
-from llmgeom.model.subject import Subject
+from llmgeom.probe import Batch, Capture, Observer, Step, Subject, UserError
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores, score
 from llmgeom.task import Split, Task
 

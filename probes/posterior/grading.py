@@ -1,35 +1,85 @@
-"""Probes of grading: a model's answers on whole sequences of a task, compared with untrained controls'."""
+"""A probe of grading: a model's answers on whole sequences, next to untrained controls' and a look-up table's."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture
-from llmgeom.model.passes import Observer
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput
 from llmgeom.probes.posterior.answers import observed_answers
-from llmgeom.probes.posterior.memory import StateMemory, measure_states, require_skill, require_useless
-from llmgeom.probes.posterior.results import (
-    Calibration,
-    Distance,
-    Memory,
-    Residuals,
-    measure_calibration,
-    measure_distance,
-    measure_horizon,
-    measure_memory,
-)
 from llmgeom.probes.posterior.scores import Evaluation, PosteriorScores, Scores
-from llmgeom.probes.posterior.state_table import StateTable
-from llmgeom.probes.shared.length_curves import LengthGeneralisation
 from llmgeom.result import Result
+from llmgeom.task import Categorical, Task, hashed, seeded
 
+AT_ONCE = 10_000  # sequences drawn together
+MOST = 200_000  # sequences that fill the table: beyond it the share of states met hardly grows
+
+
+@dataclass(frozen=True)
+class StateTable:
+    """How often each outcome followed each state of the evidence (`Task.sufficient`) in training sequences.
+
+    Its answer at a query is (n_k + 1/2) / (n + K/2) after n sequences in that state, n_k of them with outcome k of K
+    (Krichevsky and Trofimov 1981), and uniform in a state that it never met. With enough sequences it is exact wherever
+    it met the state. Derived here.
+
+    Attributes:
+        task: whose states they are.
+        sequences: number of sequences that filled it.
+        keys: [state] sorted 64-bit hashes of the query and its state. Two of a million states share a hash with
+            probability 3e-8.
+        counts: [state outcome].
+    """
+
+    task: Task
+    sequences: int
+    keys: Int[np.ndarray, " state"]
+    counts: Float[np.ndarray, "state outcome"]
+
+    @classmethod
+    def filled(cls, task: Task, sequences: int, seed: int) -> StateTable | None:
+        """From `sequences` sequences of the training split, at most MOST; None without states or outcomes."""
+        if not isinstance(task.answers, Categorical):
+            return None
+        if task.sufficient(task.draw_split(1, seeded("states", 0)).inputs) is None:
+            return None
+        total, generator = min(sequences, MOST), seeded("grade/table", seed)
+        keys, counts = np.empty(0, dtype=np.int64), np.empty((0, len(task.answers.tokens)))
+        for start in range(0, total, AT_ONCE):
+            drawn = task.draw_split(min(AT_ONCE, total - start), generator, task.training_split)
+            outcomes = np.eye(counts.shape[1])[drawn.target.numpy().ravel()]
+            keys, place = np.unique(np.concatenate([keys, _keys(task, drawn.inputs).ravel()]), return_inverse=True)
+            weights = np.concatenate([counts, outcomes])
+            counts = np.zeros((len(keys), weights.shape[1]))
+            np.add.at(counts, place, weights)
+        return cls(task, total, keys, counts)
+
+    def answers(self, inputs: Tensor) -> Float[Tensor, "sequence query form"]:
+        """The table's answers in the task's form."""
+        rows = _keys(self.task, inputs)
+        place = np.searchsorted(self.keys, rows).clip(max=len(self.keys) - 1)
+        met = self.keys[place] == rows
+        counts = np.where(met[..., None], self.counts[place], 0.0) + 0.5
+        predictive = torch.from_numpy(counts / counts.sum(-1, keepdims=True)).log()
+        return self.task.answers.exact(predictive)
+
+
+def _keys(task: Task, inputs: Tensor) -> Int[np.ndarray, "sequence query"]:
+    states = task.sufficient(inputs)
+    assert states is not None
+    query = torch.arange(states.shape[1]).expand(len(states), -1)
+    return hashed(torch.cat([query[..., None], states], -1).flatten(0, 1)).unflatten(0, query.shape).numpy()
+
+
+PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
 MAIN, SEEN = "", "seen"  # sequences of held-out hypotheses, and of hypotheses that training may have shown
 
 
@@ -104,40 +154,3 @@ class GradeProbe:
     def measure(self, data: ProbeInput) -> Result:
         """Raises UserError where the question has no answer on this task or for this model."""
         return self.ask(Grades(self.evaluation, data.observations, data.control_observations, self.drawn))
-
-
-# ---- the questions --------------------------------------------------------------------------------------------------
-
-
-def distance(probe: str, notes: tuple[str, ...], grades: Grades) -> Distance:
-    """Distance to the posterior, or to the mixture that corrupted targets make exact."""
-    return measure_distance(probe, grades.scores, grades.control_scores, notes, grades.rivals)
-
-
-def calibration(grades: Grades) -> Calibration | Residuals:
-    """How often outcomes occur, against the model's probabilities."""
-    return measure_calibration(grades.scores, grades.control_scores)
-
-
-def memory(notes: tuple[str, ...], grades: Grades) -> Memory:
-    """Held-out less seen hypotheses. Raises UserError where a table would pass, or the model infers too little."""
-    evaluation = grades.evaluation
-    if why := evaluation.task.memorisable:
-        raise UserError(f"memorisable: {why}")
-    shown = replace(evaluation, split="seen")
-    seen, held_out = shown.scores(grades.own[SEEN]), grades.scores
-    require_skill(seen.kl[:, held_out.within], held_out)
-    for rival in grades.rivals.values():
-        require_useless(grades.table, rival.kl, held_out)
-    return measure_memory(held_out, seen, [shown.scores(forms[SEEN]) for forms in grades.untrained], notes)
-
-
-def states(notes: tuple[str, ...], grades: Grades) -> StateMemory:
-    """Held-out less seen states of the evidence."""
-    batch = grades.evaluation.batch
-    return measure_states(grades.scores, grades.evaluation.task.held_out_states(batch.tokens.data).numpy(), notes)
-
-
-def horizon(grades: Grades) -> LengthGeneralisation:
-    """Divergence past the queries that training had a loss on."""
-    return measure_horizon(grades.scores, grades.control_scores)

@@ -3,25 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jaxtyping import Bool, Float
 
 from llmgeom.errors import UserError
-from llmgeom.probes.posterior.results import PROSE
+from llmgeom.probes.posterior.grading import PROSE, SEEN, Grades, StateTable
+from llmgeom.probes.posterior.results import divergence
 from llmgeom.probes.posterior.scores import PosteriorScores
-from llmgeom.probes.posterior.state_table import StateTable
-from llmgeom.probes.shared.length_curves import Graded, near
-from llmgeom.result import Figure, quantity
+from llmgeom.probes.shared.length_curves import mean, measured, near, numbered
+from llmgeom.result import Figure, Result, quantity
+from llmgeom.stats.resampling import mean_intervals
 
-STATES = "posterior_states"
+MEMORY, STATES = "posterior_memory", "posterior_states"
 # A model of less skill answers seen and held-out hypotheses equally badly; a table of more answers both.
 SKILL = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class StateMemory(Graded):
+class Memory(Result):
+    """Divergence on hypotheses that training may have shown, and on hypotheses that it never did."""
+
+    TITLE = "Seen and held-out hypotheses"
+    TEXT = PROSE
+
+    held_out: np.ndarray = quantity(
+        "query",
+        "bits",
+        "KL on held-out hypotheses, mean over sequences",
+        Figure("curve", interval="held_out_interval", beside="seen"),
+    )
+    held_out_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
+    seen: np.ndarray = quantity("query", "bits", "KL on seen hypotheses")
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateMemory(Result):
     """Divergence in states of the evidence that training had a loss on, and in states that it never had one on."""
 
     TITLE = "Seen and held-out states"
@@ -32,6 +50,36 @@ class StateMemory(Graded):
     )
     seen: np.ndarray = quantity("query", "bits", "KL in seen states")
     share: np.ndarray = quantity("query", "fraction", "share of sequences in a held-out state")
+
+
+def memory(notes: Sequence[str], grades: Grades) -> Memory:
+    """Held-out less seen hypotheses. Raises UserError where a table would pass, or the model infers too little."""
+    evaluation, scores = grades.evaluation, grades.scores
+    if why := evaluation.task.memorisable:
+        raise UserError(f"memorisable: {why}")
+    shown = replace(evaluation, split="seen")
+    out, known = scores.own.kl[:, scores.within], shown.scores(grades.own[SEEN]).kl[:, scores.within]
+    require_skill(known, scores)
+    for rival in grades.rivals.values():
+        require_useless(grades.table, rival.kl, scores)
+    controls = [shown.scores(forms[SEEN]).kl[:, scores.within].mean(1) for forms in grades.untrained]
+    return Memory(
+        held_out=out.mean(0),
+        held_out_interval=mean_intervals(out.T),
+        seen=known.mean(0),
+        estimates=(
+            divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),
+            measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
+        ),
+        ticks=numbered(1, scores.trained),
+        notes=tuple(notes),
+    )
+
+
+def states(notes: Sequence[str], grades: Grades) -> StateMemory:
+    """Held-out less seen states of the evidence."""
+    inputs = grades.evaluation.batch.tokens.data
+    return measure_states(grades.scores, grades.evaluation.task.held_out_states(inputs).numpy(), notes)
 
 
 def measure_states(
@@ -60,18 +108,22 @@ def measure_states(
         held_out=_mean_where(kl, out),
         seen=_mean_where(kl, ~out),
         share=out.mean(0),
-        estimates=(
-            near(STATES, "KL, held-out less seen states", _difference, np.stack([kl, out], -1), 0.0, "no difference"),
-        ),
+        estimates=(near(STATES, "KL, held-out less seen states", _difference, _parts(kl, out), 0.0, "no difference"),),
         ticks={"query": tuple((np.flatnonzero(both) + 1).tolist())},
         notes=tuple(notes),
     )
 
 
-def _difference(rows: Float[np.ndarray, "sequence query 2"]) -> float:
-    kl, out = rows[..., 0], rows[..., 1] == 1
-    both = out.any(0) & ~out.all(0)  # a jackknife sample may lack one
-    return float((_mean_where(kl, out) - _mean_where(kl, ~out))[both].mean())
+def _parts(kl: np.ndarray, out: np.ndarray) -> Float[np.ndarray, "sequence query 3"]:
+    """KL where the state is held out, else 0; whether it is held out; KL where it is seen, else 0."""
+    return np.stack([kl * out, out, kl * ~out], -1)
+
+
+def _difference(means: Float[np.ndarray, "*deletion query 3"]) -> np.ndarray:
+    held_out, share, seen = np.moveaxis(means, -1, 0)
+    both = (share > 0) & (share < 1)  # a jackknife sample may lack one
+    inner = np.where(both, share, 0.5)
+    return ((held_out / inner - seen / (1 - inner)) * both).sum(-1) / both.sum(-1)
 
 
 def _mean_where(kl: np.ndarray, where: np.ndarray) -> np.ndarray:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 
 from llmgeom.claims import declared, estimate
+from llmgeom.probes.posterior.grading import PROSE, Grades
 from llmgeom.probes.posterior.scores import (
     CategoricalScores,
     GaussianScores,
-    PosteriorScores,
-    Scores,
     mae_abs,
     mae_mean,
-    skill,
 )
 from llmgeom.probes.shared.length_curves import (
     Curves,
-    Graded,
     LengthGeneralisation,
     curves,
     mean,
@@ -29,17 +25,16 @@ from llmgeom.probes.shared.length_curves import (
     near,
     numbered,
 )
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.controls import Null
 from llmgeom.stats.rare_failures import RareFailures
 from llmgeom.stats.resampling import mean_intervals
 from llmgeom.stats.rule import ALPHA
 
-PROSE = Path(__file__).parents[1] / "texts" / "posterior.md"
 POSTERIOR, MIXTURE = "posterior", "posterior_mixture"
 # Bits of KL, mean over the queries of a sequence. A sequence that fails by more than 10 counts as 10.
 FAILURES = RareFailures(usual=1.0, largest=10.0)
-CALIBRATION, MEMORY, HORIZON = "posterior_calibration", "posterior_memory", "posterior_horizon"
+CALIBRATION, HORIZON = "posterior_calibration", "posterior_horizon"
 
 
 # ---- results --------------------------------------------------------------------------------------------------------
@@ -77,7 +72,7 @@ class MixtureDistance(Distance):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calibration(Graded):
+class Calibration(Result):
     """How often outcomes occur, against the model's probabilities."""
 
     TITLE = "Calibration"
@@ -103,7 +98,7 @@ class Calibration(Graded):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Residuals(Graded):
+class Residuals(Result):
     """How far drawn numbers are from the predicted means, in predicted standard deviations."""
 
     TITLE = "Calibration of predicted numbers"
@@ -118,56 +113,33 @@ class Residuals(Graded):
     rms_exact: np.ndarray = quantity("query", "standard deviations", "the exact answer's own")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Memory(Graded):
-    """Divergence on hypotheses that training may have shown, and on hypotheses that it never did."""
-
-    TITLE = "Seen and held-out hypotheses"
-    TEXT = PROSE
-
-    held_out: np.ndarray = quantity(
-        "query",
-        "bits",
-        "KL on held-out hypotheses, mean over sequences",
-        Figure("curve", interval="held_out_interval", beside="seen"),
-    )
-    held_out_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    seen: np.ndarray = quantity("query", "bits", "KL on seen hypotheses")
-
-
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
 
-def measure_distance(
-    probe: str,
-    scores: PosteriorScores,
-    untrained: Sequence[Scores],
-    notes: Sequence[str],
-    rivals: Mapping[str, Scores] | None = None,
-) -> Distance:
-    """Distance within the horizon, to the posterior or (probe MIXTURE) to the mixture.
+def distance(probe: str, notes: Sequence[str], grades: Grades) -> Distance:
+    """Distance within the horizon, to the posterior or (probe MIXTURE) to the mixture of corrupted targets.
 
-    Args:
-        rivals: further predictors by name, listed with the trivial ones; skill is not over them.
+    Rivals are listed with the trivial predictors; skill is not over them.
 
     Raises:
         UserError: every trivial predictor is exact; fewer than 5 sequences.
     """
-    own, best = scores.own.at(scores.within), scores.best
+    scores = grades.scores
+    model, best = scores.own.at(scores.within), scores.best
     trivial = {name: x.at(scores.within) for name, x in scores.trivial.items()}
-    controls = [control.at(scores.within) for control in untrained]
-    rivals = {name: x.at(scores.within) for name, x in (rivals or {}).items()}
-    predictors = {"this model": own, **trivial, **rivals}
+    controls = [control.at(scores.within) for control in grades.control_scores]
+    rivals = {name: x.at(scores.within) for name, x in grades.rivals.items()}
+    predictors = {"this model": model, **trivial, **rivals}
     tv = scores.tv[:, scores.within]
-    both = np.stack([own.kl.mean(1), trivial[best].kl.mean(1)], -1)
+    both = np.stack([model.kl.mean(1), trivial[best].kl.mean(1)], -1)
     left_out = [f"{name} gives no probability to what may happen: its KL is infinite" for name in scores.excluded]
     # A table that holds both must not have two metrics of one name.
     target, suffix = ("mixture", ", mixture") if probe == MIXTURE else (POSTERIOR, "")
     return (MixtureDistance if probe == MIXTURE else Distance)(
-        **curves(own.kl, [control.kl for control in controls], trivial[best].kl),
-        entropy=own.entropy.mean(0),
-        entropy_exact=own.exact.mean(0),
-        error=np.abs(own.gap).mean(0),
+        **curves(model.kl, [control.kl for control in controls], trivial[best].kl),
+        entropy=model.entropy.mean(0),
+        entropy_exact=model.exact.mean(0),
+        error=np.abs(model.gap).mean(0),
         tv=tv.mean(0),
         tv_interval=mean_intervals(tv.T),
         predictor=np.array([x.kl.mean() for x in predictors.values()]),
@@ -175,16 +147,16 @@ def measure_distance(
         predictor_mae_abs=np.array([mae_abs(x.gap) for x in predictors.values()]),
         predictor_mae_mean=np.array([mae_mean(x.gap) for x in predictors.values()]),
         estimates=(
-            divergence(probe, f"KL to the {target}", own.kl.mean(1)),
-            near(probe, f"skill over the best trivial predictor{suffix}", skill, both, 1.0, "the exact answer"),
+            divergence(probe, f"KL to the {target}", model.kl.mean(1)),
+            near(probe, f"skill over the best trivial predictor{suffix}", _skill, both, 1.0, "the exact answer"),
             measured(
                 probe,
                 f"mae_abs{suffix}",
                 mean,
-                np.abs(own.gap).mean(1),
+                np.abs(model.gap).mean(1),
                 [np.abs(control.gap).mean(1) for control in controls],
             ),
-            measured(probe, f"mae_mean{suffix}", mae_mean, own.gap, [control.gap for control in controls]),
+            measured(probe, f"mae_mean{suffix}", _mean_size, model.gap, [control.gap for control in controls]),
         ),
         ticks={**numbered(1, scores.trained), "predictor": tuple(predictors)},
         notes=(f"best trivial predictor: {best}", *left_out, *notes),
@@ -216,75 +188,71 @@ def divergence(probe: str, name: str, kl: np.ndarray, less: np.ndarray | None = 
     return replace(made, noise=0.0, needed=FAILURES.needed(claim.margin, ALPHA / 2))
 
 
-def measure_calibration(scores: PosteriorScores, untrained: Sequence[Scores]) -> Calibration | Residuals:
-    """Calibration within the horizon."""
-    every = [x.at(scores.within) for x in (scores.own, scores.exact, *untrained)]
+def calibration(grades: Grades) -> Calibration | Residuals:
+    """How often outcomes occur within the horizon, against the model's probabilities."""
+    every = [x.at(grades.scores.within) for x in (grades.scores.own, grades.scores.exact, *grades.control_scores)]
     if numbers := [x for x in every if isinstance(x, GaussianScores)]:
         return _residuals(*numbers)
     return _tenths(*[x for x in every if isinstance(x, CategoricalScores)])
 
 
-def _residuals(own: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Residuals:
+def _residuals(model: GaussianScores, exact: GaussianScores, *controls: GaussianScores) -> Residuals:
     name = "|rms of standardised residuals - 1|"
     return Residuals(
-        rms=np.sqrt(np.square(own.residual).mean(0)),
+        rms=np.sqrt(np.square(model.residual).mean(0)),
         rms_exact=np.sqrt(np.square(exact.residual).mean(0)),
-        estimates=(measured(CALIBRATION, name, _rms_error, own.residual, [x.residual for x in controls]),),
-        ticks=numbered(1, own.kl.shape[1]),
+        estimates=(measured(CALIBRATION, name, _rms_error, _squares(model), [_squares(x) for x in controls]),),
+        ticks=numbered(1, model.kl.shape[1]),
     )
 
 
-def _rms_error(residual: np.ndarray) -> float:
-    return abs(float(np.sqrt(np.square(residual).mean())) - 1)
+def _skill(kl: np.ndarray) -> np.ndarray:
+    return 1 - kl[..., 0] / kl[..., 1]
 
 
-def _tenths(own: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Calibration:
-    queries = own.kl.shape[1]
-    predicted, exact_p, drawn, count = own.tally.sum((0, 1)).T
+def _mean_size(gap: np.ndarray) -> np.ndarray:
+    return np.abs(gap).mean(-1)
+
+
+def _squares(scores: GaussianScores) -> np.ndarray:
+    """[sequence] mean square of the standardised residuals."""
+    return np.square(scores.residual).mean(1)
+
+
+def _rms_error(square: np.ndarray) -> np.ndarray:
+    return np.abs(np.sqrt(square) - 1)
+
+
+def _tenths(model: CategoricalScores, exact: CategoricalScores, *controls: CategoricalScores) -> Calibration:
+    queries = model.kl.shape[1]
+    predicted, exact_p, drawn, count = model.tally.sum((0, 1)).T
     rows = count > 0
 
-    def error(tally: np.ndarray) -> float:
-        total = tally.sum(0)
-        return float(np.abs(total[:, 0] - total[:, 1]).sum() / (len(tally) * queries))
+    def error(tally: np.ndarray) -> np.ndarray:
+        return np.abs(tally[..., 0] - tally[..., 1]).sum(-1) / queries
 
     return Calibration(
         predicted=predicted[rows] / count[rows],
         exact=exact_p[rows] / count[rows],
         drawn=drawn[rows] / count[rows],
         count=count[rows],
-        accuracy=own.right.mean(0),
+        accuracy=model.right.mean(0),
         accuracy_exact=exact.right.mean(0),
-        leaked=own.leaked.mean(0),
+        leaked=model.leaked.mean(0),
         ceiling=float(exact.right.mean()),
         estimates=(
-            measured(CALIBRATION, "calibration error", error, own.tally.sum(1), [x.tally.sum(1) for x in controls]),
-            measured(CALIBRATION, "accuracy", mean, own.right.mean(1), [x.right.mean(1) for x in controls]),
-            measured(CALIBRATION, "leaked probability", mean, own.leaked.mean(1), [x.leaked.mean(1) for x in controls]),
+            measured(CALIBRATION, "calibration error", error, model.tally.sum(1), [x.tally.sum(1) for x in controls]),
+            measured(CALIBRATION, "accuracy", mean, model.right.mean(1), [x.right.mean(1) for x in controls]),
+            measured(
+                CALIBRATION, "leaked probability", mean, model.leaked.mean(1), [x.leaked.mean(1) for x in controls]
+            ),
         ),
         ticks={**numbered(1, queries), "predicted": tuple(f"{p:.2f}" for p in predicted[rows] / count[rows])},
     )
 
 
-def measure_memory(
-    held_out: PosteriorScores, seen: Scores, untrained: Sequence[Scores], notes: Sequence[str]
-) -> Memory:
-    """Divergence on held-out less that on seen hypotheses; `untrained` are scores on the seen ones."""
-    out, known = held_out.own.kl[:, held_out.within], seen.kl[:, held_out.within]
-    controls = [control.kl[:, held_out.within].mean(1) for control in untrained]
-    return Memory(
-        held_out=out.mean(0),
-        held_out_interval=mean_intervals(out.T),
-        seen=known.mean(0),
-        estimates=(
-            divergence(MEMORY, "KL, held-out less seen", out.mean(1), known.mean(1)),
-            measured(MEMORY, "KL, seen", mean, known.mean(1), controls),
-        ),
-        ticks=numbered(1, held_out.trained),
-        notes=tuple(notes),
-    )
-
-
-def measure_horizon(scores: PosteriorScores, untrained: Sequence[Scores]) -> LengthGeneralisation:
+def horizon(grades: Grades) -> LengthGeneralisation:
     """Divergence at all queries; at least one must lie past the horizon."""
+    scores = grades.scores
     trivial = scores.trivial[scores.best].kl
-    return measure_past(scores.own.kl, [control.kl for control in untrained], trivial, scores.trained)
+    return measure_past(scores.own.kl, [control.kl for control in grades.control_scores], trivial, scores.trained)

@@ -283,13 +283,13 @@ class Evaluation:
             UserError: an answer is infinitely far from the exact one; `name` is the model's, for the message.
         """
         parts = zip(self.exact.split(ROWS_AT_ONCE), form.double().split(ROWS_AT_ONCE), strict=True)
-        own, finite = self.scores(form), self.finite
-        if not np.isfinite(own.kl).all():
-            sequence, query = np.argwhere(~np.isfinite(own.kl))[0] + 1
+        model, finite = self.scores(form), self.finite
+        if not np.isfinite(model.kl).all():
+            sequence, query = np.argwhere(~np.isfinite(model.kl))[0] + 1
             raise UserError(f"{name} is infinitely far from the exact answer at query {query} of sequence {sequence}")
         return PosteriorScores(
             batch=self.batch,
-            own=own,
+            own=model,
             exact=self.scores(self.exact),
             tv=torch.cat([self.task.answers.tv(*part) for part in parts]).numpy(),
             trivial=finite,

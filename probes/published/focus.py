@@ -4,22 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from llmgeom.claims import Null, declared, estimate, layer_band
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.passes import Observer, Step
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.claims import declared
+from llmgeom.probe import Capture, Needs, Observer, ProbeInput, Site, Step
 from llmgeom.probes.attention_focus import focusing
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare, null_band
+from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.information import bits
-from llmgeom.stats.resampling import jackknife
 
 CLAIMS = declared("published_focus")
 FINAL, EVERY = "focusing, final token", "focusing, all positions"
@@ -60,43 +57,29 @@ class Result(Base):
         "layer", "bits", "attention entropy, all positions", Figure("curve", band="every_null")
     )
     every_null: np.ndarray = quantity("layer bound", "bits", "null band of the same")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure(view: ProbeInput) -> Result:
     """Both forms with their nulls. Raises UserError where the first layer's attention has no entropy."""
-    untrained = {"re-initialised": [_final(control) for control in view.untrained]}
-    shuffled = {"shuffled prompts": [_final(other) for other in view.shuffled]}
+    controls = {UNTRAINED: [*map(_final, view.untrained)], SHUFFLED: [*map(_final, view.shuffled)]}
     forms: dict[str, tuple[np.ndarray, Mapping[str, list[np.ndarray]]]] = {
-        FINAL: (_final(view.capture), untrained | shuffled),
-        EVERY: (view.observations, {"re-initialised": list(view.control_observations)}),
+        FINAL: (_final(view.capture), controls),
+        EVERY: (view.observations, {UNTRAINED: list(view.control_observations)}),
     }
-    made, rows = [], np.arange(len(view.clusters))
-    for name, (own, nulls) in forms.items():
-        value = focusing(own, rows)
-        made.append(
-            estimate(
-                CLAIMS[name],
-                value,
-                jackknife(partial(focusing, own), rows, view.clusters),
-                [Null.of(key, value, np.array([focusing(one, rows) for one in null])) for key, null in nulls.items()],
-                n=len(rows),
-                clusters=len(set(view.clusters)),
-            )
-        )
+    estimates = tuple(
+        compare(CLAIMS[name], focusing, own, view.clusters, nulls) for name, (own, nulls) in forms.items()
+    )
     bands = {
-        name: layer_band({key: np.array([one.mean(1) for one in null]) for key, null in nulls.items()}, "lower")
+        name: null_band({k: [x.mean(1) for x in null] for k, null in nulls.items()}, "lower")
         for name, (_, nulls) in forms.items()
     }
-    word = "above" if made[0].value > THRESHOLD else "not above"
+    word = "above" if estimates[0].value > THRESHOLD else "not above"
     return Result(
         final=forms[FINAL][0].mean(1),
         final_null=bands[FINAL],
         every=forms[EVERY][0].mean(1),
         every_null=bands[EVERY],
-        estimates=tuple(made),
+        estimates=estimates,
         notes=(f"{word} the published threshold of {THRESHOLD:g}",),
     )
 

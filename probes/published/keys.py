@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
-from llmgeom.batch import Batch
-from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
+from llmgeom.claims import declared
 from llmgeom.model.weights import key_weight
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Batch, Capture, Needs, ProbeInput, Site, Subject, UserError
 from llmgeom.probes.key_orthogonality import token_ids
-from llmgeom.result import Estimate, Figure, quantity
+from llmgeom.probes.shared.nulls import UNTRAINED, compare
+from llmgeom.result import Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.cosines import cosines, late, mean_abs_cosine, pair_mean, random_cosine
-from llmgeom.stats.resampling import LEAST_CLUSTERS, Interval, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS
 
 CLAIMS = declared("published_keys")
 COLUMNS, SIGNED = "columns of W_K, early layers", "signed, raw embeddings by head"
@@ -83,50 +78,41 @@ class Result(Base):
         "baseline", "|cos|", "what a random W_K gives, as quoted and exactly", Figure("curve", interval="range")
     )
     range: np.ndarray = quantity("baseline bound", "|cos|", "the range quoted")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure(view: ProbeInput) -> Result:
     """Each definition with its null. Raises Unavailable where the weights cannot be read."""
-    own = view.observations
+    model = view.observations
     untrained = view.control_observations
     if not untrained:
         raise UserError("no untrained copy was measured, and this metric has no other control: scan with --nulls 20")
-    (layers, kv_heads), d_model = own.columns.shape, own.embeddings.shape[1]
+    (layers, kv_heads), d_model = model.columns.shape, model.embeddings.shape[1]
     early = layers - late(layers)
-    made, warnings = [], []
-    heads = own.columns[:early].ravel()
+    estimates, warnings = [], []
+    heads = model.columns[:early].ravel()
     if len(heads) >= LEAST_CLUSTERS:
-        interval = jackknife(np.mean, heads, np.arange(len(heads)))
-        null = [control.columns[:early].mean() for control in untrained]
-        made.append(_row(COLUMNS, heads.mean(), interval, null, len(heads), len(heads)))
+        columns = {UNTRAINED: [control.columns[:early].ravel() for control in untrained]}
+        estimates.append(compare(CLAIMS[COLUMNS], _mean, heads, np.arange(len(heads)), columns))
     else:
         warnings.append(f"{COLUMNS}: {len(heads)} heads are too few for an interval")
-    tokens = len(own.embeddings)
-    for name, square in ((SIGNED, _signed), (EMBEDDINGS, lambda one: cosines(one.embeddings))):
-        mine, rows = square(own), np.arange(tokens)
-        null = [_pairs(square(control), rows) for control in untrained]
-        made.append(_row(name, _pairs(mine, rows), jackknife(partial(_pairs, mine), rows, rows), null, tokens, tokens))
-    if own.heads > 1:  # one head has no other
-        each = _between(view.capture, own.heads)
-        null = [_between(control, own.heads).mean() for control in view.untrained]
-        interval = jackknife(np.mean, each, view.clusters)
-        made.append(_row(HEADS, each.mean(), interval, null, len(each), len(set(view.clusters))))
-    head_dim = own.keys.shape[-1]
+    tokens = np.arange(len(model.embeddings))
+    for name, square in ((SIGNED, _signed), (EMBEDDINGS, lambda reading: cosines(reading.embeddings))):
+        estimates.append(compare(CLAIMS[name], _pairs, square(model), tokens, {UNTRAINED: map(square, untrained)}))
+    if model.heads > 1:  # one head has no other
+        between, *others = (_between(capture, model.heads) for capture in (view.capture, *view.untrained))
+        estimates.append(compare(CLAIMS[HEADS], _mean, between, view.clusters, {UNTRAINED: others}))
+    head_dim = model.keys.shape[-1]
     exact = (("Gaussian, model width", random_cosine(d_model)), ("Gaussian, head width", random_cosine(head_dim)))
     ranges = [*QUOTED, *((name, value, value) for name, value in exact)]
-    cut = f"{kv_heads} key heads are cut into {own.heads} pieces of {head_dim * kv_heads // own.heads}"
+    cut = f"{kv_heads} key heads are cut into {model.heads} pieces of {head_dim * kv_heads // model.heads}"
     return Result(
-        columns=own.columns.mean(1),
+        columns=model.columns.mean(1),
         baseline=np.array([(low + high) / 2 for _, low, high in ranges]),
         range=np.array([[low, high] for _, low, high in ranges]),
-        estimates=tuple(made),
+        estimates=tuple(estimates),
         ticks={"baseline": tuple(name for name, _, _ in ranges)},
         warnings=tuple(warnings),
-        notes=(cut,) if own.heads != kv_heads else (),
+        notes=(cut,) if model.heads != kv_heads else (),
     )
 
 
@@ -136,17 +122,15 @@ def _signed(one: Reading) -> np.ndarray:
     return (unit @ unit.swapaxes(-1, -2)).mean(0)
 
 
-def _pairs(square: np.ndarray, kept: np.ndarray) -> float:
-    return float(pair_mean(square[np.ix_(kept, kept)]))
+def _mean(x: np.ndarray, rows: np.ndarray) -> float:
+    return float(x[rows].mean())
+
+
+def _pairs(square: np.ndarray, rows: np.ndarray) -> float:
+    return float(pair_mean(square[rows][:, rows]))
 
 
 def _between(capture: Capture, heads: int) -> np.ndarray:
     """[row] mean |cos| between what the code takes for heads: the last layer's keys cut into `heads` equal pieces."""
     keys = capture.layers(Site.KEY)[-1].flatten(1).double().numpy()
     return mean_abs_cosine(keys.reshape(len(keys), heads, -1))
-
-
-def _row(name: str, value: float, interval: Interval, draws: list, n: int, clusters: int) -> Estimate:
-    claim, value = CLAIMS[name], float(value)
-    null = Null.of("re-initialised", value, np.array(draws), claim.side)
-    return estimate(claim, value, interval, [null], n=n, clusters=clusters)

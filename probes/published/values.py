@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from llmgeom.batch import Batch, Rows
-from llmgeom.claims import Null, declared, estimate
-from llmgeom.errors import UserError
+from llmgeom.claims import declared
 from llmgeom.model.batching import plan_batches
-from llmgeom.model.capture import Capture, Site
-from llmgeom.model.subject import Subject
-from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probe import Capture, Needs, ProbeInput, Site, Subject, UserError
+from llmgeom.probes.shared.nulls import SHUFFLED, UNTRAINED, compare
 from llmgeom.probes.shared.representation_geometry import as_matrix
 from llmgeom.result import Estimate, Figure, quantity
 from llmgeom.result import Result as Base
 from llmgeom.stats.pca import shares, standardised
-from llmgeom.stats.resampling import jackknife
 
 CLAIMS = declared("published_values")
 BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10
@@ -72,7 +68,10 @@ def misread(subject: Subject, batch: Batch) -> Misread | None:
 
 
 NEEDS = Needs(
-    frozenset({Site.VALUE}), no_context=False, examine=lambda subject, captures: misread(subject, captures[""].batch)
+    frozenset({Site.VALUE}),
+    no_context=False,
+    chosen_layers=True,
+    examine=lambda subject, captures: misread(subject, captures[""].batch),
 )
 
 
@@ -90,26 +89,22 @@ class Result(Base):
         "prompt component", "units of the values", "PC1 and PC2 of centred values, last layer", Figure("scatter")
     )
     true: float = quantity("", "fraction", "of the coordinates that are taken for values, those that are values")
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure(view: ProbeInput) -> Result:
     """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few units."""
     values = _last(view.capture)
-    found = {RAW: (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])}
+    variants = {RAW: (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])}
     if view.observations is not None:
         theirs = [control.values for control in view.control_observations]
-        found[MISREAD] = (_standard, view.observations.values, theirs, [])
-        found[MISREAD_RAW] = (_raw, view.observations.values, theirs, [])
-    made = []
-    for name, (of, x, untrained, shuffled) in found.items():
+        variants[MISREAD] = (_standard, view.observations.values, theirs, [])
+        variants[MISREAD_RAW] = (_raw, view.observations.values, theirs, [])
+    estimates = []
+    for name, (of, *data) in variants.items():
         for place, share in enumerate(("PC1 share", "PC1+PC2 share")):
-            made.append(_row(view, f"{share}, {name}", partial(_part, of, place), x, untrained, shuffled))
-    _, _, untrained, shuffled = found[RAW]
-    made += [_row(view, PR, _ratio, values, untrained, shuffled), _correlation(view, values, untrained)]
+            estimates.append(_row(view, f"{share}, {name}", lambda y, of=of, place=place: of(y)[place], *data))
+    _, _, untrained, shuffled = variants[RAW]
+    estimates += [_row(view, PR, _ratio, values, untrained, shuffled), _correlation(view, values, untrained)]
     rng = np.random.default_rng(view.seed)
     again = np.array([_standard(values[rng.integers(len(values), size=len(values))])[0] for _ in range(BOOTSTRAPS)])
     point = _standard(values)[0]
@@ -117,7 +112,7 @@ def measure(view: ProbeInput) -> Result:
         bootstrap=np.array([point, again.mean(), *np.quantile(again, (0.025, 0.975))]),
         scores=_scores(values),
         true=view.observations.true if view.observations else 1.0,
-        estimates=tuple(made),
+        estimates=tuple(estimates),
         ticks={"bootstrapped": ("without", "mean", "low", "high")},
         notes=(f"of the misread values, {view.observations.true:.0%} are values",) if view.observations else (),
     )
@@ -146,10 +141,6 @@ def _standard(x: np.ndarray) -> tuple[float, float]:
     return spectrum.pc1, spectrum.pc12
 
 
-def _part(shares_of: Callable[[np.ndarray], tuple[float, float]], place: int, x: np.ndarray) -> float:
-    return shares_of(x)[place]
-
-
 def _ratio(x: np.ndarray) -> float:
     """(sum)^2 / sum of squares over the ten largest eigenvalues of standardised rows."""
     values = _eigenvalues(standardised(x))[:KEPT]
@@ -164,17 +155,10 @@ def _scores(x: np.ndarray) -> np.ndarray:
 def _row(
     view: ProbeInput, name: str, of: Callable[[np.ndarray], float], x, untrained: list, shuffled: list
 ) -> Estimate:
-    claim, rng = CLAIMS[name], np.random.default_rng(view.seed)
-    permuted = [of(rng.permuted(x, axis=0)) for _ in range(PERMUTATIONS)]
-    value = of(x)
-    draws = {"re-initialised": [of(y) for y in untrained], "shuffled prompts": [of(y) for y in shuffled]}
-    nulls = [
-        Null.of(key, value, np.array(null), claim.side)
-        for key, null in {**draws, "permuted columns": permuted}.items()
-        if len(null)
-    ]
-    interval = jackknife(of, x, view.clusters, "log")
-    return estimate(claim, value, interval, nulls, n=len(x), clusters=len(set(view.clusters)))
+    rng = np.random.default_rng(view.seed)
+    permuted = (rng.permuted(x, axis=0) for _ in range(PERMUTATIONS))  # one at a time: each is a copy of x
+    controls = {UNTRAINED: untrained, SHUFFLED: shuffled, "permuted columns": permuted}
+    return compare(CLAIMS[name], lambda y, rows: of(y[rows]), x, view.clusters, controls, transform="log")
 
 
 def _correlation(view: ProbeInput, values: np.ndarray, untrained: list) -> Estimate:
@@ -182,8 +166,4 @@ def _correlation(view: ProbeInput, values: np.ndarray, untrained: list) -> Estim
         first = shares(x[rows]).scores[:, 0]
         return abs(float(np.corrcoef(first, view.entropy[rows])[0, 1]))
 
-    every, claim = np.arange(len(values)), CLAIMS[PEARSON]
-    value, draws = pearson(values, every), np.array([pearson(x, every) for x in untrained])
-    interval = jackknife(lambda rows: pearson(values, rows), every, view.clusters)
-    null = Null.of("re-initialised", value, draws, claim.side)
-    return estimate(claim, value, interval, [null], n=len(every), clusters=len(set(view.clusters)))
+    return compare(CLAIMS[PEARSON], pearson, values, view.clusters, {UNTRAINED: untrained})

@@ -9,9 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llmgeom.claims import Claim, Null, estimate
-from llmgeom.errors import Unavailable, UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import MATCHED, MIXED, ProbeInput, Sample
+from llmgeom.probe import MATCHED, MIXED, Capture, ProbeInput, Sample, Site, Unavailable, UserError
 from llmgeom.probes.shared.nulls import UNTRAINED, null_band
 from llmgeom.probes.shared.representation_geometry import Geometry, PCASummary, last_layer, layer_matrices
 from llmgeom.result import Estimate, Figure, Result, quantity
@@ -47,9 +45,6 @@ class DomainGain(Result):
         Figure("curve", band="participation_null"),
     )
     participation_null: np.ndarray = quantity("layer bound", "components", "the change of re-initialised models")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def measure_gain(view: ProbeInput, claims: Mapping[str, Claim], values: Geometry) -> DomainGain:
@@ -116,7 +111,7 @@ def _estimates(
     intervals = [gain_interval(a, b) for a, b in zip(_intervals(domain), _intervals(mixed), strict=True)]
     for column in (1, 0, 2):
         claim = claims[STATISTICS[column] + over]
-        null = Null.of(UNTRAINED, gains[column], untrained[:, column], claim.side)
+        null = Null.of(UNTRAINED, untrained[:, column], claim.side)
         clusters = min(len(set(domain.clusters)), len(set(mixed.clusters)))
         # Where untrained models lose, to lose less is no gain.
         nulls = [null, Null.number("no gain", 0.0)]

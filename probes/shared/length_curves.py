@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.claims import Null, declared
+from llmgeom.claims import Null, declared, estimate
 from llmgeom.probes.shared.nulls import UNTRAINED as RE_INITIALISED
-from llmgeom.probes.shared.nulls import compare, null_band
+from llmgeom.probes.shared.nulls import null_band
 from llmgeom.result import Estimate, Figure, Result, quantity
-from llmgeom.stats.resampling import Interval, Transform, mean_intervals
+from llmgeom.stats.resampling import Transform, jackknife_of_means, mean_intervals
 
 UNTRAINED = "The same model re-initialised, on the same sequences."
 AS_EXACT = 1e-6  # bits: a predictor this near to the exact answer is it; float32 alone costs 1e-7
@@ -27,17 +27,7 @@ RATIO, LATER = "first query past the horizon, over those within", "last queries 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Graded(Result):
-    """Fields of every result here."""
-
-    estimates: tuple[Estimate, ...]
-    ticks: Mapping[str, tuple]
-    warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Curves(Graded):
+class Curves(Result):
     """Divergence query by query."""
 
     kl: np.ndarray = quantity(
@@ -65,7 +55,7 @@ class LengthGeneralisation(Curves):
 
 # ---- measuring ------------------------------------------------------------------------------------------------------
 
-Statistic = Callable[[np.ndarray], float]
+Statistic = Callable[[np.ndarray], np.ndarray]  # of means over sequences [... column], to numbers [...]
 
 
 def measured(
@@ -75,12 +65,13 @@ def measured(
     own: np.ndarray,
     untrained: Sequence[np.ndarray],
     transform: Transform = "identity",
-    interval: Interval | None = None,
 ) -> Estimate:
-    """Estimate of a statistic of rows, one for each sequence, against the same of the untrained controls."""
-    controls, rows = {RE_INITIALISED: untrained}, np.arange(len(own))
-    options: dict[str, Any] = {"transform": transform, "interval": interval}
-    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, controls, **options)
+    """Estimate of a function of means of rows, one for each sequence, against the same of the untrained controls."""
+    claim, value = declared(probe)[name], float(statistic(own.mean(0)))
+    draws = np.array([statistic(control.mean(0)) for control in untrained])
+    null = Null.of(RE_INITIALISED, draws, claim.side)
+    interval = jackknife_of_means(statistic, own, transform)
+    return estimate(claim, value, interval, [null], n=len(own), clusters=len(own))
 
 
 def near(
@@ -92,14 +83,14 @@ def near(
     null: str,
     transform: Transform = "identity",
 ) -> Estimate:
-    """Estimate of a statistic of rows that is claimed to lie within the declared margin of `centre`."""
-    at = Null.number(null, centre)
-    rows = np.arange(len(own))
-    return compare(declared(probe)[name], lambda x, kept: statistic(x[kept]), own, rows, {}, [at], transform=transform)
+    """Estimate of a function of means of rows that is claimed to lie within the declared margin of `centre`."""
+    interval, at = jackknife_of_means(statistic, own, transform), [Null.number(null, centre)]
+    value = float(statistic(own.mean(0)))
+    return estimate(declared(probe)[name], value, interval, at, n=len(own), clusters=len(own))
 
 
-def mean(rows: np.ndarray) -> float:
-    return float(rows.mean())
+def mean(means: np.ndarray) -> np.ndarray:
+    return means
 
 
 def numbered(first: int, last: int) -> dict[str, tuple]:
@@ -167,8 +158,8 @@ def measure_past(
         )
     else:
         estimates += [
-            near(PROBE, RATIO, lambda rows: _over(rows, 1), own, 1.0, "no cliff: a ratio of 1", "log"),
-            measured(PROBE, LATER, lambda rows: _over(rows, 2), own, controls, "log"),
+            near(PROBE, RATIO, lambda means: _over(means, 1), own, 1.0, "no cliff: a ratio of 1", "log"),
+            measured(PROBE, LATER, lambda means: _over(means, 2), own, controls, "log"),
         ]
     return LengthGeneralisation(
         **curves(kl, untrained, trivial),
@@ -182,7 +173,7 @@ def measure_past(
     )
 
 
-def _over(edge: np.ndarray, column: int) -> float:
-    """A column's mean over the first column's; errors that count as exact still have a logarithm."""
-    means = edge.mean(0).clip(AS_EXACT)
-    return float(means[column] / means[0])
+def _over(means: np.ndarray, column: int) -> np.ndarray:
+    """A column over the first one; errors that count as exact still have a logarithm."""
+    means = means.clip(AS_EXACT)
+    return means[..., column] / means[..., 0]

@@ -45,7 +45,7 @@ def compare(
     rows = np.arange(len(clusters))
     value = statistic(data, rows)
     drawn = [
-        Null.of(name, value, np.array([statistic(draw, slice(None)) for draw in draws]), claim.side)
+        Null.of(name, np.array([statistic(draw, slice(None)) for draw in draws]), claim.side)
         for name, draws in controls.items()
     ]
     interval = interval or jackknife(lambda kept: statistic(data, kept), rows, clusters, transform)
@@ -56,11 +56,6 @@ def compare(
         excess = statistic(own, np.arange(len(theirs))) - statistic(cut, np.arange(len(theirs)))
         drawn.append(Null.paired(NO_CONTEXT, value, value - excess, difference))
     return estimate(claim, value, interval, [*drawn, *nulls], n=len(rows), clusters=len(set(clusters)))
-
-
-def centred_null(name: str, value: float, draws: np.ndarray, side: Side = "upper") -> Null:
-    """Null whose draws carry the sampling noise of the value itself, which then is counted once."""
-    return Null.of(name, value, draws, side, noisy=True)
 
 
 def permutation_null(

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from llmgeom.batch import Text
 from llmgeom.claims import Claim, Null, estimate
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture, Site
-from llmgeom.probe import ProbeInput
-from llmgeom.probes.shared.nulls import (
-    NO_CONTEXT,
-    SHUFFLED,
-    UNTRAINED,
-    centred_null,
-    null_band,
-    permutation_null,
-)
+from llmgeom.probe import Capture, ProbeInput, Site, UserError
+from llmgeom.probes.shared.nulls import NO_CONTEXT, SHUFFLED, UNTRAINED, null_band, permutation_null
 from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Estimate, Figure, Result, quantity
 from llmgeom.stats.pca import share_intervals, shares
@@ -85,9 +77,6 @@ class GeometryResult(Result):
         "prompt component", "standardised units", "position on PC1 and PC2, last layer of one untrained copy"
     )
     constant: np.ndarray = quantity("layer", "coordinates", "coordinates that do not vary and were left out")
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...] = ()
-    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -124,19 +113,14 @@ class Geometry:
     """One site of a model and its controls.
 
     Attributes:
-        fields: of a GeometryResult, but estimates, warnings and what is unmeasured.
-        estimates, warnings: the metrics of the last layer, and coordinates that do not vary.
+        fields: of a GeometryResult; its metrics are those of the last layer.
         layers: [layer] summaries of the model.
         untrained: [draw][layer] summaries of the re-initialised models.
-        unmeasured: metric -> why, where entropy does not vary.
     """
 
-    fields: Mapping[str, np.ndarray]
-    estimates: tuple[Estimate, ...]
-    warnings: tuple[str, ...]
+    fields: Mapping[str, Any]
     layers: list[PCASummary]
     untrained: list[list[PCASummary]]
-    unmeasured: Mapping[str, str] = field(default_factory=dict)
 
 
 def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], prefix: str = "") -> Geometry:
@@ -165,7 +149,7 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         if summaries
     }
     numbers = np.array([summary.numbers for summary in layers])
-    fields = {
+    fields: dict[str, Any] = {
         "scores": layers[-1].scores,
         "layer_scores": aligned_signs([summary.scores for summary in layers]),
         "control_scores": draws[UNTRAINED][0][-1].scores if draws[UNTRAINED] else None,
@@ -179,7 +163,7 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
         claim, value = claims[prefix + metric], layers[-1].numbers[column]
         fields[name] = numbers[:, column]
         fields[f"{name}_null"] = null_band({key: found[:, :, column] for key, found in nulls.items()}, claim.side)
-        drawn = [Null.of(key, value, found[:, -1, column], claim.side) for key, found in nulls.items()]
+        drawn = [Null.of(key, found[:, -1, column], claim.side) for key, found in nulls.items()]
         estimates.append(estimate(claim, value, intervals[column], drawn, **size))
     unmeasured = {}
     try:
@@ -189,8 +173,8 @@ def measure_geometry(view: ProbeInput, site: Site, claims: Mapping[str, Claim], 
     except Constant as reason:
         names = [f"{prefix}{name}" for name in (RHO, f"{RHO}, {PARTIAL}", R2)]
         unmeasured = {name: str(reason) for name in names if name in claims}
-    warnings = tuple(_constant(site, layers))
-    return Geometry(fields, tuple(estimates), warnings, layers, draws[UNTRAINED], unmeasured)
+    fields |= {"estimates": tuple(estimates), "warnings": (*_constant(site, layers),), "unmeasured": unmeasured}
+    return Geometry(fields, layers, draws[UNTRAINED])
 
 
 @dataclass(frozen=True)
@@ -273,7 +257,7 @@ class EntropyGeometry:
             yield self.rho(claims[f"{prefix}{RHO}, {PARTIAL}"], test, covariates)
         value, fold = float(self.probe.r2[0]), self.probe.fold
         permuted = permuted_decodability(self.last, y, fold, clusters, RIDGE_PERMUTATIONS, view.seed)
-        nulls = untrained_nulls(value, self.untrained_r2)
+        nulls = untrained_nulls(self.untrained_r2)
         # The interval must clear 0, which is as good as the mean.
         nulls.append(permutation_null("permuted templates", value, permuted, centre=0.0))
         interval = decodability_interval(self.last, self.probe, clusters)
@@ -287,7 +271,7 @@ class EntropyGeometry:
     def rho(self, claim: Claim, test: Test, covariates: np.ndarray | None = None) -> Estimate:
         """|rho| of the last layer's PC1, perhaps given covariates."""
         y, clusters = self.target.values, self.view.clusters
-        draws = control_rhos(self.view.untrained, self.untrained, y, covariates, own=not self.target.exact)
+        draws = control_rhos(self.view.untrained, self.untrained, y, covariates, own_entropy=not self.target.exact)
         without = np.zeros(len(y)) if self.cut is None else PCASummary.of(self.cut[0]).scores[:, 0]
         paired = None if self.view.no_context is None else without
         return correlation(claim, self.scores, y, clusters, test, draws, covariates, paired)
@@ -308,12 +292,12 @@ def control_rhos(
     summaries: Sequence[PCASummary],
     entropy: np.ndarray,
     covariates: np.ndarray | None = None,
-    own: bool = True,
+    own_entropy: bool = True,
 ) -> dict[str, np.ndarray]:
-    """[draw] |rho| of each control's PC1 with the target, and where this is the model's `own` entropy with its own."""
+    """[draw] |rho| of each control's PC1 with the target; with `own_entropy` also with the control's own entropy."""
     pairs = list(zip(captures, summaries, strict=True))
     draws = {UNTRAINED: np.array([summary.rho(entropy, covariates) for _, summary in pairs])}
-    if own:
+    if own_entropy:
         draws[OWN_ENTROPY] = np.array([summary.rho(entropy_of(capture), covariates) for capture, summary in pairs])
     return draws
 
@@ -342,7 +326,7 @@ def correlation(
     """
     permuted = Null("permuted templates", 0.0, test.null_high, 0.0, test.p, PERMUTATIONS)
     interval = interval or correlation_interval(scores, entropy, clusters, covariates)
-    nulls = [*untrained_nulls(test.value, untrained), permuted]
+    nulls = [*untrained_nulls(untrained), permuted]
     if without is not None:
         nulls.append(_rho_without(scores, without, entropy, clusters, covariates))
     return estimate(claim, test.value, interval, nulls, n=test.n, clusters=test.clusters)
@@ -364,14 +348,14 @@ def _rho_without(
     return Null.paired(NO_CONTEXT, abs(own), abs(other), difference)
 
 
-def untrained_nulls(value: float, draws: Mapping[str, np.ndarray]) -> list[Null]:
+def untrained_nulls(draws: Mapping[str, np.ndarray]) -> list[Null]:
     """Nulls of a statistic that follows entropy, from untrained controls on the same prompts.
 
     UNTRAINED uses the trained model's entropy: what a look-up of the same tokens already predicts. OWN_ENTROPY uses the
     control's own: weights tie a model's vectors to its own entropy before any training. Without the second null,
     untrained models of width 16 passed the first in 24 % of cases (measured).
     """
-    return [centred_null(name, value, null) for name, null in draws.items()]
+    return [Null.of(name, null, noisy=True) for name, null in draws.items()]
 
 
 # ---- captures as matrices -------------------------------------------------------------------------------------------

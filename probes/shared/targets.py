@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from llmgeom.errors import UserError
-from llmgeom.model.capture import Capture
+from llmgeom.probe import Capture, UserError
 from llmgeom.stats.information import bits
 
 LEAST_SPREAD = 0.05  # bits; declared, so that no metric ranks rounding

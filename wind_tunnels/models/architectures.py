@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from typing import Any
 
@@ -10,12 +9,10 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
 from llmgeom.wind_tunnels.models import ARCHITECTURES
-from llmgeom.wind_tunnels.models.config import TunnelConfig
 from llmgeom.wind_tunnels.models.rows import RowsConfig
-from llmgeom.wind_tunnels.models.state_space import EXPAND
-from llmgeom.wind_tunnels.models.tunnel import MIXERS
+from llmgeom.wind_tunnels.models.tunnel import EXPAND, MIXERS, TunnelConfig
 
 LONGER = 4  # positions a model is made for, in lengths of its task: longer sequences than it saw can be graded
 STATE = 16  # of a state space
@@ -24,28 +21,12 @@ ROTARY = frozenset({"neox", "llama", "gqa", "window"})
 GATED = ROTARY - {"neox"}
 
 
-def build(
-    arch: str,
-    *,
-    vocabulary: int,
-    length: int,
-    features: int = 0,
-    width: int = 64,
-    layers: int = 2,
-    heads: int = 4,
-    inner: int | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A model with fresh weights that `seed` alone decides, float32 on the CPU.
+def build(arch: str, *, seed: int = 0, **shape: Any) -> PreTrainedModel:
+    """A model with fresh weights that `seed` alone decides, float32 on the CPU; its shape as `configured` takes it.
 
-    vocabulary  tokens, or where inputs are rows outputs of the head.
-    features    real numbers in a row of inputs; 0 where inputs are tokens.
-    inner       width of the MLP (transformers, mlp, meanpool, flat) or of the LSTM's state, or states of a state space;
-                None for the usual one.
     Raises UserError for an unknown architecture and for a shape that it cannot have.
     """
-    sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
-    config = configured(arch, features=features, inner=inner, **sizes)
+    config = configured(arch, **shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -62,7 +43,14 @@ def configured(
     heads: int = 4,
     inner: int | None = None,
 ) -> PreTrainedConfig:
-    """The config of what `build` builds."""
+    """The config of what `build` builds.
+
+    Args:
+        vocabulary: Tokens, or where inputs are rows outputs of the head.
+        features: Real numbers in a row of inputs; 0 where inputs are tokens.
+        inner: Width of the MLP (transformers, mlp, meanpool, flat) or of the LSTM's state, or states of a state space;
+            None for the usual one.
+    """
     known(arch)
     inner = usual(arch, width) if inner is None else inner
     sizes = {"vocabulary": vocabulary, "length": length, "width": width, "layers": layers, "heads": heads}
@@ -103,9 +91,7 @@ def step(arch: str, heads: int) -> int:
 def known(arch: str) -> None:
     """Raises UserError where no architecture has this name."""
     if arch not in ARCHITECTURES:
-        near = difflib.get_close_matches(arch, ARCHITECTURES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise UserError(f"unknown architecture {arch!r}: {hint}known: {', '.join(ARCHITECTURES)}")
+        raise unknown("architecture", arch, ARCHITECTURES)
 
 
 def _inside(

@@ -1,0 +1,89 @@
+"""Activations of a run's prompts at their final token, as a folder that `datasets`, pandas and safetensors read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.batch import Batch, Text, Tokens
+from llmgeom.cache.keys import of_tokens
+from llmgeom.cache.shards import captures_folder
+from llmgeom.errors import Unavailable, UserError
+from llmgeom.exports.arrays import about, plain
+from llmgeom.exports.shift import measured
+from llmgeom.files import write_whole
+from llmgeom.record import Record
+from llmgeom.reports.tables import tables
+
+SITES = ("residual", "query", "key", "value", "z", "attention_write", "mlp_write")
+ROWS = 1000  # of a row group: what a reader holds at once
+
+
+def write(record: Record, _form: str, out: Path, sites: Sequence[str] = ("residual",)) -> list[str]:
+    """train.parquet (a row for each prompt) and activations.safetensors in the folder `out`.
+
+    The table has the columns of the prompts, `ids` (the tokens) and SITE.LAYER, a list of float32 with heads side by
+    side. The safetensors file holds SITE.LAYER [prompt coordinate] and every column of numbers as prompts.COLUMN.
+
+    Args:
+        record: The model is loaded again and reads the prompts, from the cache where they are there.
+        out: The folder.
+        sites: Which activations.
+
+    Raises:
+        UserError: an unknown site or one that this model lacks; prompts that the model does not read as it did.
+    """
+    import pyarrow
+    from pyarrow import parquet
+    from safetensors.numpy import save
+
+    if unknown := [site for site in sites if site not in SITES]:
+        raise UserError(f"--sites {unknown[0]}: expected some of {', '.join(SITES)}, with commas between")
+    arrays, ids = _captured(record, list(dict.fromkeys(sites)))
+    table = tables(record)["prompts"]
+    columns = {name: pyarrow.array(table[name]) for name in record.prompts if name != "attention"}
+    columns["ids"] = pyarrow.array(ids)
+    for name, x in arrays.items():
+        flat = pyarrow.array(np.ascontiguousarray(x).reshape(-1))
+        columns[name] = pyarrow.FixedSizeListArray.from_arrays(flat, x.shape[1])
+    out.mkdir(parents=True, exist_ok=True)
+    metadata = plain(about(record) | {"position": "final token"})
+    sink = pyarrow.BufferOutputStream()
+    written = pyarrow.table(columns).replace_schema_metadata({"llmgeom": metadata})
+    parquet.write_table(written, sink, row_group_size=ROWS)
+    write_whole(out / "train.parquet", sink.getvalue())
+    own = {name: np.array(table[name]) for name in record.prompts}
+    numbers = {f"prompts.{name}": column for name, column in own.items() if column.dtype.kind in "if"}
+    write_whole(out / "activations.safetensors", save(arrays | numbers, {"llmgeom": metadata}))
+    part = f" of the {whole} that were measured" if (whole := record.facts.get("prompts", 0)) > len(ids) else ""
+    return [f"{len(ids)} prompts{part}, {len(arrays)} arrays: {', '.join(dict.fromkeys(sites))}"]
+
+
+def _captured(record: Record, sites: Sequence[str]) -> tuple[dict[str, np.ndarray], list[list[int]]]:
+    """SITE.LAYER [prompt coordinate] of the prompts of the record's table, which are read again; and their tokens.
+
+    Raises:
+        UserError: they are no text, or their tokens are not those that were measured.
+    """
+    subject = measured(record)
+    if subject.tokenizer is None:
+        raise UserError(f"{record.title} has no prompts in text: its activations are not exported")
+    text = record.prompts["text"]
+    batch = Batch(Text(tuple(text)), tuple(record.prompts["template"]), {"kind": "record", "name": record.title})
+    tokens = subject.tokens(batch)
+    assert isinstance(tokens, Tokens)  # text is read as tokens
+    alike = tokens.lengths.tolist() == list(record.prompts["tokens"])
+    if not alike or (record.facts.get("prompts") == len(text) and record.facts["prompts_hash"] != of_tokens(tokens)):
+        raise UserError(
+            f"{record.title}: the model reads its prompts as other tokens than when they were measured (a chat "
+            "template, or sequences without text); measure plain prompts, e.g. llmgeom probe --prompts FILE"
+        )
+    try:
+        capture = subject.capture(batch, sites, store=str(captures_folder()))
+    except Unavailable as reason:
+        raise UserError(f"--sites {','.join(sites)}: {reason}") from None
+    keys = sorted((key for key in capture.tensors if key[0] in sites), key=lambda key: (sites.index(key[0]), key[1]))
+    arrays = {f"{site}.{layer}": capture.tensors[site, layer].float().flatten(1).numpy() for site, layer in keys}
+    return arrays, tokens.real

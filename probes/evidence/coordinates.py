@@ -1,0 +1,163 @@
+"""The belief inside as a point of the simplex, for exact answers that exclude labels too, and as a hidden state."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from llmgeom.batch import Batch
+from llmgeom.errors import UserError
+from llmgeom.model.capture import Capture, Site
+from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.evidence.belief import held_out, inside, rows_of_labels
+from llmgeom.probes.evidence.depths import ByDepth, Ridge
+from llmgeom.probes.evidence.predictions import LABELS, LAST_VALUES, MAIN, ExactAnswers
+from llmgeom.result import Figure, Result, quantity
+from llmgeom.stats.shared_line import Line, blocks
+
+COORDINATES = "simplex"
+HIDDEN = "hidden state"
+DRAWS = 39  # of shuffled evidence
+LEAST_SPREAD = 0.02  # standard deviation of probabilities at equal k, below which there is nothing to read
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simplex(Result):
+    """How well the exact answer is read as a point of the simplex along the labels' directions, layer by layer."""
+
+    TITLE = "Belief as a point of the simplex"
+    TEXT = Path(__file__).parents[1] / "texts" / "simplex.md"
+
+    along: np.ndarray = quantity(
+        "depth",
+        "R2",
+        "exact probabilities of the labels, read along the labels' directions, other labels and clusters",
+        Figure("curve", band="along_null", interval="along_interval", beside="along_without"),
+    )
+    along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
+    along_null: np.ndarray | None = quantity("depth bound", "R2", "band of re-initialised models")
+    along_without: np.ndarray = quantity("depth", "R2", "without context; 0 where the model has no such control")
+    along_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
+    state: np.ndarray | None = quantity(
+        "depth",
+        "R2",
+        "probabilities of the hidden states, one for each label, read in the same way",
+        Figure("curve", band="state_null", interval="state_interval", beside="state_without"),
+    )
+    state_interval: np.ndarray | None = quantity("depth bound", "R2", "95 % interval over clusters")
+    state_null: np.ndarray | None = quantity("depth bound", "R2", "band of re-initialised models")
+    state_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
+    state_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
+    chain: np.ndarray | None = quantity(
+        "depth",
+        "R2",
+        "probabilities of the hidden chains, read by ridge regression from the residual stream",
+        Figure("curve", band="chain_null", interval="chain_interval", beside="chain_without"),
+    )
+    chain_interval: np.ndarray | None = quantity("depth bound", "R2", "95 % interval over clusters, fits held fixed")
+    chain_null: np.ndarray | None = quantity("depth bound", "R2", "band of re-initialised models")
+    chain_without: np.ndarray | None = quantity("depth", "R2", "without context; 0 where there is no such control")
+    chain_shuffled: np.ndarray | None = quantity("depth bound", "R2", "band with evidence of other prompts")
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is read of one model, of the last token of each prompt.
+
+    Attributes:
+        along: [depth prompt label] label-aligned coordinates (`belief.Inside`).
+        stream: [depth prompt d_model], the residual stream; none where the process has no hidden chains.
+        embedding: as `belief.rows_of_labels` returns it.
+    """
+
+    along: np.ndarray
+    stream: np.ndarray
+    embedding: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+def collect(captures: Mapping[str, Capture], embedding: Mapping[str, np.ndarray]) -> Read:
+    """From the main sample's capture and the rows of the output embedding."""
+    along, capture = inside(captures, embedding).along, captures[MAIN]
+    if hidden(capture.batch)[1] is None:
+        return Read(along, np.empty((len(along), along.shape[1], 0)), embedding)
+    return Read(along, np.stack([x.float().numpy() for x in capture.layers(Site.RESIDUAL)]), embedding)
+
+
+NEEDS = Needs(
+    sites=frozenset({Site.RESIDUAL}),
+    shuffled=False,
+    exact=True,
+    observers=(LABELS, LAST_VALUES),
+    examine=rows_of_labels,
+    collect=collect,
+)
+
+
+def measure(data: ProbeInput) -> Simplex:
+    """R2 at every depth, of the model and its controls. Raises UserError for answers that hardly vary at equal k."""
+    without = data.no_context and collect({MAIN: data.no_context}, data.observations.embedding)
+    return measure_simplex(data.capture.batch, (data.observations, *data.control_observations), data.seed, without)
+
+
+def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Read | None = None) -> Simplex:
+    """The same from what is read of the model and then of its untrained controls.
+
+    Args:
+        batch: the prompts. models: the model, then its untrained controls. seed: of the folds.
+        without: the model without context; None where it has no such control.
+    """
+    truth = ExactAnswers(batch)
+    rows, k, cluster = truth.observed, truth.k[truth.observed], truth.cluster[truth.observed]
+
+    def by_depth(target: Line | Ridge, site: str) -> ByDepth:
+        read = [[x[rows] for x in getattr(model, site)] for model in (*models, *([without] if without else []))]
+        return ByDepth.of(target, read[: len(models)], read[-1] if without else None, cluster, seed, DRAWS)
+
+    def line(p: np.ndarray) -> Line:
+        return Line(p[rows] - 1 / p.shape[1], k, held_out(batch, rows, seed))
+
+    answers = line(np.exp(truth.log_p))
+    if answers.spread < LEAST_SPREAD:
+        raise UserError(
+            f"the exact probabilities vary by {answers.spread:.2g} at equal k; at least {LEAST_SPREAD:g} are needed to "
+            "read them: show more observations"
+        )
+    parts = {"along": by_depth(answers, "along")}
+    state, chain = hidden(batch)
+    if state is not None and chain is not None:
+        parts["state"] = by_depth(line(state), "along")
+        parts["chain"] = by_depth(Ridge(_centred(chain[rows, 1:], k), k, blocks([cluster], seed)[:, 0]), "stream")
+    last = len(models[0].along) - 1
+    return Simplex(
+        **{name: value for part in ("along", "state", "chain") for name, value in _curves(part, parts.get(part))},
+        ticks={"depth": (*(f"in {layer}" for layer in range(last)), "out")},
+        notes=(f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}",),
+        unmeasured={} if "chain" in parts else {HIDDEN: "what is hidden in this process has one state for each answer"},
+    )
+
+
+def hidden(batch: Batch) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """[prompt label] and [prompt chain] exact probabilities of the hidden state that belongs to each label, and of what
+    moves it; None where the belief has no more states than there are labels."""
+    exact = batch.exact
+    labels = exact.predictive.shape[-1]
+    if exact.belief is None or exact.belief.shape[-1] <= labels or exact.belief.shape[-1] % labels:
+        return None, None
+    joint = exact.belief[:, -1].exp().numpy().reshape(len(batch), -1, labels)
+    return joint.sum(1), joint.sum(2)
+
+
+def _centred(values: np.ndarray, stratum: np.ndarray) -> np.ndarray:
+    means = {one: values[stratum == one].mean(0) for one in np.unique(stratum)}
+    return values - np.array([means[one] for one in stratum])
+
+
+def _curves(name: str, by_depth: ByDepth | None) -> list[tuple[str, np.ndarray | None]]:
+    names = (name, *(f"{name}_{what}" for what in ("interval", "null", "without", "shuffled")))
+    if by_depth is None:
+        return [(each, None) for each in names]
+    curves = (by_depth.value, by_depth.interval, by_depth.untrained_band, by_depth.without, by_depth.shuffled_band)
+    return list(zip(names, curves, strict=True))

@@ -1,0 +1,131 @@
+"""R2 of an exact target at every depth of a model, with the controls of a belief read-out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from llmgeom.claims import layer_band
+from llmgeom.probes.evidence.estimates import UNTRAINED
+from llmgeom.stats import ridge_probe
+from llmgeom.stats.resampling import Interval, jackknife
+from llmgeom.stats.shared_line import Line
+
+SHUFFLED = "shuffled evidence"
+PERMUTATIONS = 199
+
+
+@dataclass(frozen=True)
+class ByDepth:
+    """R2 at each depth.
+
+    Attributes:
+        value: [depth] of the model. spans: their 95 % intervals over clusters.
+        untrained: [draw depth] of the re-initialised models.
+        without: [depth] of the model without context; 0 where it has no such control.
+        shuffled: [depth draw] of the model, with evidence of other prompts with as many observations.
+    """
+
+    value: np.ndarray
+    spans: Sequence[Interval]
+    untrained: np.ndarray
+    without: np.ndarray
+    shuffled: np.ndarray
+
+    @classmethod
+    def of(
+        cls, target: Line | Ridge, models: Sequence[Sequence[np.ndarray]], without: Sequence[np.ndarray] | None,
+        cluster: np.ndarray, seed: int, draws: int = PERMUTATIONS,
+    ) -> ByDepth:  # fmt: skip
+        """From what is read at each depth, [row coordinate], of the model, then of its untrained controls."""
+        own, every = models[0], np.arange(len(cluster))
+        orders = exchanged(target.stratum, np.random.default_rng([seed, 21]))[:draws]
+        return cls(
+            np.array([target.r2(x) for x in own]),
+            [jackknife(partial(target.subset_r2, x), every, cluster) for x in own],
+            np.array([[target.r2(x) for x in control] for control in models[1:]]),
+            np.zeros(len(own)) if without is None else np.array([target.r2(x) for x in without]),
+            np.array([_exchanged_r2(target, x, orders) for x in own]),
+        )
+
+    @property
+    def interval(self) -> Float[np.ndarray, "depth bound"]:
+        return np.array([[span.low, span.high] for span in self.spans])
+
+    @property
+    def untrained_band(self) -> Float[np.ndarray, "depth bound"] | None:
+        return layer_band({UNTRAINED: self.untrained})
+
+    @property
+    def shuffled_band(self) -> Float[np.ndarray, "depth bound"] | None:
+        return layer_band({SHUFFLED: self.shuffled.T})
+
+
+@dataclass(frozen=True)
+class Ridge:
+    """Ridge regression of y on all coordinates, within strata, held out by block (`stats.ridge_probe.read`).
+
+    Attributes:
+        y: [row column], what is predicted, less its mean within strata.
+        stratum: [row] rows of one stratum are compared. fold: [row] the block of each row.
+    """
+
+    y: Float[np.ndarray, "row column"]
+    stratum: np.ndarray
+    fold: Int[np.ndarray, " row"]
+
+    @cached_property
+    def _member(self) -> Float[np.ndarray, "row stratum"]:
+        return (self.stratum[:, None] == np.unique(self.stratum)).astype(float)
+
+    def _predicted(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return ridge_probe.read(x, y, self.fold, confounds=self._member).prediction
+
+    def r2(self, x: Float[np.ndarray, "row coordinate"]) -> float:
+        """1 - squared error over the squared spread within strata, all columns together."""
+        return self._r2(self._predicted(x, self.y), np.arange(len(self.y)))
+
+    def subset_r2(self, x: np.ndarray, rows: np.ndarray) -> float:
+        """R2 of some rows. The predictions stay those of all rows, each from other blocks."""
+        return self._r2(self._stored(x), rows)
+
+    def exchanged_r2(self, x: np.ndarray, orders: Int[np.ndarray, "draw row"]) -> Float[np.ndarray, " draw"]:
+        """R2 where row r has what row order[r] has to predict; one for each order."""
+        columns = self.y[orders].transpose(1, 0, 2).reshape(len(x), -1)
+        missed = np.square(columns - self._predicted(x, columns)).sum(0).reshape(len(orders), -1).sum(1)
+        return 1 - missed / np.square(self.y).sum()
+
+    def _stored(self, x: np.ndarray) -> np.ndarray:
+        last = self._last
+        if not last or last[0] is not x:
+            last[:] = x, self._predicted(x, self.y)
+        return last[1]
+
+    @cached_property
+    def _last(self) -> list[np.ndarray]:
+        """The coordinates that were read last, and what they predict: a jackknife reads the same ones many times."""
+        return []
+
+    def _r2(self, prediction: np.ndarray, rows: np.ndarray) -> float:
+        y = self.y[rows]
+        return float(1 - np.square(y - prediction[rows]).sum() / np.square(y).sum())
+
+
+def _exchanged_r2(target: Line | Ridge, x: np.ndarray, orders: np.ndarray) -> np.ndarray:
+    """[draw] R2 where row r has what row order[r] has to predict."""
+    if isinstance(target, Ridge):
+        return target.exchanged_r2(x, orders)
+    return np.array([target.exchanged(order).r2(x) for order in orders])
+
+
+def exchanged(stratum: np.ndarray, rng: np.random.Generator) -> Int[np.ndarray, "draw row"]:
+    """Whose exact answer each row is given: that of a row with as many labels."""
+    order = np.tile(np.arange(len(stratum)), (PERMUTATIONS, 1))
+    for one in np.unique(stratum):
+        at = np.flatnonzero(stratum == one)
+        order[:, at] = rng.permuted(np.tile(at, (PERMUTATIONS, 1)), axis=1)
+    return order

@@ -1,0 +1,241 @@
+"""What patches do to prompts of a process: at one position, or along one edge of attention to a later position."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from llmgeom.batch import Batch
+from llmgeom.model.capture import Capture, Site
+from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions.axis import rescaled
+from llmgeom.probes.interventions.component_ablation import add
+from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, copies
+from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
+from llmgeom.progress import Progress
+from llmgeom.stats.information import bits
+
+MARK, LAST = ROLES.index("changed mark"), ROLES.index("last token")
+PLACES = (MARK, LAST)  # where random directions of equal size are patched, too
+LEAST_SHIFT = 0.05  # bits: a smaller total effect has no shares
+LEAST_SHARE = 0.1  # of the total effect: below it a position sends nothing worth following, and an edge is not kept
+MOST_EDGES = 2  # of a layer: the largest
+EDGES = (*((MARK, role) for role in range(1, len(ROLES))), *((role, LAST) for role in range(1, LAST)))
+
+
+@dataclass(frozen=True, eq=False)
+class TextRun(PatchingRun):
+    """Prompts x with activations of x' at some positions.
+
+    The effect is the rise, in bits, of the log odds of the mark of x' over that of x at the last token.
+    """
+
+    pairs: TextPairs
+    batch_tokens: int = BATCH_TOKENS
+
+    @property
+    def at(self) -> Tensor:
+        return self.pairs.edited
+
+    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
+        return {"shift": self.odds(patched[0]) - self.odds(clean[0])}
+
+    def odds(self, log_probs: Tensor) -> np.ndarray:
+        """[prompt] log odds of the mark of x' over that of x, bits."""
+        old, new = log_probs.double().gather(1, self.pairs.marks).T
+        return bits((new - old).numpy())
+
+    def total(self) -> np.ndarray:
+        """[prompt] what reading x' in the place of x does to the log odds, bits."""
+        before, after = (
+            self.odds(self.subject.capture(one, {Site.LOG_PROBS}, batch_tokens=self.batch_tokens).log_probs)
+            for one in (self.pairs.x, self.pairs.other)
+        )
+        return after - before
+
+
+@dataclass(frozen=True, eq=False)
+class WriteRun(TextRun):
+    """The same prompts and patches. The effect is the change of what attention of one layer writes, [token d_model]."""
+
+    layer: int = 0
+
+    sites = (Site.ATTENTION_WRITE,)
+
+    def _read(self, capture: Capture) -> list[Tensor]:
+        return [capture.layers(Site.ATTENTION_WRITE)[self.layer]]
+
+    def _effects(self, clean: Sequence[Tensor], patched: Sequence[Tensor]) -> dict[str, np.ndarray]:
+        return {"write": (patched[0].double() - clean[0].double()).numpy()}
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Exchange of one observation inside a model, layer by layer. Tokens are those at which x and x' can differ.
+
+    Attributes:
+        along: [d_model] of length 1; only the component along it is exchanged. None for all of the residual.
+    """
+
+    subject: Subject
+    pairs: TextPairs
+    batch_tokens: int
+    along: np.ndarray | None = None
+
+    @cached_property
+    def _read(self) -> Tensor:
+        return self.pairs.edited | _at(self.pairs, self.pairs.equal)
+
+    @cached_property
+    def _residuals(self) -> tuple[list[Tensor], list[Tensor]]:
+        """[layer][token d_model] of x and of x', also at the twin of the changed mark."""
+
+        def residuals(batch: Batch) -> list[Tensor]:
+            rows = replace(batch, query=self._read)
+            capture = self.subject.capture(rows, {Site.RESIDUAL}, batch_tokens=self.batch_tokens)
+            return [x.double() for x in capture.layers(Site.RESIDUAL)]
+
+        return residuals(self.pairs.x), residuals(self.pairs.other)
+
+    @cached_property
+    def role(self) -> Tensor:
+        """[token] what each token is, an index of ROLES."""
+        return self.pairs.role[self.pairs.edited]
+
+    def steps(self, layer: int) -> list[Tensor]:
+        """[token d_model] for each role: the residual of x' less that of x at the tokens of this role, else 0."""
+        own, other = self._residuals
+        step = self._part((other[layer] - own[layer])[self.pairs.edited[self._read]])
+        return [step * (self.role == role)[:, None] for role in range(len(ROLES))]
+
+    def equal(self, layer: int) -> Tensor:
+        """[token d_model] what puts another observation's residual with the same mark at the changed mark; else 0."""
+        own, pairs = self._residuals[0][layer], self.pairs
+        mark, twin = (_at(pairs, x)[self._read] for x in (pairs.at, pairs.equal))
+        has_twin = pairs.equal >= 0
+        step = torch.zeros(len(self.role), own.shape[1], dtype=own.dtype)
+        step[(self.role == MARK).nonzero()[:, 0][has_twin]] = own[twin] - own[mark][has_twin]
+        return self._part(step)
+
+    def _part(self, step: Tensor) -> Tensor:
+        if self.along is None:
+            return step
+        u = torch.from_numpy(self.along)
+        return (step @ u)[:, None] * u
+
+    def shifts(self, location: Location, steps: Sequence[Tensor]) -> np.ndarray:
+        """[patch prompt] bits: the effect of adding each step at one point of a layer."""
+        run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, self.batch_tokens)
+        return run.run([{location: add(step)} for step in steps])["shift"]
+
+    def writes(self, layer: int, steps: Sequence[Tensor]) -> Tensor:
+        """[patch token d_model] how each step at the layer's input changes what attention writes in this layer."""
+        read = replace(self.pairs.x, query=self.pairs.edited)
+        run = WriteRun(self.subject, read, (("residual", layer),), self.pairs, self.batch_tokens, layer)
+        return torch.from_numpy(run.run([{("residual", layer): add(step)} for step in steps])["write"])
+
+    def total(self) -> np.ndarray:
+        """[prompt] what reading x' in the place of x does to the log odds, bits."""
+        return TextRun(self.subject, self.pairs.x, (), self.pairs, self.batch_tokens).total()
+
+    def edges(self, layer: int, senders: Sequence[int], total: float, draws: int, rng: np.random.Generator) -> dict:
+        """The largest edges of attention in one layer, with random directions and equal evidence.
+
+        An edge from a sender to a receiver: what attention writes at the receiver changes as if the sender's input to
+        the layer were that of x', for this receiver alone; everything else stays that of x (path patching). A key and a
+        value of one token are exchanged as one later token sees them.
+
+        Args:
+            senders: roles whose edges are measured. total: the mean total effect, bits.
+            draws: random directions, each as long as the change of the write.
+
+        Returns:
+            edge [edge 3], layer, sender and receiver; edge_shift [edge prompt]; edge_random [edge draw prompt];
+            edge_equal [edge prompt], 0 where the sender is not the changed mark.
+        """
+        chosen, steps = [edge for edge in EDGES if edge[0] in senders], self.steps(layer)
+        empty = np.empty((0, 1 + draws, len(self.pairs.x)))
+        writes = dict(zip((*senders, "equal"), self.writes(layer, [*(steps[i] for i in senders), self.equal(layer)]),
+                          strict=True))  # fmt: skip
+
+        def arriving(sender: Any, receiver: int) -> Tensor:
+            return writes[sender] * (self.role == receiver)[:, None]
+
+        shift = self.shifts(("attention_write", layer), [arriving(*edge) for edge in chosen]) if chosen else empty[:, 0]
+        size = np.abs((shift * self.pairs.sign).mean(1))
+        top = [i for i in np.argsort(-size)[:MOST_EDGES] if size[i] >= LEAST_SHARE * abs(total)]
+        controls: list[Tensor] = []
+        for sender, receiver in (chosen[i] for i in top):
+            length = arriving(sender, receiver).norm(dim=1, keepdim=True)
+            noise = rng.standard_normal((draws, *writes[sender].shape))
+            twin = arriving("equal", receiver) if sender == MARK else torch.zeros_like(writes[sender])
+            controls += [twin, *(rescaled(torch.from_numpy(one), length) for one in noise)]
+        found = self.shifts(("attention_write", layer), controls).reshape(len(top), 1 + draws, -1) if top else empty
+        return {
+            "edge": np.array([(layer, *chosen[i]) for i in top], dtype=np.int64).reshape(-1, 3),
+            "edge_shift": shift[top],
+            "edge_equal": found[:, 0],
+            "edge_random": found[:, 1:],
+        }
+
+
+def effects(
+    subject: Subject,
+    pairs: TextPairs,
+    *,
+    layers: Sequence[int],
+    draws: int,
+    seed: int,
+    batch_tokens: int,
+    progress: Progress | None = None,
+    along: np.ndarray | None = None,
+) -> dict[str, np.ndarray]:
+    """What each patch does in one model, in bits of log odds.
+
+    Edges are followed from the positions that carry at least LEAST_SHARE of the total effect at a layer's input.
+
+    Returns:
+        total [prompt]; cells [layer role prompt], the last role being all of them together; equal [layer prompt], 0
+        where a prompt has no other observation with its mark; random [layer place draw prompt]; and the arrays of
+        `Exchange.edges`, absent where the total effect has no shares or what attention writes is not known.
+    """
+    exchange = Exchange(subject, pairs, batch_tokens, along)
+    total, rng = exchange.total(), np.random.default_rng([seed, 51])
+    mean = float((total * pairs.sign).mean())
+    follow = abs(mean) >= LEAST_SHIFT and not subject.unavailable({Site.ATTENTION_WRITE})
+    every: list[dict[str, np.ndarray]] = []
+    for done, layer in enumerate(layers, 1):
+        steps = exchange.steps(layer)
+        noise = [
+            rescaled(torch.from_numpy(rng.standard_normal(steps[place].shape)), steps[place].norm(dim=1, keepdim=True))
+            for place in PLACES
+            for _ in range(draws)
+        ]
+        shift = exchange.shifts(("residual", layer), [*steps, torch.stack(steps).sum(0), exchange.equal(layer), *noise])
+        cells, equal, random = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
+        row = {"cells": cells[None], "equal": equal, "random": random.reshape(1, len(PLACES), draws, -1)}
+        if follow:
+            carried = np.abs((cells * pairs.sign).mean(1)) >= LEAST_SHARE * abs(mean)
+            row |= exchange.edges(layer, [role for role in range(LAST) if carried[role]], mean, draws, rng)
+        every.append(row)
+        if progress:
+            progress("layers", done, len(layers))
+    return {"total": total} | {name: np.concatenate([row[name] for row in every]) for name in every[0]}
+
+
+def passes(prompts: int, layers: int, draws: int) -> int:
+    """How often at most the prompts are read by `effects`."""
+    of_layer = copies(prompts, len(ROLES) + 2 + len(PLACES) * draws)
+    of_edges = copies(prompts, LAST + 1) + copies(prompts, len(EDGES)) + copies(prompts, MOST_EDGES * (1 + draws))
+    return 4 + layers * (of_layer + of_edges)
+
+
+def _at(pairs: TextPairs, position: Tensor) -> Tensor:
+    """[prompt seq] whether a position is that of the prompt; none where it is -1."""
+    return torch.arange(pairs.role.shape[1]) == position[:, None]

@@ -1,0 +1,148 @@
+"""Coverage of claims' intervals on simulated effects: `python -m studies.simulated_claims` prints rows.
+
+Effects, losses, activations and weights are drawn at the default size and go through the functions that measure them.
+The mean of the statistic over all samples stands for what an interval is about. Bits are drawn as skewed as an
+exponential, which the effects of edits and losses are about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from llmgeom import claims
+from llmgeom.probes import key_orthogonality, qk_alignment
+from llmgeom.probes.belief_clusters import Grouped
+from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.probes.interventions import axis_results, interchange_results, label_axis
+from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
+from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
+from llmgeom.probes.shared.length_curves import measure_past
+from llmgeom.result import Estimate
+from llmgeom.stats.manifold import distances
+from llmgeom.stats.resampling import geometric_mean, jackknife
+from studies.coverage import Estimates, coverage
+
+Draw = Callable[[np.random.Generator], Estimates]
+HALF = 37  # clusters of the half of 75 prompts on which edits are measured
+
+
+def named(probe: str, made: Iterable[Estimate]) -> Estimates:
+    """The estimates of one probe."""
+    return {f"{probe}: {h.name}": (h.value, h.low, h.high, True) for h in made}
+
+
+def declared_only(every: Estimates) -> Estimates:
+    """Those that are claims."""
+    known = {f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim}
+    return {name: numbers for name, numbers in every.items() if name in known}
+
+
+def edits(rng: np.random.Generator) -> Estimates:
+    """Edits of an axis and of a label's direction."""
+    clusters, doses = np.arange(HALF), len(DOSES["project-out"])
+    own = {name: rng.exponential(0.05, (doses, HALF)) for name in ("kl", "odds", "error", "evidence")}
+    draws = [{name: np.full((39, HALF), 0.01) for name in own}] * doses
+    dose = DoseEffects("project-out", own, {SIZE: draws, VARIANCE: draws})
+    axis = AxisEffects(dose, (0,), "all", clusters, False, 1.0, np.ones(3), 0.5, 1.0, 0.5, np.ones((1, 4)))
+    made = {}
+    for probe in ("ablation_pc1", "ablation_ridge"):
+        made |= named(probe, axis_results.measure_axis(probe, axis).estimates)
+    made |= named("ablation_control", axis_results.measure_positive_control(dose, clusters).estimates)
+    metrics = ((label_axis.KL, "kl"), (label_axis.ODDS, "odds"))
+    return made | named(
+        label_axis.PROBE, [label_axis._estimate(name, dose, effect, clusters, True) for name, effect in metrics]
+    )
+
+
+def exchanges(rng: np.random.Generator) -> Estimates:
+    """Evidence that is exchanged between sequences and in text."""
+    n = 100
+    total = rng.exponential(2.0, n)
+    moved = {
+        kind: 0.5 * total[None, None] + rng.normal(0, 0.5, (1, 1, n)) for kind in ("whole", "frame", "rest", "placebo")
+    }
+    moved |= {kind: rng.normal(0, 0.1, (1, 39, n)) for kind in (RANDOM, AS_FAR)}
+    own = InterchangeEffects(total, moved, {"placebo": np.zeros((1, 1, n))}, (2,))
+    made = named("interchange", interchange_results.measure_interchange(own, [own], [0], np.arange(n)).estimates)
+    exact, clusters = rng.uniform(1, 3, 60), np.arange(60) // 3
+    shift = exact * (0.6 + 0.3 * rng.standard_normal(20)[clusters]) + rng.normal(0, 0.5, 60)
+
+    def share(rows: np.ndarray) -> float:
+        return float(shift[rows].mean() / exact[rows].mean())
+
+    rows = np.arange(60)
+    span = jackknife(share, rows, clusters)
+    return made | {"text_patching: total effect over the exact shift": (share(rows), span.low, span.high, True)}
+
+
+def skills(rng: np.random.Generator) -> Estimates:
+    """Skill in processes: two hundred prompts in forty sets of labels."""
+    cluster, made = np.arange(200) % 40, {}
+    common = rng.exponential(1, 40)[cluster]
+    own, baseline = common * rng.exponential(0.1, 200), common * rng.exponential(0.4, 200)
+    losses = [Losses(own, baseline, None, np.array([1.0]), np.array([1.0]), cluster)]
+    for probe in ("process", "profile"):
+        every = [entry for entry in claims.declared(probe).values() if entry.claim]
+        made |= named(probe, [skill_estimate(entry, losses) for entry in every])
+    value = skill_estimate(claims.declared("process")["skill over the best constant"], losses)
+    made["sula: skill"] = (value.value, value.low, value.high, True)
+    gain = rng.normal(0.8, 0.5, 40)[cluster] + rng.normal(0, 1, 200)
+    span = jackknife(np.mean, gain, cluster)
+    return made | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
+
+
+def silhouettes(rng: np.random.Generator) -> Estimates:
+    """Four groups of points of 25 sequences with three queries each, which share some of their noise."""
+    cluster, label = np.repeat(np.arange(25), 3), rng.integers(0, 4, 75)
+    own = rng.standard_normal((25, 8))[cluster] + rng.standard_normal((75, 8))
+    groups = Grouped(distances(1.5 * np.eye(8)[label] + 0.7 * own), label)
+    span = jackknife(groups.silhouette, np.arange(75), cluster)
+    return {"belief_clusters: silhouette beyond the read-out": (groups.silhouette(), span.low, span.high, True)}
+
+
+def trainings(rng: np.random.Generator) -> Estimates:
+    """Ratios of settling steps of five trainings."""
+    names = [f"{e.probe}: {e.name}" for e in claims.entries() if e.claim and e.probe in ("drift", "gradients")]
+    return {name: (*geometric_mean(rng.lognormal(0.5, 0.6, 5)), True) for name in names}
+
+
+def attention(rng: np.random.Generator) -> Estimates:
+    """Attention on bearing positions as a ratio of sums, and |cos| of the columns of random keys."""
+    n, made = 75, {}
+    below = rng.uniform(0.2, 0.8, n)
+    for entry in claims.declared("qk_alignment").values():
+        if entry.claim:
+            above = below * rng.beta(2, 3, n)
+            made |= named("qk_alignment", [qk_alignment._row(entry.name, above, below, np.arange(n), [])])
+    heads = np.array([key_orthogonality.mean_abs_cosine(rng.standard_normal((1, 8, 24)))[0] for _ in range(16)])
+    span = jackknife(lambda x: float(x.mean()), heads, np.arange(16))
+    return made | {"key_orthogonality: columns of W_K": (heads.mean(), span.low, span.high, True)}
+
+
+def horizon(rng: np.random.Generator) -> Estimates:
+    """Losses past the horizon, four times those within."""
+    kl = rng.exponential(np.where(np.arange(12) < 8, 0.01, 0.04), (75, 12)) * rng.exponential(1, (75, 1))
+    return named("length_generalisation", measure_past(kl, [kl], np.ones_like(kl), 8).estimates)
+
+
+DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, silhouettes, trainings, attention, horizon)
+
+
+def covered(draw: Draw, count: int, seed: int = 7) -> dict[str, tuple[bool, int, float, float, float]]:
+    """As `coverage`, of the claims among what is drawn."""
+    rng = np.random.default_rng(seed)
+    return coverage([declared_only(draw(rng)) for _ in range(count)])
+
+
+def rows(count: int) -> Iterator[str]:
+    """Rows of the table: claim, samples, coverage."""
+    for draw in DRAWS:
+        for name, (_, n, held, _, _) in covered(draw, count).items():
+            yield f"| {name} | {n} | {held:.2f} |"
+
+
+if __name__ == "__main__":
+    for row in rows(1000):
+        print(row, flush=True)

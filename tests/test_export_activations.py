@@ -1,0 +1,122 @@
+"""Exported activations are those of the model, whoever reads the files; a probe reads at the positions asked for."""
+
+from __future__ import annotations
+
+import json
+
+import datasets
+import numpy as np
+import pandas as pd
+import pytest
+from datasets import load_dataset
+from safetensors.numpy import load_file
+from sklearn.linear_model import LogisticRegression
+
+from llmgeom.commands.probe import RunConfig, perform
+from llmgeom.errors import UserError
+from llmgeom.exports import export
+from llmgeom.probes.labels.directions import SavedDirection
+from llmgeom.probes.labels.positions import read_positions
+from llmgeom.prompts import files
+from llmgeom.prompts.domains import Domain
+from tests.refusals import refused
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    pool = Domain("mixed").sample(40, 3)
+    path = tmp_path_factory.mktemp("prompts") / "mine.jsonl"
+    rows = [
+        {"text": text, "template": str(i), "long": len(text) > 55, "words": len(text.split()), "w": 1 + i % 3}
+        for i, text in enumerate(pool.text)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def run(prompts, tmp_path_factory):
+    """One run at three positions with weights: (folder, record, model)."""
+    place = tmp_path_factory.mktemp("run")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LLMGEOM_CACHE", str(place / "cache"))
+        patch.setenv("HF_HOME", str(place / "hf"))
+        asked = RunConfig(
+            model="pocket:pythia", prompts=prompts, target="words", given=("none",), nulls=1, weight="w",
+            positions=("last", "mean", "-3"), out=str(place / "run"),
+        )  # fmt: skip
+        subject = asked.load()
+        yield *perform(asked, subject=subject), subject
+
+
+def test_the_folder_is_read_by_datasets_pandas_and_safetensors(run, prompts, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)  # else `datasets` counts a download
+    out, _, subject = run
+    place, said = export(str(out), "activations", sites=("residual", "value"))
+    assert said == "40 prompts, 9 arrays: residual, value"
+    batch = files.read(prompts)
+    capture = subject.capture(batch, {"residual", "value"})
+    tensors = load_file(f"{place}/activations.safetensors")
+    frame = pd.read_parquet(f"{place}/train.parquet")
+    for rows in (
+        load_dataset("parquet", data_dir=place, split="train", cache_dir=str(tmp_path)),
+        load_dataset(place, split="train", cache_dir=str(tmp_path)),
+    ):
+        assert rows["text"][:] == list(batch.text) and rows["words"][:] == list(batch.columns["words"])
+        assert rows["ids"][:] == subject.tokens(batch).real
+        np.testing.assert_array_equal(np.array(rows["value.1"][:]), capture.layers("value")[1].flatten(1).numpy())
+    for layer, x in enumerate(capture.layers("residual")):
+        np.testing.assert_array_equal(np.stack(frame[f"residual.{layer}"]), x.numpy())
+        np.testing.assert_array_equal(tensors[f"residual.{layer}"], x.numpy())
+    assert tensors["prompts.words"].tolist() == list(batch.columns["words"])
+    # The three lines of docs/exports.md.
+    x, y = np.stack(frame["residual.2"]), frame["long"] == "True"
+    assert LogisticRegression(max_iter=1000).fit(x, y).score(x, y) > 0.9
+    before = (out / "activations" / "train.parquet").read_bytes()
+    export(str(out), "activations", sites=("residual", "value"))
+    assert (out / "activations" / "train.parquet").read_bytes() == before
+
+
+def test_activations_that_cannot_be_exported_are_refused(run):
+    out, _, _ = run
+    with refused(UserError, "--sites head", "residual"):
+        export(str(out), "activations", sites=("head",))
+    with refused(UserError, "latex", "--sites"):
+        export(str(out), "latex", sites=("value",))
+
+
+def test_positions_are_places_of_their_own(run, prompts):
+    """Each position has a curve; its numbers are those of rows that a capture of all positions has there."""
+    out, record, subject = run
+    arrays = record.results["label"].arrays
+    assert {"residual_score", "residual_mean_score", "residual_-3_score"} <= arrays.keys()
+    assert len(record.prompts["held-out prediction"]) == len(record.prompts["text"]) == 40
+    everywhere = subject.capture(files.read(prompts), {"residual"}, positions="all")
+    saved = SavedDirection.load(out / "direction.safetensors")
+    assert saved.layer < len(everywhere.layers("residual")) - 1  # the last residual stream cannot be edited
+    x, prompt = everywhere.layers("residual")[saved.layer].double().numpy(), everywhere.prompt.numpy()
+    rows = {"last": -1, "-3": -3, "mean": slice(None)}[saved.position]
+    own = np.stack([np.atleast_2d(x[prompt == i][rows]).mean(0) for i in range(40)])
+    assert (own @ saved.vector).std() == pytest.approx(saved.scale, rel=1e-4)
+    assert any("weighted by 'w'" in note for note in record.results["label"].notes)
+
+
+def test_positions_and_weights_that_cannot_be_read_are_refused(prompts, tmp_path):
+    assert read_positions(("-1", "last", "-2", "mean")) == ("last", -2, "mean")
+    for word in ("0", "3", "all", "-x"):
+        with refused(UserError, f"--positions {word}", "mean"):
+            read_positions((word,))
+    for fields, words in (
+        ({"positions": ("-90",)}, ("-90", "rows 1, 2", "fewer tokens")),
+        ({"weight": "text"}, ("text",)),
+        ({"weight": "template"}, ("--weight template", "no number")),
+        ({"weight": "zero"}, ("zero",)),
+        ({"target": None, "answers": "long", "weight": "w"}, ("--weight w", "--answers")),
+    ):
+        given = {"model": "pocket:pythia", "prompts": prompts, "target": "words", "out": str(tmp_path), **fields}
+        with refused(UserError, *words):
+            perform(RunConfig(**given))
+    path = tmp_path / "zero.csv"
+    path.write_text("text,kind,w\n" + "".join(f"prompt {i},{'ab'[i % 2]},{i % 4}\n" for i in range(20)))
+    with refused(UserError, "--weight w", "rows 1, 5, 9", "above 0"):
+        perform(RunConfig(model="pocket:pythia", prompts=str(path), target="kind", weight="w", out=str(tmp_path)))
