@@ -32,6 +32,8 @@ def compared(comparison: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "reference": pairs[0]["reference"],
         "title": f"{names[0] if not several else f'{len(names)} runs'} less {pairs[0]['reference']}",
+        "counted": [pair["counted"] for pair in pairs],
+        "found": [text for pair in pairs for text in pair["findings"]],
         "rows": [_row(record, d) for record, d in rows],
         "drawn": [*forest, *curves],
         "notes": [f"{pair['record']}: {note}" for pair in pairs for note in pair["notes"]] + list(comparison["notes"]),

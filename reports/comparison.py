@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -23,6 +23,11 @@ from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 ALPHA, LEVEL = 0.05, 0.95
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
+SAID = {
+    "differs": ("differs", "differ"),
+    "equivalent": ("is equivalent", "are equivalent"),
+    "undecided": ("is undecided", "are undecided"),
+}
 WIDTHS = ("d_model", "kv_heads", "head_dim")
 TESTS = "p = 0: no difference; p beyond: one of the declared effect or more; both by Holm over all rows"
 UNPAIRED = (
@@ -91,7 +96,10 @@ class CurveDifference:
 
 @dataclass(frozen=True)
 class Pair:
-    """A record less the reference; notes: what to know of this pair; left_out: what was not compared, and why."""
+    """A record less the reference; notes: what to know of this pair; left_out: what was not compared, and why.
+
+    `counted` and `findings` say in sentences what was found: how many numbers differ, and the largest differences.
+    """
 
     reference: str
     record: str
@@ -100,6 +108,8 @@ class Pair:
     similarities: tuple[Similarity, ...]
     notes: tuple[str, ...]
     left_out: tuple[str, ...]
+    counted: str = ""
+    findings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -140,7 +150,10 @@ def compare(records: Sequence[Record]) -> Comparison:
         prompts=len(first.prompts["text"]),
         clusters=len(set(first.prompts["template"])),
         texts=_hash(first.prompts["text"]),
-        pairs=tuple(replace(pair, differences=tuple(islice(judged, len(pair.differences)))) for pair in pairs),
+        pairs=tuple(
+            _found(replace(pair, differences=tuple(islice(judged, len(pair.differences)))), first.prompts["text"])
+            for pair in pairs
+        ),
         notes=tuple(_notes(labels, records, pairs)),
     )
 
@@ -303,6 +316,22 @@ def _judged(raw: Sequence[Difference]) -> Iterator[Difference]:
         yield replace(d, p=p, p_within=p_within, needed=needed, verdict=verdict, why=why)
 
 
+def _found(pair: Pair, prompts: Sequence[str]) -> Pair:
+    """The pair with its sentences: a count of every word, and the largest difference of each of three probes."""
+    count = {word: sum(d.verdict == word for d in pair.differences) for word in get_args(Word)}
+    words = [f"{n} {SAID[word][n > 1]}" for word, n in count.items() if n]
+    both = f"{pair.record} against {pair.reference} on the same {len(prompts)} prompts"
+    counted = f"{both}: of {len(pair.differences)} numbers {', '.join(words)}." if words else f"{both}."
+    largest = sorted((d for d in pair.differences if d.verdict == "differs"), key=lambda d: -abs(d.value / d.effect))
+    findings = []
+    for d in list({d.probe: d for d in reversed(largest)}.values())[::-1][:3]:
+        value, low, high = numbers(d.value, d.low, d.high)
+        difference = f"difference {value} [{low}, {high}] {d.unit}".rstrip()
+        theirs = f"{d.theirs:.3g} in {pair.record}, {d.ours:.3g} in {pair.reference}"
+        findings.append(f"{d.probe.replace('_', ' ')}, {d.metric}: {theirs}; {difference} (n = {d.clusters}).")
+    return replace(pair, counted=counted, findings=tuple(findings))
+
+
 def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pair]) -> Iterator[str]:
     chose = [label for label, record in zip(labels, records, strict=True) if record.source.get("stratified")]
     if chose:
@@ -319,6 +348,7 @@ def _notes(labels: Sequence[str], records: Sequence[Record], pairs: Sequence[Pai
 def _lines(c: Comparison) -> Iterator[str]:
     yield f"{c.prompts} prompts of {c.clusters} clusters, sha256 of the texts {c.texts[:12]}"
     for pair in c.pairs:
+        yield from ("", pair.counted, *(f"- {text}" for text in pair.findings))
         rows: list[tuple[str, ...]] = []
         for probe, group in groupby(pair.differences, key=lambda d: d.probe):
             rows += [(f"[{probe}]", *[""] * 8), *map(_row, group)]
@@ -331,8 +361,8 @@ def _lines(c: Comparison) -> Iterator[str]:
              f"{s.null_low:.2f} to {s.null_high:.2f}", f"{s.p:.2g}", f"{s.n} prompts, {s.clusters} clusters")
             for s in pair.similarities
         ]  # fmt: skip
-        title = f"places of the prompts in {pair.record} and in {pair.reference}"
-        yield from grid(title, ("value", "95 % interval", "95 % of the null", "p", "n"), rows)
+        title = f"similarity of representations, {pair.record} and {pair.reference}"
+        yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
     yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from dataclasses import dataclass, replace
+from itertools import groupby, takewhile
 
 from llmgeom.record import Record
 from llmgeom.reports.text import aligned, numbers, visible
@@ -22,11 +22,41 @@ ALONE = {
     "opposite": "is reversed",
     "open": "is open",
 }
+CHECKS = ("ablation_control",)  # probes whose claim is that the instrument works: no finding about the model
 SHOWN = 3  # findings on the first screen
 # The metric's name says these units.
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
+# The metric's name in a record -> what a sentence calls it, where the name says too little by itself.
+NOUNS = {
+    "skill": "skill over the best answer that knows only how many labels were seen",
+    "KL of the edit": "the change of the output, as KL,",
+    "KL of the edit, against equal edits": "the change of the output, as KL,",
+    "focusing": "the share of attention's entropy lost from the first layer to the last",
+    "focusing without the first token": "the share of attention's entropy lost, without the weight on the first token,",
+    "entropy decodability (held-out R2)": "R2 of entropy on held-out templates",
+    "columns of W_K": "the mean overlap of the columns of W_K",
+    "gain in PC1+PC2 share, as diverse": "the PC1+PC2 share less that of equally varied mixed prompts",
+    "log-odds moved": "the shift of the log-odds",
+    "log-odds of the answers moved": "the shift of the answers' log-odds",
+    "MLPs' share of the fall": "the MLPs' share of the fall in KL",
+    "fall outside the largest step": "the share of the fall in KL outside the largest step",
+    "first query past the horizon, over those within": "the error past the horizon, over that within it,",
+    "second head over the largest": "the effect of the second head over that of the largest",
+    "error without the weakest middle block": "the error of entropy without the weakest middle block",
+    "frame at the embedding": "the effect of patching the frame at the embedding",
+    "total effect over the exact shift": "the shift of the log odds over the exact one",
+    "Bayesian over other observers": "the gain of the best Bayesian reader over the best other one",
+    "rho of H label and exact entropy, given k": "the rank correlation of label entropy and exact entropy, given k,",
+    "log odds along the labels, last layer": "R2 of the exact log odds along the labels, last layer,",
+    "accumulates": "skill over the best observers that do not infer",
+    "transports": "skill over the best observer that does not infer",
+    "binds": "skill over the best observers that do not know the items",
+    "frame over precision": "the step at which attention settles, over that of the answers,",
+    "frame over values": "the step at which attention settles, over that of the values,",
+    "scores over values": "the step at which the score gradient vanishes, over that of the value gradient,",
+}
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
     (r"re-initialised, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
@@ -147,7 +177,10 @@ def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
     found = {}
     for (probe, name), head in short.items():
         alike = [key for key, other in short.items() if other == head]
-        more = probe.replace("_", " ") if len({key[0] for key in alike}) == len(alike) else pretty(name)
+        probes = [key[0].split("_") for key in alike]
+        shared = len(list(takewhile(lambda words: len({*words}) == 1, zip(*probes, strict=False))))
+        told_apart = len(set(map(tuple, probes))) == len(alike)
+        more = " ".join(probe.split("_")[shared:] or probe.split("_")) if told_apart else pretty(name)
         found[probe, name] = f"{more}: {head}" if names.count(head) > 1 else head
     return found
 
@@ -174,7 +207,7 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         return f"The one claim {ALONE[every[0].word]} {where}."
     if not holding:
         if len(records) > 1 and not any(one.word in ("holds", "small") for one in every):
-            where = "in any run"
+            where = where.replace("every", "any")
         lead = f"None of the {len(groups)} claims holds {where}."
     elif len(holding) == len(groups):
         lead = f"{'Both' if len(groups) == 2 else f'All {len(groups)}'} claims hold {where}."
@@ -186,7 +219,11 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
 
 def _where(records: Sequence[Record]) -> str:
     if len(records) > 1:
-        return "in every run"
+        models, sources = ({str(facts["name"]) for facts in part if "name" in facts} for part in
+                           ([r.subject for r in records], [r.source for r in records]))  # fmt: skip
+        if len(models) == 1 and len(sources) == len(records):
+            return "on every set of prompts"
+        return "in every model" if len(models) == len(records) and len(sources) == 1 else "in every run"
     (record,) = records
     if not record.prompts.get("text"):
         return "in this run"
@@ -217,18 +254,34 @@ def _rest(every: Sequence[Outcome], several: bool) -> str:
 
 
 def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
-    """The first findings, largest |effect over margin| first; then what was not measured, while there is room."""
+    """The first findings: decided claims before open ones, the largest effects first; then what was not measured."""
     groups = claims(every)
     names = heads(groups)
     stricter = {group[0].key: _stricter(group[0], groups) for group in groups}
     part_of_another = {one[0].key for one in stricter.values() if one}
     ranked = sorted(
         (group for group in groups if group[0].key not in part_of_another),
-        key=lambda group: -max(abs(one.distance) for one in group),
+        key=lambda group: min(_rank(one) for one in group),
     )
     found = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
     found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
+
+
+def _rank(one: Outcome) -> tuple[bool, bool, float]:
+    """Open claims late, checks of the instrument last, and within each part the largest effect over margin first.
+
+    Of an effect that the control has as well, its size counts without the control: it is what a reader would believe.
+    """
+    h = one.estimate
+    return one.probe in CHECKS, one.word == "open", -(abs(h.value) / h.effect if _as_large(one) else abs(one.distance))
+
+
+def _as_large(one: Outcome) -> bool:
+    """Whether a claim looks true by its value alone, and its control gives as much."""
+    h = one.estimate
+    within = h.null_low <= h.value <= h.null_high
+    return one.word == "ruled out" and not h.equivalence and abs(h.value) >= h.effect and within
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:
@@ -252,8 +305,8 @@ def _stricter(raw: Outcome, groups: Sequence[Sequence[Outcome]]) -> list[Outcome
 
 def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -> str:
     """One claim in one or two sentences, by the run where the effect is largest."""
-    most = max(group, key=lambda one: abs(one.distance))
-    said = _sentence(most, head)
+    most = min(group, key=_rank)
+    said = _sentence(most if any(one.value != most.value for one in group) else replace(most, record=""), head)
     fixed = next((one for one in stricter if one.record == most.record), None)
     if fixed:
         said += _with_fixed(most, fixed)
@@ -263,25 +316,27 @@ def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -
 
 def _sentence(outcome: Outcome, head: str) -> str:
     h, on = outcome.estimate, f" on {outcome.record}" if outcome.record else ""
-    name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(h.name)
+    name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(NOUNS.get(h.name, h.name))
     first = name.split()[0]
-    metric = f"{name} {'are' if first.endswith('s') and not first.endswith('ss') else 'is'} {outcome.value}{on}"
+    are = first.endswith("s") and not first.endswith("ss")
+    metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {h.clusters})"
     control = _control(outcome)
     more = f"{short(h.effect)}{unit(h)}"
     if outcome.word == "holds":
-        return f"{head}: this holds. {_capital(metric)}; {control}"
+        allows = f", and the claim allows a difference of {more}" if h.equivalence else ""
+        return f"{head}: this holds. {_capital(metric)}; {control}{allows}"
     if outcome.word == "small":
         small = "this holds, but the effect is small"
         return f"{head}: {small}. {_capital(metric)}; {control}, and an effect of {more} is excluded"
     if outcome.word == "opposite":
         way = "higher" if h.value > h.centre else "lower"
-        return f"The opposite of “{head}”: {metric}, {way} than the control ({control})"
+        return f"The opposite of “{head}” holds: {metric}, {way} than the control; {control}"
     if outcome.word == "open":
         return f"“{head}” is open: {metric}; {control}. {_undecided(h)}"
     if h.equivalence:
         return f"“{head}” is ruled out: {metric}; {control}, and the claim allows a difference of {more}"
-    if abs(h.value) >= h.effect and h.null_low <= h.value <= h.null_high:
-        return f"“{head}” looks true ({metric}), but the control is as large: {control}"
+    if _as_large(outcome):
+        return f"“{head}” looks true, but the control is as large: {metric}; {control}"
     return f"“{head}” is ruled out at the claimed size: {metric}; {control}, and an effect of {more} is excluded"
 
 
@@ -292,6 +347,8 @@ def _control(outcome: Outcome) -> str:
         return "the control is one half"
     if h.null_low == h.null_high and of[:1].isdigit():
         return f"the control is {outcome.control}"
+    if h.null_low == h.null_high and of.startswith("no "):
+        return f"the control ({of}) is {outcome.control}"
     several = of[:1].isdigit() or of.startswith("the same weights")
     return f"{of} {'give' if several else 'gives'} {outcome.control}"
 
@@ -310,6 +367,8 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
 
 def _undecided(h: Estimate) -> str:
     """Why a claim is open, and what would settle it."""
+    if late := re.search(r"in \d+ of \d+ runs neither settles before the last two snapshots: train longer", h.why):
+        return _capital(late[0])
     if "; no n can decide" in h.why or h.why.startswith("no room"):
         return _capital(pretty(h.why.rpartition("; ")[2] if "; no n" in h.why else h.why))
     if few := re.search(r"a control of \d+ draws? decides nothing; at least \d+ are needed", h.why):
@@ -317,7 +376,7 @@ def _undecided(h: Estimate) -> str:
     if lacking := re.findall(r"needs (\d+ [^;]+?), has (\d+)", h.why):
         return "; ".join(f"{needed} are needed, this run has {has}" for needed, has in lacking)
     if h.clusters < h.needed:
-        return f"{h.needed} independent {h.counts} would decide; this run has {h.clusters}"
+        return f"{h.needed} independent {h.counts} would decide, this run has {h.clusters}"
     if h.equivalence:
         inside = "" if h.low < h.margin_low or h.high > h.margin else ", corrected for several claims,"
         return (

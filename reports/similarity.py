@@ -80,11 +80,14 @@ def _similar(probe: str, name: str, measure: Measure, x: np.ndarray, y: np.ndarr
     clusters, seed = first.prompts["template"], first.facts.get("seed", 0)
     value, null = similarity(x, y), permuted(measure, x, y, clusters, PERMUTATIONS, seed)
     over = jackknife(lambda rows: similarity(x[rows], y[rows]), np.arange(len(x)), clusters, "fisher")
-    few = (x.shape[1], y.shape[1])
+    few, site = (
+        (x.shape[1], y.shape[1]),
+        name.removesuffix("scores").replace("_", " ") if name.endswith("_scores") else "",
+    )
     return Similarity(
         probe, name, measure, few, value, over.low, over.high, *band(null, "upper"), tests.tail_p(value, null),
         n=len(x), clusters=len(set(clusters)),
-        of=f"{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components",
+        of=f"{site}{measure} of the first {' and '.join(map(str, dict.fromkeys(few)))} components",
     )  # fmt: skip
 
 

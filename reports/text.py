@@ -29,15 +29,19 @@ def plotly_text(text: str, width: int = 60, longest: int = 300) -> str:
 
 
 def numbers(*values: float) -> list[str]:
-    """Numbers that are read together, with the decimals that give their range two significant digits."""
+    """Numbers that are read together, as `aligned` writes them."""
     return aligned(values, values)
 
 
 def aligned(values: Sequence[float], like: Sequence[float]) -> list[str]:
-    """Numbers with the decimals that give the range of others, which stand in the same row, two significant digits."""
+    """Numbers with the decimals that give the range of others, which stand in the same row, two significant digits.
+
+    The largest number has at most four: an interval of 0.00006 around 0.99425 is no news to a reader.
+    """
     largest = max(abs(v) for v in (*values, *like))
     spread = (max(like) - min(like)) or max(map(abs, like)) / 10 or 1.0
     decimals = 1 - math.floor(math.log10(spread))
+    decimals = min(decimals, 3 - math.floor(math.log10(largest or 1.0)))
     if largest >= 1e6 or decimals > 6:
         return [f"{v:.6g}" for v in values]
     return [f"{round(v, max(decimals, 0)) + 0.0:.{max(decimals, 0)}f}" for v in values]

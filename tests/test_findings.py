@@ -9,7 +9,7 @@ import pytest
 from llmgeom.claims import entries
 from llmgeom.record import Record
 from llmgeom.reports.digest import digest
-from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, outcomes
+from llmgeom.reports.findings import NOUNS, WORDS, claims, counting, findings, heads, outcomes
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate, Measured
 
@@ -73,7 +73,11 @@ def said(*records, most=3):
             "“Values are ordered by uncertainty” is ruled out: ",
             ["the claim allows a difference of 0.3"],
         ),
-        (claim(), "“Values are ordered by uncertainty” is open", ["120 independent prompts would decide", "has 70"]),
+        (
+            claim(),
+            "“Values are ordered by uncertainty” is open",
+            ["120 independent prompts would decide, this run has 70"],
+        ),
         (claim(needed=60), "“Values are ordered by uncertainty” is open", ["neither no effect nor the claimed 0.3"]),
         (claim(needed=60, spread=0.25), "“Values are", ["includes both no effect and the claimed 0.3"]),
     ],
@@ -81,7 +85,7 @@ def said(*records, most=3):
 def test_a_finding_of_each_kind_says_what_was_found_with_value_interval_and_control(made, starts, holds):
     (sentence,) = said(record(made))[1]
     assert sentence.startswith(starts)
-    assert all(part in sentence for part in [*holds, "20 untrained copies give 0.05 to 0.20", "|ρ|"]), sentence
+    assert all(part in sentence for part in [*holds, "20 untrained copies give 0.05 to 0.20", "|ρ|", "(n = 70)"])
     assert "is is" not in sentence and "  " not in sentence and sentence.endswith(".")
 
 
@@ -111,6 +115,35 @@ def test_the_largest_effect_over_margin_stands_first_whatever_its_sign():
     assert [text.split("C")[1][0] for text in found] == ["1", "3", "0"]
 
 
+def test_an_open_claim_stands_after_what_is_decided_and_an_effect_that_the_control_has_before_one_that_is_not_there():
+    made = [claim("far, but open", "open", 9.0, claim="C0: so."),
+            claim("nothing", "ruled out", 0.18, spread=0.05, claim="C1: so."),
+            claim("as in the control", "ruled out", 0.9, null_high=1.0, centre=0.9, claim="C2: so.")]  # fmt: skip
+    found = said(record(*made))[1]
+    assert ["C2" in found[0], "C1" in found[1], "C0" in found[2]] == [True] * 3, found
+    assert "looks true, but the control is as large" in found[0]
+
+
+def test_a_metric_is_named_in_words_that_stand_alone_and_every_name_in_that_list_is_a_claim_s():
+    assert set(NOUNS) <= {entry.name for entry in entries() if entry.claim}
+    (found,) = said(record(claim("frame over precision", "opposite", 9.0, unit="ratio of steps")))[1]
+    assert "the step at which attention settles, over that of the answers, is 9.0" in found
+
+
+def test_a_number_that_every_run_shares_is_not_of_one_run():
+    same = said(
+        record(claim(verdict="opposite", value=-0.5)), record(claim(verdict="opposite", value=-0.5), source="math")
+    )
+    assert (
+        " on m" not in same[1][0] and " on m" in said(record(claim()), record(claim(value=0.45), source="math"))[1][0]
+    )
+
+
+def test_a_claim_of_no_effect_that_holds_says_what_it_allows():
+    (found,) = said(record(claim(verdict="holds", value=0.2, equivalence=True, margin=0.5, margin_low=-0.1)))[1]
+    assert found.endswith("20 untrained copies give 0.05 to 0.20, and the claim allows a difference of 0.3.")
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
@@ -129,13 +162,33 @@ def test_the_sentence_counts_every_word(words, expected):
 
 def test_two_runs_are_counted_by_test_and_a_claim_holds_where_all_of_its_tests_do():
     runs = [record(claim("a", "holds"), claim("b", "ruled out", 0.0)),
-            record(claim("a", "open"), claim("b", "ruled out", 0.1), source="math")]  # fmt: skip
+            record(claim("a", "open", 0.41), claim("b", "ruled out", 0.1), source="math")]  # fmt: skip
     sentence, found = said(*runs)
     assert sentence == (
-        "None of the 2 claims holds in every run. Of 4 tests, 1 shows the claimed effect; 2 rule out an effect of the "
-        "claimed size; 1 is open."
+        "None of the 2 claims holds on every set of prompts. Of 4 tests, 1 shows the claimed effect; 2 rule out an "
+        "effect of the claimed size; 1 is open."
     )
-    assert "on mixed; " in found[0] and found[0].endswith("Elsewhere: open on math.")
+    assert " on mixed (n = 70); " in found[0] and found[0].endswith("Elsewhere: open on math.")
+
+
+@pytest.mark.parametrize(
+    ("other", "where"),
+    [({"source": "math"}, "on any set of prompts"), ({"model": "pocket:phi"}, "in any model"),
+     ({"source": "math", "model": "pocket:phi"}, "in any run"), ({}, "in any run")],
+)  # fmt: skip
+def test_several_runs_are_called_what_they_differ_in(other, where):
+    first, second = (record(claim("a", "open"), claim("b", "open"), **of) for of in ({}, other))
+    assert said(first, second)[0].startswith(f"None of the 2 claims holds {where}.")
+
+
+def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart_by_what_differs_in_their_names():
+    made = record(claim(verdict="holds", value=9.0), probe="ablation_control")
+    used = [replace(made, results={f"ablation_{way}": Measured("", "", "", "", "", (claim(),), {}, {})})
+            for way in ("pc1", "ridge")]  # fmt: skip
+    whole = replace(made, results=dict(used[0].results | used[1].results | made.results))
+    found = said(whole)[1]
+    assert found[0].startswith("“pc1: Values are") and found[1].startswith("“ridge: Values are")
+    assert found[2].startswith("control: Values are ordered by uncertainty: this holds.")
 
 
 def test_an_unknown_word_is_refused():
@@ -225,6 +278,11 @@ def test_a_run_without_claims_lists_its_numbers():
             {},
             "5 training seeds are needed, this run has 1; 5 random-target runs are needed, this run has 2.",
         ),
+        (
+            "in 5 of 5 runs neither settles before the last two snapshots: train longer; and more",
+            {},
+            "In 5 of 5 runs neither settles before the last two snapshots: train longer.",
+        ),
         ("", {"low": 0.1, "high": 0.6, "needed": 0}, "The interval includes both no effect and the claimed 0.3."),
         (
             "",
@@ -251,7 +309,7 @@ def test_a_value_without_an_interval_has_no_invented_one():
         low=0.0, high=1e9, value=0.930243, null_low=1.0, null_high=1.0, null="1, both at once", unit="ratio of steps"
     )
     _, (sentence,) = said(record(h))
-    assert "is 0.93 (no interval); the control is 1." in sentence and "1e+09" not in sentence
+    assert "is 0.93 (no interval) (n = 70); the control is 1." in sentence and "1e+09" not in sentence
 
 
 def test_a_control_whose_ends_look_alike_is_one_number():
