@@ -13,11 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from scipy.special import expit, logit, softmax
 
+from llmgeom.batch import Batch
+from llmgeom.probes.evidence.martingale import BROKEN, DRIFT, ORDER, measure_martingale
 from llmgeom.probes.evidence.observer_fit import (
     BAYESIAN,
     OTHER,
@@ -30,6 +33,7 @@ from llmgeom.probes.evidence.observer_fit import (
     lack_of_fit_draws,
 )
 from llmgeom.probes.evidence.observers import Observer, Shown, observers
+from llmgeom.probes.evidence.predictions import ExactAnswers
 from llmgeom.probes.evidence.sequence_observers import FORGETTING_BAYES, OF_PROCESS, Sequences
 from llmgeom.prompts.processes import load_process
 from llmgeom.stats import conjugate
@@ -131,10 +135,12 @@ def answers(rule: Observer, values: tuple[float, ...], shown: Seen, rng: np.rand
 def judged(shown: Seen, rules: tuple[Observer, ...], p: np.ndarray, clusters: np.ndarray, seed: int) -> tuple[str, str]:
     """The observer that the answers are taken for, and what the model is called."""
     contest = Contest(rules, shown, p, clusters)
+    gain = jackknife(np.mean, contest.gain, clusters)
+    if gain.high < 0 or contest.forgets:  # whatever the fit, which takes most of the time
+        return contest.winner.name, OTHER
     best = contest.best(bayesian=True)
     misfit = tail_p(lack_of_fit(best, shown, p), lack_of_fit_draws(best, shown, p, DRAWS, seed), "upper")
-    possible = attainable(contest.rules, shown, clusters)
-    word = called(jackknife(np.mean, contest.gain, clusters), possible, misfit, contest.forgets)
+    word = called(gain, attainable(contest.rules, shown, clusters), misfit)
     return contest.winner.name, word
 
 
@@ -151,6 +157,39 @@ def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str,
         taken[winner] += 1
         words[word] += 1
     return {"taken": dict(taken), "called": dict(words)}
+
+
+# ---- martingale and exchangeability ---------------------------------------------------------------------------------
+
+FORGETS = 0.6  # an observation counts FORGETS^age
+EXACT_AT: dict[str, Callable[..., np.ndarray]] = {  # exact answers by counts, which need not be whole
+    "two-point": lambda n1, n2, batch: conjugate.two_point(n1, n2, 0.9),
+    "beta": lambda n1, n2, batch: conjugate.beta_bernoulli(n1, n2, 1.0, 1.0),
+    "stated": lambda n1, n2, batch: conjugate.two_point(
+        n1, n2, *(np.array(batch.columns[name]) / 10 for name in ("reliability", "prior"))
+    ),
+}
+
+
+def discounted(batch: Batch, discount: float) -> np.ndarray:
+    """P(first) of Bayes' rule on counts in which an observation counts discount^age; 1 is exact."""
+    rows = [[(discount**age, int(label)) for age, label in enumerate(reversed(row))] for row in batch.columns["seen"]]
+    n1, n2 = (np.array([sum(c for c, label in row if label == one) for row in rows]) for one in (0, 1))
+    return np.exp(EXACT_AT[batch.source["name"]](n1, n2, batch)[:, 0])
+
+
+def martingale_row(process: str, discount: float, sets: int, seed: int = 0) -> dict[str, int]:
+    """Of `sets` data sets of the default size: how many have each measure outside the control's middle 95 %."""
+    beyond = Counter(dict.fromkeys((BROKEN, DRIFT, ORDER), 0))
+    for i in range(sets):
+        source = load_process(process)
+        batches = {name: source.sample(EACH, seed * sets + i, condition=name) for name in ("", *source.conditions)}
+        rng = np.random.default_rng([seed, i])
+        exact, own = ({name: discounted(one, d) for name, one in batches.items()} for d in (1.0, discount))
+        noisy = {name: expit(logit(p) + NOISE * rng.standard_normal(len(p))) for name, p in own.items()}
+        found = {h.name: h for h in measure_martingale(exact, noisy, ExactAnswers(batches[""]), i).estimates}
+        beyond.update(name for name, h in found.items() if not h.null_low <= h.value <= h.null_high)
+    return dict(beyond)
 
 
 def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
@@ -171,10 +210,16 @@ def table(rows: dict[str, dict[str, dict[str, int]]]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, default=Path("observers.json"))
     parser.add_argument("--sets", type=int, default=100)
     parser.add_argument("--design", choices=DESIGNS, action="append")
+    parser.add_argument("--martingale", action="store_true", help="rates of the test without observers, printed")
     asked = parser.parse_args()
+    if asked.martingale:
+        for process in EXACT_AT:
+            for discount in (1.0, FORGETS):
+                print(process, discount, martingale_row(process, discount, asked.sets), flush=True)
+        return
     rows = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     for design in asked.design or DESIGNS:
         for name in OF_DESIGN[design]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field
+from dataclasses import Field, asdict, dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -71,16 +71,24 @@ class Process(ABC):
     Attributes:
         KS: Numbers of observations by default.
         PRIMITIVE: What the answer takes: "accumulate", "transport" or "bind".
+        EXCHANGEABLE: Whether the order of the observations says nothing. The exact answers are then a martingale: the
+            mean of the next answer over the next observation is the present one.
     """
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]  # of the subclass
     KS: ClassVar[tuple[int, ...]] = (0, 1, 2, 4, 8)
     PRIMITIVE: ClassVar[str] = "accumulate"
+    EXCHANGEABLE: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def answers(self) -> int:
         """The number of marks, which are the answers."""
+
+    @property
+    def conditions(self) -> tuple[str, ...]:
+        """Changes of the same prompts that test a martingale: for two marks whose order says nothing."""
+        return (PERMUTED, *THEN) if self.EXCHANGEABLE and self.answers == 2 else ()
 
     @property
     def most(self) -> int:
@@ -145,6 +153,7 @@ class Process(ABC):
         ks: Sequence[int] = (),
         surfaces: Sequence[str] = (),
         positions: int | None = None,
+        condition: str = "",
     ) -> Batch:
         """`n` prompts for each number of observations, in every surface in turn.
 
@@ -155,6 +164,7 @@ class Process(ABC):
             ks: Numbers of observations; by default KS.
             surfaces: Names of `surfaces.SURFACES`; by default all.
             positions: The longest input of the model, in tokens.
+            condition: One of `conditions`: the same prompts, each changed in one way.
 
         Returns:
             A batch with one query a prompt, its last token, the drawn outcome as target, and the exact posterior with
@@ -176,9 +186,15 @@ class Process(ABC):
                 rng = Random(f"llmgeom/process/{self.title}/{seed}/{k}/{i}")
                 block, place = divmod(i, len(turn))
                 marks, surface = shuffled(rng, sets[turn[place]]), surfaces[(block + place) % len(surfaces)]
-                draws.append(self.draw(k, rng))
-                rows.append(self._row(draws[-1], k, surface, marks, rng))
-        about = {"ks": ks, "surfaces": surfaces, "n": n, "seed": seed}
+                draws.append(changed(self.draw(k, rng), condition, f"{self.title}/{seed}/{k}/{i}"))
+                rows.append(self._row(draws[-1], len(draws[-1].seen), surface, marks, rng))
+        about = {
+            "ks": ks,
+            "surfaces": surfaces,
+            "n": n,
+            "seed": seed,
+            **({"condition": condition} if condition else {}),
+        }
         return self._batch(draws, rows, about, tokenizer, positions)
 
     def write(self, draws: Sequence[Draw], surface: str, tokenizer: Any, positions: int | None = None) -> Batch:
@@ -201,8 +217,9 @@ class Process(ABC):
         marks = [row["marks"].split() for row in rows]
         answers = None
         if tokenizer is not None:
-            k = [row["k"] for row in rows]
-            check_fits(self.title, sorted(set(k)), k, text, tokenizer, positions)
+            more = about.get("condition") in THEN
+            k, title = [row["k"] - more for row in rows], self.title + " with one observation more" * more
+            check_fits(title, sorted(set(k)), k, text, tokenizer, positions)
             answers = torch.tensor(answer_tokens(tokenizer, text, marks))[:, None]
         predictive, belief = self.predictive(draws), self.belief(draws)
         columns = {name: tuple(row[name] for row in rows) for name in rows[0]}
@@ -270,6 +287,21 @@ def draws_of(batch: Batch) -> list[Draw]:
 
 
 STATED = ("reliability", "prior")  # numbers that a prompt may say in words, in tenths
+PERMUTED, THEN = "permuted", ("then first", "then second")
+
+
+def changed(draw: Draw, condition: str, name: str) -> Draw:
+    """The draw as it is; its observations in another order; or one observation more, of either mark, and a new item.
+
+    Args:
+        draw: What a prompt shows. condition: As `Process.sample` takes it.
+        name: Of the prompt, which fixes the other order.
+    """
+    if condition in THEN:
+        return replace(draw, seen=(*draw.seen, THEN.index(condition)), items=(*draw.items, max(draw.items) + 1))
+    if condition == PERMUTED:
+        return replace(draw, seen=tuple(shuffled(Random(f"llmgeom/process/permuted/{name}"), draw.seen)))
+    return draw
 
 
 def check_fits(

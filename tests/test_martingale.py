@@ -8,11 +8,15 @@ import numpy as np
 import pytest
 from scipy.special import expit, logit
 
+import llmgeom
+from llmgeom.errors import UserError
 from llmgeom.probes.evidence.martingale import BROKEN, DRIFT, ORDER, PERMUTED, measure_martingale
 from llmgeom.probes.evidence.observers import FORGETTING, Shown, observers
 from llmgeom.probes.evidence.predictions import MAIN, THEN, ExactAnswers
 from llmgeom.prompts import nonce
+from llmgeom.prompts.processes import load_process
 from llmgeom.prompts.sula import Beta, Sula, TwoPoint
+from tests.test_observers import simulation
 
 NAMES = (MAIN, *THEN, PERMUTED)
 
@@ -87,3 +91,62 @@ def test_noise_stays_within_the_band_and_forgetting_does_not():
             _, rows = found(batches, answers(batches, rule, *values, noise=0.25, seed=seed), seed)
             beyond[rule] += rows[BROKEN].value > rows[BROKEN].null_high or rows[ORDER].value > rows[ORDER].null_high
     assert beyond["exact"] <= 4 and beyond["forgetting"] >= 16, beyond
+
+
+# ---- processes in text ----------------------------------------------------------------------------------------------
+
+EXCHANGEABLE = ["two-point", "two-point:reliability=0.7", "beta", "beta:a=0.5", "stated", "dirichlet:labels=2,a=2"]
+
+
+def conditions(spec, n=12):
+    process = load_process(spec)
+    return {name: process.sample(n, 0, condition=name) for name in ("", *process.conditions)}
+
+
+@pytest.mark.parametrize("spec", EXCHANGEABLE)
+def test_exact_answers_of_an_exchangeable_process_are_a_martingale_and_know_no_order(spec):
+    own = exact(batches := conditions(spec))
+    rng = np.random.default_rng(0)
+    noisy = {name: expit(logit(p) + 1e-9 * rng.standard_normal(len(p))) for name, p in own.items()}
+    result, rows = found(batches, noisy)
+    assert rows[BROKEN].value == pytest.approx(0, abs=1e-9) and rows[ORDER].value == pytest.approx(0, abs=1e-9)
+    assert result.noise == pytest.approx(1e-9, rel=0.5)  # prompts that state other numbers are no noise
+
+
+@pytest.mark.parametrize("spec", EXCHANGEABLE)
+def test_a_condition_changes_one_thing_of_the_same_prompt(spec):
+    batches = conditions(spec)
+    main = batches[MAIN]
+    for i in range(0, len(main), 5):
+        seen, marks = main.columns["seen"][i], main.columns["marks"][i].split()
+        for label, name in enumerate(THEN):
+            other = batches[name]
+            assert other.text[i].startswith(f"{main.text[i]} {marks[label]}")
+            assert other.columns["seen"][i] == f"{seen}{label}" and other.columns["marks"][i] == " ".join(marks)
+            nouns = [noun for noun in nonce.carriers(nonce.Part.HELD_OUT) if other.text[i].endswith(f" {noun}:")]
+            assert all(f" {noun}:" not in main.text[i] for noun in nouns)  # a new item
+        permuted = batches[PERMUTED]
+        assert sorted(permuted.columns["seen"][i]) == sorted(seen)
+        assert permuted.columns["items"][i] == main.columns["items"][i]
+    assert {len(seen) for seen in batches[THEN[0]].columns["seen"]} == {k + 1 for k in main.columns["k"]}
+    long = [i for i, seen in enumerate(main.columns["seen"]) if len(seen) > 2 and len(set(seen)) > 1]
+    assert any(batches[PERMUTED].columns["seen"][i] != main.columns["seen"][i] for i in long)
+
+
+def test_a_longest_prompt_has_room_for_one_observation_more():
+    process, tokenizer = load_process("beta"), llmgeom.load("pocket:llama@step0").tokenizer
+    options = {"ks": (1, 8), "surfaces": ("list",)}
+    longest = max(len(tokenizer(text)["input_ids"]) for text in process.sample(12, 0, tokenizer, **options).text)
+    with pytest.raises(UserError, match=r"--k 8.*one observation more.*--k 1 fits"):
+        process.sample(12, 0, tokenizer, **options, positions=longest, condition=THEN[0])
+
+
+@pytest.mark.parametrize("spec", ["markov", "hmm", "dirichlet", "recall", "bijection"])
+def test_processes_whose_order_speaks_or_that_have_more_answers_are_not_asked(spec):
+    assert load_process(spec).conditions == ()
+
+
+def test_a_test_without_observers_finds_who_forgets_in_a_process():
+    """Five data sets of the default size each; docs/evidence.md has the rates of 100."""
+    assert simulation.martingale_row("two-point", 1.0, 5)[DRIFT] <= 1
+    assert simulation.martingale_row("two-point", simulation.FORGETS, 5)[DRIFT] >= 4

@@ -260,9 +260,10 @@ def _question(settings: RunConfig, process: Process, subject: Subject) -> Questi
 
     questions.check_tokenizer(subject)
     options = {"ks": settings.ks, "surfaces": settings.surfaces, "positions": subject.facts["positions"]}
-    batch = process.sample(settings.n, settings.seed, subject.tokenizer, **options)
+    sample = partial(process.sample, settings.n, settings.seed, subject.tokenizer, **options)
+    batch, samples = sample(), {name: sample(condition=name) for name in process.conditions}
     draws = {"seed": settings.seed, "nulls": settings.nulls, "batch_tokens": settings.batch_tokens}
-    return questions.question_of_process(batch, **draws)
+    return questions.question_of_process(batch, samples, **draws)
 
 
 # ---- where it breaks ------------------------------------------------------------------------------------------------

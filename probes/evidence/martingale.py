@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from scipy.special import expit, logit
 
+from llmgeom.batch import Batch
 from llmgeom.claims import Null, declared, estimate
 from llmgeom.errors import UserError
 from llmgeom.probe import Needs, ProbeInput
@@ -23,6 +24,7 @@ ORDER = "change under another order of the same labels"
 PERMUTED = "permuted"
 SIMULATED, DRAWS = "simulated exact observers", 199
 LEAST_RESIDUALS = 10
+STATED = ("reliability", "prior")  # columns of prompts that say how reliable they are
 CLAIMS = declared(MARTINGALE)
 NEEDS = Needs(
     untrained=False,
@@ -38,7 +40,7 @@ NEEDS = Needs(
 class Martingale(Result):
     """How far the model's expected next answer is from its answer, and its answer from that to another order."""
 
-    TITLE = "Martingale and exchangeability (SULA)"
+    TITLE = "Martingale and exchangeability"
     TEXT = Path(__file__).parents[1] / "texts" / "evidence.md"
 
     broken: np.ndarray = quantity(
@@ -108,7 +110,7 @@ def measure_martingale(
     rows, cluster = truth.observed, truth.cluster[truth.observed]
     names = (MAIN, *THEN, PERMUTED)
     model, bayes = (Answers(*(of[name][rows] for name in names)) for of in (own, exact))
-    residual = _residual(model.p, truth.batch.columns["n1"], truth.k, rows)
+    residual = _residual(model.p, truth.batch, rows)
     rng = np.random.default_rng([seed, 41])
     draws = [bayes.noisy(rng.choice(residual, (4, len(rows)))) for _ in range(DRAWS)]
     by = {BROKEN: lambda of: of.broken, DRIFT: lambda of: of.drift, ORDER: lambda of: of.moved}
@@ -131,13 +133,14 @@ def measure_martingale(
     )
 
 
-def _residual(p: np.ndarray, n1: Sequence[int], k: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """Log odds less their mean over prompts with the same counts, scaled to the sd of one prompt.
+def _residual(p: np.ndarray, batch: Batch, rows: np.ndarray) -> np.ndarray:
+    """Log odds less their mean over prompts with the same counts and stated numbers, scaled to the sd of one prompt.
 
     Raises:
         UserError: hardly any prompt has the counts of another.
     """
-    cell = np.unique(np.stack([np.array(n1)[rows], k[rows]], 1), axis=0, return_inverse=True)[1].ravel()
+    alike = [np.array(batch.columns[name])[rows] for name in ("n1", "k", *STATED) if name in batch.columns]
+    cell = np.unique(np.stack(alike, 1), axis=0, return_inverse=True)[1].ravel()
     odds, size = logit(np.clip(p, NEAR, 1 - NEAR)), np.bincount(cell)
     residual = (odds - (np.bincount(cell, odds) / size)[cell]) * np.sqrt(size[cell] / np.maximum(size[cell] - 1, 1))
     shared = residual[size[cell] > 1]

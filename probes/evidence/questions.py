@@ -75,10 +75,16 @@ def question(
 
 
 def question_of_process(
-    batch: Batch, *, seed: int = 0, nulls: int = CONTROLS, batch_tokens: int = BATCH_TOKENS
+    batch: Batch,
+    samples: Mapping[str, Batch],
+    *,
+    seed: int = 0,
+    nulls: int = CONTROLS,
+    batch_tokens: int = BATCH_TOKENS,
 ) -> Question:
-    """The prompts of a process, whose batch holds the exact answers."""
-    return Question(batch, OF_PROCESS, nulls, seed, batch_tokens, whole=False)
+    """The prompts of a process, whose batch holds the exact answers, and by condition the same prompts changed."""
+    probes = OF_PROCESS | ({martingale.MARTINGALE: martingale} if samples else {})
+    return Question(batch, probes, nulls, seed, batch_tokens, samples=samples, whole=False)
 
 
 def check_tokenizer(subject: Subject) -> None:

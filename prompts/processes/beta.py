@@ -24,6 +24,8 @@ class Beta(Process):
         a: 1 is uniform: Laplace's rule is exact.
     """
 
+    EXCHANGEABLE = True
+
     a: float = 1.0
 
     def __post_init__(self) -> None:

@@ -28,6 +28,8 @@ class Dirichlet(Process):
         a: 1 is uniform on the simplex.
     """
 
+    EXCHANGEABLE = True
+
     labels: int = 3
     a: float = 1.0
 

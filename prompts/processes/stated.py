@@ -31,6 +31,7 @@ class Stated(Process):
     """
 
     KS = (0, 1, 2, 4)
+    EXCHANGEABLE = True
 
     reliabilities: str = "3,6,9"
     priors: str = "2,5,8"

@@ -24,6 +24,8 @@ class TwoPoint(Process):
         reliability: r. Which mark rules has probability 1/2 each.
     """
 
+    EXCHANGEABLE = True
+
     reliability: float = 0.9
 
     def __post_init__(self) -> None:
