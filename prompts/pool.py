@@ -132,19 +132,18 @@ def as_diverse(
     members = _fifths(entropy, rng, 5)
     for b, rows in enumerate(members):
         fifth[rows] = b
-    types: Counter[int] = Counter()
-    finals: Counter[int] = Counter()
-    clusters: Counter[str] = Counter()
-
-    def distance() -> float:
-        found = (sum(1 for c in counted.values() if c) for counted in (types, finals, clusters))
-        return sum(abs(have - want) / max(want, 1) for have, want in zip(found, wanted, strict=True))
+    counted: tuple[Counter, ...] = (Counter(), Counter(), Counter())
+    clusters = counted[2]
 
     def count(i: int, step: int) -> None:
-        for token in set(ids[i]):
-            types[token] += step
-        finals[ids[i][-1]] += step
-        clusters[pool.cluster[i]] += step
+        for counter, values in zip(counted, (set(ids[i]), [ids[i][-1]], [pool.cluster[i]]), strict=True):
+            for value in values:
+                counter[value] += step
+                if not counter[value]:
+                    del counter[value]
+
+    def distance() -> float:
+        return sum(abs(len(have) - want) / max(want, 1) for have, want in zip(counted, wanted, strict=True))
 
     for i in chosen:
         count(i, 1)

@@ -11,7 +11,8 @@ from llmgeom.files import write_whole
 from llmgeom.record import Record
 from llmgeom.reports.page import page
 
-PATIENCE = 20.0  # seconds that a person waits for a page; measuring for a look costs a few of them
+PATIENCE = 30.0  # seconds that a person waits for a page
+QUICK = 3.0  # seconds; a page that takes c times as long is made again after c times as long a wait: a tenth of a run
 
 
 @dataclass
@@ -31,22 +32,23 @@ class FirstLook:
     only: bool = False
     say: Callable[[str], None] = lambda text: None
     clock: Callable[[], float] = time.monotonic
-    _since: float = field(init=False)
+    _due: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self._since = self.clock()
+        self._due = self.clock() + PATIENCE
 
     def __call__(self, drawn: int, record: Callable[[], Record]) -> bool:
-        """Write the page of what is measured after `drawn` controls, unless the last one is seconds old.
+        """Write the page of what is measured after `drawn` controls, unless it is not due yet.
 
         Returns:
             Whether the run is to end here; whoever made it then writes the page.
         """
-        if self.only or self.clock() - self._since < PATIENCE:
+        if self.only or (started := self.clock()) < self._due:
             return self.only
         seen = record()
         write_page(self.path, [*self.before, seen])
-        self._since = self.clock()
+        now = self.clock()
+        self._due = now + PATIENCE * max(1.0, (now - started) / QUICK)
         self.say(f"first look, {seen.facts['first_look']}: {self.path}")
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -123,12 +124,18 @@ def test_look_with_several_precisions_is_refused():
         main(["scan", "--look", "--stability"], standalone_mode=False)
 
 
-def test_a_page_is_not_written_again_within_seconds(tmp_path):
-    now = [0.0]
+def test_a_page_is_written_when_it_is_due_and_a_slow_one_less_often(tmp_path, monkeypatch):
+    now, taken = [0.0], 2 * first_look.QUICK
+    monkeypatch.setattr(first_look, "write_page", lambda *_: now.__setitem__(0, now[0] + taken))
     look = FirstLook(tmp_path / "report.html", clock=lambda: now[0])
-    assert look(0, lambda: pytest.fail("it measured")) is False
-    now[0] = first_look.PATIENCE - 0.1
-    assert look(5, lambda: pytest.fail("it measured")) is False
-    now[0] = first_look.PATIENCE
-    with pytest.raises(ZeroDivisionError):
-        look(10, lambda: 1 / 0)
+    made = []
+
+    def record():
+        made.append(now[0])
+        return SimpleNamespace(facts={"first_look": ""})
+
+    wait = first_look.PATIENCE
+    for at in (0.0, wait - 0.1, wait, wait + taken + 2 * wait - 0.1, wait + taken + 2 * wait):
+        now[0] = at
+        assert look(0, record) is False
+    assert made == [wait, wait + taken + 2 * wait]
