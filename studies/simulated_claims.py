@@ -14,11 +14,16 @@ import numpy as np
 from llmgeom import claims
 from llmgeom.probes import key_orthogonality, qk_alignment
 from llmgeom.probes.belief_clusters import Grouped
+from llmgeom.probes.evidence.belief import Inside, measure_belief
 from llmgeom.probes.evidence.losses import Losses, skill_estimate
+from llmgeom.probes.evidence.predictions import ExactAnswers, LabelPredictions
+from llmgeom.probes.evidence.skill import measure_evidence
 from llmgeom.probes.interventions import axis_results, interchange_results, label_axis
 from llmgeom.probes.interventions.axis_ablation import DOSES, SIZE, VARIANCE, AxisEffects, DoseEffects
 from llmgeom.probes.interventions.interchange import AS_FAR, RANDOM, InterchangeEffects
 from llmgeom.probes.shared.length_curves import measure_past
+from llmgeom.prompts import nonce
+from llmgeom.prompts.sula import Sula
 from llmgeom.result import Estimate
 from llmgeom.stats.manifold import distances
 from llmgeom.stats.resampling import geometric_mean, jackknife
@@ -86,8 +91,6 @@ def skills(rng: np.random.Generator) -> Estimates:
     for probe in ("process", "profile"):
         every = [entry for entry in claims.declared(probe).values() if entry.claim]
         made |= named(probe, [skill_estimate(entry, losses) for entry in every])
-    value = skill_estimate(claims.declared("process")["skill over the best constant"], losses)
-    made["sula: skill"] = (value.value, value.low, value.high, True)
     gain = rng.normal(0.8, 0.5, 40)[cluster] + rng.normal(0, 1, 200)
     span = jackknife(np.mean, gain, cluster)
     return made | {"sula_observers: Bayesian over other observers": (gain.mean(), span.low, span.high, True)}
@@ -127,7 +130,20 @@ def horizon(rng: np.random.Generator) -> Estimates:
     return named("length_generalisation", measure_past(kl, [kl], np.ones_like(kl), 8).estimates)
 
 
-DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, silhouettes, trainings, attention, horizon)
+def examples(rng: np.random.Generator) -> Estimates:
+    """Labelled examples: answers and a residual stream that hold the exact log odds with noise, some of it a pair's."""
+    batch = Sula(nonce.LABELS[:12]).sample(50, seed=int(rng.integers(2**31)))
+    odds, (pair, pairs) = ExactAnswers(batch).log_p, np.unique(batch.cluster, return_inverse=True)
+    own = odds[:, 0] - odds[:, 1] + rng.normal(0, 0.4, len(pair))[pairs] + rng.normal(0, 0.4, len(batch))
+    log_p = -np.logaddexp(0, np.stack([-own, own], 1))
+    answers = LabelPredictions(log_p, np.ones(len(batch)), np.ones(len(batch)))
+    made = named("sula", measure_evidence(batch, (answers, answers)).estimates)
+    along = 0.5 * np.stack([own, -own], 1) + rng.normal(0, 0.5, (len(batch), 2))
+    read = Inside(along[None], rng.standard_normal((len(batch), 8)))
+    return made | named("sula_belief", measure_belief(batch, (read, read), 0).estimates)
+
+
+DRAWS: tuple[Draw, ...] = (edits, exchanges, skills, silhouettes, trainings, attention, horizon, examples)
 
 
 def covered(draw: Draw, count: int, seed: int = 7) -> dict[str, tuple[bool, int, float, float, float]]:

@@ -17,19 +17,14 @@ from studies.simulated_coverage import covered, rows
 
 REPLICATES = 200
 LEAST = 0.92
-# Holds folds and penalties fixed. Its docstring gives .915 of 200 samples: less two standard errors.
-LOWER = {"belief_readout: MLPs' share of the fall": 0.875}
+# Both hold folds and penalties fixed. Their docstring gives .915 and .93: less two standard errors of 200 samples.
+LOWER = {"belief_readout: MLPs' share of the fall": 0.875, "belief_readout: fall outside the largest step": 0.89}
 # What is run on a trained model; the first three are the probes whose claims nothing else here simulates.
 TRAINED = ("attention_focus", "belief_readout", "value_manifold", "blocks")
 # Claims whose coverage is stated where the interval is made, and by which probe they are declared: `RareFailures` (the
 # rows of `simulated_coverage`), `component_metrics.estimates`, `nested_probe.interval`.
 STATED = {"heads_task", "blocks_task", "label"}
 STATED |= {"posterior", "posterior_mixture", "posterior_memory", "posterior_states"}
-# Not measured yet.
-LACKING = {
-    "sula: rho of H label and exact entropy, given k",
-    "sula_belief: log odds along the labels, last layer",
-}
 
 
 def low(every: dict) -> dict[str, float]:
@@ -72,7 +67,7 @@ def test_every_claim_has_its_coverage_measured():
     rest = {
         f"{entry.probe}: {entry.name}" for entry in claims.entries() if entry.claim and entry.probe not in elsewhere
     }
-    assert rest - simulated == LACKING
+    assert rest <= simulated
 
 
 SIMULATED = {name: (draw, count) for name, draw, count in rows()}
