@@ -157,12 +157,17 @@ def outcomes(records: Sequence[Record], labels: Sequence[str]) -> list[Outcome]:
     every = [
         Outcome(label if several else "", probe, h)
         for label, record in zip(labels, records, strict=True)
-        for probe in sorted(record.results)
+        for probe in in_order(record.results)
         for h in record.results[probe].estimates
         if h.claim
     ]
     first = {key: place for place, key in reversed(list(enumerate(one.key for one in every)))}
     return sorted(every, key=lambda one: first[one.key])
+
+
+def in_order(probes: Iterable[str]) -> list[str]:
+    """Probes in the order in which they are shown: by name, checks of the instrument last."""
+    return sorted(probes, key=lambda probe: (probe in CHECKS, probe))
 
 
 def claims(every: Iterable[Outcome]) -> list[list[Outcome]]:
@@ -177,12 +182,17 @@ def heads(groups: Sequence[Sequence[Outcome]]) -> dict[tuple[str, str], str]:
     found = {}
     for (probe, name), head in short.items():
         alike = [key for key, other in short.items() if other == head]
-        probes = [key[0].split("_") for key in alike]
-        shared = len(list(takewhile(lambda words: len({*words}) == 1, zip(*probes, strict=False))))
-        told_apart = len(set(map(tuple, probes))) == len(alike)
-        more = " ".join(probe.split("_")[shared:] or probe.split("_")) if told_apart else pretty(name)
+        apart = told_apart([key[0] for key in alike])
+        more = apart[probe] if len(apart) == len(alike) else pretty(name)
         found[probe, name] = f"{more}: {head}" if names.count(head) > 1 else head
     return found
+
+
+def told_apart(probes: Iterable[str]) -> dict[str, str]:
+    """Probe -> what its name has after the words that all share: pc1, ridge of ablation_pc1, ablation_ridge."""
+    words = {probe: probe.split("_") for probe in probes}
+    shared = len(list(takewhile(lambda at: len({*at}) == 1, zip(*words.values(), strict=False))))
+    return {probe: " ".join(of[shared:] or of) for probe, of in words.items()}
 
 
 def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
@@ -225,6 +235,8 @@ def _where(records: Sequence[Record]) -> str:
             return "on every set of prompts"
         return "in every model" if len(models) == len(records) and len(sources) == 1 else "in every run"
     (record,) = records
+    if any(h.counts == "training runs" for measured in record.results.values() for h in measured.estimates):
+        return "in these trainings"
     if not record.prompts.get("text"):
         return "in this run"
     return "on these sequences" if record.source.get("kind") == "task" else "on these prompts"

@@ -18,7 +18,17 @@ from markupsafe import Markup
 from llmgeom.record import Record
 from llmgeom.reports.compared import compared
 from llmgeom.reports.figures import TEMPLATE, Drawn, draw, pictured
-from llmgeom.reports.findings import WORDS, Outcome, counting, findings, lacking, outcomes
+from llmgeom.reports.findings import (
+    SHOWN,
+    WORDS,
+    Outcome,
+    counting,
+    findings,
+    in_order,
+    lacking,
+    outcomes,
+    told_apart,
+)  # fmt: skip
 from llmgeom.reports.forest import ONE, ZERO, forest
 from llmgeom.reports.live import live as section_of
 from llmgeom.reports.multiples import SIDE, extremes, multiples
@@ -51,6 +61,14 @@ def page(
     ]
     sections = _joined(parts)
     differences = compared(comparison) if comparison else None
+    pictures = [
+        (place, label if several else "", panels, extremes(record))
+        for place, (label, record) in enumerate(zip(named, records, strict=True))
+        if (panels := multiples(record))
+    ]
+    screen = first_screen(named, records)
+    if differences:
+        screen["found"] = [*differences["counted"], *screen["found"]][:SHOWN]
     drawn = [d for section in sections for row in section["drawn"] for d in row]
     run = section_of(live) if live else None
     return written_out(
@@ -64,15 +82,12 @@ def page(
         compared=differences,
         live=run,
         run=Markup(_packed(_json(run.data).encode())) if run else "",
-        pictures=[
-            (place, label if several else "", panels, extremes(record))
-            for place, (label, record) in enumerate(zip(named, records, strict=True))
-            if (panels := multiples(record))
-        ],
-        **first_screen(named, records),
+        pictures=pictures,
+        **screen,
         joined=sections,
         sections={(part["label"], s["probe"]): slug(s["probe"]) for part in parts for s in part["sections"]},
-        contents=[("", [(s["id"], s["measured"].title, s["words"]) for s in sections])],
+        contents=[("", [(s["id"], s["title"], s["words"]) for s in sections])],
+        opened="" if pictures else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
     )
 
 
@@ -116,7 +131,9 @@ def _facts(named: Sequence[str], records: Sequence[Record]) -> str:
         if count:
             of = "" if len(records) == 1 else f"{label}: "
             sequences = record.source.get("kind") == "task"
-            parts.append(f"{of}{count:,} sequences" if sequences else f"{of}{count} prompts from {templates} templates")
+            # Label sequences are independent by their pairs of labels: n counts these, and no template.
+            drawn = "" if record.source.get("kind") == "sula" else f" from {templates} templates"
+            parts.append(f"{of}{count:,} sequences" if sequences else f"{of}{count} prompts{drawn}")
     draws = {record.facts["nulls"] for record in records if record.facts.get("nulls")}
     parts += [f"{draws.pop()} draws of each control"] if len(draws) == 1 else []
     return " · ".join(parts)
@@ -227,7 +244,8 @@ def _title(records: Sequence[Record]) -> str:
     """Every model and every source, each once."""
     models = dict.fromkeys(str(record.subject["name"]) for record in records)
     sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
-    prompts = " prompts" * all(record.source.get("kind") == "domain" for record in records)
+    kinds = {record.source.get("kind") for record in records}
+    prompts = " prompts" if kinds == {"domain"} else " label sequences" if kinds == {"sula"} else ""
     return f"{' and '.join(models)} on {' and '.join(sources)}{prompts}"
 
 
@@ -262,15 +280,21 @@ def _joined(parts: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     for part in parts:
         for section in part["sections"]:
             of.setdefault(section["probe"], {})[part["label"] if len(parts) > 1 else ""] = section
+    measured = {probe: next(iter(found.values()))["measured"] for probe, found in of.items()}
+    titles = {}
+    for probe, one in measured.items():
+        alike = [other for other, m in measured.items() if m.title == one.title]
+        titles[probe] = f"{one.title} ({told_apart(alike)[probe]})" if len(alike) > 1 else one.title
     return [
         {
             "id": slug(probe),
-            "measured": next(iter(found.values()))["measured"],
+            "measured": measured[probe],
+            "title": titles[probe],
             "words": [word for word in WORDS if any(word in section["words"] for section in found.values())],
             "of": found,
             "drawn": side_by_side(slug(probe), {label: section["drawn"] for label, section in found.items()}),
         }
-        for probe, found in sorted(of.items())
+        for probe, found in ((probe, of[probe]) for probe in in_order(of))
     ]
 
 

@@ -56,6 +56,7 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
         **first_screen([label], [record]),
         sections={(label, probe): section["id"] for probe, section in curves.items()},
         curves=curves,
+        contents=[("", [(s["id"], s["measured"].title, s["words"]) for s in part["sections"]])],
         steps=list(snapshots),
         probes=[
             _probe(probe, snapshots, shown) for probe in sorted({p for one in snapshots.values() for p in one.results})

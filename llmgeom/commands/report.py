@@ -33,6 +33,7 @@ def main(config: RunConfig) -> None:
     from llmgeom.files import write_whole
     from llmgeom.record import Record
     from llmgeom.reports import page
+    from llmgeom.reports.steps import steps_page
 
     records = [record for run in config.runs for record in Record.load_all(run).values()]
     if config.json and len(config.runs) == 1:
@@ -48,7 +49,13 @@ def main(config: RunConfig) -> None:
             if config.json:
                 raise
             why = f"not compared: {refusal}"
-    write_whole(path, page(records, comparison.to_dict() if comparison else None).encode())
+    # The snapshots of `llmgeom dynamics` lie inside its run folder.
+    steps = {int(at.parent.name[4:]): at.parent for at in Path(config.runs[0]).glob("step*[0-9]/record.json")}
+    if len(records) == 1 and steps:
+        html = steps_page(records[0], {step: Record.load_one(at) for step, at in sorted(steps.items())})
+    else:
+        html = page(records, comparison.to_dict() if comparison else None)
+    write_whole(path, html.encode())
     if comparison and config.json:
         print_json(comparison.to_dict() | {"report": str(path)})
         return
