@@ -24,7 +24,7 @@ from llmgeom.errors import UserError, first_line, redact
 COMMANDS = {
     "Measure": {
         "scan": "Measure a model's geometry of uncertainty",
-        "probe": "Test if your own label is linearly there",
+        "probe": "Test if a label of yours can be read",
         "evidence": "Test if labels are weighed by Bayes' rule",
     },
     "Intervene": {
@@ -163,4 +163,4 @@ def _stopping() -> None:
 )
 @click.version_option(__version__, prog_name="llmgeom")
 def main() -> None:
-    """Measure how a language model holds its uncertainty: every number with n, an interval and a null."""
+    """Measure how a language model holds its uncertainty: every number with n, an interval and a control."""

@@ -38,8 +38,8 @@ def unknown(kind: str, name: object, known: Iterable[str], also: str = "") -> Us
     """
     names = list(known)
     near = difflib.get_close_matches(str(name), names, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return UserError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names)}{also}")
+    hint = f": did you mean {near[0]!r}? known: " if near else "; known: "
+    return UserError(f"unknown {kind} {name!r}{hint}{', '.join(names)}{also}")
 
 
 def first_line(error: BaseException) -> str:

@@ -127,7 +127,8 @@ def _csv(whole: str, name: str) -> list[dict[str, Any]]:
     except csv.Error as error:
         raise UserError(f"{name} is not a CSV table ({error}): quote cells that hold commas or line breaks") from None
     if "text" not in head or len(set(head)) < len(head):
-        raise UserError(f'{name}: its header is {", ".join(map(repr, head))}; expected distinct names and "text"')
+        columns_of = ", ".join(map(repr, head))
+        raise UserError(f'{name} has the columns {columns_of}: expected one called "text", and no name twice')
     for number, row in enumerate(rows, start=1):
         if len(row) != len(head):
             raise UserError(f"{name}, row {number} has {len(row)} cells, the head {len(head)}: quote cells with commas")
@@ -162,11 +163,11 @@ def whole_bytes(path: str, name: str) -> bytes:
             with open(path, "rb") as file:
                 blob = file.read(MOST + 1)  # a device may have no end
     except FileNotFoundError:
-        raise UserError(f"{name} does not exist: give a .jsonl or .txt file, or - for standard input") from None
-    except IsADirectoryError:
         raise UserError(
-            f"{name} is a folder: give a .jsonl or .txt file in it, or use --prompts-from for a run"
+            f"{name} does not exist: give a .txt, .jsonl, .csv or .parquet file, or - for standard input"
         ) from None
+    except IsADirectoryError:
+        raise UserError(f"{name} is a folder: give a file in it, or use --prompts-from for a run") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{name!r} cannot be read ({error}): check its name and permissions") from None
     if len(blob) > MOST:

@@ -52,7 +52,7 @@ def test_listing_the_domains_loads_neither_torch_nor_transformers():
     ("ask", "sentence"),
     [
         (lambda: Domain("mth"), "unknown domain 'mth': did you mean 'math'? known: " + ", ".join(known())),
-        (lambda: Domain("zzzz"), "unknown domain 'zzzz': known: " + ", ".join(known())),
+        (lambda: Domain("zzzz"), "unknown domain 'zzzz'; known: " + ", ".join(known())),
         (lambda: Domain("math").sample(0, 0), "0 prompts of 'math' were asked for; ask for at least 1"),
         (
             lambda: Domain("math").sample(10**6, 0),
@@ -549,10 +549,10 @@ def test_refusals_of_what_is_no_file(tmp_path):
     with pytest.raises(UserError) as refusal:
         files.read(str(tmp_path / "absent.txt"))
     assert str(refusal.value) == (
-        f"{tmp_path}/absent.txt does not exist: give a .jsonl or .txt file, or - for standard input"
+        f"{tmp_path}/absent.txt does not exist: give a .txt, .jsonl, .csv or .parquet file, or - for standard input"
     )
     with pytest.raises(UserError) as refusal:
         files.read(str(tmp_path))
-    assert str(refusal.value).startswith(f"{tmp_path} is a folder: give a .jsonl or .txt file in it")
+    assert str(refusal.value).startswith(f"{tmp_path} is a folder: give a file in it")
     with refused(UserError, "read"):
         files.read("a\0b")

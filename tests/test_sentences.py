@@ -37,7 +37,7 @@ def scan(*words: str):
         (["--batch-tokens", "0"], "--batch-tokens 0: expected at least 1"),
         (
             ["--prompts", "nowhere.txt"],
-            "nowhere.txt does not exist: give a .jsonl or .txt file, or - for standard input",
+            "nowhere.txt does not exist: give a .txt, .jsonl, .csv or .parquet file, or - for standard input",
         ),
         (
             ["--model", "./nowhere"],

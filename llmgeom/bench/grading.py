@@ -51,7 +51,8 @@ class Origin:
         """
         if not (spec or self.task):
             raise UserError(
-                f"{model} was trained on no task (no {hub.TUNNEL} next to its weights); name one with --task"
+                f"{model} was trained on no task (no {hub.TUNNEL} next to its weights): give the folder of an "
+                "`llmgeom train` with --model, or a task with --task"
             )
         try:
             task = wind_tunnels.load_task(spec or hub.trusted(self.task, self.folder))

@@ -94,9 +94,9 @@ class DrawsConfig(Config):
 
     n: int | None = flag(None, "Prompts in each domain. [default: 75]", least=10)
     limit: int | None = flag(None, "Draw a pool of at most LIMIT prompts in each domain.", least=20)
-    nulls: int = flag(20, "Draws of each null.", least=1)
+    nulls: int = flag(20, "Draws of each control.", least=1)
     controls: int = flag(199, "Draws of each control of the ablation.", least=1)
-    seed: int = flag(0, "Fixes prompts, nulls and controls.", least=0, most=LARGEST_SEED)
+    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder; a stopped run continues in it. [default: runs/WHAT-HASH]", group="Output")
 
 
@@ -200,7 +200,8 @@ class Verb(click.Command):
         """Write the options, a section for each group; options without one come first."""
         sections: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
         for param in self.get_params(ctx):
-            if row := param.get_help_record(ctx):
+            row = param.get_help_record(ctx)
+            if row and not isinstance(param, click.Argument):  # the usage line and the help's first lines say these
                 sections.setdefault(getattr(param, "group", "Output"), []).append(row)
         for group, rows in sections.items():
             if rows:

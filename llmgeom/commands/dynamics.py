@@ -37,8 +37,8 @@ class RunConfig(Config):
         None, "Names with commas between, or all; '' for none. [default: as `llmgeom scan`]", listed=True
     )
     n: int | None = flag(None, "Sequences, or prompts. [default: 200, or 75 prompts]", least=10)
-    nulls: int = flag(20, "Draws of each null of the probes.", least=1)
-    seed: int = flag(0, "Fixes sequences, prompts and nulls.", least=0, most=LARGEST_SEED)
+    nulls: int = flag(20, "Draws of each control of the probes.", least=1)
+    seed: int = flag(0, "Fixes sequences, prompts and controls.", least=0, most=LARGEST_SEED)
     dtype: Literal["float32", "bfloat16", "float16"] | None = flag(None, "Precision of the weights.")
     device: str | None = flag(None, "cpu, cuda, cuda:1, mps ... [default: a GPU if there is one]")
     offline: bool = flag(False, "Never use the network.")
@@ -73,7 +73,7 @@ class RunConfig(Config):
 def main(settings: RunConfig, output: VerdictOutput) -> int:
     """Follow training: what settles first, attention, values or the answers? Scan every snapshot, too.
 
-    RUNS: folders of `llmgeom train --schedule constant`, one for each seed, and of `--corrupt 1` as their null; or
+    RUNS: folders of `llmgeom train --schedule constant`, one for each seed, and of `--corrupt 1` as their control; or
     folders with checkpoint-N inside, as trainers write them; or, with --revisions, hub models trained with other seeds.
     """
     return show_record(perform, settings, output, table)

@@ -64,7 +64,7 @@ class RunConfig(config.ModelConfig):
     labels: tuple[str, ...] = flag((), "Labels. [default: syllables that are one token]", listed=True)
     n: int = flag(50, "Prompts for each number of labelled words.", least=10)
     nulls: int = flag(20, "Untrained controls.", least=1)
-    seed: int = flag(0, "Fixes prompts and nulls.", least=0, most=LARGEST_SEED)
+    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-sula-PRIOR-TEMPLATE-HASH]", group="Output")
 

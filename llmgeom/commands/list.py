@@ -18,7 +18,7 @@ Kind = Literal["models", "domains", "processes", "tasks", "architectures", "prob
 class RunConfig(Config):
     """What `llmgeom list` is asked for."""
 
-    what: Kind | None = argument(None)
+    what: Kind | None = argument(None, metavar="[WHAT]")
 
 
 def models() -> Iterator[str]:

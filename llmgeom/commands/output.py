@@ -70,7 +70,7 @@ class VerdictOutput(Output):
         words = tuple(word.strip() for text in self.fail_on for word in text.split(","))
         for word in words:
             if word not in FAILING:
-                raise UserError(f"--fail-on {word}: expected {' or '.join(FAILING)}")
+                raise UserError(f"--fail-on {word}: expected one of {', '.join(FAILING)}")
         object.__setattr__(self, "fail_on", words)
 
 

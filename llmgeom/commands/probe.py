@@ -63,8 +63,8 @@ class RunConfig(config.ModelConfig):
         ("last",), "last, mean (over all tokens), or places from the end, e.g. -2.", listed=True, group="Measure"
     )
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
-    nulls: int = flag(20, "Untrained copies, and orders of shuffled prompts.", least=1, group="Controls")
-    seed: int = flag(0, "Fixes folds and nulls.", least=0, most=LARGEST_SEED, group="Controls")
+    nulls: int = flag(20, "Draws of each control: untrained copies, shuffled prompts.", least=1, group="Controls")
+    seed: int = flag(0, "Fixes folds and controls.", least=0, most=LARGEST_SEED, group="Controls")
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-probe-TARGET-HASH]", group="Output")
 
     def probe(self) -> LabelProbe:

@@ -76,7 +76,7 @@ class RunConfig(config.SelectionConfig, config.ModelConfig):
     limit: int | None = flag(
         None, "Read only the first LIMIT of a file, or draw a pool of at most LIMIT.", least=FEWEST, group="Prompts"
     )
-    seed: int = flag(0, "Fixes prompts, nulls and permutations.", least=0, most=LARGEST_SEED, group="Prompts")
+    seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED, group="Prompts")
     probes: tuple[str, ...] | None = flag(
         None,
         "Names with commas between, or all. [default: all; on prompts all but the slowest]",
@@ -90,7 +90,7 @@ class RunConfig(config.SelectionConfig, config.ModelConfig):
     shard: str | None = flag(
         None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
     )
-    nulls: int = flag(20, "Draws of each null: untrained controls, shuffled prompts.", least=1, group="Controls")
+    nulls: int = flag(20, "Draws of each control: untrained copies, shuffled prompts.", least=1, group="Controls")
     stability: bool = flag(
         False, "Scan again in another precision, in smaller batches and with BOS toggled.", group="Controls"
     )
