@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from itertools import cycle
 from random import Random
 
 from llmgeom.batch import Batch, Text
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
 from llmgeom.prompts.chance import shuffled
 from llmgeom.prompts.grammar import Template, cuts, fill, templates
 from llmgeom.prompts.lexicon import DATA
@@ -37,9 +36,7 @@ class Domain:
 
     def __post_init__(self) -> None:
         if self.name not in known():
-            near = difflib.get_close_matches(str(self.name), known(), n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"unknown domain {self.name!r}: {hint}known: {', '.join(known())}")
+            raise unknown("domain", self.name, known())
 
     def size(self) -> int:
         """How many prompts a pool may have: 5 a template.

@@ -13,7 +13,6 @@ grammars begins with a label, which would be cut off it as a token.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +24,7 @@ from random import Random
 import numpy as np
 
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.errors import UserError
+from llmgeom.errors import UserError, unknown
 from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.lexicon import lexicon
 from llmgeom.stats import conjugate as exact
@@ -165,9 +164,7 @@ class Evidence:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            near = difflib.get_close_matches(str(self.format), FORMATS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"unknown format {self.format!r}: {hint}known: {', '.join(FORMATS)}")
+            raise unknown("format", self.format, FORMATS)
         if not 0 <= self.least <= self.most <= LONGEST:
             raise UserError(f"{self.least} to {self.most} observations: give numbers from 0 to {LONGEST}, least first")
 

@@ -7,7 +7,6 @@ has one exact distribution, and so has the latent class: which label rules (two-
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from llmgeom.batch import Batch, Posterior, Text
-from llmgeom.errors import NO_TOKENIZER, UserError
+from llmgeom.errors import NO_TOKENIZER, UserError, unknown
 from llmgeom.prompts import nonce
 from llmgeom.prompts.chance import pick, sha256, shuffled
 from llmgeom.prompts.nonce import FORMATS, Part
@@ -172,9 +171,7 @@ class Sula:
             ("condition", self.condition, tuple(CONDITIONS)),
         ):
             if value not in known:
-                near = difflib.get_close_matches(value, known, n=1)
-                hint = f"did you mean {near[0]!r}? " if near else ""
-                raise UserError(f"unknown {what} {value!r}: {hint}known: {', '.join(known)}")
+                raise unknown(what, value, known)
         wrong = [k for k in self.ks if not 0 <= k <= MOST]
         if wrong or not self.ks or len(set(self.ks)) < len(self.ks):
             raise UserError(f"--k {','.join(map(str, self.ks))}: expected different numbers from 0 to {MOST}")
