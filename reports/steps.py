@@ -14,7 +14,6 @@ from llmgeom.reports.page import _json, _packed, _part, first_screen, prompts_of
 from llmgeom.reports.prompts import prompt_columns
 from llmgeom.reports.text import plotly_text
 from llmgeom.reports.verdicts import labels, lines
-from llmgeom.result import Quantity
 
 
 def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
@@ -29,7 +28,8 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     for section in part["sections"]:
         measured = section["measured"]
         section["drawn"] = [
-            _small(d, measured.quantities[name]) for name, d in zip(pictured(measured), section["drawn"], strict=True)
+            _small(d, measured.quantities[name].meaning, measured.quantities[name].unit)
+            for name, d in zip(pictured(measured), section["drawn"], strict=True)
         ]
     places = _places(snapshots)
     shown = {step: _shown(one, places) for step, one in snapshots.items()}
@@ -65,10 +65,10 @@ def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     )
 
 
-def _small(curve: Drawn, quantity: Quantity) -> Drawn:
+def _small(curve: Drawn, meaning: str, unit: str) -> Drawn:
     """The curve in a third of the width: what it shows stands over it, the unit alone beside it."""
     layout = curve.spec["layout"]
-    text = {"text": plotly_text(quantity.meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
+    text = {"text": plotly_text(meaning, 44), "font": {"size": 14}, "showarrow": False, "align": "left"}
     where = {
         "x": 0,
         "y": 1,
@@ -81,7 +81,7 @@ def _small(curve: Drawn, quantity: Quantity) -> Drawn:
     }
     over = {"annotations": [text | where], "height": 290, "showlegend": False}
     across = layout["xaxis"] | {"tickfont": {"size": 12}, "tickangle": -60}
-    up = {"title": {"text": plotly_text(quantity.unit)}}
+    up = {"title": {"text": plotly_text(unit)}}
     margin = {"l": 64, "r": 12, "t": 48, "b": 48}
     return replace(
         curve, spec=dict(curve.spec) | {"layout": layout | over | {"xaxis": across, "yaxis": up, "margin": margin}}
