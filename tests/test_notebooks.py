@@ -33,6 +33,7 @@ SAVED = {
     "dynamics": ("notebook-dynamics",),
     "your_own": ("notebook-own", "notebook-own/untrained"),
     "probe": ("notebook-probe",),
+    "evidence": ("notebook-evidence",),
 }
 FIGURES = {
     "scan": (("value_manifold", "scores"), ("value_manifold", "pc12"), ("attention_focus", "mean_entropy")),
@@ -41,6 +42,7 @@ FIGURES = {
     "dynamics": (("drift", "frame"), ("drift", "value"), ("drift", "precision"), ("gradients", "score_gradient")),
     "your_own": (("odds_line", "missed"),),
     "probe": (("narrative", "residual_score"), ("narrative", "confound_score")),
+    "evidence": (("process", "divergence"), ("sula_belief", "along"), ("sula_observers", "observer")),
 }
 LAST = {  # the stage at which each bar ends
     "scan": ("measuring value_manifold",) * 2,
@@ -49,6 +51,7 @@ LAST = {  # the stage at which each bar ends
     "dynamics": ("bijection, gpt2", "bijection, gpt2", "snapshots scanned"),
     "your_own": ("urn.py:Urn, gpt2", "measuring value_manifold", "measuring value_manifold"),
     "probe": ("measuring words",),
+    "evidence": ("two-point: measuring sula_martingale",),
 }
 # What `make test` writes instead of the sizes that are committed; `make slow` runs the notebooks as they stand.
 SMALL = {
@@ -67,6 +70,7 @@ SMALL = {
         "cut, probes, progress": "cut, probes, controls=2, progress",
     },
     "probe": {"sample(120": "sample(60", "controls=20": "controls=2"},
+    "evidence": {"n=50": "n=20", "nulls=20": "nulls=2"},
 }  # fmt: skip
 SIZES = ("small", pytest.param("committed", marks=pytest.mark.slow))
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'

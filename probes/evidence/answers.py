@@ -215,7 +215,7 @@ def _doubts(mass: float, best: str, gap: float) -> list[str]:
     doubts = []
     if gap < LEAST_GAP:
         doubts.append(
-            f"{INFERENCE}: not measured, because {best} is {gap:.4f} bits from exact: these prompts cannot tell the two"
+            f"{INFERENCE}: not measured. {best} is {gap:.4f} bits from exact, so these prompts cannot tell the two"
         )
     if mass < 0.5:
         doubts.append(f"the answers have {mass:.1%} of the model's probability: what is compared is a small part of it")
