@@ -30,6 +30,7 @@ class Claim(Rule):
     """One entry of claims/*.toml: a metric of a probe, the rule of its verdict, and where it is a claim its sentence.
 
     unit       of the value, the effect and the margin.
+    noun       what a sentence calls the number; empty where its name says enough.
     claim      what "holds" says, in one sentence; empty for a metric that is no claim.
     null       the control and what is replicated, in words; the probe computes it.
     source     where the claim is printed; published: what was printed.
@@ -39,6 +40,7 @@ class Claim(Rule):
     probe: str
     name: str
     unit: str
+    noun: str = ""
     claim: str = ""
     null: str = ""
     source: str = ""
@@ -163,6 +165,7 @@ def estimate(
         p=1.0,
         n=n,
         clusters=clusters,
+        noun=claim.noun,
         claim=claim.claim,
         source=claim.source,
         published=claim.published,

@@ -86,7 +86,7 @@ class Estimate:
 
     What the verdict rests on; the defaults are those of a metric of which nothing was declared:
     claim            the sentence that is judged; empty for a number that is no claim. source, published: where it is
-                     printed, and what was printed.
+                     printed, and what was printed. noun: what a sentence calls the number; empty where its name does.
     side             whether the value is asked to lie above ("upper") or below ("lower") its controls.
     margin           the hurdle: the value that has p = .025 against the control, before correction.
     effect           the smallest difference from the control's centre that is of interest; room: whether the metric can
@@ -116,6 +116,7 @@ class Estimate:
     clusters: int
     verdict: Verdict = ""
     why: str = ""
+    noun: str = ""
     claim: str = ""
     source: str = ""
     published: str = ""

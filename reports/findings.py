@@ -28,35 +28,6 @@ SHOWN = 3  # findings on the first screen
 SILENT_UNITS = ("fraction", "ratio", "ratio of steps", "skill", "R2", "|rho|", "rho", "|r|", "r")
 SIGNS = (("|rho|", "|ρ|"), ("rho ", "ρ "), ("R2", "R²"), ("bits^2", "bits²"))
 UNBOUNDED = 1e8  # an interval as wide as this says nothing, as of one training run
-# The metric's name in a record -> what a sentence calls it, where the name says too little by itself.
-NOUNS = {
-    "skill": "skill over the best answer that knows only how many labels were seen",
-    "KL of the edit": "the change of the output, as KL,",
-    "KL of the edit, against equal edits": "the change of the output, as KL,",
-    "focusing": "the share of attention's entropy lost from the first layer to the last",
-    "focusing without the first token": "the share of attention's entropy lost, without the weight on the first token,",
-    "entropy decodability (held-out R2)": "R2 of entropy on held-out templates",
-    "columns of W_K": "the mean overlap of the columns of W_K",
-    "gain in PC1+PC2 share, as diverse": "the PC1+PC2 share less that of equally varied mixed prompts",
-    "log-odds moved": "the shift of the log-odds",
-    "log-odds of the answers moved": "the shift of the answers' log-odds",
-    "MLPs' share of the fall": "the MLPs' share of the fall in KL",
-    "fall outside the largest step": "the share of the fall in KL outside the largest step",
-    "first query past the horizon, over those within": "the error past the horizon, over that within it,",
-    "second head over the largest": "the effect of the second head over that of the largest",
-    "error without the weakest middle block": "the error of entropy without the weakest middle block",
-    "frame at the embedding": "the effect of patching the frame at the embedding",
-    "total effect over the exact shift": "the shift of the log odds over the exact one",
-    "Bayesian over other observers": "the gain of the best Bayesian reader over the best other one",
-    "rho of H label and exact entropy, given k": "the rank correlation of label entropy and exact entropy, given k,",
-    "log odds along the labels, last layer": "R2 of the exact log odds along the labels, last layer,",
-    "accumulates": "skill over the best observers that do not infer",
-    "transports": "skill over the best observer that does not infer",
-    "binds": "skill over the best observers that do not know the items",
-    "frame over precision": "the step at which attention settles, over that of the answers,",
-    "frame over values": "the step at which attention settles, over that of the values,",
-    "scores over values": "the step at which the score gradient vanishes, over that of the value gradient,",
-}
 # The control's name in a record, with its number of draws -> the words of a sentence.
 CONTROLS = (
     (r"re-initialised, own entropy \((\d+) draws\)", r"\1 untrained copies, each with its own entropy,"),
@@ -328,7 +299,7 @@ def _finding(group: Sequence[Outcome], head: str, stricter: Sequence[Outcome]) -
 
 def _sentence(outcome: Outcome, head: str) -> str:
     h, on = outcome.estimate, f" on {outcome.record}" if outcome.record else ""
-    name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(NOUNS.get(h.name, h.name))
+    name = "it" if outcome.head == pretty(h.claim.rstrip(".")) else pretty(h.noun or h.name)
     first = name.split()[0]
     are = first.endswith("s") and not first.endswith("ss")
     metric = f"{name} {'are' if are else 'is'} {outcome.value}{on} (n = {h.clusters})"

@@ -9,7 +9,7 @@ import pytest
 from llmgeom.claims import entries
 from llmgeom.record import Record
 from llmgeom.reports.digest import digest
-from llmgeom.reports.findings import NOUNS, WORDS, claims, counting, findings, heads, outcomes
+from llmgeom.reports.findings import WORDS, claims, counting, findings, heads, outcomes
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate, Measured
 
@@ -124,9 +124,9 @@ def test_an_open_claim_stands_after_what_is_decided_and_an_effect_that_the_contr
     assert "looks true, but the control is as large" in found[0]
 
 
-def test_a_metric_is_named_in_words_that_stand_alone_and_every_name_in_that_list_is_a_claim_s():
-    assert set(NOUNS) <= {entry.name for entry in entries() if entry.claim}
-    (found,) = said(record(claim("frame over precision", "opposite", 9.0, unit="ratio of steps")))[1]
+def test_a_metric_is_called_by_the_noun_that_its_declaration_gives():
+    noun = next(entry.noun for entry in entries() if entry.name == "frame over precision")
+    (found,) = said(record(claim("frame over precision", "opposite", 9.0, unit="ratio of steps", noun=noun)))[1]
     assert "the step at which attention settles, over that of the answers, is 9.0" in found
 
 
