@@ -20,6 +20,9 @@ from pathlib import Path
 import numpy as np
 
 from llmgeom.record import Record
+from llmgeom.reports.figures import CIVIDIS, GRID, INK, SIGNED
+from llmgeom.reports.figures import LINE as BLUE
+from llmgeom.reports.figures import NULL as GREY
 
 OUT = Path(__file__).parent / "pictures"
 PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
@@ -37,9 +40,6 @@ PICTURES = {  # probe, or another name: run folder, quantity, and then the probe
     "value_manifold": ("pythia", "scores"),
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 330, 70, 610, 50, 275
-BLUE, GREY = "#0072B2", "#6b6b6b"
-CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
-SIGNED = (BLUE, "#ffffff", "#D55E00")
 
 
 def colour(share: float, stops: Sequence[str] = CIVIDIS) -> str:
@@ -67,7 +67,7 @@ def upright(low: float, high: float, cluster: str):
     step *= next(f for f in (0.1, 0.2, 0.5, 1, 2) if (high - low or 1) / (step * f) <= 6)
     ticks = np.arange(np.ceil(low / step), np.floor(high / step) + 1) * step
     drawn = [text(LEFT - 8, y(v) + 4, f"{v + 0:.6g}", "end") for v in ticks]
-    drawn += [f'<path d="M{LEFT} {y(v):.1f}H{RIGHT}" stroke="#e4e4e4"/>' for v in ticks]
+    drawn += [f'<path d="M{LEFT} {y(v):.1f}H{RIGHT}" stroke="{GRID}"/>' for v in ticks]
     side = text(0, 0, cluster, more=f'transform="translate(16 {(TOP + BOTTOM) / 2:.0f}) rotate(-90)"')
     return y, [*drawn, side]
 
@@ -131,7 +131,7 @@ def heatmap(measured, name: str) -> list[str]:
         drawn.append(text(LEFT - 8, TOP + (i + 0.5) * tall + 4, f"{down} {i}", "end"))
         for j, value in enumerate(row):
             share = (value / top + 1) / 2 if signed else value / top
-            ink = "#fff" if not signed and share < 0.6 else "#1a1a1a"
+            ink = "#fff" if not signed and share < 0.6 else INK
             at = f'x="{LEFT + j * size:.1f}" y="{TOP + i * tall:.1f}" width="{size:.1f}" height="{tall:.1f}"'
             drawn.append(f'<rect {at} fill="{colour(share, SIGNED if signed else CIVIDIS)}" stroke="#fff"/>')
             drawn.append(

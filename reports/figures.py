@@ -17,7 +17,10 @@ from llmgeom.result import Figure, Measured, Quantity
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure as Plotly
 
-LINE, NULL, INK = COLOURS[0], "#6b6b6b", "#1a1a1a"
+LINE, NULL, INK, GRID = COLOURS[0], "#6b6b6b", "#1a1a1a", "#e4e4e4"
+# The pictures of the docs take these, too: low to high, and below and above 0.
+CIVIDIS = ("#00224e", "#35456c", "#666970", "#948e77", "#c8b866", "#fee838")
+SIGNED = (COLOURS[0], "#ffffff", COLOURS[5])
 DASHES = ("dash", "dot", "dashdot", "longdash", "longdashdot")
 ORDER = ("scatter", "curve", "heatmap")
 FONT = {"family": "system-ui, sans-serif", "size": 14, "color": INK}
@@ -25,7 +28,7 @@ AXIS = {
     "automargin": True,
     "zeroline": False,
     "showline": True,
-    "gridcolor": "#e4e4e4",
+    "gridcolor": GRID,
     "linecolor": "#767676",
     "ticks": "outside",
     "exponentformat": "power",
@@ -205,7 +208,7 @@ def _heatmap(measured: Measured, declared: Quantity, cells: np.ndarray, place: s
         ],
     }
     signed = cells.min() < 0 < cells.max()
-    trace |= {"colorscale": [[0, "#0072B2"], [0.5, "#ffffff"], [1, "#D55E00"]], "zmid": 0} if signed else {}
+    trace |= {"colorscale": [[i / 2, colour] for i, colour in enumerate(SIGNED)], "zmid": 0} if signed else {}
     layout = {
         "xaxis": indexed(across, columns_of),
         "yaxis": indexed(down, rows_of, "" if worded(rows_of) else " (0 at the top)") | {"autorange": "reversed"},
