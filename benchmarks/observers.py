@@ -29,6 +29,8 @@ from llmgeom.probes.evidence.observer_fit import (
     Seen,
     attainable,
     called,
+    divergence,
+    fitted,
     lack_of_fit,
     lack_of_fit_draws,
 )
@@ -159,6 +161,22 @@ def row(design: str, name: str, sets: int, seed: int = 0) -> dict[str, dict[str,
     return {"taken": dict(taken), "called": dict(words)}
 
 
+def nearest(design: str, name: str) -> str:
+    """How far a simulated observer is from the Bayesian one most like it: what no number of data sets brings back."""
+    rng = np.random.default_rng(0)
+    shown, rules, _ = drawn(design, rng)
+    of, values = OF_DESIGN[design][name]
+    (rule,) = (one for one in rules if one.name == of)
+    p, found = rule.rule(shown, *values), []
+    for one in rules:
+        if one.bayesian:
+            parameters = fitted(one, shown, p)
+            found.append((divergence(p, one.rule(shown, *parameters)).mean(), one.name, np.round(parameters, 2)))
+    bits, best, parameters = min(found, key=lambda row: row[0])
+    noise = divergence(answers(rule, values, shown, rng), p).mean()
+    return f"{design}: {name}: {bits:.4f} bits from {best} {parameters}; its noise alone {noise:.4f} bits"
+
+
 # ---- martingale and exchangeability ---------------------------------------------------------------------------------
 
 FORGETS = 0.6  # an observation counts FORGETS^age
@@ -214,11 +232,15 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=100)
     parser.add_argument("--design", choices=DESIGNS, action="append")
     parser.add_argument("--martingale", action="store_true", help="rates of the test without observers, printed")
+    parser.add_argument("--nearest", action="store_true", help="the Bayesian observers most like those that forget")
     asked = parser.parse_args()
     if asked.martingale:
         for process in EXACT_AT:
             for discount in (1.0, FORGETS):
                 print(process, discount, martingale_row(process, discount, asked.sets), flush=True)
+        return
+    if asked.nearest:
+        print("\n".join(nearest(design, "forgetting") for design in DESIGNS))
         return
     rows = json.loads(asked.out.read_text()) if asked.out.exists() else {}
     for design in asked.design or DESIGNS:
