@@ -1,16 +1,23 @@
-"""Logged answers of other programs: lm-eval's samples (`--log_samples`) and inspect_ai's JSON logs."""
+"""Logged answers of other programs: lm-eval's samples (`--log_samples`) and inspect_ai's logs.
+
+Formats as lm_eval 0.4.13 and inspect_ai 0.3.285 write them, read in their sources.
+"""
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llmgeom.errors import UserError
-from llmgeom.prompts.files import decoded, whole_bytes
+from llmgeom.prompts.files import MOST, decoded, whole_bytes
 
 
 @dataclass(frozen=True)
@@ -37,11 +44,11 @@ class AnswerLog:
 
 
 def read(path: str, cluster: str | None = None) -> AnswerLog:
-    """The answers of a log. JSON lines are lm-eval's samples, one JSON object inspect_ai's log.
+    """The answers of a log. JSON lines are lm-eval's samples; one JSON object, or a zip archive, is inspect_ai's log.
 
     Args:
-        path: samples_TASK_DATE.jsonl of `lm_eval --log_samples`, or a log of `inspect eval --log-format json` with
-            `--logprobs --top-logprobs 20`.
+        path: samples_TASK_DATE.jsonl of `lm_eval --log_samples`, or a log of `inspect eval` with `--logprobs
+            --top-logprobs 20`.
         cluster: a key of lm-eval's "doc" or of a sample's metadata, whose equal values make a cluster; by default each
             document is its own.
 
@@ -49,26 +56,61 @@ def read(path: str, cluster: str | None = None) -> AnswerLog:
         UserError: a file of another kind, no log-probabilities, several right answers; it names the sample.
     """
     name = f"--log {path}"
-    whole = decoded(whole_bytes(path, name), name)
-    try:
-        rows = [json.loads(line) for line in whole.splitlines() if line.strip()]
-    except (ValueError, RecursionError):
-        rows = []
-    if rows and all(isinstance(row, dict) and "filtered_resps" in row for row in rows):
-        return _read_samples(path, rows, cluster, _harness)
-    try:
-        body = json.loads(whole)
-    except (ValueError, RecursionError):
-        body = None
+    blob = whole_bytes(path, name)
+    body: Any = _unzipped(blob, path) if blob.startswith(b"PK\x03\x04") else _json(decoded(blob, name))
+    if isinstance(body, dict) and "filtered_resps" in body:  # a single line
+        body = [body]
+    if isinstance(body, list) and body and all(isinstance(row, dict) and "filtered_resps" in row for row in body):
+        first = body[0].get("filter")  # each filter of a task logs every document again
+        rows = [row for row in body if row.get("filter") == first]
+        note = f"filter {first!r} of several is read: {len(rows)} of {len(body)} logged samples"
+        return _read_samples(path, rows, cluster, _harness, notes=(note,) * (len(rows) < len(body)))
     if not isinstance(body, dict) or not isinstance(body.get("samples"), list) or not body["samples"]:
         raise UserError(
             f"--log {path} is neither lm-eval's samples (JSON lines with filtered_resps) nor an inspect_ai log (JSON "
-            "with samples): give the file that --log_samples or --log-format json wrote"
+            "with samples): give the file that --log_samples or inspect eval wrote"
         )
     about = body.get("eval") or {}
-    return _read_samples(
-        path, body["samples"], cluster, _inspect, str(about.get("task", "")), str(about.get("model", ""))
-    )
+    rows = [row for row in body["samples"] if not (isinstance(row, dict) and row.get("error"))]
+    left = len(body["samples"]) - len(rows)
+    if not rows:
+        raise UserError(f"--log {path}: all {left} samples ended in an error: run the evaluation again")
+    notes = (f"{left} of {len(body['samples'])} samples ended in an error and are left out",) * bool(left)
+    return _read_samples(path, rows, cluster, _inspect, str(about.get("task", "")), str(about.get("model", "")), notes)
+
+
+def _json(whole: str) -> Any:
+    """One JSON value, or a list of those on the lines; None where it is neither."""
+    try:
+        return json.loads(whole)
+    except (ValueError, RecursionError):
+        pass
+    try:  # not splitlines(): a document may hold U+2028 or U+0085, which JSON does not escape
+        return [json.loads(line) for line in whole.split("\n") if line.strip()]
+    except (ValueError, RecursionError):
+        return None
+
+
+def _unzipped(blob: bytes, path: str) -> dict[str, Any]:
+    """An inspect_ai log in its .eval format: header.json, and a file in samples/ for each sample and epoch."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+            names = list(dict.fromkeys(archive.namelist()))
+            size = sum(archive.getinfo(name).file_size for name in names)
+            if size > MOST:
+                raise UserError(f"--log {path} has more than {MOST >> 20} MiB unpacked: split it")
+            header = json.loads(archive.read("header.json")) if "header.json" in names else {}
+            samples = [name for name in names if re.fullmatch(r"samples/[^/]+\.json", name)]
+            if any(re.fullmatch(r"samples/.+/sample\.json", name) for name in names):
+                raise NotImplementedError
+            return {"eval": header.get("eval"), "samples": [json.loads(archive.read(name)) for name in samples]}
+    except NotImplementedError:  # zstandard, which zipfile reads from Python 3.14 on, or samples in chunks
+        raise UserError(
+            f"--log {path} is an .eval archive that is packed in a way that is not read here: give what `inspect log "
+            "convert --to json --output-dir DIR FILE` makes of it"
+        ) from None
+    except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, AttributeError, OSError, EOFError) as error:
+        raise UserError(f"--log {path} is a damaged archive ({str(error)[:80]}): copy the log again") from None
 
 
 @dataclass(frozen=True)
@@ -89,6 +131,7 @@ def _read_samples(
     parse: Callable[[Any], _Sample],
     name: str = "",
     model: str = "",
+    notes: tuple[str, ...] = (),
 ) -> AnswerLog:
     samples = []
     for number, row in enumerate(rows, 1):
@@ -114,10 +157,13 @@ def _read_samples(
         right=tuple(one.right for one in samples),
         cluster=tuple(str(one.columns[cluster]) if cluster else one.id for one in samples),
         notes=(
-            f"{bounded} of {len(samples)} samples lack an answer among the logged log-probabilities: it counts with "
-            "the least that was logged, an upper bound",
-        )
-        * (bounded > 0),
+            *notes,
+            *(
+                f"{bounded} of {len(samples)} samples lack an answer among the logged log-probabilities: it counts "
+                "with the least that was logged, an upper bound",
+            )
+            * (bounded > 0),
+        ),
     )
 
 
@@ -133,40 +179,82 @@ def _harness(row: Mapping[str, Any]) -> _Sample:
     arguments = row["arguments"]
     if isinstance(arguments, dict):  # from version 0.4.8: gen_args_0 -> arg_0, arg_1
         arguments = [[one["arg_0"], one["arg_1"]] for one in arguments.values()]
-    answers = [str(pair[1]).strip() for pair in arguments]
-    if len(answers) != len(log_prob):
-        raise _Unusable(f"{len(answers)} answers were asked and {len(log_prob)} scored")
-    target = row["target"]
-    # The gold answer is an index, as a number or as text, or else the answer itself.
-    by_text = [i for i, answer in enumerate(answers) if answer == str(target).strip()]
-    right = int(target) if str(target).strip().isdigit() and not by_text else by_text[0] if by_text else -1
-    if not 0 <= right < len(answers):
-        raise _Unusable(f"its target {target!r} is none of its {len(answers)} answers")
+    if len(arguments) != len(log_prob):
+        raise _Unusable(f"{len(arguments)} answers were asked and {len(log_prob)} scored")
+    half = len(arguments) // 2
+    if [["", pair[1]] for pair in arguments[:half]] == [list(pair) for pair in arguments[half:]]:
+        arguments, log_prob = arguments[:half], log_prob[:half]  # acc_mutual_info: each again without its question
+    text, answers = str(arguments[0][0]), [str(pair[1]).strip() for pair in arguments]
+    if len(set(answers)) < len(answers):  # Winogrande: each answer is in a question of its own, which ends alike
+        text, answers = "", [str(pair[0]).strip() for pair in arguments]
+    right = _gold(row, answers, log_prob)
     doc = row.get("doc") if isinstance(row.get("doc"), dict) else {}
-    return _Sample(str(arguments[0][0]), answers, log_prob, right, str(row["doc_id"]), doc or {})
+    return _Sample(text, answers, log_prob, right, str(row["doc_id"]), doc or {})
+
+
+def _gold(row: Mapping[str, Any], answers: Sequence[str], log_prob: Sequence[float]) -> int:
+    """The index of the right answer: "target" is an index or the answer, as text; "acc" says which, where it is there.
+
+    "acc" is 1 where the likeliest answer is right. Where questions differ and share their end, "target" is that end,
+    and "acc" alone tells which of two is right.
+    """
+    target, acc = str(row["target"]).strip(), row.get("acc")
+    likeliest = max(range(len(answers)), key=lambda i: log_prob[i])
+    possible = [int(target)] if target.isdigit() and int(target) < len(answers) else []
+    possible += [i for i, answer in enumerate(answers) if answer == target]
+    if not possible and len(answers) == 2 and acc in (0, 1) and not target.isdigit():
+        possible = [0, 1]
+    if not possible:
+        raise _Unusable(f"its target {row['target']!r} is none of its {len(answers)} answers")
+    agree = possible if acc is None else [i for i in possible if (i == likeliest) == acc]
+    if not agree:
+        raise _Unusable(f"its acc is {acc}, which does not follow from its target {target!r}: several may be right")
+    return agree[0]
 
 
 def _inspect(row: Mapping[str, Any]) -> _Sample:
     """One sample of inspect_ai: the letter that was answered, and the likeliest tokens in its place."""
     target = row["target"] if isinstance(row["target"], list) else [row["target"]]
     choices = row.get("choices") or []
-    letters = [chr(ord("A") + i) for i in range(len(choices))]
+    letters = [chr(ord("A") + i) if i < 26 else str(i - 25) for i in range(len(choices))]
     if len(target) != 1 or len(choices) < 2 or target[0] not in letters:
         raise _Unusable(f"its target {row['target']!r} is not one letter of {len(choices)} choices")
     logged = row["output"]["choices"][0].get("logprobs") or {}
-    said = [one for one in logged.get("content") or () if one["token"].strip(" .)(") in letters]
-    if not said:
+    answered = [one for one in logged.get("content") or () if _letter(one) in letters]
+    if not answered:
         raise _Unusable("it has no log-probabilities of a letter; run inspect with --logprobs --top-logprobs 20")
+    written = re.findall(r"(?i)ANSWER\s*:\W*([A-Z]|\d+)\b", str(row["output"].get("completion") or ""))
+    if written:
+        answered = [one for one in answered if _letter(one) == written[-1].upper()]
+    if not answered:
+        raise _Unusable(
+            f"its text answers {written[-1]!r}, which no logged token is: choices that the solver shuffled cannot be "
+            "put back; shuffle them in the data set"
+        )
     likeliest: dict[str, float] = {}
-    for one in (said[-1], *(said[-1].get("top_logprobs") or ())):
-        letter, value = one["token"].strip(" .)("), _number(one["logprob"])
-        likeliest[letter] = max(value, likeliest.get(letter, -math.inf))
+    for one in (answered[-1], *(answered[-1].get("top_logprobs") or ())):
+        if math.isfinite(value := float(one["logprob"])):
+            likeliest[_letter(one)] = max(value, likeliest.get(_letter(one), -math.inf))
+    if not likeliest:
+        raise _Unusable("no log-probability of it is finite")
     least = min(likeliest.values())
     log_prob = [likeliest.get(letter, least) for letter in letters]
-    text = row["input"] if isinstance(row["input"], str) else str(row["input"][-1]["content"])
     missing = sum(letter not in likeliest for letter in letters)
-    columns = row.get("metadata") or {}
+    text, columns = _text(row["input"]), row.get("metadata") or {}
     return _Sample(text, list(map(str, choices)), log_prob, letters.index(target[0]), str(row["id"]), columns, missing)
+
+
+def _letter(logged: Mapping[str, Any]) -> str:
+    """The word of a logged token, without the marks with which tokenizers write a space."""
+    return re.sub(r"[\W_ĠĊ]", "", logged["token"])
+
+
+def _text(given: Any) -> str:
+    """A question: text, or the last of some messages, whose content is text or parts of it."""
+    if isinstance(given, str):
+        return given
+    content = given[-1]["content"]
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content if "text" in part)
 
 
 def _number(value: Any) -> float:

@@ -40,7 +40,7 @@ class RunConfig(config.ModelConfig):
         None, "Instead of --target: the column of right answers, scored by log-probability.", group="Prompts"
     )
     log: str | None = flag(
-        None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai (JSON) logged.", group="Prompts"
+        None, "Instead of a model: answers that lm-eval (--log_samples) or inspect_ai logged.", group="Prompts"
     )
     cluster: str | None = flag(
         None, "Column whose equal values stay on one side of every split. [default: template, or each row]",
