@@ -87,7 +87,7 @@ def page(
         joined=sections,
         sections={(part["label"], s["probe"]): slug(s["probe"]) for part in parts for s in part["sections"]},
         contents=[("", [(s["id"], s["title"], s["words"]) for s in sections])],
-        opened="" if pictures else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
+        opened="" if pictures or several else next((s["id"] for s in sections if s["words"] and s["drawn"]), ""),
     )
 
 
@@ -245,8 +245,9 @@ def _title(records: Sequence[Record]) -> str:
     models = dict.fromkeys(str(record.subject["name"]) for record in records)
     sources = dict.fromkeys(str(record.source.get("name", "prompts")) for record in records)
     kinds = {record.source.get("kind") for record in records}
-    prompts = " prompts" if kinds == {"domain"} else " label sequences" if kinds == {"sula"} else ""
-    return f"{' and '.join(models)} on {' and '.join(sources)}{prompts}"
+    told = " and ".join(sources)
+    told = f"{told} prompts" if kinds == {"domain"} else f"label sequences ({told})" if kinds == {"sula"} else told
+    return f"{' and '.join(models)} on {told}"
 
 
 def slug(text: str) -> str:

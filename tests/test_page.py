@@ -319,6 +319,27 @@ def test_records_without_results_figures_or_prompts():
         assert "Methods and provenance" in page([bare])
 
 
+def test_a_page_without_the_plane_opens_its_first_claimed_section_and_tells_equal_titles_apart():
+    record = synthetic()
+    once = Tree(page([record]))
+    folds = [a for tag, a in once.elements if tag == "details" and a.get("class") == "fold"]
+    assert sum("open" in a for a in folds) == 1 and len(folds) > 2
+    at = next(i for i, (_, a) in enumerate(once.elements) if a.get("id") == "manifold")
+    assert "open" in once.elements[at + 1][1]
+    planes = replace(record, results={"value_manifold": record.results["manifold"], "focus": record.results["focus"]})
+    for shown in (page([planes]), page([record, synthetic(source="math")])):
+        assert not any("open" in a for tag, a in Tree(shown).elements if tag == "details" and a.get("class") == "fold")
+    twice = {f"cut_{way}": replace(record.results["manifold"], title="The cut") for way in ("pc1", "ridge")}
+    text = Tree(page([replace(record, results=twice)])).text
+    assert "The cut (pc1)" in text and "The cut (ridge)" in text
+
+
+def test_label_sequences_are_named_and_counted_without_templates():
+    record = synthetic(source="SULA, colon")
+    text = Tree(page([replace(record, source=record.source | {"kind": "sula"})])).text
+    assert "pocket:pythia on label sequences (SULA, colon)" in text and "75 prompts" in text and "from 38" not in text
+
+
 def test_no_record_is_refused():
     with refused(ValueError, "record"):
         page([])

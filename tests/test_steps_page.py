@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+from click.testing import CliRunner
 
+from llmgeom.cli import main
 from llmgeom.dynamics.trajectories import over_training
 from llmgeom.record import Record
 from llmgeom.reports.figures import draw
@@ -111,6 +113,18 @@ def test_twelve_snapshots_of_two_hundred_prompts_stay_under_six_megabytes():
 def test_a_training_whose_snapshots_were_not_scanned_has_no_slider():
     html = steps_page(whole(snapshots()), {})
     assert 'type="range"' not in html and "a run on mixed, over training" in html
+
+
+def test_report_draws_a_course_with_its_snapshots(tmp_path):
+    made = snapshots()
+    whole(made).save(tmp_path / "run")
+    for step, record in made.items():
+        record.save(tmp_path / "run" / f"step{step}")
+    done = CliRunner().invoke(main, ["report", str(tmp_path / "run")])
+    assert done.exit_code == 0, done.output
+    html = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
+    assert sorted(map(int, unpacked(html))) == list(STEPS) and 'type="range"' in html
+    assert 'class="contents"' in html  # without it the page's parts stood in the column of the contents
 
 
 # ---- in a browser ---------------------------------------------------------------------------------------------------
