@@ -264,7 +264,8 @@ def _as_large(one: Outcome) -> bool:
     """Whether a claim looks true by its value alone, and its control gives as much."""
     h = one.estimate
     within = h.null_low <= h.value <= h.null_high
-    return one.word == "ruled out" and not h.equivalence and abs(h.value) >= h.effect and within
+    # A claim that the value is low does not look true because the value is large.
+    return one.word == "ruled out" and h.side == "upper" and not h.equivalence and abs(h.value) >= h.effect and within
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:

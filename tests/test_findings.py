@@ -124,6 +124,11 @@ def test_an_open_claim_stands_after_what_is_decided_and_an_effect_that_the_contr
     assert "looks true, but the control is as large" in found[0]
 
 
+def test_a_claim_that_the_value_is_low_does_not_look_true_because_it_is_large():
+    made = claim(verdict="ruled out", value=0.9, null_high=1.0, centre=0.9, side="lower")
+    assert "is ruled out at the claimed size" in said(record(made))[1][0]
+
+
 def test_a_metric_is_called_by_the_noun_that_its_declaration_gives():
     noun = next(entry.noun for entry in entries() if entry.name == "frame over precision")
     (found,) = said(record(claim("frame over precision", "opposite", 9.0, unit="ratio of steps", noun=noun)))[1]
