@@ -237,7 +237,10 @@ def _rest(every: Sequence[Outcome], several: bool) -> str:
 
 
 def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int = SHOWN) -> list[str]:
-    """The first findings: decided claims before open ones, the largest effects first; then what was not measured."""
+    """The first findings: decided claims before open ones, the largest effects first; then what was not measured.
+
+    Where a label's direction was edited, how well the probe reads the label stands before them.
+    """
     groups = claims(every)
     names = heads(groups)
     stricter = {group[0].key: _stricter(group[0], groups) for group in groups}
@@ -246,7 +249,8 @@ def findings(every: Sequence[Outcome], records: Sequence[Record] = (), most: int
         (group for group in groups if group[0].key not in part_of_another),
         key=lambda group: min(_rank(one) for one in group),
     )
-    found = [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
+    found = [said for record in records for said in _readable(record)]
+    found += [_finding(group, names[group[0].key], stricter[group[0].key]) for group in ranked[:most]]
     found += [f"Not measured: {what}, because {why}." for what, why in lacking(records)]
     return [visible(text) for text in found[:most]]
 
@@ -266,6 +270,16 @@ def _as_large(one: Outcome) -> bool:
     within = h.null_low <= h.value <= h.null_high
     # A claim that the value is low does not look true because the value is large.
     return one.word == "ruled out" and h.side == "upper" and not h.equivalence and abs(h.value) >= h.effect and within
+
+
+def _readable(record: Record) -> list[str]:
+    """What the probe's claim said of the label whose direction was edited; the direction's file carries it."""
+    axis = record.facts.get("axis")
+    if not isinstance(axis, dict) or "read" not in axis:
+        return []
+    claim = Outcome("", "label", Estimate(**axis["read"]["claim"]))
+    there = f"At the direction's place, {axis['place']}: {short(axis['read']['score'])}."
+    return [f"Label “{axis['label']}”. {_sentence(claim, claim.head)}. {there}"]
 
 
 def lacking(records: Sequence[Record]) -> list[tuple[str, str]]:

@@ -100,6 +100,18 @@ def test_an_effect_that_the_final_token_explains_is_one_finding_with_what_is_lef
     assert len(said(record(claim(), replace(fixed, name="order along the curve")))[1]) == 2
 
 
+def test_what_a_probe_read_stands_before_what_an_edit_of_its_direction_did():
+    """The record of the edit carries the probe's claim: readable and used are the first two sentences."""
+    read = claim("AUROC", "ruled out", 0.65, unit="AUROC", null="bag of tokens", claim="It is readable: beyond all.")
+    used = claim("KL of the edit", "holds", 0.8, unit="bits", claim="It is used: more than equal edits.")
+    axis = {"label": "narrative", "place": "residual 3", "read": {"claim": read.plain(), "score": 0.71}}
+    first, second = said(replace(record(used), facts={"axis": axis}))[1]
+    assert first.startswith("Label “narrative”. “It is readable” ") and "bag of tokens gives 0.05 to 0.20" in first
+    assert "0.65 [0.55, 0.75]" in first and first.endswith("At the direction's place, residual 3: 0.71.")
+    assert second.startswith("It is used: this holds.")
+    assert len(said(replace(record(used), facts={"axis": {"mode": "steer"}}))[1]) == 1  # the entropy axis
+
+
 def test_what_was_not_measured_is_said_with_the_reason_when_there_is_room():
     lacking = {"belief_clusters": "no two prompts share a token"}
     expected = "Not measured: belief clusters, because no two prompts share a token."

@@ -18,9 +18,16 @@ from llmgeom.probes.interventions.axis import Axis
 from llmgeom.probes.interventions.splits import halves
 from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.prompts import files
+from llmgeom.reports.findings import findings, outcomes
+from llmgeom.result import Estimate
 from tests.refusals import refused
 
 LAYER = 3
+CLAIM = Estimate(
+    name="AUROC", value=0.81, unit="AUROC", low=0.76, high=0.86, method="jackknife", null_low=0.58, null_high=0.66,
+    null="bag of tokens", p=0.001, n=200, clusters=200, verdict="holds", claim="The label is readable.", effect=0.05,
+    centre=0.62, margin=0.66,
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +55,7 @@ def directions(subject, prompts, tmp_path_factory):
     scale = float((x.double().numpy() @ w).std())
     about = dict(site=Site.RESIDUAL, layer=LAYER, scale=scale, target="planted", prompts="0" * 64)
     saved = SavedDirection(w / np.linalg.norm(w), model=subject.facts["weights"], **about)
-    saved.save(place / "odds.safetensors")
+    replace(saved, claim=CLAIM.plain(), score=0.77).save(place / "odds.safetensors")
     replace(saved, model="f" * 64).save(place / "other.safetensors")
     replace(saved, layer=len(subject.blocks)).save(place / "last.safetensors")
     return place
@@ -77,6 +84,11 @@ def test_a_direction_that_the_output_reads_is_used_and_the_effect_is_that_of_an_
     measured = record.results["ablation_label"]
     odds = measured.estimates[1]
     assert odds.claim and odds.value > odds.null_high and odds.verdict in ("holds", "open")
+    readable, *used = findings(outcomes([record], [""]), [record])
+    assert all(
+        words in readable for words in ("planted", "0.81 [0.76, 0.86]", "bag of tokens gives 0.58 to 0.66", "0.77")
+    )
+    assert any("KL" in sentence or "log-odds" in sentence for sentence in used)
     assert measured.arrays["odds"][3] > measured.arrays["odds"][2] > 0
     # By hand: what steering by dose 2 adds, at the final token of the evaluation half, by an edit of our own.
     w = SavedDirection.load(path).vector

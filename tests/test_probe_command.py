@@ -139,6 +139,9 @@ def test_the_direction_is_saved_with_its_place(run, subject):
     assert direction.model == record.subject["weights"] and direction.target == "words"
     assert direction.vector.shape == (subject.facts["d_model"],)
     assert np.linalg.norm(direction.vector) == pytest.approx(1)
+    claim = record.results["label"].estimates[0]
+    assert direction.claim == claim.plain() and claim.verdict
+    assert direction.score == record.results["label"].arrays["residual_score"][direction.layer]
     (out / "direction.safetensors").rename(out / "broken")
     (out / "broken").write_bytes(b"no")
     with refused(UserError, "broken"):

@@ -193,6 +193,11 @@ def question(
     """
     where = f"{saved.site.value} {saved.layer}"
     saved.check(subject, POINTS)
+    try:
+        if saved.claim is not None:
+            Estimate(**saved.claim)  # a page shows it
+    except (TypeError, ValueError) as error:
+        raise UserError(f"--axis: the claim in the file cannot be read ({error}): run llmgeom probe again") from None
     point = next(one for one in POINTS if one == saved.site.value)
     if saved.position != LAST and positions != "all":
         raise UserError(
@@ -202,7 +207,7 @@ def question(
     check_prompts(batch)
     estimation, evaluation = halves(batch, seed)
     donors = _donors(evaluation, saved.target, seed) if mode == "exchange" else ()
-    about = {"label": saved.target, "place": where, "mode": mode, "positions": positions}
+    about = {"label": saved.target, "place": where, "mode": mode, "positions": positions, **saved.read}
     mode = "project-out" if mode == "exchange" else mode
     shared = (mode, positions, controls, seed, batch_tokens, progress)
     pair = _first_tokens(subject, answers)

@@ -32,6 +32,7 @@ class SavedDirection:
         scale: standard deviation of the activations along it, over the prompts that it was fitted to.
         target: the column that grows along it. position: of the prompt at which it was fitted.
         model: sha256 of the weights. prompts: sha256 of the tokens.
+        claim: the probe's claim, as `Estimate.plain` gives it. score: of the probe at this place alone.
     """
 
     vector: np.ndarray
@@ -42,6 +43,8 @@ class SavedDirection:
     model: str
     prompts: str
     position: str = LAST
+    claim: dict[str, Any] | None = None
+    score: float | None = None
 
     @classmethod
     def of(cls, record: Record, probe: str) -> SavedDirection | None:
@@ -49,8 +52,9 @@ class SavedDirection:
         measured = record.results.get(probe)
         if measured is None or "direction" not in measured.arrays:
             return None
-        place = measured.ticks["place"]
-        arrays = measured.arrays
+        place, position = measured.ticks["place"], str(measured.ticks.get("position", (LAST,))[0])
+        arrays, layers = measured.arrays, [int(layer) for layer in measured.ticks.get("layer", ())]
+        curve = arrays[f"{place[0]}_score" if position == LAST else f"{place[0]}_{position}_score"]
         return cls(
             vector=np.asarray(arrays["direction"], dtype=np.float64),
             site=Site(place[0]),
@@ -59,7 +63,9 @@ class SavedDirection:
             target=str(record.facts["target"]),
             model=str(record.subject["weights"]),
             prompts=str(record.facts["prompts_hash"]),
-            position=str(measured.ticks.get("position", (LAST,))[0]),
+            position=position,
+            claim=next((h.plain() for h in measured.estimates if h.verdict), None),
+            score=float(curve[layers.index(int(place[1])) if layers else int(place[1])]),
         )
 
     def check(self, subject: Subject, points: Sequence[str]) -> None:
@@ -80,6 +86,11 @@ class SavedDirection:
                 f"layers 0 to {len(subject.blocks) - 1} (residual: their input). Run llmgeom probe with such --sites "
                 "and --layers"
             )
+
+    @property
+    def read(self) -> dict[str, Any]:
+        """How well the label is read, for the record of an edit: the probe's claim, and the score at this place."""
+        return {} if self.claim is None else {"read": {"claim": self.claim, "score": self.score}}
 
     @property
     def plain(self) -> dict[str, Any]:
