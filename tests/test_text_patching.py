@@ -16,6 +16,7 @@ from llmgeom.cli import main
 from llmgeom.commands.patch import question_of_text
 from llmgeom.errors import UserError
 from llmgeom.model.subject import Subject
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis
 from llmgeom.probes.interventions.text_effects import Exchange, effects
 from llmgeom.probes.interventions.text_pairs import BEFORE, ROLES, TextPairs
 from llmgeom.probes.interventions.text_patching import EDGE, FOLLOWS, PROBE, TOTAL, edge_lines, measure_patching
@@ -286,3 +287,69 @@ def test_answers_that_do_not_follow_the_evidence_have_no_edges(pairs, found):
     nothing = {name: 0 * values for name, values in found.items() if not name.startswith("edge")}
     result = measure_patching(nothing, [np.zeros(len(pairs.x))] * 6, pairs, LAYERS)
     assert "do not follow" in result.unmeasured[EDGE] and result.edge is None
+
+
+# ---- along a direction -----------------------------------------------------------------------------------------------
+
+
+def test_controls_of_the_same_variance_exchange_as_much_as_the_direction_does():
+    """Exchanged for their mean, rows lose what an edit exchanges: its variance, and none of it along the direction."""
+    rng = np.random.default_rng(0)
+    x, u = rng.standard_normal((40, 9)) * np.logspace(-0.5, 0.5, 9), rng.standard_normal(9)
+    u /= np.linalg.norm(u)
+    axis = Axis.exchanged(x, np.tile(x.mean(0), (40, 1)), u)
+    rows, at = torch.arange(40), torch.from_numpy(x)
+    own = axis.edit("project-out", 1.0)(at, rows).numpy()
+    np.testing.assert_allclose(own, np.outer((x.mean(0) - x) @ u, u), atol=1e-9)
+    draws = axis.controls("project-out", 30, (0,))
+    assert set(draws) == {SIZE, VARIANCE}
+    steps = {kind: [draw(1.0)(at, rows).numpy() for draw in some] for kind, some in draws.items()}
+    for step in (*steps[SIZE], *steps[VARIANCE]):
+        np.testing.assert_allclose(step @ u, 0, atol=1e-9)
+    for step in steps[SIZE]:
+        np.testing.assert_allclose(np.linalg.norm(step, axis=1), np.abs((x - x.mean(0)) @ u))
+    for step in steps[VARIANCE]:
+        assert np.square(step).sum(1).mean() == pytest.approx(np.var(x @ u))
+    assert max(np.abs(one - steps[VARIANCE][0]).max() for one in steps[VARIANCE]) > 0.1  # the draws differ
+
+
+def test_a_direction_has_both_kinds_of_control_and_their_effects_are_those_of_a_hook(pythia, pairs, found):
+    """Layer 2, last token: each control's step, added to the residual by a hook, shifts the log odds as reported."""
+    rng, last = np.random.default_rng(1), ROLES.index("last token")
+    u = rng.standard_normal(pythia.model.config.hidden_size)
+    u /= np.linalg.norm(u)
+    exchange = Exchange(pythia, pairs, 4096, u)
+    effect = effects(pythia, pairs, layers=LAYERS, draws=2, seed=3, batch_tokens=4096, along=u)
+    assert effect[SIZE].shape == effect[VARIANCE].shape == (len(LAYERS), 2, 2, len(pairs.x))
+    assert (effect[VARIANCE][0, 1] == 0).all()  # at the embedding the last token is that of both prompts
+    drawn = exchange.controls(LAYERS[1], last, 2, 3)
+    here = exchange.role == last
+
+    def log_odds(i: int, step: np.ndarray | None) -> float:
+        def hook(module, args, kwargs):
+            hidden = (args[0] if args else kwargs["hidden_states"]).clone()
+            hidden[0, -1] += torch.from_numpy(step).to(hidden.dtype)
+            return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": hidden})
+
+        layer = pythia.model.gpt_neox.layers[LAYERS[1]]
+        handle = None if step is None else layer.register_forward_pre_hook(hook, with_kwargs=True)
+        with torch.no_grad():
+            old, new = pythia.model(torch.tensor([pairs.x.tokens.real[i]])).logits[0, -1].double()[pairs.marks[i]]
+        if handle:
+            handle.remove()
+        return float(new - old) / math.log(2)
+
+    for kind in (SIZE, VARIANCE):
+        for draw in range(2):
+            step = drawn[kind][draw].numpy()
+            assert (step[~here.numpy()] == 0).all()
+            for i in (0, 3):
+                shift = log_odds(i, step[here.numpy()][i]) - log_odds(i, None)
+                assert effect[kind][1, 1, draw, i] == pytest.approx(shift, abs=2e-3)
+    result = measure_patching(effect, [np.zeros(len(pairs.x))] * 6, pairs, LAYERS, along=True)
+    highest = max(float((effect[kind][1, 1] * pairs.sign).mean(1).max()) for kind in (SIZE, VARIANCE))
+    assert result.last_random[1, 1] == pytest.approx(highest)  # of 2 draws the band is the whole range
+    assert any(note.startswith("along the direction alone, layer 2, last token") for note in result.notes)
+    assert VARIANCE in result.notes[-1] and not result.warnings
+    del effect[VARIANCE]
+    assert "same variance" in measure_patching(effect, [np.zeros(len(pairs.x))] * 6, pairs, LAYERS, True).warnings[0]

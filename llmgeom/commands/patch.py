@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmgeom.commands import config
 from llmgeom.commands.job import Job, JobOutput
@@ -45,7 +45,7 @@ class RunConfig(config.ModelConfig):
     n: int = flag(200, "Sequences (half of them estimate the subspace that is patched), or prompts.", least=20)
     layers: str = flag("all", "Patch the input of these layers, one at a time: all, or e.g. 0,1.")
     controls: int | None = flag(
-        None, "Random subspaces or directions. [default: 39; of text 5; with --prompts 199]", least=1
+        None, "Random subspaces or directions. [default: 39; with --process alone 5; with --prompts 199]", least=1
     )
     nulls: int = flag(20, "Untrained controls.", least=1)
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED)
@@ -172,7 +172,7 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
             n=settings.n,
             ks=settings.ks,
             layers=layers,
-            directions=settings.controls or DIRECTIONS,
+            directions=settings.controls or (DIRECTIONS if saved is None else SUBSPACES),
             axis=saved,
             nulls=settings.nulls,
             seed=settings.seed,
@@ -245,5 +245,8 @@ def question_of_text(
     assert isinstance(tokens, Tokens)  # text is read as tokens
     pairs = TextPairs.of(batch, tokens, changes(process, batch, seed))
     probe = TextPatchingProbe(process.title, pairs, chosen, directions, seed, batch_tokens, progress, along)
-    facts = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
+    facts: dict[str, Any] = {"interchange": {"layers": list(chosen), "directions": directions, "pairs": len(pairs.x)}}
+    if axis is not None:
+        where = f"{axis.site.value} {axis.layer}"
+        facts["axis"] = {"label": axis.target, "place": where, "mode": "exchange", **axis.read}
     return Question(pairs.x, {PROBE: probe}, nulls, seed, batch_tokens, facts=facts)

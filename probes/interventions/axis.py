@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -85,6 +85,15 @@ class Axis:
         return cls._of(mean, sd, z, sd * w / length)
 
     @classmethod
+    def exchanged(cls, x: np.ndarray, other: np.ndarray, u: np.ndarray) -> Axis:
+        """The axis of a unit vector u in coordinates as they are; edits exchange components of rows x for the other's.
+
+        Projecting out then adds u u.(other - x). Mean and components are those of x [row coordinate].
+        """
+        mean, one = x.mean(0), np.ones(x.shape[1])
+        return replace(cls._of(mean, one, x - mean, u), donor=torch.from_numpy(other - mean))
+
+    @classmethod
     def _of(cls, mean: np.ndarray, sd: np.ndarray, z: np.ndarray, u: np.ndarray) -> Axis:
         """The axis of a unit vector u in z [prompt coordinate]."""
         _, size, others = np.linalg.svd(z - np.outer(z @ u, u), full_matrices=False)
@@ -104,7 +113,7 @@ class Axis:
     @property
     def variance_left(self) -> float:
         """Variance of all other components over the axis's; below 1 no edit of theirs has the axis's variance."""
-        return float(self.variances.sum()) / self.spread**2
+        return float(self.variances.sum()) / self.spread**2 if self.spread else np.inf
 
     def z(self, x: Tensor, row: Tensor | None = None) -> Tensor:
         """Standardised values; given rows, less those of their donors where there are any."""

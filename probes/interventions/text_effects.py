@@ -14,7 +14,7 @@ from torch import Tensor
 from llmgeom.batch import Batch
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.subject import Subject
-from llmgeom.probes.interventions.axis import rescaled
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE, Axis, rescaled
 from llmgeom.probes.interventions.component_ablation import add
 from llmgeom.probes.interventions.patching import BATCH_TOKENS, Location, PatchingRun, copies
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
@@ -129,6 +129,31 @@ class Exchange:
         u = torch.from_numpy(self.along)
         return (step @ u)[:, None] * u
 
+    def controls(self, layer: int, place: int, draws: int, seed: int) -> dict[str, list[Tensor]]:
+        """[token d_model] for each draw: patches of the same size at the tokens of one role, 0 at others.
+
+        Of the whole residual: random directions. Along a direction: the controls of `llmgeom ablate --axis`, which
+        exchange another direction, moved as far, or other components with the variance of this one (over prompts, at
+        this role); the second kind is absent where all others together vary less.
+        """
+        rng, at, own = np.random.default_rng([seed, 51, layer, place]), self.role == place, self.steps(layer)[place]
+        noise = [torch.from_numpy(rng.standard_normal(own.shape)) for _ in range(draws)]
+        in_any = {SIZE: [rescaled(one, own.norm(dim=1, keepdim=True)) for one in noise]}
+        if self.along is None:
+            return in_any
+        if not own.any():
+            return {kind: [own] * draws for kind in (SIZE, VARIANCE)}  # nothing is exchanged
+        x, other = (rows[layer][self.pairs.edited[self._read]][at] for rows in self._residuals)
+        axis, row = Axis.exchanged(x.numpy(), other.numpy(), self.along), torch.arange(len(x))
+        if not len(axis.others):  # x is the same in all prompts: it has no other components
+            return in_any
+        controls: dict[str, list[Tensor]] = {}
+        for kind, moves in axis.controls("project-out", draws, (seed, 51, layer, place)).items():
+            controls[kind] = [torch.zeros_like(own) for _ in moves]
+            for step, move in zip(controls[kind], moves, strict=True):
+                step[at] = move(1.0)(x, row)
+        return controls
+
     def shifts(self, location: Location, steps: Sequence[Tensor]) -> np.ndarray:
         """[patch prompt] bits: the effect of adding each step at one point of a layer."""
         run = TextRun(self.subject, self.pairs.x, (location,), self.pairs, self.batch_tokens)
@@ -202,7 +227,8 @@ def effects(
 
     Returns:
         total [prompt]; cells [layer role prompt], the last role being all of them together; equal [layer prompt], 0
-        where a prompt has no other observation with its mark; random [layer place draw prompt]; and the arrays of
+        where a prompt has no other observation with its mark; "same size" [layer place draw prompt], and along a
+        direction "same variance", where every layer and place has such controls; and the arrays of
         `Exchange.edges`, absent where the total effect has no shares or what attention writes is not known.
     """
     exchange = Exchange(subject, pairs, batch_tokens, along)
@@ -212,26 +238,27 @@ def effects(
     every: list[dict[str, np.ndarray]] = []
     for done, layer in enumerate(layers, 1):
         steps = exchange.steps(layer)
-        noise = [
-            rescaled(torch.from_numpy(rng.standard_normal(steps[place].shape)), steps[place].norm(dim=1, keepdim=True))
-            for place in PLACES
-            for _ in range(draws)
-        ]
-        shift = exchange.shifts(("residual", layer), [*steps, torch.stack(steps).sum(0), exchange.equal(layer), *noise])
-        cells, equal, random = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
-        row = {"cells": cells[None], "equal": equal, "random": random.reshape(1, len(PLACES), draws, -1)}
+        by_place = [exchange.controls(layer, place, draws, seed) for place in PLACES]
+        kinds = [kind for kind in (SIZE, VARIANCE) if all(kind in one for one in by_place)]
+        controls = [step for kind in kinds for one in by_place for step in one[kind]]
+        patches = [*steps, torch.stack(steps).sum(0), exchange.equal(layer), *controls]
+        shift = exchange.shifts(("residual", layer), patches)
+        cells, equal, drawn = np.split(shift, [len(ROLES) + 1, len(ROLES) + 2])
+        row = {"cells": cells[None], "equal": equal}
+        row |= dict(zip(kinds, drawn.reshape(len(kinds), 1, len(PLACES), draws, -1), strict=True))
         if follow:
             carried = np.abs((cells * pairs.sign).mean(1)) >= LEAST_SHARE * abs(mean)
             row |= exchange.edges(layer, [role for role in range(LAST) if carried[role]], mean, draws, rng)
         every.append(row)
         if progress:
             progress("layers", done, len(layers))
-    return {"total": total} | {name: np.concatenate([row[name] for row in every]) for name in every[0]}
+    shared = [name for name in every[0] if all(name in row for row in every)]
+    return {"total": total} | {name: np.concatenate([row[name] for row in every]) for name in shared}
 
 
-def passes(prompts: int, layers: int, draws: int) -> int:
-    """How often at most the prompts are read by `effects`."""
-    of_layer = copies(prompts, len(ROLES) + 2 + len(PLACES) * draws)
+def passes(prompts: int, layers: int, draws: int, along: bool = False) -> int:
+    """How often at most the prompts are read by `effects`; along a direction there are two kinds of control."""
+    of_layer = copies(prompts, len(ROLES) + 2 + len(PLACES) * draws * (1 + along))
     of_edges = copies(prompts, LAST + 1) + copies(prompts, len(EDGES)) + copies(prompts, MOST_EDGES * (1 + draws))
     return 4 + layers * (of_layer + of_edges)
 

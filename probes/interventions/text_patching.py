@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from llmgeom.claims import Null, declared, estimate
+from llmgeom.claims import Null, declared, estimate, layer_band
 from llmgeom.model.subject import Subject
 from llmgeom.probe import Needs, ProbeInput
+from llmgeom.probes.interventions.axis import SIZE, VARIANCE
 from llmgeom.probes.interventions.text_effects import LAST, LEAST_SHIFT, MARK, Exchange, effects, passes
 from llmgeom.probes.interventions.text_pairs import ROLES, TextPairs
 from llmgeom.progress import Progress
 from llmgeom.result import Figure, Measured, Result, quantity
-from llmgeom.stats.resampling import LEAST_CLUSTERS, jackknife
+from llmgeom.stats.resampling import LEAST_CLUSTERS, band, jackknife
 
 PROBE, UNTRAINED = "text_patching", "re-initialised"
 FOLLOWS, TOTAL = "total effect over the exact shift", "total effect"
 WHOLE, EDGE = "all of these", "edges of attention"
+NO_VARIANCE = "no exchange has the same variance: compared with exchanges of the same size alone"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +48,9 @@ class TextPatching(Result):
         Figure("curve", interval="mark_interval", band="mark_random", beside="total"),
     )
     mark_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    mark_random: np.ndarray = quantity("layer bound", "bits", "band of random directions of equal size there")
+    mark_random: np.ndarray = quantity(
+        "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
+    )
     last: np.ndarray = quantity(
         "layer",
         "bits",
@@ -54,7 +58,9 @@ class TextPatching(Result):
         Figure("curve", interval="last_interval", band="last_random", beside="total"),
     )
     last_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    last_random: np.ndarray = quantity("layer bound", "bits", "band of random directions of equal size there")
+    last_random: np.ndarray = quantity(
+        "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
+    )
     equal: np.ndarray | None = quantity(
         "layer",
         "bits",
@@ -103,7 +109,7 @@ class TextPatchingProbe:
             no_context=False,
             examine=self._effects,
             examine_control=self._total,
-            cost=lambda _, batch: self._cost(passes(len(batch), len(self.layers), self.draws)),
+            cost=lambda _, batch: self._cost(passes(len(batch), len(self.layers), self.draws, bool(self.along))),
             control_cost=lambda _, batch: self._cost(2),
         )
 
@@ -128,16 +134,28 @@ class TextPatchingProbe:
     def measure(self, data: ProbeInput) -> TextPatching:
         """Total effect and heat map. Raises UserError for fewer than 5 clusters."""
         controls = [one["total"] for one in data.control_observations]
-        return measure_patching(data.observations, controls, self.pairs, self.layers)
+        return measure_patching(data.observations, controls, self.pairs, self.layers, bool(self.along))
 
 
 def measure_patching(
-    effect: Mapping[str, np.ndarray], controls: Sequence[np.ndarray], pairs: TextPairs, layers: Sequence[int]
+    effect: Mapping[str, np.ndarray],
+    controls: Sequence[np.ndarray],
+    pairs: TextPairs,
+    layers: Sequence[int],
+    along: bool = False,
 ) -> TextPatching:
-    """The same from what `effects` returns, and from the total effects of the untrained controls."""
+    """The same from what `effects` returns, and from the total effects of the untrained controls.
+
+    Args:
+        effect: of the patches.
+        controls: [prompt] of each untrained control.
+        pairs: prompts and counterfactuals.
+        layers: whose inputs were patched.
+        along: whether only the component along a direction was exchanged.
+    """
     clusters, claims = np.array(pairs.x.cluster), declared(PROBE)
     finite, total = np.isfinite(pairs.exact), effect["total"] * pairs.sign
-    towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", "random")}
+    towards = {name: effect[name] * pairs.sign for name in ("cells", "equal", SIZE, VARIANCE) if name in effect}
     size = {"n": len(total), "clusters": len(set(clusters))}
 
     def spans(rows: np.ndarray, of: np.ndarray) -> np.ndarray:
@@ -159,7 +177,8 @@ def measure_patching(
             "their shift, are not finite"
         )
     mark, last = (towards["cells"][:, place] for place in (MARK, LAST))
-    random = np.percentile(towards["random"].mean(-1), [2.5, 97.5], axis=2).transpose(1, 2, 0)
+    kinds = {kind: towards[kind].mean(-1) for kind in (SIZE, VARIANCE) if kind in towards}  # [layer place draw]
+    random = [layer_band({kind: draws[:, place].T for kind, draws in kinds.items()}) for place in range(2)]
     twin = (pairs.equal >= 0).numpy()
     equal = towards["equal"][:, twin] if len(set(clusters[twin])) >= LEAST_CLUSTERS else None
     names, edges = _edges(effect, pairs, total, clusters)
@@ -168,16 +187,18 @@ def measure_patching(
         total=np.full(len(layers), total.mean()),
         mark=mark.mean(1),
         mark_interval=spans(mark, clusters),
-        mark_random=random[:, 0],
+        mark_random=random[0],
         last=last.mean(1),
         last_interval=spans(last, clusters),
-        last_random=random[:, 1],
+        last_random=random[1],
         equal=None if equal is None else equal.mean(1),
         equal_interval=None if equal is None else spans(equal, clusters[twin]),
         estimates=tuple(estimates),
         **edges,
         ticks={"layer": tuple(layers), "position": (*ROLES, WHOLE), "edge": names},
-        notes=_notes(towards["cells"].mean(-1), total.mean(), layers),
+        notes=_notes(towards["cells"].mean(-1), total.mean(), layers)
+        + (_along(mark, last, kinds, layers) if along else ()),
+        warnings=(NO_VARIANCE,) * (along and VARIANCE not in kinds),
         unmeasured=unmeasured | ({} if names else {EDGE: _why_no_edge(effect, total)}),
     )
 
@@ -224,6 +245,19 @@ def edge_lines(measured: Measured) -> Iterator[str]:
 
 def _ratio(values: np.ndarray, over: np.ndarray, rows: np.ndarray) -> float:
     return float(values[rows].mean() / over[rows].mean())
+
+
+def _along(
+    mark: np.ndarray, last: np.ndarray, kinds: Mapping[str, np.ndarray], layers: Sequence[int]
+) -> tuple[str, ...]:
+    """What the exchange along the direction does, with the band of each kind of control."""
+    notes = []
+    for i, layer in enumerate(layers):
+        for place, (name, shift) in enumerate(((ROLES[MARK], mark), (ROLES[LAST], last))):
+            bands = {kind: band(draws[i, place]) for kind, draws in kinds.items()}
+            said = ", ".join(f"{kind} {low:.2f} to {high:.2f}" for kind, (low, high) in bands.items())
+            notes.append(f"along the direction alone, layer {layer}, {name}: {shift[i].mean():.2f} bits; {said}")
+    return tuple(notes)
 
 
 def _notes(cells: Float[np.ndarray, "layer role"], total: float, layers: Sequence[int]) -> tuple[str, ...]:
