@@ -1,18 +1,22 @@
-"""The label probe on planted truths: `python -m studies.planted_labels` prints the table of docs/probe.md.
+"""The label probe on planted truths: `python -m studies.planted_labels --store FILE` prints the table of docs/probe.md.
 
 Activations are synthetic: one residual site of three layers with 12 dimensions, two prompts a cluster, 20 draws of each
-control. `--runs 200` is the number of draws of the label that nothing carries.
+control. Every run is kept in FILE as it ends: after an interrupt the same command goes on where it stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
+from scipy.stats import binomtest
 
 from llmgeom import claims
 from llmgeom.batch import Batch, Tokens
@@ -24,7 +28,9 @@ from llmgeom.stats.label_scores import coded
 from llmgeom.stats.nested_probe import held_out, stratified_folds
 from llmgeom.stats.power import Setting, needed_units
 
+Run = dict[str, Any]
 DIM = 12
+PILOTS = 6
 
 
 @dataclass(frozen=True)
@@ -33,7 +39,7 @@ class World:
 
     n: int = 100
     strength: float = 0.0  # of the label along one direction in layer 2
-    confounded: float = 0.0  # of a number that carries the label
+    confounded: float = 0.0  # of a number that carries the label, in the model alone
     looked_up: float = 0.0  # of the label in the controls too
     per_template: int = 2
     controls: int = 20
@@ -66,27 +72,21 @@ class World:
             rows = torch.arange(self.n)
             return Capture(batch, rows, torch.full((self.n,), 7), torch.full((self.n,), 8), tensors)
 
-        draws = [capture(self.looked_up, self.confounded) for _ in range(2 * self.controls)]
+        draws = [capture(self.looked_up, 0) for _ in range(2 * self.controls)]
         return ProbeInput(
             capture(self.strength, self.confounded),
             np.zeros(self.n),
             tuple(draws[: self.controls]),
             tuple(draws[self.controls :]),
-            no_context=capture(self.looked_up, self.confounded),
+            no_context=capture(self.looked_up, 0),
             seed=seed,
         )
 
 
-def judged(data: ProbeInput, given: tuple[str, ...] = ()) -> str:
-    """The word of the claim, alone in its record."""
-    result = LabelProbe("label", given=given).measure(data).lowered()
-    return claims.judge({"label": result})["label"].estimates[0].verdict
-
-
 def claim(data: ProbeInput, given: tuple[str, ...] = ()) -> Estimate:
-    """The estimate of the claim."""
-    (estimate, *_) = LabelProbe("label", given=given).measure(data).estimates
-    return estimate
+    """The estimate of the claim, with its word as if alone in its record."""
+    (judged,) = claims.judge_estimates([LabelProbe("label", given=given).claim(data)])
+    return judged
 
 
 def leak(seed: int) -> tuple[float, float]:
@@ -110,35 +110,72 @@ def planned(strength: float, pilots: int) -> int:
     return 2 * int(np.median(plans))
 
 
-def rows(runs: int, few: int) -> Iterator[str]:
-    """The rows of the table, one at a time."""
+@dataclass(frozen=True)
+class Planted:
+    """A row of the table: what is planted, and its draws from `seed` on; `said` puts the label into the tokens."""
 
-    def words(world: World, seed: int, count: int, given: tuple[str, ...] = (), said: bool = False) -> str:
-        counted = Counter(judged(world.data(seed + i, said), given) for i in range(count))
-        return ", ".join(f"{word} {n}" for word, n in counted.most_common()) + f" of {count}"
+    what: str
+    world: World
+    seed: int
+    runs: int
+    given: tuple[str, ...] = ()
+    said: bool = False
 
-    yield f"| nothing | 60 | {words(World(n=60), 1000, runs)} |"
-    n, found = planned(0.9, 6), "a direction, at the n that the rule plans from six pilots"
-    yield f"| {found} | {n} | {words(World(n=n, strength=0.9), 5000, few)} |"
-    confounded, given = World(confounded=2.0, n=160), ("carrier",)
-    yield f"| a number that carries the label, named in --given | 160 | {words(confounded, 20, few, given)} |"
-    both = [LabelProbe("label", given=given).measure(confounded.data(20 + i)).estimates[:2] for i in range(5)]
-    own, left_in = np.mean([[one.value for one in estimates] for estimates in both], axis=0)
-    yield f"| its AUROC | 160 | {left_in:.2f} left in, {own:.2f} given it, mean of 5 |"
-    yield f"| a token that says the label | 100 | {words(World(strength=1.0), 40, few, said=True)} |"
-    yield f"| the label in every control, too | 100 | {words(World(strength=1.0, looked_up=1.0), 60, few)} |"
-    by_row, by_cluster = np.mean([leak(seed) for seed in range(few)], axis=0)
-    yield f"| templates that leak | 160 | AUROC {by_row:.2f} by row, {by_cluster:.2f} by cluster, mean of {few} |"
+    def run(self, seed: int) -> Run:
+        """One draw: the word of the claim, its score, and the control that is hardest to beat."""
+        judged = claim(self.world.data(seed, self.said), self.given)
+        return {"word": judged.verdict, "value": judged.value, "control": judged.centre, "by": judged.null}
+
+    def row(self, runs: Sequence[Run]) -> str:
+        """The row: counts of words, the share that holds with Clopper and Pearson's 95 % interval, mean scores."""
+        words = Counter(one["word"] for one in runs)
+        span = binomtest(words["holds"], len(runs)).proportion_ci(0.95, "exact")
+        share = f"{words['holds'] / len(runs):.1%} [{span.low:.1%}, {span.high:.1%}]"
+        counts = ", ".join(f"{word} {n}" for word, n in words.most_common())
+        value, control = (np.mean([one[name] for one in runs]) for name in ("value", "control"))
+        return f"| {self.what} | {self.world.n} | {counts} of {len(runs)} | {share} | {value:.2f} | {control:.2f} |"
+
+
+def planted(runs: int, few: int) -> Iterator[Planted]:
+    """The rows of the table, `few` runs of each but the first two."""
+    yield Planted("nothing", World(n=60), 1000, runs)
+    yield Planted("a direction, at the planned n", World(n=planned(0.9, PILOTS), strength=0.9), 5000, runs)
+    carrier, named = World(confounded=2.0, n=400), ("carrier",)
+    yield Planted("a number that carries the label, not named", carrier, 20, few)
+    yield Planted("the same number in `--given`", carrier, 20, few, named)
+    yield Planted("a token that says the label", World(strength=1.0), 40, few, said=True)
+    yield Planted("the label, in every control too", World(strength=1.0, looked_up=1.0), 60, few)
+
+
+def rows(runs: int, few: int, store: Path) -> Iterator[str]:
+    """The rows of the table, one at a time. Runs that the store holds are not made again."""
+    done = [json.loads(line) for line in store.read_text().splitlines()] if store.exists() else []
+    known = {(one["what"], one["n"], one["seed"]): one for one in done}
+    for one in planted(runs, few):
+        made = []
+        for seed in range(one.seed, one.seed + one.runs):
+            key = {"what": one.what, "n": one.world.n, "seed": seed}
+            if tuple(key.values()) not in known:
+                known[tuple(key.values())] = key | one.run(seed)
+                with store.open("a") as file:
+                    file.write(json.dumps(known[tuple(key.values())]) + "\n")
+            made.append(known[tuple(key.values())])
+        yield one.row(made)
+    by_row, by_cluster = np.transpose([leak(seed) for seed in range(few)])
+    low, high = np.percentile(by_cluster, [2.5, 97.5])
+    split = f"folds by row {by_row.mean():.2f} (least {by_row.min():.2f}), by cluster {by_cluster.mean():.2f}"
+    yield f"| 20 templates, label by template | 160 | AUROC, {split} (95 % in {low:.2f} to {high:.2f}) | {few} runs |"
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--few", type=int, default=25)
+    parser.add_argument("--few", type=int, default=50)
+    parser.add_argument("--store", type=Path, default=Path("planted_labels.jsonl"))
     asked = parser.parse_args()
-    print("| planted | prompts | verdicts |\n|---|---|---|", flush=True)
-    for row in rows(asked.runs, asked.few):
+    print("| planted | prompts | verdicts | holds | score | hardest control |\n|---|---|---|---|---|---|", flush=True)
+    for row in rows(asked.runs, asked.few, asked.store):
         print(row, flush=True)
 
 

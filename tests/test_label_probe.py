@@ -25,7 +25,7 @@ from llmgeom.prompts import files
 from llmgeom.stats import ridge_probe
 from llmgeom.stats.label_scores import coded, moved, score
 from llmgeom.stats.nested_probe import deletions, direction, groups, held_out, interval, stratified_folds
-from studies.planted_labels import DIM, World, claim, judged, leak, planned
+from studies.planted_labels import DIM, World, claim, leak, planned
 from tests.refusals import refused
 
 # ---- equal numbers ---------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_labels_move_with_their_clusters():
 
 
 def test_a_direction_in_the_model_alone_is_found():
-    assert judged(World(strength=1.5).data(0)) == "holds"
+    assert claim(World(strength=1.5).data(0)).verdict == "holds"
 
 
 def test_a_label_that_a_confound_carries_is_not_found_given_it():
@@ -284,14 +284,14 @@ def test_a_label_in_the_tokens_is_caught_by_the_bag():
     data = World(strength=1.0).data(2, said=True)
     estimate = claim(data)
     assert "bag of tokens" in estimate.null and estimate.centre > 0.95
-    assert estimate.value < estimate.centre and judged(data) in ("ruled out", "opposite", "open")
+    assert estimate.value < estimate.centre and claim(data).verdict in ("ruled out", "opposite", "open")
     assert not estimate.room  # a control near 1 leaves no room for the effect: nothing is ruled out by it
 
 
 def test_a_label_in_every_control_is_no_finding():
     data = World(strength=1.0, looked_up=1.0).data(3)
     assert abs(claim(data).value - claim(data).centre) < 0.15
-    assert judged(data) in ("ruled out", "open")
+    assert claim(data).verdict in ("ruled out", "open")
 
 
 def test_templates_that_leak_are_caught_by_the_clusters():
@@ -303,7 +303,7 @@ def test_templates_that_leak_are_caught_by_the_clusters():
 @pytest.mark.slow
 def test_a_label_of_chance_holds_in_at_most_one_of_twenty_runs():
     """200 labels that nothing carries; simulated: 0 of 120 at 80 prompts, since every control must be beaten."""
-    assert sum(judged(World(n=60).data(1000 + seed)) == "holds" for seed in range(200)) <= 10
+    assert sum(claim(World(n=60).data(1000 + seed)).verdict == "holds" for seed in range(200)) <= 10
 
 
 @pytest.mark.slow
@@ -311,7 +311,7 @@ def test_a_real_direction_is_found_at_the_planned_number_of_prompts():
     """The rule's own plan, from the noise and the true excess of pilots of 100 prompts."""
     n = planned(0.9, 10)
     assert 40 < n < 300
-    assert sum(judged(World(n=n, strength=0.9).data(5000 + seed)) == "holds" for seed in range(50)) >= 44
+    assert sum(claim(World(n=n, strength=0.9).data(5000 + seed)).verdict == "holds" for seed in range(50)) >= 44
 
 
 @pytest.mark.slow
