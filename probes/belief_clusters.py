@@ -132,7 +132,7 @@ class Result(Base):
 
 @dataclass(frozen=True)
 class Groups:
-    """The rows that are measured: which of the capture, their labels and units, and in which cell their labels may be
+    """The rows that are measured: which of the capture, their labels and clusters, and in which cell labels may be
     exchanged: the same query and the same token there, of prompts the same final token."""
 
     rows: np.ndarray
@@ -176,7 +176,7 @@ class Grouped:
 
 
 def measure(view: ProbeInput) -> Result:
-    """Silhouettes in four spaces with their nulls. Raises UserError for fewer than two groups, too few units, and a
+    """Silhouettes in four spaces with their nulls. Raises UserError for fewer than two groups, too few clusters, and a
     read-out that takes all directions."""
     sample, read = view.samples.get(WHOLE, view), view.observations
     capture = sample.capture

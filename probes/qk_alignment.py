@@ -157,7 +157,7 @@ class WithBearing(Result):
 def measure(view: ProbeInput) -> Result:
     """The spread of cosines, and the attention on bearing positions where they are known.
 
-    Raises UserError for fewer than 5 units, and where nothing else was read than the model itself.
+    Raises UserError for fewer than 5 clusters, and where nothing else was read than the model itself.
     """
     if not view.control_observations:
         raise UserError("no untrained copy was measured, and the cosines have no other control: scan with --nulls 20")

@@ -182,7 +182,7 @@ class Sula:
 
     @cached_property
     def pairs(self) -> tuple[tuple[str, str], ...]:
-        """Pairs of labels: the units of replication. Each always has the same lead-in, so that what is learnt from
+        """Pairs of labels: the clusters of replication. Each always has the same lead-in, so that what is learnt from
         some lead-ins is tested on other pairs too."""
         trained = frozenset(nonce.pairs(Part.TRAINED))
         return tuple(pair for pair in combinations(sorted(self.labels), 2) if pair not in trained)

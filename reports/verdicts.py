@@ -81,8 +81,8 @@ def lines(records: Sequence[Record]) -> list[Row]:
 
 
 def counted(h: Estimate) -> str:
-    """How many prompts, or what it counts, and how many independent units a metric is of."""
-    return f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.clusters else f", {h.clusters} units")
+    """How many prompts, or what it counts, and how many independent clusters a metric is of."""
+    return f"{h.n} {h.counts}" + ("" if h.counts != "prompts" and h.n == h.clusters else f", {h.clusters} clusters")
 
 
 def _row(label: str, probe: str, h: Estimate, record: Record) -> Row:

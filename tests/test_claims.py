@@ -290,7 +290,7 @@ def test_the_n_of_a_verdict_is_the_n_of_the_plan():
     spread = 0.13 / scipy_stats.t.ppf(0.975, 39) * math.sqrt(40)
     plan = power.Design(claim(), spread, draws.std(ddof=1), 20, 1)
     assert h.needed == power.needed(plan) > 40
-    assert h.verdict == "open" and f"needs n >= {h.needed} units for the declared effect of 0.1, has 40" in h.why
+    assert h.verdict == "open" and f"needs n >= {h.needed} clusters for the declared effect of 0.1, has 40" in h.why
     (_, h) = judged(strong(), made(0.53, 0.40, 0.66, {"x": draws}, **given))
     assert h.needed == power.needed(replace(plan, claims=2)) > power.needed(plan)
 
@@ -320,7 +320,7 @@ def test_a_claim_of_no_effect_is_two_one_sided_tests():
     error = 0.05 / scipy_stats.t.ppf(0.975, 39)
     assert 0.52 + scipy_stats.t.isf(passed.p, 39) * error == pytest.approx(0.6)
     assert failed.p_excluded == pytest.approx(scipy_stats.t.sf(0.15 / (0.10 / scipy_stats.t.ppf(0.975, 39)), 39))
-    assert "units for the declared effect of 0.1" in wide.why
+    assert "clusters for the declared effect of 0.1" in wide.why
     assert judged(equal(0.25, 0.10))[0].verdict == "ruled out"
 
 

@@ -223,7 +223,7 @@ def test_powers_of_ten_are_written_out(number, expected):
 def test_a_card_shows_claims_n_intervals_and_verdicts(run):
     export(str(run), "card")
     text = (run / "card.md").read_text()
-    assert "Measured by llmgeom 0.0.7 on 3 prompts (2 units)" in text  # not by the version that writes the card
+    assert "Measured by llmgeom 0.0.7 on 3 prompts (2 clusters)" in text  # not by the version that writes the card
     rows = [re.split(r"(?<!\\)\|", line)[1:-1] for line in text.splitlines() if line.startswith("| ")]
     assert {len(row) for row in rows} == {len(card.HEAD)}
     shown = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}

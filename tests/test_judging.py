@@ -96,7 +96,7 @@ def test_what_fits_passes_what_does_not_fails_and_noise_is_inconclusive():
     assert [verdict(x, above).verdict for x in (far, near, noisy)] == ["holds", "ruled out", "open"]
     h = verdict(noisy, above)
     wanted = needed_n_mean(0.1, float(np.std(noisy, ddof=1)), level=0.95)
-    assert h.needed == wanted and f"needs n >= {wanted} units" in h.why
+    assert h.needed == wanted and f"needs n >= {wanted} clusters" in h.why
     assert verdict(noisy, above, others=9).needed == needed_n_mean(0.1, float(np.std(noisy, ddof=1)), level=0.995)
     logs = verdict((0.2, 0.9, 0.6), asks("above", bound=0.5, scale="log"))
     sd = float(np.std(np.log((0.2, 0.9, 0.6)), ddof=1))

@@ -1,4 +1,4 @@
-"""What a plan says before weights load is what the scan then does: tokens, bytes, claims, and where units run out."""
+"""What a plan says before weights load is what the scan then does: tokens, bytes, claims, where clusters run out."""
 
 from __future__ import annotations
 
@@ -156,29 +156,31 @@ def test_each_claim_is_planned_by_its_own_design(tmp_path):
     claim = claims.declared("value_manifold")["PC1+PC2 share"]
     assumed = planning.assumptions()["value_manifold"]["PC1+PC2 share"]
     design = power.Design(claim, assumed["spread"], assumed["null_spread"], 20, len(rows))
-    assert share["needed_units"] == power.needed(design) and share["effect"] == 0.1
+    assert share["needed_clusters"] == power.needed(design) and share["effect"] == 0.1
     assert share["detectable"] == pytest.approx(power.detectable(design, share["clusters"]))
-    assert share["interval_units"] <= share["needed_units"] <= share["needed_prompts"]
+    assert share["interval_clusters"] <= share["needed_clusters"] <= share["needed_prompts"]
     rho = rows["|rho| of PC1 and entropy"]
-    assert rho["interval_units"] == 120 and rho["any_layer_units"] == power.needed_in_any_layer(0.3, 4) > 120
-    assert rho["needed_units"] is None and "no n can decide" in rho["why"] and rho["spread"] is None
+    assert rho["interval_clusters"] == 120 and rho["any_layer_clusters"] == power.needed_in_any_layer(0.3, 4) > 120
+    assert rho["needed_clusters"] is None and "no n can decide" in rho["why"] and rho["spread"] is None
     # Of a weight matrix prompts tell nothing: its heads are what there is.
     columns = rows["columns of W_K"]
-    assert columns["clusters"] == columns["most_units"] == 16 and columns["needed_prompts"] is None
-    assert columns["why"] == f"needs {columns['needed_units']} units, and there are 16"
+    assert columns["clusters"] == columns["most_clusters"] == 16 and columns["needed_prompts"] is None
+    assert columns["why"] == f"needs {columns['needed_clusters']} clusters, and there are 16"
 
 
 def test_a_pool_that_has_too_few_templates_is_said_to(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(f"The number {i} follows the number" for i in range(30)))
     rows = findings(tmp_path, prompts_file=str(file))
-    assert rows["PC1+PC2 share"]["why"] == f"needs {rows['PC1+PC2 share']['needed_units']} units, and there are 30"
+    assert (
+        rows["PC1+PC2 share"]["why"] == f"needs {rows['PC1+PC2 share']['needed_clusters']} clusters, and there are 30"
+    )
     assert rows["focusing"]["why"] == "" and rows["focusing"]["clusters"] == 30
 
 
 def test_a_probe_that_reads_some_rows_only_is_planned_on_those(tunnel, tmp_path):
     rows = findings(tmp_path, model=str(tunnel), n=300)
-    assert rows["PC1+PC2 share"]["clusters"] == 300 and rows["PC1+PC2 share"]["most_units"] is None
+    assert rows["PC1+PC2 share"]["clusters"] == 300 and rows["PC1+PC2 share"]["most_clusters"] is None
     assert rows["MLPs' share of the fall"]["clusters"] == 300
 
 
@@ -187,7 +189,7 @@ def test_too_few_draws_and_a_spread_that_nobody_measured_are_said(tmp_path, monk
     assert rows["focusing"]["why"] == too_few(4)
     monkeypatch.setattr(planning, "assumptions", dict)
     rows = findings(tmp_path, domains=("math",), limit=200, n=30, probes=("attention_focus",))
-    assert rows["focusing"]["why"] == "not planned: how much units differ was never measured"
+    assert rows["focusing"]["why"] == "not planned: how much clusters differ was never measured"
 
 
 def test_every_claim_of_a_scan_has_a_measured_spread():
@@ -212,7 +214,7 @@ def test_prompts_and_sequences_have_spreads_of_their_own(tunnel, tmp_path):
     sequences = findings(tmp_path, model=str(tunnel), probes=("value_manifold",))["PC1+PC2 share"]
     assert (prompts["spread"], prompts["null_spread"]) == (claim["spread"], claim["null_spread"])
     assert (sequences["spread"], sequences["null_spread"]) == (claim["task_spread"], claim["task_null_spread"])
-    assert prompts["interval_units"] > sequences["interval_units"]
+    assert prompts["interval_clusters"] > sequences["interval_clusters"]
 
 
 def test_the_table_on_the_terminal_and_in_json(tmp_path):
@@ -223,7 +225,7 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
     (line,) = (line for line in shown.splitlines() if line.startswith("PC1+PC2 share"))
     for cell in (
         "0.1 fraction",
-        f"{row['needed_units']} ({row['needed_prompts']} prompts)",
+        f"{row['needed_clusters']} ({row['needed_prompts']} prompts)",
         f"{row['detectable']:.2g} at",
     ):
         assert cell in line
@@ -232,10 +234,10 @@ def test_the_table_on_the_terminal_and_in_json(tmp_path):
 
 
 def test_a_row_s_cells_say_what_there_is_and_a_dash_what_is_not():
-    row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_units": 2, "needed_units": 5}
-    row |= {"needed_prompts": 5, "any_layer_units": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
+    row = {"name": "law", "effect": 1e-9, "unit": "of it", "clusters": 32, "interval_clusters": 2, "needed_clusters": 5}
+    row |= {"needed_prompts": 5, "any_layer_clusters": None, "detectable": 4.2e-15, "spread": 5e-15, "null_spread": 0.0}
     assert planning._cells(row) == ("law", "1e-09 of it", "2", "5", "-", "4.2e-15 at 32", "5e-15", "-")
-    none = row | {"needed_units": None, "needed_prompts": None, "detectable": None, "spread": None}
+    none = row | {"needed_clusters": None, "needed_prompts": None, "detectable": None, "spread": None}
     assert planning._cells(none)[3:] == ("-", "-", "nothing at 32", "-", "-")
     unplanned = {key: row[key] for key in ("name", "effect", "unit", "clusters")}
     assert planning._cells(unplanned)[2:] == ("-",) * 6

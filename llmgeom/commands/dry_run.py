@@ -277,7 +277,7 @@ def _costs(
             "pool": len(source.pool),
             "prompts": len(source.batch),
             "clusters": len(set(source.batch.cluster)),
-            "pool_units": len(set(source.pool.cluster)),
+            "pool_clusters": len(set(source.pool.cluster)),
             "passes": sum(one.times for one in source.stages),
             "tokens": sum(one.tokens for one in source.stages),
             "longest": longest,
@@ -322,9 +322,9 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
     each = len(source.batch) / len(set(source.batch.cluster))
     for needs, claim in settings:
         rank = claim.needed == "correlation"
-        have, most = _units(source, needs, claim)
+        have, most = _clusters_of(source, needs, claim)
         row = {"probe": claim.probe, "name": claim.name, "unit": claim.unit, "effect": claim.smallest}
-        row |= {"counts": claim.counts, "clusters": have, "most_units": most}
+        row |= {"counts": claim.counts, "clusters": have, "most_clusters": most}
         assumed = assumptions().get(claim.probe, {}).get(claim.name, {})
         kind = "" if source.batch.posterior is None else "task_"
         spread, null_spread = (assumed.get(f"{kind}{key}", 0.0) for key in ("spread", "null_spread"))
@@ -333,22 +333,22 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
             yield row | {
                 "spread": None,
                 "null_spread": None,
-                "why": "not planned: how much units differ was never measured",
+                "why": "not planned: how much clusters differ was never measured",
             }
             continue
         control = assumed.get("control", "draws")
         design = power.Design(claim, spread, null_spread, nulls, len(settings), control)
-        row["interval_units"] = _interval(design)
-        row["needed_units"] = found = power.needed(design)
+        row["interval_clusters"] = _interval(design)
+        row["needed_clusters"] = found = power.needed(design)
         row["needed_prompts"] = math.ceil(found * each) if found and claim.counts != KV_HEADS else None
-        row["any_layer_units"] = None
+        row["any_layer_clusters"] = None
         if rank:
-            row["any_layer_units"] = power.needed_in_any_layer(claim.effect, source.subject.facts["layers"])
+            row["any_layer_clusters"] = power.needed_in_any_layer(claim.effect, source.subject.facts["layers"])
         row["detectable"] = power.detectable(design, have)
         if found is None:
             row["why"] = _never(design)
         elif most is not None and found > most:
-            row["why"] = f"needs {found} units, and there are {most}"
+            row["why"] = f"needs {found} clusters, and there are {most}"
         yield row
 
 
@@ -369,7 +369,7 @@ def _never(design: power.Design) -> str:
 def _judged(source: Source, needs: Needs, claim: Claim) -> bool:
     """Whether the scan will come to a verdict, as far as that is known without weights."""
     if claim.counts == KV_HEADS:
-        return _units(source, needs, claim)[0] >= LEAST_CLUSTERS
+        return _clusters_of(source, needs, claim)[0] >= LEAST_CLUSTERS
     return needs.judged is None or needs.judged(claim.name, source.subject, source.batch, source.samples)
 
 
@@ -378,8 +378,8 @@ def _queries(whole: Batch) -> int:
     return whole.exact.predictive.shape[1]
 
 
-def _units(source: Source, needs: Needs, claim: Claim) -> tuple[int, int | None]:
-    """How many units the claim is judged on, and the most there can be; None where that is for the asking."""
+def _clusters_of(source: Source, needs: Needs, claim: Claim) -> tuple[int, int | None]:
+    """How many clusters the claim is judged on, and the most there can be; None where that is for the asking."""
     batch, facts = source.batch, source.subject.facts
     if claim.counts == KV_HEADS:
         return (heads := facts["layers"] * (facts["kv_heads"] or 0)), heads
@@ -400,8 +400,8 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
     for name, row in cost["sources"].items():
         yield ""
         yield (
-            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['clusters']} of {row['pool_units']} units "
-            f"(templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
+            f"{name}: {row['prompts']} of {row['pool']} prompts, about {row['clusters']} of {row['pool_clusters']} "
+            f"clusters (templates, sequences); {row['passes']} passes, {row['tokens']} tokens, longest {row['longest']}"
         )
         layers = cost["layers"]
         head = ("effect", "interval", "holds", f"any of {layers} layers", "found", "spread", "of draws")
@@ -413,9 +413,9 @@ def lines(cost: Mapping[str, Any]) -> Iterator[str]:
 
 
 LEGEND = (
-    "Units that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over all claims",
-    "included; by the best layer's p, corrected for looking at all. An effect counts from a control's centre. Found:",
-    "the smallest effect that the units asked for find. Assumed: the spread between units and of draws of the null, as",
+    "Clusters that find the effect in 9 of 10 scans: by the interval alone; for holds: control and Holm over claims",
+    "included; by the best layer's p, corrected for all layers. An effect counts from a control's centre. Found:",
+    "the smallest effect that this number of clusters finds. Assumed: the spread of clusters and of control draws, as",
     "measured on pocket models and small tunnels (of a correlation: known, and on Fisher's scale); docs/planning.md.",
 )
 
@@ -424,14 +424,14 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     def said(key: str, form: str = "{}") -> str:
         return form.format(row[key]) if row.get(key) else "-"
 
-    clusters, prompts = row.get("needed_units"), row.get("needed_prompts")
+    clusters, prompts = row.get("needed_clusters"), row.get("needed_prompts")
     found = said("detectable", "{:.2g}") if row.get("detectable") else "nothing"
     return (
         row["name"],
         f"{row['effect']:g} {row['unit']}",
-        said("interval_units"),
-        said("needed_units") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
-        said("any_layer_units"),
+        said("interval_clusters"),
+        said("needed_clusters") + f" ({prompts} prompts)" * bool(prompts and prompts != clusters),
+        said("any_layer_clusters"),
         f"{found} at {row['clusters']}" if "detectable" in row else "-",
         said("spread", "{:g}"),
         said("null_spread", "{:g}"),

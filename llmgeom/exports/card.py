@@ -11,11 +11,11 @@ from llmgeom.record import Record
 from llmgeom.reports.text import visible
 from llmgeom.reports.verdicts import Row, lines
 
-HEAD = ("quantity", "value", "95 % interval", "95 % band of the null", "p", "n", "verdict")
+HEAD = ("quantity", "value", "95 % interval", "95 % of the control", "p", "n", "verdict")
 READ = (
     "A value counts only against its control: what the same pipeline gives on the model re-initialised or on shuffled "
     "prompts. Each claim has one of five words: holds; small (there, but less than the declared effect); ruled out; "
-    "opposite; open (neither shown nor excluded). Intervals are over units (templates, documents or sequences)."
+    "opposite; open (neither shown nor excluded). Intervals are over clusters (templates, documents or sequences)."
 )
 
 
@@ -40,7 +40,7 @@ def section(record: Record) -> Iterator[str]:
     )
     weights = str(subject.get("weights", "not hashed"))[:12]
     version = f" {record.facts['llmgeom']}" if "llmgeom" in record.facts else ""
-    yield f"Measured by llmgeom{version} on {count} prompts ({clusters} units) of {source}."
+    yield f"Measured by llmgeom{version} on {count} prompts ({clusters} clusters) of {source}."
     yield f"Model: {name}{revision}, weights `{weights}`, {dtype}."
     yield from ("", READ)
     if claims:

@@ -38,7 +38,7 @@ SPECIAL = {
 }
 # Long cells wrap, or the table would not fit the width of a page.
 COLUMNS = r"@{}>{\raggedright}p{0.2\linewidth}llll>{\raggedright}p{0.1\linewidth}l@{}"
-HEAD = ("Quantity", "Value", r"95\,\% interval", r"95\,\% of the null", "$p$", "$n$", "Verdict")
+HEAD = ("Quantity", "Value", r"95\,\% interval", r"95\,\% of the control", "$p$", "$n$", "Verdict")
 
 
 def write(record: Record, _form: str, out: Path) -> list[str]:

@@ -234,7 +234,7 @@ class Predictions(Table):
     """What the papers predict of a trained language model, tested on one."""
 
     NAME = "predictions"
-    HEAD = ("metric", "value", "95 % interval", "95 % of the null", "n", "verdict")
+    HEAD = ("metric", "value", "95 % interval", "95 % of the control", "n", "verdict")
     TITLE = "The papers' predictions"
 
     def name_of(self, row: Row) -> str:

@@ -164,7 +164,7 @@ def needed(design: Design, wanted: float = POWER) -> int | None:
     return _fewest(lambda clusters: power(design, clusters), wanted)
 
 
-def needed_units(setting: Setting, wanted: float = POWER) -> int | None:
+def needed_clusters(setting: Setting, wanted: float = POWER) -> int | None:
     """The fewest clusters with that power, of a setting; None where no number has it."""
     return _fewest(setting.power, wanted)
 

@@ -176,7 +176,7 @@ def deletions(statistic: Callable, x: np.ndarray, clusters: Clusters) -> tuple[n
 
 def _require_clusters(n: int) -> None:
     if n < LEAST_CLUSTERS:
-        raise UserError(f"an interval over {n} units needs at least {LEAST_CLUSTERS}: add templates or documents")
+        raise UserError(f"an interval over {n} clusters needs at least {LEAST_CLUSTERS}: add templates or documents")
 
 
 def jackknife_interval(
@@ -209,8 +209,8 @@ def permute_clusters(
     if arrangements < 100:
         exchangeable = sum(len(alike) for alike in sizes.values() if len(alike) > 1)
         raise UserError(
-            f"{exchangeable} of {len(groups)} units can change places with one of equal size, in {arrangements} ways; "
-            f"a permutation test needs {LEAST_CLUSTERS} units of one size or 100 ways: add templates or even out sizes"
+            f"{exchangeable} of {len(groups)} clusters can change places with one of equal size, in {arrangements} "
+            f"ways, and a permutation test needs {LEAST_CLUSTERS} or 100 ways: add templates or even out their sizes"
         )
     order = np.tile(np.arange(len(clusters)), (n_permutations, 1))
     for alike in sizes.values():

@@ -1,4 +1,4 @@
-"""How much of a number can be read linearly from vectors whose units the reader has never seen.
+"""How much of a number can be read linearly from vectors whose clusters the reader has never seen.
 
 Ridge regression, held out by unit: prompts of one template are never on both sides of a fold, since they share what a
 reader could memorise.
@@ -26,7 +26,7 @@ TALL_PENALTIES = PENALTIES[::2]  # with many rows each costs a factorisation: ev
 class Readout:
     """Held-out predictions of a number, in its own unit.
 
-    truth, prediction  [row column]; each prediction is from the rows of other units only.
+    truth, prediction  [row column]; each prediction is from the rows of other clusters only.
     fold               [row] which fold the row was held out in.
     penalty            [fold column] the penalty that the other folds chose.
     error              [fold column] mean squared error with that penalty, when the other folds are held out in turn.
@@ -194,7 +194,7 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
     sizes = np.bincount(cluster)
     if len(sizes) < LEAST_CLUSTERS:
         raise UserError(
-            f"a readout over {len(sizes)} units needs at least {LEAST_CLUSTERS}: add templates or documents"
+            f"a readout over {len(sizes)} clusters needs at least {LEAST_CLUSTERS}: add templates or documents"
         )
     order = np.random.default_rng(seed).permutation(len(sizes))
     order = order[np.argsort(-sizes[order], kind="stable")]
@@ -206,7 +206,7 @@ def folds(clusters: Clusters, seed: int, count: int = FOLDS) -> Int[np.ndarray, 
 
 
 def _numbered(clusters: Clusters) -> Int[np.ndarray, " row"]:
-    """The unit of each row as a number, in order of first appearance: renaming units changes nothing."""
+    """The cluster of each row as a number, in order of first appearance: renaming clusters changes nothing."""
     _, first, cluster = np.unique(np.asarray(clusters), return_index=True, return_inverse=True)
     return np.argsort(np.argsort(first))[cluster]
 
@@ -227,8 +227,8 @@ def decodability_interval(
 ) -> Interval:
     """Delete-a-group jackknife interval of the held-out R2 of one number, or of the difference of two R2.
 
-    Whole units in 25 groups (fewer units: a group each), spread evenly over the folds; fitted anew without each group,
-    penalties as chosen.
+    Whole clusters in 25 groups (fewer clusters: a group each), spread evenly over the folds; fitted anew without each
+    group, penalties as chosen.
 
     Estimand: the expected R2 at this number of rows. Measured at 75 rows, d = 128, 160 repetitions, an R2 of -0.06 to
     0.85, one or two rows a unit: covers 94-98 %. Errors of the held-out rows alone, without new fits, cover 73-93 %,
@@ -278,6 +278,6 @@ def permuted_decodability(
     permutations: int,
     seed: int,
 ) -> Float[np.ndarray, " permutation"]:
-    """Held-out R2 with whole units of y permuted: the same folds, a penalty chosen anew for every permutation."""
+    """Held-out R2 with whole clusters of y permuted: the same folds, a penalty chosen anew for every permutation."""
     moved = np.asarray(y)[permute_clusters(np.random.default_rng(seed), clusters, permutations)]
     return read(x, moved.T, fold).r2

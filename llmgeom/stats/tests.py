@@ -39,7 +39,7 @@ class Test:
     value      |rho|, Spearman's (unitless).
     p          (1 + #{null >= value}) / (1 + permutations).
     null_high  the end of the band from 0 that holds 95 % of the null, so that leaving it and p < .05 are one event.
-    n, units   prompts; independent units.
+    n, clusters   prompts; independent clusters.
     """
 
     __test__: ClassVar[bool] = False  # pytest collects classes called Test
@@ -73,7 +73,7 @@ def correlation_test(
     seed: int = 0,
     covariates: Real[np.ndarray, "prompt covariate"] | None = None,
 ) -> Test:
-    """|Spearman's rho| of scores and target, against permutations of whole units: `max_statistic` of one layer."""
+    """|Spearman's rho| of scores and target, against permutations of whole clusters: `max_statistic` of one layer."""
     return max_statistic(np.asarray(scores)[None], target, clusters, n_permutations, seed, covariates)[0][0]
 
 
@@ -87,9 +87,10 @@ def max_statistic(
 ) -> tuple[list[Test], Float[np.ndarray, " layer"]]:
     """A Test for each layer, and its p corrected for having looked at all layers (against the null's largest |rho|).
 
-    Permutations move whole units and are the same for every layer. The sign of scores is a convention, as a principal
-    component's is, and dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target is fit
-    on the ranked covariates C, its residual e permuted by unit, t* = fit + e*, and the partial correlation taken again.
+    Permutations move whole clusters and are the same for every layer. The sign of scores is a convention, as that of a
+    principal component is, and dropped. With covariates: Freedman and Lane's scheme (1983) on ranks: the ranked target
+    is fit on the ranked covariates C, its residual e permuted by cluster, t* = fit + e*, and the partial correlation
+    taken again.
     With M = I - C C' (C orthonormal), M t* = M e*, so the fit drops out: rho* = <M s, e*> / (|M s| |M e*|), and
     |M e*|^2 = |e|^2 - |C' e*|^2. Only what is linear in ranks is removed: simulated at 5 %, 4.9 % rejected without
     confounding, 8 % under strong confounding by the sum of two covariates (100 % had they been ignored).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from llmgeom.stats.power import Setting, needed_units
+from llmgeom.stats.power import Setting, needed_clusters
 from llmgeom.stats.rule import ALPHA, LEAST_DRAWS
 from llmgeom.stats.tests import Side
 
@@ -95,7 +95,7 @@ def units_needed(h: Numbers, claims: int) -> int:
     """Clusters at which the declared effect, where it is there, holds with 90 % power; 0 where no number does."""
     if not h.noise:
         return h.needed
-    return needed_units(Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, _sides(h))) or 0
+    return needed_clusters(Setting(h.noise, h.null_spread, h.draws, h.noisy, claims, _sides(h))) or 0
 
 
 def _sides(h: Numbers) -> int:
@@ -108,8 +108,8 @@ def _wanted(h: Numbers) -> str:
     if not h.needed and h.noise:
         return no_n(h.null_spread * h.effect, h.unit)
     if h.clusters < h.needed:
-        return f"needs n >= {h.needed} units for the declared effect of {h.effect:.3g}, has {h.clusters}"
-    return f"{h.clusters} units suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
+        return f"needs n >= {h.needed} clusters for the declared effect of {h.effect:.3g}, has {h.clusters}"
+    return f"{h.clusters} clusters suffice for the declared effect (n >= {h.needed}); a smaller one is not excluded"
 
 
 def too_few(draws: int) -> str:

@@ -92,7 +92,7 @@ class Result(Base):
 
 
 def measure(view: ProbeInput) -> Result:
-    """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few units."""
+    """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few clusters."""
     values = _last(view.capture)
     variants = {RAW: (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])}
     if view.observations is not None:

@@ -23,8 +23,8 @@ ROUNDS, LEAST_GRADIENT = 100, 1e-7
 
 @dataclass(frozen=True)
 class Missed:
-    """What read-outs missed: kl [site row], bits, each row read by weights fitted to other units; penalty [site fold],
-    as chosen; fold [row]."""
+    """What read-outs missed: kl [site row], bits, each row read by weights fitted to other clusters; penalty
+    [site fold], as chosen; fold [row]."""
 
     kl: np.ndarray
     penalty: np.ndarray
@@ -43,7 +43,7 @@ def read(sites: Sequence[Tensor], log_p: Tensor, position: Tensor, clusters: Clu
     penalty means the same at every width. W and b minimise the mean over rows of -sum_k p_k log q_k, plus penalty / 2
     times |W|^2 + |b|^2 / FREE^2. Folds are `readout.folds`. The penalty of a fold is the one of PENALTIES with the
     least loss on the fold after it, when fitted without both; then the fold is read by a fit on all the others.
-    Raises UserError for fewer than 5 units.
+    Raises UserError for fewer than 5 clusters.
     """
     fold, log_p = folds(clusters, seed), log_p.double()
     p = log_p.exp().expand(len(sites), *log_p.shape[-2:])
