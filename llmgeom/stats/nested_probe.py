@@ -241,9 +241,10 @@ def _refitted(
 ) -> Float[np.ndarray, "group row column"]:
     """Predictions of the rows outside each group from fits without it.
 
-    In the Gram matrix K of standardised rows, centred over the remaining rows, whose weights have the square roots s:
-    a = (s K_c s + penalty)^-1 s (y - mean). Since the sum of s a is 0, a new row with products k is predicted as
-    mean + (k - column means of K) s a.
+    For ridge regression from one fit to all rows, exactly. Let rows, centred and scaled by the square roots s of their
+    weights, be Z and their targets y; B = (Z' Z + penalty)^-1 Z'; H = Z B + s s' / sum s^2, which takes targets to
+    fits; h = n B + s' / sum s^2 the same for a new row n. Without the rows G a new prediction changes by
+    -h_G (I - H_GG)^-1 (y - Z B y)_G: deleted residuals of least squares with a quadratic penalty. Derived here.
     """
     fitted = np.zeros((int(group.max()) + 1, *own.truth.shape))
     for place in np.unique(chosen):
@@ -260,17 +261,26 @@ def _refitted(
                         y = own.truth[rest][kept, column]
                         fitted[g, out, column] = fit(z[kept] * root, y, new * root, one, own.weight[rest][kept])
                 continue
-            inner, outer, y = z @ z.T, new @ z.T, own.truth[rest]
-            for g in range(len(fitted)):
-                kept = np.flatnonzero(group[rest] != g)
-                part, w = inner[np.ix_(kept, kept)], own.weight[rest][kept]
-                mean, level, each = np.average(y[kept], 0, w), np.average(part, 0, w), np.sqrt(w)[:, None]
-                centred = (part - level - level[:, None] + np.average(level, weights=w)) * each * each.T
-                weights = np.empty((len(kept), y.shape[1]))
-                for one in np.unique(penalty[held]):
-                    of = penalty[held] == one
-                    solved = centred.copy()
-                    solved[np.diag_indices(len(kept))] += one
-                    weights[:, of] = each * np.linalg.solve(solved, each * (y[kept][:, of] - mean[of]))
-                fitted[g, out] = mean + (outer[:, kept] - level) @ weights
+            w, y = own.weight[rest], own.truth[rest]
+            root, mean, centre = np.sqrt(w)[:, None], np.average(y, 0, w), np.average(z, 0, w)
+            z, new, target = (z - centre) * root, new - centre, (y - mean) * root
+            for one in np.unique(penalty[held]):
+                of = penalty[held] == one
+                solver = _solver(z, one)
+                weights = solver @ target[:, of]
+                prediction, left = mean[of] + new @ weights, target[:, of] - z @ weights
+                for g in range(len(fitted)):
+                    lost = np.flatnonzero(group[rest] == g)
+                    even = root[lost].T / w.sum()
+                    within = z[lost] @ solver[:, lost] + root[lost] * even
+                    change = np.linalg.solve(np.eye(len(lost)) - within, left[lost])
+                    fitted[np.ix_([g], out, of)] = prediction - (new @ solver[:, lost] + even) @ change
     return fitted
+
+
+def _solver(z: Float[np.ndarray, "row coordinate"], penalty: float) -> Float[np.ndarray, "coordinate row"]:
+    """(Z' Z + penalty)^-1 Z' = Z' (Z Z' + penalty)^-1, by the smaller of the two."""
+    tall = len(z) > z.shape[1]
+    square = z.T @ z if tall else z @ z.T
+    square[np.diag_indices(len(square))] += penalty
+    return np.linalg.solve(square, z.T) if tall else np.linalg.solve(square, z).T
