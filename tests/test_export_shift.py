@@ -23,7 +23,7 @@ from llmgeom.probes.labels.directions import SavedDirection
 from llmgeom.probes.labels.results import Direction
 from llmgeom.prompts.domains import Domain
 from llmgeom.record import Record
-from llmgeom.result import Measured
+from llmgeom.result import Measured, Quantity
 from tests.families import FAMILIES, VOCAB, first, ragged
 from tests.refusals import refused
 
@@ -262,8 +262,10 @@ def labelled(subject: Subject, site: str, layer: int) -> Record:
     declared = Direction.quantities()
     result = Measured(
         *("Title", "m", "c", "n", "f", ()),
-        quantities={name: declared[name] for name in ("direction", "spread")},
-        arrays={"direction": vector / np.linalg.norm(vector), "spread": np.array(2.0)},
+        quantities={name: declared[name] for name in ("direction", "spread")}
+        | {f"{site}_score": Quantity(("layer",), "AUROC", "score")},
+        arrays={"direction": vector / np.linalg.norm(vector), "spread": np.array(2.0)}
+        | {f"{site}_score": np.linspace(0.5, 0.9, layer + 1)},
         ticks={"place": (site, layer)},
     )
     record = record_of(subject)
