@@ -174,6 +174,11 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         return (
             f"A first look, after {read} controls: values and intervals. Claims are judged when all controls are read."
         )
+    if checks := [one for one in every if one.probe in CHECKS]:
+        about = [one for one in every if one.probe not in CHECKS]
+        said = counting(records, about) if about else f"No claim about the model is tested {_where(records)}."
+        words = "; elsewhere it ".join(dict.fromkeys(ALONE[one.word].rstrip(",") for one in checks))
+        return f"{said} The check of the instrument {words}."
     if not every:
         numbers_of = sum(len(measured.estimates) for record in records for measured in record.results.values())
         failed = len({probe for record in records for probe in record.unmeasured})

@@ -206,6 +206,9 @@ def test_a_check_of_the_instrument_is_the_last_finding_and_probes_are_told_apart
     found = said(whole)[1]
     assert found[0].startswith("“pc1: Values are") and found[1].startswith("“ridge: Values are")
     assert found[2].startswith("control: Values are ordered by uncertainty: this holds.")
+    checked = " The check of the instrument holds."
+    assert said(whole)[0] == f"None of the 2 claims holds on these prompts. Both tests are open.{checked}"
+    assert said(made)[0] == f"No claim about the model is tested on these prompts.{checked}"
 
 
 def test_an_unknown_word_is_refused():
