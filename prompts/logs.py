@@ -93,6 +93,10 @@ def _json(whole: str) -> Any:
 
 def _unzipped(blob: bytes, path: str) -> dict[str, Any]:
     """An inspect_ai log in its .eval format: header.json, and a file in samples/ for each sample and epoch."""
+    packed = UserError(
+        f"--log {path} is an .eval archive that is packed in a way that is not read here: give what `inspect log "
+        "convert --to json --output-dir DIR FILE` makes of it"
+    )
     try:
         with zipfile.ZipFile(io.BytesIO(blob)) as archive:
             names = list(dict.fromkeys(archive.namelist()))
@@ -101,14 +105,11 @@ def _unzipped(blob: bytes, path: str) -> dict[str, Any]:
                 raise UserError(f"--log {path} has more than {MOST >> 20} MiB unpacked: split it")
             header = json.loads(archive.read("header.json")) if "header.json" in names else {}
             samples = [name for name in names if re.fullmatch(r"samples/[^/]+\.json", name)]
-            if any(re.fullmatch(r"samples/.+/sample\.json", name) for name in names):
-                raise NotImplementedError
+            if any(re.fullmatch(r"samples/.+/sample\.json", name) for name in names):  # samples in chunks
+                raise packed
             return {"eval": header.get("eval"), "samples": [json.loads(archive.read(name)) for name in samples]}
-    except NotImplementedError:  # zstandard, which zipfile reads from Python 3.14 on, or samples in chunks
-        raise UserError(
-            f"--log {path} is an .eval archive that is packed in a way that is not read here: give what `inspect log "
-            "convert --to json --output-dir DIR FILE` makes of it"
-        ) from None
+    except NotImplementedError:  # zstandard, which zipfile reads from Python 3.14 on
+        raise packed from None
     except (zipfile.BadZipFile, zlib.error, ValueError, RecursionError, AttributeError, OSError, EOFError) as error:
         raise UserError(f"--log {path} is a damaged archive ({str(error)[:80]}): copy the log again") from None
 

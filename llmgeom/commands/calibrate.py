@@ -34,8 +34,8 @@ class RunConfig(Config):
 def main(settings: RunConfig, output: Output) -> int:
     """Measure which numbers tell models that infer from models, trained as long, that do not.
 
-    Every probe reads small models: trained to the posterior, and of seven kinds that are not there. It takes about half
-    an hour of CPU. Its table ships with the code.
+    Every probe reads small models: trained to the posterior, and of seven kinds that are not there. It takes about
+    50 CPU minutes. Its table ships with the code.
     """
     return show_rows(perform, settings, output)
 
