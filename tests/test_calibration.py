@@ -131,6 +131,7 @@ def test_a_sheet_is_of_outcomes(tmp_path):
         train(Training("regression", **TINY, evidence="sheet"), tmp_path, device="cpu")
 
 
+@pytest.mark.slow
 def test_what_is_learnt_is_what_the_bench_says(tmp_path):
     """A bijection without replacement asks for no key: a bag of values is exact, and nothing else here is."""
     asked = Training("bijection:vocab=5,pairs=4", arch="gpt2", width=32, layers=1, steps=250, lr="1e-2", snapshots=2)

@@ -60,6 +60,7 @@ def test_a_shuffle_leaves_the_template_in_place(plain):
     assert (ids[kept] == mixed[kept]).all() and (ids != mixed).any() and sorted(ids) == sorted(mixed)
 
 
+@pytest.mark.slow
 def test_a_record_says_how_prompts_were_read(folder):
     read, asked = llmgeom.scan(folder, "math", **FEW), llmgeom.scan(folder, "math", chat=True, **FEW)
     assert [text for text in read.warnings if "--chat" in text] and not [t for t in asked.warnings if "--chat" in t]

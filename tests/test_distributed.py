@@ -51,6 +51,7 @@ def alone(tmp_path_factory) -> Path:
     return at
 
 
+@pytest.mark.slow
 def test_a_job_array_merged_is_one_process(alone, tmp_path, monkeypatch):
     for i in range(3):
         result = call("--shard", f"{i}/3", "--out", str(tmp_path / "run"), cache=tmp_path / str(i))

@@ -94,6 +94,7 @@ def test_the_seed_decides_whatever_the_global_generators(spec):
     assert {t[:20] for t in one.text} != {t[:20] for t in other.text}, "other documents, not only other lengths"
 
 
+@pytest.mark.slow
 def test_the_same_documents_give_the_same_prompts_in_every_format(spec, tmp_path):
     for name in ("parquet", "csv", "txt"):
         (tmp_path / name).mkdir()

@@ -117,6 +117,7 @@ SCAN = ("--domain", "math", "--n", "20", "--limit", "60", "--nulls", "2", "--pro
 TINY = ("bijection:vocab=4,pairs=3", "--width", "16", "--layers", "1", "--heads", "2", "--batch", "16", "--lr", "1e-2")
 
 
+@pytest.mark.slow
 def test_a_scan_ends_with_its_batch_and_goes_on_to_the_same_bytes(tmp_path, monkeypatch):
     plain, passes = running.one_pass, []
 

@@ -136,6 +136,7 @@ def test_what_a_trivial_predictor_has_too_does_not_pass():
     assert verdict(VALUES, nothing, null=("constant", 0.25)).verdict == "holds"
 
 
+@pytest.mark.slow
 def test_under_the_null_few_pass():
     """Truth at the bound, five entries at a time: PASS anywhere in no more than 5 % of the tables."""
     rng, test = np.random.default_rng(0), asks("above", bound=1.0)

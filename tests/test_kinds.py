@@ -253,6 +253,7 @@ def done(tmp_path_factory):
     return out, found, said
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_it_was_stopped(done):
     out, found, said = done
     assert not any(text.startswith(("mha-full-0", "mha-window-0")) for text in said)

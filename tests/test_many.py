@@ -119,6 +119,7 @@ def peak(run) -> tuple[float, Capture]:
     return status("VmHWM") - before, made
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_number_of_prompts(model, tmp_path, monkeypatch):
     sites = {Site.VALUE, Site.KEY, Site.QUERY, Site.Z, Site.RESIDUAL, Site.ATTENTION_WRITE, Site.MLP_WRITE}
 

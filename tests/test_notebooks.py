@@ -53,26 +53,18 @@ LAST = {  # the stage at which each bar ends
     "probe": ("measuring words",),
     "evidence": ("two-point: measuring sula_martingale",),
 }
-# What `make test` writes instead of the sizes that are committed; `make slow` runs the notebooks as they stand.
+# `make test` runs two notebooks, with these in place of the sizes that are committed; `make slow` all as they stand.
 SMALL = {
-    "scan": {"limit=300": "limit=120", "n=75": "n=30", "nulls=20": "nulls=2"},
-    "entropy_axis_ablation": {"sample(300": "sample(120", "n=40": "n=24", "controls=39": "controls=2"},
-    "tunnel": {
-        "steps=500": "steps=60", "n=500,": "n=40, nulls=2,", "n=1000": "n=40", "truncated(120": "truncated(30",
-        '"attention_focus"]), progress': '"attention_focus"]), controls=2, progress',
-    },
-    "dynamics": {
-        '"steps": 300': '"steps": 40', '"snapshots": 9': '"snapshots": 4', "n=100,": "n=24, nulls=2,",
-        "truncated(100": "truncated(24", '{"routing_law": routing_law})': '{"routing_law": routing_law}, controls=2)',
-    },
     "your_own": {
         "steps=250": "steps=30", "n=500": "n=40", "truncated(120": "truncated(40", "controls=20": "controls=2",
         "cut, probes, progress": "cut, probes, controls=2, progress",
     },
     "probe": {"sample(120": "sample(60", "controls=20": "controls=2"},
-    "evidence": {"n=50": "n=20", "nulls=20": "nulls=2"},
 }  # fmt: skip
-SIZES = ("small", pytest.param("committed", marks=pytest.mark.slow))
+RUNS = (
+    *((name, "small") for name in SMALL),
+    *(pytest.param((name, "committed"), marks=pytest.mark.slow) for name in NOTEBOOKS),
+)
 MODEL = 'MODEL = "pocket:pythia"  # or "EleutherAI/pythia-410m"'
 
 
@@ -100,15 +92,10 @@ def shrink(notebook: nbformat.NotebookNode, sizes: dict[str, str]) -> None:
             cell.source = cell.source.replace(large, small)
 
 
-@pytest.fixture(scope="module", params=SIZES)
-def size(request) -> str:
-    return request.param
-
-
-# Each notebook may run on a worker of its own.
-@pytest.fixture(scope="module", params=NOTEBOOKS)
-def run(request, size, tmp_path_factory) -> Run:
-    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+@pytest.fixture(scope="module", params=RUNS, ids="-".join)
+def run(request, tmp_path_factory) -> Run:
+    name, size = request.param
+    folder = tmp_path_factory.mktemp(name)
     notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
     if size == "small":
         shrink(notebook, SMALL[name])
@@ -229,7 +216,8 @@ def test_progress_reaches_its_end(run):
     assert sum("<progress value" in html for html in run.shown("text/html")) == len(told)
 
 
-@pytest.mark.parametrize("run", ["entropy_axis_ablation"], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [("entropy_axis_ablation", "committed")], indirect=True)
 def test_the_edit_of_one_s_own_agrees_with_what_the_experiment_measured(run):
     plain = run.shown("text/plain")
     assert "0.0" in plain, "an edit that changes nothing"
@@ -259,7 +247,7 @@ def test_progress_leaves_standard_output_alone_elsewhere(capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "run"), [("committed", "dynamics")], indirect=True)
+@pytest.mark.parametrize("run", [("dynamics", "committed")], indirect=True)
 def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
     measured = Record.load(run.folder / "notebook-dynamics").results["drift"]
     (told,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and out["text"].startswith("frame")]
@@ -275,7 +263,8 @@ def test_the_run_that_learns_settles_half_way_where_its_curves_do(run):
     )  # the one on random targets has not settled
 
 
-@pytest.mark.parametrize("run", ["dynamics"], indirect=True)
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [("dynamics", "committed")], indirect=True)
 def test_the_next_step_is_compared_with_the_advantage_at_three_snapshots(run):
     told = "".join(out["text"] for out in run.outputs if out.get("name") == "stdout")
     shares = re.findall(r"follows the advantage ([\d.]+) \(", told)
@@ -283,7 +272,7 @@ def test_the_next_step_is_compared_with_the_advantage_at_three_snapshots(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("size", "run"), [("committed", "your_own")], indirect=True)
+@pytest.mark.parametrize("run", [("your_own", "committed")], indirect=True)
 def test_a_probe_of_one_s_own_passes_where_the_model_infers_and_nowhere_else(run):
     (difference,) = [out["text"] for out in run.outputs if out.get("name") == "stdout" and "difference" in out["text"]]
     assert float(difference.split()[-1]) < 1e-12, "the exact answer is Laplace's rule"

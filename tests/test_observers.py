@@ -169,6 +169,7 @@ def test_a_right_observer_is_rejected_in_a_twentieth_and_a_counter_always():
     assert all(misfit_p("counter, slope .5", seed) <= 0.05 for seed in range(5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parameter", "value"), [("forgetting", 3, 0.6), ("saturating counter", 0, 0.7)])
 def test_intervals_of_parameters_cover_them(name, parameter, value):
     def covered(seed):

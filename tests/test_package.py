@@ -59,6 +59,7 @@ def test_the_wheel_says_what_it_is_and_what_it_asks_for(wheel):
     assert "llmgeom = llmgeom.cli:main" in entry
 
 
+@pytest.mark.slow
 def test_a_wheel_made_from_the_sdist_is_the_same(wheel, tmp_path):
     sdist = package.built(package.copied(tmp_path / "source"), "sdist", tmp_path)
     again = package.built(package.unpacked(sdist, tmp_path / "out"), "wheel", tmp_path / "again")

@@ -278,6 +278,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(reproduce, "table", lambda paper: entries)
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_record_and_a_page_and_trains_nothing_twice(tiny, tmp_path, monkeypatch):
     asked = ["reproduce", "paper2", "--quick", "--json", "--out", str(tmp_path)]
     result = CliRunner().invoke(main, asked)

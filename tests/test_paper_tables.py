@@ -37,6 +37,7 @@ def audited(records) -> Audit:
     return Audit("pocket:pythia", tuple(audit(table("paper3"), LanguageModel("pocket:pythia", records))))
 
 
+@pytest.mark.slow
 def test_an_audit_has_both_numbers_of_every_row(runs):
     run, records = runs
     assert set(records) == {MIXED, MATH, SULA, SULA_PUBLISHED, ABLATE}

@@ -58,6 +58,7 @@ def of_a_mean(design: Design, clusters: int, truth: float):
     return experiment
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "null_spread", "claims", "control"),
     [
@@ -98,6 +99,7 @@ def of_a_correlation(design: Design, clusters: int, rho: float):
     return experiment
 
 
+@pytest.mark.slow
 def test_the_planned_units_find_a_correlation_in_nine_of_ten_experiments():
     design = Design(RHO, 0.0, 0.03, 20, 2)
     clusters = needed(design)

@@ -124,6 +124,7 @@ def until(met, seconds: float) -> bool:
     return met()
 
 
+@pytest.mark.slow
 def test_the_table_is_what_was_graded(here):
     out, found = here
     cells = rows(found, "primitive")

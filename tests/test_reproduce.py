@@ -78,6 +78,7 @@ def never(*_, **__):
 # ---- a whole run -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_and_what_is_finished_is_not_done_again(tiny, tmp_path, monkeypatch):
     asked = RunConfig(paper="paper1", quick=True, out=str(tmp_path))
     done, own = [], component_probe.question

@@ -85,6 +85,7 @@ def values(record: Record) -> dict[str, tuple]:
     return {h.name: (h.value, h.low, h.high, h.null_low, h.p) for m in record.results.values() for h in m.estimates}
 
 
+@pytest.mark.slow
 def test_with_bos_is_the_model_that_has_one_and_without_is_the_one_that_has_none(runs):
     """To the last bit: two roads to the same tokens, shuffles and untrained controls."""
     plain, begins = runs["plain"][0], runs["begins"][0]

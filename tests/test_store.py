@@ -354,6 +354,7 @@ TWO = textwrap.dedent(
 )
 
 
+@pytest.mark.slow
 def test_of_two_processes_on_one_capture_the_second_waits_and_finds_it_made(model, tmp_path):
     command = [sys.executable, "-c", TWO, str(tmp_path / "both"), str(tmp_path / "begun")]
     ran = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(Path.cwd())})

@@ -123,6 +123,7 @@ def words_without_attention(name: str, domain: str, seed: int, controls: int) ->
     }
 
 
+@pytest.mark.slow
 def test_with_attention_cut_no_claim_about_context_holds():
     words = words_without_attention("llama", "math", 0, 20)
     assert len(words) >= 4 and not [name for name, word in words.items() if word in CONFIRMED], words

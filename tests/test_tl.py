@@ -390,6 +390,7 @@ def test_load_through_the_bridge(tmp_path):
         Subject.load(str(tmp_path), device="cpu")
 
 
+@pytest.mark.slow
 def test_importing_the_module_does_not_import_transformer_lens():
     code = "import sys, llmgeom.model.transformer_lens; sys.exit('transformer_lens' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -51,6 +51,7 @@ def test_a_seed_decides_every_byte_whatever_ran_before(tmp_path):
     assert (other.out / "model.safetensors").read_bytes() != (tmp_path / "a/model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_and_ends_with_the_same_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(trainer, "CHECK_EVERY", 10)
     whole = train(SMALL, tmp_path / "whole")
@@ -335,6 +336,7 @@ def test_the_command_trains_and_says_where(tmp_path):
     assert json.loads(as_json.stdout)["out"] == str(tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_says_how_to_go_on(tmp_path):
     command = [
         sys.executable,

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import sys
+import time
 from pathlib import Path
 
 import click
@@ -261,6 +262,6 @@ def test_no_secret_is_printed_or_stored(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_command_is_repeated_without_its_secrets(monkeypatch):
-    monkeypatch.setattr(hub, "locate", lambda *_, **__: os.kill(os.getpid(), 2) or sys.exit(9))
+    monkeypatch.setattr(hub, "locate", lambda *_, **__: (os.kill(os.getpid(), 2), time.sleep(9), sys.exit(9)))
     done = call("scan", "--model", f"https://me:{TOKEN}@h/x/y")
     assert done.exit_code == 130 and TOKEN not in done.output and "https://…@h/x/y" in done.stderr

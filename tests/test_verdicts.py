@@ -324,6 +324,7 @@ QUICK = pytest.param(200, 40, id="200", marks=pytest.mark.slow)
 LONG = pytest.param(1000, 200, id="1000", marks=pytest.mark.soak)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("repetitions", "seeds"), [SHORT, QUICK, LONG])
 def test_untrained_models_are_given_a_verdict_in_at_most_five_per_cent(repetitions, seeds):
     found = untrained(repetitions, seeds)
