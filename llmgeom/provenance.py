@@ -37,10 +37,13 @@ def provenance(batch: Batch, tokens: Tokens | Rows, seed: int, controls: int) ->
 
 
 def took(started: float) -> dict[str, Any]:
-    """What varies between equal runs; `started` is a time.time()."""
+    """What varies between equal runs, and the program that made it; `started` is a time.time()."""
+    from llmgeom.cache.keys import of_program
+
     return {
         "seconds": round(time.time() - started, 3),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "program": of_program(),
     }
 
 

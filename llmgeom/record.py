@@ -278,3 +278,23 @@ def measured_from(plain: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) ->
             "arrays": {name: arrays[name] for name in quantities},
         }
     )
+
+
+def finished(specs: Mapping[Path, str], files: str, program: str) -> dict[Path, Record]:
+    """The records of run folders, if an equal program made all of them from equal files; else none.
+
+    Args:
+        specs: what each folder is to hold: folder -> hash of the request.
+        files: hash of the model's files.
+        program: hash of the code and its libraries.
+    """
+    found = {}
+    for folder, spec in specs.items():
+        try:
+            found[folder] = record = Record.load_one(folder)
+        except UserError:  # missing, damaged or of another schema: it is measured
+            return {}
+        own = record.facts.get("spec"), record.subject.get("files"), record.run.get("program")
+        if own != (spec, files, program):
+            return {}
+    return found

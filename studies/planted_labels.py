@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,11 +104,16 @@ def leak(seed: int) -> tuple[float, float]:
 
 
 def planned(strength: float, pilots: int) -> int:
-    """Prompts that the rule plans from pilots of 100, two a cluster."""
+    """Prompts that the rule plans from pilots of 100, two a cluster: the upper quartile over pilots.
+
+    A pilot plans for the control that is hardest to beat in it. Of ten pilots five were bound by permuted labels (28 to
+    46 prompts) and five by one draw of another control (104 to 182), and a claim has to beat them all. The median, 74,
+    found the direction in 37 of 50.
+    """
     pilot = [claim(World(strength=strength).data(seed)) for seed in range(pilots)]
     scale = 0.05 / np.mean([one.value - one.centre for one in pilot])  # the declared effect gives noise and spread
     plans = [needed_clusters(Setting(h.noise * scale, h.null_spread * scale, h.draws, h.noisy)) for h in pilot]
-    return 2 * int(np.median(plans))
+    return 2 * math.ceil(np.quantile([math.inf if plan is None else plan for plan in plans], 0.75, method="higher"))
 
 
 @dataclass(frozen=True)

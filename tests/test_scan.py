@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -385,3 +386,29 @@ def test_documents_of_a_folder_are_scanned_stratified(folder, tmp_path):
     assert any(note.startswith("domain restriction: not measured") for note in record.results["value_manifold"].notes)
     for text in record.prompts["text"]:
         assert any(whole.startswith(text) for whole in texts)
+
+
+def test_a_finished_run_is_shown_again_without_its_model_unless_anything_differs(folder, tmp_path, monkeypatch):
+    def request(**more):
+        asked = {"domains": ("math",), "limit": 60, "n": 20, "nulls": 2, "probes": ("value_manifold",)}
+        return scanning.prepare(scanning.RunConfig(str(folder), **asked | {"out": str(tmp_path / "a")} | more))
+
+    ((place, measured),) = scanning.perform(request())
+    with monkeypatch.context() as patch:
+        patch.setattr(scanning.Plan, "subject", lambda *_: pytest.fail("the model was read"))
+        ((again, shown),) = scanning.perform(request())
+        assert again == place and (shown.facts, shown.run) == (measured.facts, measured.run)
+        assert not request(out=str(tmp_path / "b")).finished and not request(device="cpu").finished
+    with monkeypatch.context() as patch:
+        patch.setattr("llmgeom.cache.keys.of_program", lambda: "other code")
+        assert not request().finished
+    weights = Path(folder) / "model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    try:
+        assert not request().finished
+    finally:
+        weights.write_bytes(kept)
+    assert request().finished
+    (place / "arrays.safetensors").write_bytes(b"damaged")
+    assert not request().finished

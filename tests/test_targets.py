@@ -124,13 +124,7 @@ def words_without_attention(name: str, domain: str, seed: int, controls: int) ->
 
 
 @pytest.mark.slow
-def test_with_attention_cut_no_claim_about_context_holds():
-    words = words_without_attention("llama", "math", 0, 20)
-    assert len(words) >= 4 and not [name for name, word in words.items() if word in CONFIRMED], words
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 10))])
 @pytest.mark.parametrize("domain", ["mixed", "math"])
 @pytest.mark.parametrize("name", ["llama", "llama-noicl", "mistral", "phi", "pythia"])
 def test_with_attention_cut_no_claim_about_context_holds_in_any_pocket_model(name, domain, seed):

@@ -16,6 +16,8 @@ import time
 import types
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -273,3 +275,13 @@ def _source(kind: type) -> str:
     except (TypeError, OSError):  # typed into a notebook
         return kind.__qualname__
     return digest({path.name: sha256(path.read_bytes()) for path in folder.glob("*.py")})
+
+
+@lru_cache
+def of_program() -> str:
+    """sha256 of llmgeom's sources and of the versions of the libraries that decide numbers; imports none of them."""
+    wings = [find_spec(name) for name in ("llmgeom", "llmgeom.probes", "llmgeom.prompts", "llmgeom.wind_tunnels")]
+    folders = [Path(one) for wing in wings if wing for one in wing.submodule_search_locations or ()]
+    paths = {path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".toml", ".txt")}
+    sources = sorted([path.name, sha256(path.read_bytes())] for path in paths)
+    return digest([sources, [version(name) for name in ("torch", "transformers", "numpy", "scipy", "scikit-learn")]])

@@ -122,7 +122,7 @@ def _shown(value: Any) -> str:
         "llmgeom ablate --model EleutherAI/pythia-410m --layers 12 --positions all",
         "llmgeom ablate --model EleutherAI/pythia-70m --what heads --domain math",
         "llmgeom ablate --axis runs/mine/direction.safetensors --prompts mine.jsonl --pair yes,no --mode steer",
-        "llmgeom ablate --model runs/seed0 --also runs/seed1 --also runs/seed2 --what heads",
+        "llmgeom ablate --model runs/s0 --also runs/s1 --also runs/s2 --also runs/s3 --also runs/s4 --what heads",
     ],
 )
 def main(settings: RunConfig, output: JobOutput) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from llmgeom.files import digest
 from llmgeom.flags import LARGEST_SEED, flag, flags, places_text
 from llmgeom.model import hub
 from llmgeom.progress import Progress, bar, first_word, prefixed
-from llmgeom.record import Record, Records
+from llmgeom.record import Record, Records, finished
 
 if TYPE_CHECKING:
     import numpy as np
@@ -47,53 +48,41 @@ class RunConfig(config.SelectionConfig, config.ModelConfig):
 
     VERB: ClassVar[str] = "scan"
 
-    domains: tuple[str, ...] = flag(
-        (), "Prompt domain. Repeat for several. [default: mixed and math]", name="--domain", group="Prompts"
-    )
+    domains: tuple[str, ...] = flag((), "Prompt domain. Repeat for several. [default: mixed and math]",
+                                    name="--domain", group="Prompts")  # fmt: skip
     tasks: tuple[str, ...] = flag(
-        (),
-        "Task of a wind tunnel, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
-        name="--task",
-        group="Prompts",
-    )
+        (), "Task of a wind tunnel, e.g. bijection:vocab=20. Repeat for several. [default: the model's own]",
+        name="--task", group="Prompts",
+    )  # fmt: skip
     processes: tuple[str, ...] = flag(
-        (),
-        "Evidence in text with an exact answer, e.g. markov (`llmgeom list processes`). Repeat for several.",
-        name="--process",
-        group="Prompts",
-    )
-    prompts_file: str | None = flag(
-        None, "Your own prompts: .jsonl, .csv, .parquet, .txt, hf:DATASET, or -.", name="--prompts", group="Prompts"
-    )
+        (), "Evidence in text with an exact answer, e.g. markov (`llmgeom list processes`). Repeat for several.",
+        name="--process", group="Prompts",
+    )  # fmt: skip
+    prompts_file: str | None = flag(None, "Your own prompts: .jsonl, .csv, .parquet, .txt, hf:DATASET, or -.",
+                                    name="--prompts", group="Prompts")  # fmt: skip
     prompts_from: str | None = flag(None, "Use the prompts of an earlier run folder.", group="Prompts")
     n: int | None = flag(
-        None,
-        "Prompts in each domain, spread evenly over entropy. [default: 75; fewer in small domains]",
-        least=FEWEST,
-        group="Prompts",
-    )
+        None, "Prompts in each domain, spread evenly over entropy. [default: 75; fewer in small domains]",
+        least=FEWEST, group="Prompts",
+    )  # fmt: skip
     chat: bool = flag(False, "Give each prompt as a user's message, in the tokenizer's template.", group="Prompts")
     limit: int | None = flag(
         None, "Read only the first LIMIT of a file, or draw a pool of at most LIMIT.", least=FEWEST, group="Prompts"
     )
     seed: int = flag(0, "Fixes prompts and controls.", least=0, most=LARGEST_SEED, group="Prompts")
     probes: tuple[str, ...] | None = flag(
-        None,
-        "Names with commas between, or all. [default: all; on prompts all but the slowest]",
-        listed=True,
-        group="Measure",
-    )
+        None, "Names with commas between, or all. [default: all; on prompts all but the slowest]",
+        listed=True, group="Measure",
+    )  # fmt: skip
     protocol: Literal["sound", "published"] = flag(
         "sound", "published: the papers' own definitions, flaws included (`llmgeom reproduce`).", group="Measure"
     )
     batch_tokens: int = flag(4096, "Tokens in a batch.", least=1, most=LARGEST_SEED, group="Measure")
-    shard: str | None = flag(
-        None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).", group="Measure"
-    )
+    shard: str | None = flag(None, "In a job array: i/n captures every n-th shard and stops (docs/store.md).",
+                             group="Measure")  # fmt: skip
     nulls: int = flag(20, "Draws of each control: untrained copies, shuffled prompts.", least=1, group="Controls")
-    stability: bool = flag(
-        False, "Scan again in another precision, in smaller batches and with BOS toggled.", group="Controls"
-    )
+    stability: bool = flag(False, "Scan again in another precision, in smaller batches and with BOS toggled.",
+                           group="Controls")  # fmt: skip
     out: str | None = flag(None, "Run folder. [default: runs/MODEL-DOMAINS-HASH]", group="Output")
 
 
@@ -167,6 +156,19 @@ class Plan:
 
     def folder(self, name: str) -> Path:
         return self.out / re.sub(r"[^\w.+-]", "-", name) if len(self.pools) > 1 else self.out
+
+    @property
+    def finished(self) -> dict[Path, Record]:
+        """Folder -> record where an earlier command finished this very run; empty where any is missing or differs."""
+        from llmgeom.cache.keys import of_files, of_program
+
+        asked = self.request
+        here = self.located.kind != "hub" and not (asked.device or asked.device_map or asked.shard)
+        ours = set(self.probes) <= set(probes.names()) and not any(".py" in task for task in asked.tasks)
+        if not here or not ours or os.environ.get("WORLD_SIZE", "1") != "1":  # no spec holds the user's own code
+            return {}
+        specs = {self.folder(name): digest(self.spec(name)) for name in self.pools}
+        return finished(specs, of_files(hub.folder(self.located)), of_program())
 
     def n(self, name: str) -> int:
         """How many prompts are scanned: 75 by default, as Paper III.
@@ -312,8 +314,14 @@ def perform(
     One of several processes makes its share of the captures; the first of a launcher's then waits for the others and
     goes on, any other, and one of a job array, yields nothing.
     """
-    from llmgeom.cache.distributed import Share
     from llmgeom.reports.first_look import FirstLook, write_page
+
+    if subject is None and not only_look and (earlier := plan.finished):
+        first_word(f"{plan.out} holds this run; remove it to measure again", progress is None)
+        write_page(plan.out / "report.html", list(earlier.values()))
+        yield from earlier.items()
+        return
+    from llmgeom.cache.distributed import Share  # takes seconds to import
 
     share = Share.given(plan.request.shard)
     subject = plan.subject(subject)
@@ -389,18 +397,9 @@ def scanned(
 
     settings, (batch, samples, notes) = plan.request, drawn
     facts = {"spec": digest(plan.spec(name) | facts), "command": settings.command(), **facts}
-    question = Question(
-        batch,
-        probes.known(plan.probes),
-        settings.nulls,
-        settings.seed,
-        batch_tokens or settings.batch_tokens,
-        samples,
-        facts,
-        notes,
-        whole=False,
-        selection=Selection(**settings.selected),
-    )
+    draws = settings.nulls, settings.seed, batch_tokens or settings.batch_tokens
+    part = Selection(**settings.selected)
+    question = Question(batch, probes.known(plan.probes), *draws, samples, facts, notes, whole=False, selection=part)
     return question.record(subject, store=str(captures_folder()), progress=prefixed(progress, name), look=look)
 
 

@@ -128,7 +128,10 @@ def estimates(
 def branch_estimates(
     probe: str, own: AblationEffects, untrained: Sequence[AblationEffects], method: Method
 ) -> tuple[tuple[Estimate, ...], tuple[str, ...]]:
-    """The MLPs' part in the effects, in the lost evidence and in the norms; and warnings where one does not exist."""
+    """The MLPs' part in the effects, in the lost evidence and in the norms; and warnings where one does not exist.
+
+    In 200 fresh samples of a coin's model the interval of the MLPs' share of the effects covered .90, not .95.
+    """
     effects, clusters, warnings = own.effects[method], own.clusters, []
     others = [control.effects[method] for control in untrained]
     made = [_mlp_share(_claim(probe, MLP_SHARE, method), effects, others, "kl", clusters)]
