@@ -188,7 +188,7 @@ def told_apart(areas: Sequence[Mapping[str, Area | None]], smallest: float = 0.7
       theirs (Berger 1982).
     - "reversed": an area is below 1/2 in both ways, Bonferroni over kinds.
     - "no": an area of `smallest` is excluded against some kind.
-    - "undecided": anything else, and whatever lacks a kind.
+    - "undecided": anything else. A metric that lacks a kind can be any word but "yes".
     """
     tests = [[area for area in by_kind.values() if area] for by_kind in areas]
     up = holm(np.array([max((_one_sided(a) for a in present), default=1.0) for present in tests]))
