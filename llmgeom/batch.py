@@ -111,10 +111,17 @@ class Posterior:
         return self._of(lambda each: each.flatten(0, 1))
 
     def _of(self, pick: Callable[[Tensor], Tensor]) -> Posterior:
-        optional = {"belief": self.belief, "bearing": self.bearing, "answers": self.answers}
-        picked = {name: None if each is None else pick(each) for name, each in optional.items()}
-        trivial = {name: pick(each) for name, each in self.trivial.items()}
-        return replace(self, predictive=pick(self.predictive), trivial=trivial, **picked)
+        def some(each: Tensor | None) -> Tensor | None:
+            return None if each is None else pick(each)
+
+        return replace(
+            self,
+            predictive=pick(self.predictive),
+            trivial={name: pick(each) for name, each in self.trivial.items()},
+            belief=some(self.belief),
+            bearing=some(self.bearing),
+            answers=some(self.answers),
+        )
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from llmgeom.errors import Unavailable, UserError
 from llmgeom.model.capture import Capture, Site
 from llmgeom.model.passes import Observer, Step
 from llmgeom.model.subject import Subject
-from llmgeom.result import Result
+from llmgeom.result import Measured, Result
 
 __all__ = [
     "Batch", "Capture", "FunctionProbe", "Needs", "Observer", "Probe", "ProbeInput", "Sample", "Site", "Step",
@@ -145,9 +145,10 @@ class Probe(Protocol):
     Fields of plain data are part of the cache key: probes of equal code and other parameters share no result.
     """
 
-    NEEDS: Needs
+    @property
+    def NEEDS(self) -> Needs: ...
 
-    def measure(self, data: ProbeInput, /) -> Result: ...
+    def measure(self, data: ProbeInput, /) -> Result | Measured: ...
 
 
 @dataclass(frozen=True)
@@ -155,14 +156,14 @@ class FunctionProbe:
     """A probe made of a function; see `probe`."""
 
     NEEDS: Needs
-    measure: Callable[[ProbeInput], Result]
+    measure: Callable[[ProbeInput], Result | Measured]
 
     @property
     def __doc__(self) -> str | None:  # type: ignore[override]
         return self.measure.__doc__
 
 
-def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result]], FunctionProbe]:
+def probe(needs: Needs) -> Callable[[Callable[[ProbeInput], Result | Measured]], FunctionProbe]:
     """Make a probe of a function in a notebook.
 
     Example:

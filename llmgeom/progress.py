@@ -44,7 +44,8 @@ class Clock:
 
     def __init__(self, shares: Mapping[str, float], now: Callable[[], float] = time.monotonic) -> None:
         self._shares, self._now = dict(shares), now
-        self._begun, self._stages = now(), []
+        self._begun = now()
+        self._stages: list[str] = []
         self._done = 0.0
 
     def number(self, stage: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, TypedDict, get_args
 
 import numpy as np
 
@@ -55,7 +55,9 @@ class Quantity:
 
     def without(self, absent: Collection[str]) -> Quantity:
         """The same with no figure element that names one of these quantities."""
-        gone = {name: "" for name in OTHERS if self.figure and getattr(self.figure, name) in absent}
+        if not self.figure:
+            return self
+        gone: dict[str, Any] = {name: "" for name in OTHERS if getattr(self.figure, name) in absent}
         return replace(self, figure=replace(self.figure, **gone)) if gone else self
 
     def prefixed(self, prefix: str) -> Quantity:
@@ -185,11 +187,20 @@ class Measured:
         return f"<Measured {self.title!r}: {len(self.estimates)} metrics, {len(self.arrays)} arrays>"
 
 
+class Prose(TypedDict):
+    """The text of each section of a result."""
+
+    meaning: str
+    computed: str
+    null: str
+    failure_modes: str
+
+
 PROSE = ("meaning", "computed", "null", "failure_modes")
 
 
 @cache
-def read_prose(path: Path) -> dict[str, dict[str, str]]:
+def read_prose(path: Path) -> dict[str, Prose]:
     """Prose of a probe's results, from a Markdown file.
 
     `# Title` starts a result; `## Meaning`, `## Computed`, `## Null` and `## Failure modes` follow, each once.
@@ -203,14 +214,15 @@ def read_prose(path: Path) -> dict[str, dict[str, str]]:
     Raises:
         ValueError: for a result that lacks a section or has one more.
     """
-    prose = {}
+    prose: dict[str, Prose] = {}
     for result in re.split(r"^# ", path.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]:
         title, *sections = re.split(r"^## ", result, flags=re.MULTILINE)
         heads, bodies = zip(*(section.partition("\n")[::2] for section in sections), strict=True)
         keys = tuple(head.strip().lower().replace(" ", "_") for head in heads)
         if keys != PROSE:
             raise ValueError(f"{path.name}, {title.strip()}: the sections are {keys}; expected {PROSE}")
-        prose[title.strip()] = dict(zip(keys, (" ".join(body.split()) for body in bodies), strict=True))
+        meaning, computed, null, failure_modes = (" ".join(body.split()) for body in bodies)
+        prose[title.strip()] = Prose(meaning=meaning, computed=computed, null=null, failure_modes=failure_modes)
     return prose
 
 
@@ -285,9 +297,11 @@ class Result:
         return {name: declared.without(absent) for name, declared in every.items() if name not in absent}
 
     @classmethod
-    def prose(cls) -> dict[str, str]:
+    def prose(cls) -> Prose:
         """The text of each section in PROSE. Raises KeyError where TEXT has no result of this TITLE."""
-        return read_prose(cls.TEXT)[cls.TITLE] if cls.TEXT else {name: getattr(cls, name.upper()) for name in PROSE}
+        if cls.TEXT:
+            return read_prose(cls.TEXT)[cls.TITLE]
+        return Prose(meaning=cls.MEANING, computed=cls.COMPUTED, null=cls.NULL, failure_modes=cls.FAILURE_MODES)
 
     def lowered(self) -> Measured:
         """This result as plain data."""

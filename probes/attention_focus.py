@@ -77,7 +77,7 @@ class Result(Base):
     mean_entropy: np.ndarray = quantity(
         "layer", "bits", "attention entropy, mean over heads", Figure("curve", band="mean_entropy_null")
     )
-    mean_entropy_null: np.ndarray = quantity("layer bound", "bits", "null band of the attention entropy")
+    mean_entropy_null: np.ndarray | None = quantity("layer bound", "bits", "null band of the attention entropy")
     normalised: np.ndarray = quantity(
         "layer",
         "fraction of log2 T",
@@ -87,11 +87,15 @@ class Result(Base):
     normalised_no_context: np.ndarray | None = quantity(
         "layer", "fraction of log2 T", "attention entropy over log2 of tokens seen, trained model without context"
     )
-    normalised_null: np.ndarray = quantity("layer bound", "fraction of log2 T", "null band of the attention entropy")
+    normalised_null: np.ndarray | None = quantity(
+        "layer bound", "fraction of log2 T", "null band of the attention entropy"
+    )
     rest: np.ndarray = quantity(
         "layer", "fraction of log2 (T-1)", "the same without the first token", Figure("curve", band="rest_null")
     )
-    rest_null: np.ndarray = quantity("layer bound", "fraction of log2 (T-1)", "null band without the first token")
+    rest_null: np.ndarray | None = quantity(
+        "layer bound", "fraction of log2 (T-1)", "null band without the first token"
+    )
     first: np.ndarray = quantity("layer head", "fraction", "weight on the first token", Figure("heatmap"))
 
 
@@ -118,7 +122,7 @@ def measure(view: ProbeInput) -> Result:
     cut = None if subset.no_context is None else _curves(subset.no_context, *theirs, limits)
     without = None if cut is None else (_curves(subset.capture, *theirs, limits), cut, subset.clusters[theirs[0]])
 
-    def band(name: str) -> np.ndarray:
+    def band(name: str) -> np.ndarray | None:
         # A narrowing layer has less entropy than its null: the lower end decides.
         return null_band({key: [c[name].mean(1) for c in draws] for key, draws in nulls.items()}, "lower")
 

@@ -198,15 +198,15 @@ class Result(Base):
     columns_mean: np.ndarray = quantity(
         "layer", "|cos|", "columns of W_K, mean over heads", Figure("curve", band="columns_null")
     )
-    columns_null: np.ndarray = quantity("layer bound", "|cos|", "columns of W_K, re-initialised models")
+    columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_K, re-initialised models")
     columns_centred: np.ndarray = quantity(
         "layer", "|cos|", "columns of W_K less their mean", Figure("curve", band="columns_centred_null")
     )
-    columns_centred_null: np.ndarray = quantity("layer bound", "|cos|", "the same, re-initialised models")
+    columns_centred_null: np.ndarray | None = quantity("layer bound", "|cos|", "the same, re-initialised models")
     query_columns: np.ndarray = quantity(
         "layer", "|cos|", "columns of W_Q, mean over heads", Figure("curve", band="query_columns_null")
     )
-    query_columns_null: np.ndarray = quantity("layer bound", "|cos|", "columns of W_Q, re-initialised models")
+    query_columns_null: np.ndarray | None = quantity("layer bound", "|cos|", "columns of W_Q, re-initialised models")
     query_columns_centred: np.ndarray = quantity("layer", "|cos|", "columns of W_Q less their mean, mean over heads")
     columns_gaussian: float = quantity("", "|cos|", "isotropic Gaussian columns in d_model dimensions")
 
@@ -314,13 +314,15 @@ def _depth(model: Reading, untrained: Sequence[Reading]) -> list[Estimate]:
     return [_over(compare(CLAIMS[DEPTH], gain, columns, np.arange(len(last)), {UNTRAINED: others}), "heads")]
 
 
-def _curves(name: str, model: Reading, untrained: Sequence[Reading], centred_null: bool) -> dict[str, np.ndarray]:
+def _curves(
+    name: str, model: Reading, untrained: Sequence[Reading], centred_null: bool
+) -> dict[str, np.ndarray | None]:
     """Mean over heads at every layer, raw and centred, with the untrained controls' bands."""
 
     def over_heads(reading: Reading, form: int) -> np.ndarray:
         return getattr(reading, name)[..., form].mean(1)
 
-    def null(form: int) -> np.ndarray:
+    def null(form: int) -> np.ndarray | None:
         return layer_band({UNTRAINED: np.array([over_heads(control, form) for control in untrained])}, "lower")
 
     raw = "columns_mean" if name == "columns" else name

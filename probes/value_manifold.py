@@ -35,7 +35,7 @@ from llmgeom.probes.shared.targets import Constant, Target
 from llmgeom.result import Combined, Estimate, Figure, quantity
 from llmgeom.stats.manifold import Dimension, intrinsic_dimension, unroll
 from llmgeom.stats.pca import standardised
-from llmgeom.stats.resampling import Interval, in_groups, jackknife
+from llmgeom.stats.resampling import Clusters, Interval, in_groups, jackknife
 from llmgeom.stats.tests import correlation_test, spearman
 
 GROUPS = 20  # of clusters, without each of which the curve is unrolled anew

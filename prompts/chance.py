@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from random import Random
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ def sha256(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
 
 
-def weighted(rng: Random, weights: Sequence[float]) -> int:
+def weighted(rng: Random, weights: Collection[float]) -> int:
     """The place of one of `weights`, each as likely as its share of their sum, which must be above 0."""
     lot = rng.random() * sum(weights)
     for place, weight in enumerate(weights):

@@ -76,7 +76,8 @@ def mark_sets(tokenizer: Any, size: int, most: int = MOST_SETS) -> tuple[tuple[s
     """
     words = list(nonce.LABELS) if tokenizer is None else list(single_tokens(tokenizer, _candidates()))
     together = frozenset(nonce.pairs(Part.TRAINED))
-    left, sets = words, []
+    left = words
+    sets: list[tuple[str, ...]] = []
     while len(left) >= size and len(sets) < most:
         chosen: list[str] = []
         for word in left:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -136,7 +136,8 @@ def as_diverse(
     clusters = counted[2]
 
     def count(i: int, step: int) -> None:
-        for counter, values in zip(counted, (set(ids[i]), [ids[i][-1]], [pool.cluster[i]]), strict=True):
+        held: tuple[Collection[Hashable], ...] = (set(ids[i]), [ids[i][-1]], [pool.cluster[i]])
+        for counter, values in zip(counted, held, strict=True):
             for value in values:
                 counter[value] += step
                 if not counter[value]:

@@ -118,7 +118,7 @@ def draw(measured: Measured, name: str, place: str, record: int, prompts: Mappin
         )
         drawn = _scatter(measured, declared, figure.colour, array, place, record, prompts, every)
     # The axis on which the page's layer is marked: a heat map has layers downwards.
-    where = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
+    where: dict[str, str | bool] = {"layer": "x" if kind == "curve" else "y"} if "layer" in declared.axes else {}
     where |= {"curve": True} if kind == "curve" else {}
     spec = dict(drawn.spec) | where | {"name": visible(f"{measured.title}: {declared.meaning}")}
     return replace(drawn, spec=spec, caption=f"{drawn.caption} {claimed(measured, declared, array)}".strip())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -192,6 +192,6 @@ def plain(h: Estimate) -> dict[str, Any]:
     return {key: getattr(h, key) for key in STORED} | {"claim": bool(h.claim)}
 
 
-def tasks(found: list[Mapping[str, Any]]) -> tuple[str, ...]:
+def tasks(found: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """The tasks of readings, without repetition."""
     return tuple(dict.fromkeys(wind_tunnels.load_task(reading["task"]).title for reading in found))

@@ -99,7 +99,7 @@ class RunConfig(config.ModelConfig):
             )
         if len(self.pair) not in (0, 2):
             raise UserError(f"--pair {_shown(self.pair)}: expected two answers with a comma between, e.g. yes,no")
-        sources = [name for name in ("domain", "prompts", "sula", "task") if name in changed]
+        sources: list[str] = [name for name in ("domain", "prompts", "sula", "task") if name in changed]
         if self.limit and sources and sources[0] != "domain":
             sources.append("limit")
         if len(sources) > 1:
@@ -146,7 +146,7 @@ def prepare(settings: RunConfig) -> Job:
         from llmgeom.prompts.files import whole_bytes
 
         more["prompts"] = sha256(whole_bytes(settings.prompts, f"--prompts {settings.prompts}"))
-    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, **more), ask)
+    return Job(settings, located, f"ablate-{drawn}-{what}", settings.spec(located, (), **more), ask)
 
 
 def perform(

@@ -85,8 +85,9 @@ class Weightless(Subject):
         """Tokens of each input."""
         return self.tokens(batch).lengths.numpy()
 
-    def entropy(self, batch: Batch, **options: Any) -> np.ndarray:
+    def entropy(self, batch: Batch | str | Iterable[str], **options: Any) -> np.ndarray:
         """Random: which prompts are drawn is not what the scan will draw; how many, and about how long, is."""
+        batch = Batch.of(batch)
         self.settings.append(self.lengths(batch))
         return np.random.default_rng(len(batch)).random(len(batch))
 
@@ -346,7 +347,7 @@ def findings(source: Source, nulls: int) -> Iterator[dict[str, Any]]:
             row["any_layer_clusters"] = power.needed_in_any_layer(claim.effect, source.subject.facts["layers"])
         row["detectable"] = power.detectable(design, have)
         if found is None:
-            row["why"] = _never(design)
+            row["why"] = _never(design, claim.unit)
         elif most is not None and found > most:
             row["why"] = f"needs {found} clusters, and there are {most}"
         yield row
@@ -360,10 +361,10 @@ def _interval(design: power.Design) -> int:
     return needed_n_mean(claim.smallest, design.spread, 0.95 if claim.equivalence else power.POWER)
 
 
-def _never(design: power.Design) -> str:
+def _never(design: power.Design, unit: str) -> str:
     if design.draws < LEAST_DRAWS:
         return too_few(design.draws)
-    return no_n(design.null_spread, design.claim.unit if design.claim.needed == "mean" else "on Fisher's scale")
+    return no_n(design.null_spread, unit if design.claim.needed == "mean" else "on Fisher's scale")
 
 
 def _judged(source: Source, needs: Needs, claim: Claim) -> bool:

@@ -174,7 +174,7 @@ def lines(records: Sequence[Record]) -> Iterator[str]:
     for record in whole:
         measured = record.results[PROFILE]
         yield f"{record.subject['name']}: skill over the best observer that does not infer (1 is exact)"
-        yield from strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"])
+        yield from strips(measured, "shown", measured.ticks["part"], measured.arrays["skill"].tolist())
         yield ""
     yield "skill over the best constant, which knows only how much was shown"
     for record in records:

@@ -114,7 +114,7 @@ def show(out: Path, records: Sequence[Record], output: VerdictOutput, more: dict
     """Print the verdicts; returns the exit code, 3 if --fail-on names one of them."""
     from llmgeom.reports import table
 
-    verdicts = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
+    verdicts: set[str] = {h.verdict for record in records for m in record.results.values() for h in m.estimates}
     verdicts |= {"unmeasured"} if any(record.unmeasured for record in records) else set()
     failed = sorted(verdicts & set(output.fail_on))
     if output.json:
@@ -151,12 +151,12 @@ def _print(records: Sequence[Record], output: VerdictOutput) -> None:
         _print_table(console, record)
     width = min(DIGEST_WIDTH, console.width) if terminal else DIGEST_WIDTH
     for line in digest(records, width):
-        pieces = [(text.rstrip() if word else text, STYLES.get(word, "")) for word, text in line]
-        pads = [" " * (len(text) - len(text.rstrip())) if word else "" for word, text in line]
-        spread = [piece for piece, pad in zip(pieces, pads, strict=True) for piece in (piece, pad)]
-        text = Text.assemble(*spread)
-        text.rstrip()
-        console.print(text, soft_wrap=True)
+        styled = Text()
+        for word, text in line:
+            shown = text.rstrip() if word else text
+            styled.append(shown, STYLES.get(word, "")).append(" " * (len(text) - len(shown)))
+        styled.rstrip()
+        console.print(styled, soft_wrap=True)
     if output.verbose:
         rows = [row for record in records for row in table([record])]
         for text in dict.fromkeys(f"{row['name']}: {row['why']}" for row in rows if row["why"]):

@@ -133,7 +133,12 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
 
     saved, batch, located = SavedDirection.load(str(settings.axis)), files.read(path), settings.locate()
     labels = [str(cell) for cell in batch.column(saved.target)]
-    content = {"texts": list(batch.text), "clusters": list(batch.cluster), "labels": labels, "along": saved.plain}
+    content: dict[str, Any] = {
+        "texts": list(batch.text),
+        "clusters": list(batch.cluster),
+        "labels": labels,
+        "along": saved.plain,
+    }
 
     def ask(subject: Subject, progress: Progress | None = None) -> Question:
         from llmgeom.probes.interventions import label_axis
@@ -151,7 +156,7 @@ def _prepare_labels(settings: RunConfig, path: str) -> Job:
             progress=progress,
         )
 
-    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, **content), ask)
+    return Job(settings, located, f"patch-{config.safe(saved.target)}", settings.spec(located, (), **content), ask)
 
 
 def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) -> Job:
@@ -180,8 +185,8 @@ def _prepare_text(settings: RunConfig, spec: str, layers: Sequence[int] | None) 
             progress=progress,
         )
 
-    more = {} if saved is None else {"along": saved.plain}
-    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, **more), ask)
+    more: dict[str, Any] = {} if saved is None else {"along": saved.plain}
+    return Job(settings, located, f"patch-{config.safe(process.title)}", settings.spec(located, (), **more), ask)
 
 
 def edges(record: Record) -> Iterator[str]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from llmgeom.batch import Batch
 from llmgeom.bench.sweep import sweep
 from llmgeom.dynamics import SEEDS
-from llmgeom.dynamics.attention_gradients import signals
-from llmgeom.dynamics.drift import drifts, state
+from llmgeom.dynamics.attention_gradients import Signals, signals
+from llmgeom.dynamics.drift import State, drifts, state
 from llmgeom.dynamics.runs import RISE, Run, require_distinct, rises
 from llmgeom.dynamics.trajectories import DRIFT, GRADIENTS, Trajectory, over_training, sections
 from llmgeom.errors import Unavailable, UserError
@@ -30,6 +30,7 @@ from llmgeom.wind_tunnels import load_task
 from llmgeom.wind_tunnels.training_config import Training
 
 SEQUENCES, PROMPTS = 200, 75
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -78,25 +79,28 @@ def follow(
     task = load_task(inputs.task) if inputs.task else None
     trajectories: list[Trajectory] = []
     unmeasured: dict[str, str] = {}
+
+    def keep(what: str, values: list[Read], read: Callable[[], Read]) -> None:
+        if what in unmeasured:
+            return
+        try:
+            values.append(read())
+        except Unavailable as refusal:
+            unmeasured[what] = str(refusal)
+
     done, total = 0, sum(len(run.steps) for run in runs)
     for run in runs:
         batch = inputs.batch(run.corrupt)
-        states, gradients = [], []
+        states: list[State] = []
+        gradients: list[Signals] = []
         weights: dict[str, str] = {}  # of one run: a random-target run starts from the weights of a run that learns
         for place, step in enumerate(run.steps):
             subject = run.load(place, **options)
             if subject.weight_hash != OFFLOADED:
                 weights[run.called(place)] = subject.weight_hash
                 require_distinct(weights)
-            for what, values, read in (
-                (DRIFT, states, partial(state, task=task, store=store)),
-                (GRADIENTS, gradients, signals),
-            ):
-                try:
-                    if what not in unmeasured:
-                        values.append(read(subject, batch))
-                except Unavailable as refusal:
-                    unmeasured[what] = str(refusal)
+            keep(DRIFT, states, partial(state, subject, batch, task, store))
+            keep(GRADIENTS, gradients, partial(signals, subject, batch))
             done += 1
             if progress:
                 progress("snapshots followed", done, total, f"{run.name}, step {step}")

@@ -208,7 +208,7 @@ def places(
         return {layer: subject.blocks[layer].layer for layer in layers}
     if part == "attention":
         return {layer: weights.output_projection(subject, layer) for layer in layers}
-    last = {}
+    last: dict[int, nn.Module] = {}
     for layer in layers:
         mlp = subject.blocks[layer].mlp_writer
         matrices = [one for one in (mlp.modules() if mlp else ()) if isinstance(one, nn.Linear | Conv1D)]

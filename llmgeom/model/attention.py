@@ -136,9 +136,10 @@ class Recorder:
                 "capturing while decoding from a cache is not supported; pass the whole text in one forward"
             )
         self.seen.append(layer)
+        states: tuple[tuple[Point, Tensor], ...] = (("query", query), ("key", key), ("value", value))
         query, key, value = (
             self.edit(point, layer, x.transpose(1, 2)).transpose(1, 2) if (point, layer) in self.edits else x
-            for point, x in (("query", query), ("key", key), ("value", value))
+            for point, x in states
         )
         for site, x in ((Site.QUERY, query), (Site.KEY, key), (Site.VALUE, value)):
             self.keep(site, layer, x.transpose(1, 2))

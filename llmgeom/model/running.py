@@ -136,14 +136,20 @@ def _halved(reader: Reader, plan: CapturePlan, members: list[int], events: list[
     return {key: concatenated([first[key], second[key]]) for key in first}
 
 
+def _places(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """(prompt, position) of every place of a mask that is true."""
+    prompt, position = mask.nonzero(as_tuple=True)
+    return prompt, position
+
+
 @torch.no_grad()
 def one_pass(reader: Reader, plan: CapturePlan, members: list[int]) -> dict[Key, Tensor]:
     """One forward pass of some inputs: the tensors at their rows, in host memory."""
     lengths = plan.tokens.lengths[members]
     width = int(lengths.max())
     inputs, mask = plan.tokens.data[members, :width], plan.where[members, :width]
-    rows = mask.nonzero(as_tuple=True)
-    every = (torch.arange(width) < lengths[:, None]).nonzero(as_tuple=True) if plan.everywhere else rows
+    rows = _places(mask)
+    every = _places(torch.arange(width) < lengths[:, None]) if plan.everywhere else rows
     where = (torch.tensor(members), mask)
     tokens = None if inputs.is_floating_point() else inputs
     recorder = Recorder(reader.blocks, rows, plan.step_sites, plan.edits, where, plan.everywhere, every, tokens)

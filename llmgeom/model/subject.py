@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Self
 
 import numpy as np
+import torch
 
 from llmgeom.batch import Batch, Rows, Tokens
 from llmgeom.cache import keys
@@ -284,15 +285,18 @@ class Subject:
         options: dict[str, Any] = {"positions": positions, "observers": observers}
         if layers != "all":
             options["layers"] = self._numbers(layers)
-        batch, sites = Batch.of(batch), {Site(site) for site in sites}
-        plan = plan_capture(self, batch, sites, edits, **options, batch_tokens=batch_tokens, store=store)
+        batch, kept = Batch.of(batch), {Site(site) for site in sites}
+        plan = plan_capture(self, batch, kept, edits, **options, batch_tokens=batch_tokens, store=store)
         return running.gather(self, plan, progress)
 
     def _numbers(self, layers: int | slice | Iterable[int]) -> tuple[int, ...]:
         """Chosen layers in rising order. Raises UserError where one does not exist, or there is none."""
         every = range(self.facts["layers"])
         try:
-            chosen = every[layers] if isinstance(layers, slice) else [every[n] for n in np.atleast_1d(layers)]
+            if isinstance(layers, slice):
+                chosen = [*every[layers]]
+            else:
+                chosen = [every[n] for n in np.atleast_1d(np.asarray(layers))]
         except (IndexError, TypeError):
             chosen = []
         if not chosen:

@@ -180,8 +180,11 @@ class Primitives(Source):
             "{low:.4f} to {high:.4f}",
             "{kl_trivial:.3f} {trivial}",
             "{skill:.3f}",
+            "{mae_abs:.4f}",
+            "{lr:g}",
+            "{cpu_seconds:.0f}",
+            "{verdict}",
         )
-        form += "{mae_abs:.4f}", "{lr:g}", "{cpu_seconds:.0f}", "{verdict}"
         cells = [row | {"low": max(0.0, row["low"])} for row in (cell.to_dict() for cell in self.cells)]
         rows = [tuple(column.format(**row) for column in form) for row in cells]
         doses = [(f"{p:g}", f"{m:.4f}", f"{c:.4f}", f"{e:.4f}") for p, m, c, e in map(dict.values, self._doses())]
@@ -215,7 +218,10 @@ class Primitives(Source):
             return np.array([[at[p, arch].median(name) for arch in columns] for p in PRIMITIVES])
 
         return Profile(
-            **{name: medians(name) for name in ("kl", "skill", "mae_abs", "lr")},  # all seeds have the first's rate
+            kl=medians("kl"),
+            skill=medians("skill"),
+            mae_abs=medians("mae_abs"),
+            lr=medians("lr"),  # all seeds have the first's rate
             kl_trivial=medians("kl_trivial")[:, 0],
             estimates=tuple(cell.estimate() for cell in self.cells),
             ticks={"primitive": tuple(PRIMITIVES), "architecture": columns},
@@ -233,14 +239,14 @@ def dose_curve(grades: Mapping[float, Sequence[Mapping[str, Any]]]) -> Dose:
     enough = {dose: some for dose, some in grades.items() if len(some) > 1}
     if not enough:
         raise UserError(f"no dose of {DOSED.task} could be trained twice; nothing is left to compare")
-    by_dose = {
-        "kl_mixture": [np.array([grade.get("kl_mixture", grade["kl"]) for grade in some]) for some in enough.values()],
-        "kl_clean": [np.array([grade["kl"] for grade in some]) for some in enough.values()],
-    }
+    mixture = [np.array([grade.get("kl_mixture", grade["kl"]) for grade in some]) for some in enough.values()]
+    clean = [np.array([grade["kl"] for grade in some]) for some in enough.values()]
     exact, *mixed = (task.answers.exact(corrupt_predictive(predictive, dose)) for dose in (0.0, *enough))
     return Dose(
-        **{name: np.array([v.mean() for v in values]) for name, values in by_dose.items()},
-        **{f"{name}_interval": mean_intervals(values) for name, values in by_dose.items()},
+        kl_mixture=np.array([v.mean() for v in mixture]),
+        kl_mixture_interval=mean_intervals(mixture),
+        kl_clean=np.array([v.mean() for v in clean]),
+        kl_clean_interval=mean_intervals(clean),
         kl_expected=np.array([bits(float(task.answers.kl(exact, one).mean())) for one in mixed]),
         ticks={"dose": tuple(enough)},
     )

@@ -185,7 +185,7 @@ class Result(Base):
         "share of attention that the next step moves as the advantage says",
         Figure("curve", band="agreement_null"),
     )
-    agreement_null: np.ndarray = quantity("layer bound", "fraction", "advantages of a row in random order")
+    agreement_null: np.ndarray | None = quantity("layer bound", "fraction", "advantages of a row in random order")
 
 
 def measure(view: ProbeInput) -> Result:

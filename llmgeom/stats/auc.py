@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Bool, Float, Shaped
@@ -18,6 +19,7 @@ from scipy.stats import t as student
 from llmgeom.stats.resampling import jackknife_error
 from llmgeom.stats.tests import holm
 
+Kind = TypeVar("Kind", bound=str)
 LEVEL = 0.95
 LEAST_TASKS = 5  # of fewer, an interval over tasks reaches over 1/2 whatever the area
 Scores = Float[np.ndarray, " subject"]
@@ -180,7 +182,7 @@ def rank_correlation(score: Scores, target: Scores, stratum: Names, cluster: Nam
     return Correlation(value, max(-1.0, value - reach), min(1.0, value + reach), count, len(groups))
 
 
-def told_apart(areas: Sequence[Mapping[str, Area | None]], smallest: float = 0.75) -> list[str]:
+def told_apart(areas: Sequence[Mapping[Kind, Area | None]], smallest: float = 0.75) -> list[str]:
     """Does each metric tell one kind from all others? One word for each, from its areas against every other kind.
 
     - "yes": every area is above 1/2, on these tasks by Holm over all metrics, and on other tasks by the interval of

@@ -72,7 +72,7 @@ def _auroc(positive: np.ndarray, prediction: np.ndarray, fold: np.ndarray, weigh
         here = fold == held
         values, place = np.unique(prediction[here], return_inverse=True)
         yes, no = (np.bincount(place, weight[here] * (positive[here] == side), len(values)) for side in (True, False))
-        won += yes @ (no.cumsum() - no / 2)  # the negatives below, and half of those with an equal prediction
+        won += float(yes @ (no.cumsum() - no / 2))  # the negatives below, and half of those with an equal prediction
         pairs += yes.sum() * no.sum()
     if not pairs:
         raise UserError("no fold holds both values of the label: give more clusters of the rarer value")

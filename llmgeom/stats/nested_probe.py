@@ -274,7 +274,7 @@ def _refitted(
                     even = root[lost].T / w.sum()
                     within = z[lost] @ solver[:, lost] + root[lost] * even
                     change = np.linalg.solve(np.eye(len(lost)) - within, left[lost])
-                    fitted[np.ix_([g], out, of)] = prediction - (new @ solver[:, lost] + even) @ change
+                    fitted[np.ix_(np.array([g]), out, of)] = prediction - (new @ solver[:, lost] + even) @ change
     return fitted
 
 

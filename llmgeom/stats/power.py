@@ -70,7 +70,7 @@ def _holds(step: float, error: float, spread: float, clusters: int, of: Setting,
     from scipy.special import ndtr, stdtrit
 
     m = of.draws
-    noise, others = np.float64(error), np.float64(spread * (1 + 1 / m) if m else 0.0)
+    noise, others = np.asarray(error), np.asarray(spread * (1 + 1 / m) if m else 0.0)
     if of.noisy and m:
         chi_own, chi_drawn = _chi_squares(clusters - 1, m - 1)
         noise, drawn = error * chi_own, spread * chi_drawn

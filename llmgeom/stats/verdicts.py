@@ -2,46 +2,94 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from llmgeom.stats.power import Setting, needed_clusters
 from llmgeom.stats.rule import ALPHA, LEAST_DRAWS
 from llmgeom.stats.tests import Side
 
 BEATEN_P = 0.05  # "ruled out" says that a control is not beaten: its p, uncorrected, is at least this
+Word = Literal["holds", "small", "ruled out", "opposite", "open"]
 NO_END = -1e9  # of a range that has no lower end: an Estimate holds finite numbers
 
 
 class Numbers(Protocol):
     """What the rule reads of an estimate: see `result.Estimate`."""
 
-    value: float
-    low: float
-    high: float
-    side: Side
-    centre: float
-    margin: float
-    margin_low: float
-    effect: float
-    unit: str
-    null: str
-    equivalence: bool
-    room: bool
-    p: float
-    p_excluded: float
-    p_opposite: float
-    adjusted: float
-    adjusted_excluded: float
-    adjusted_opposite: float
-    clusters: int
-    needed: int
-    noise: float
-    null_spread: float
-    draws: int
-    noisy: bool
+    @property
+    def value(self) -> float: ...
+
+    @property
+    def low(self) -> float: ...
+
+    @property
+    def high(self) -> float: ...
+
+    @property
+    def side(self) -> Side: ...
+
+    @property
+    def centre(self) -> float: ...
+
+    @property
+    def margin(self) -> float: ...
+
+    @property
+    def margin_low(self) -> float: ...
+
+    @property
+    def effect(self) -> float: ...
+
+    @property
+    def unit(self) -> str: ...
+
+    @property
+    def null(self) -> str: ...
+
+    @property
+    def equivalence(self) -> bool: ...
+
+    @property
+    def room(self) -> bool: ...
+
+    @property
+    def p(self) -> float: ...
+
+    @property
+    def p_excluded(self) -> float: ...
+
+    @property
+    def p_opposite(self) -> float: ...
+
+    @property
+    def adjusted(self) -> float: ...
+
+    @property
+    def adjusted_excluded(self) -> float: ...
+
+    @property
+    def adjusted_opposite(self) -> float: ...
+
+    @property
+    def clusters(self) -> int: ...
+
+    @property
+    def needed(self) -> int: ...
+
+    @property
+    def noise(self) -> float: ...
+
+    @property
+    def null_spread(self) -> float: ...
+
+    @property
+    def draws(self) -> int: ...
+
+    @property
+    def noisy(self) -> bool: ...
 
 
-def word(h: Numbers, claims: int) -> tuple[str, str]:
+def word(h: Numbers, claims: int) -> tuple[Word, str]:
     """One of the five words and its reason, for a claim whose p-values are corrected over this many claims.
 
     opposite   the value lies beyond every control on the other side (corrected p < .025).
@@ -76,7 +124,7 @@ def word(h: Numbers, claims: int) -> tuple[str, str]:
     )
 
 
-def _equivalence_word(h: Numbers, holm: str) -> tuple[str, str]:
+def _equivalence_word(h: Numbers, holm: str) -> tuple[Word, str]:
     """holds, ruled out or open: a claim of no effect has no other side, and no effect that could be small."""
     span = f"{'the range up' if h.margin_low == NO_END else f'{h.margin_low:.3g}'} to {h.margin:.3g}"
     if h.adjusted < ALPHA:

@@ -45,7 +45,7 @@ class Answers(Result):
         Figure("curve", band="divergence_null", interval="divergence_interval"),
     )
     divergence_interval: np.ndarray = quantity("k bound", "bits", "95 % interval over clusters")
-    divergence_null: np.ndarray = quantity("k bound", "bits", "null band of the same")
+    divergence_null: np.ndarray | None = quantity("k bound", "bits", "null band of the same")
     entropy: np.ndarray = quantity(
         "k", "bits", "entropy of the model's answer, mean over prompts", Figure("curve", beside="entropy_exact")
     )

@@ -55,11 +55,11 @@ class Belief(Result):
         Figure("curve", band="along_null", interval="along_interval", beside="without_context"),
     )
     along_interval: np.ndarray = quantity("depth bound", "R2", "95 % interval over clusters")
-    along_null: np.ndarray = quantity("depth bound", "R2", "null band of the same")
+    along_null: np.ndarray | None = quantity("depth bound", "R2", "null band of the same")
     without_context: np.ndarray = quantity(
         "depth", "R2", "the same of the trained weights without context; 0 where the model has no such control"
     )
-    shuffled: np.ndarray = quantity("depth bound", "R2", "band of the same with evidence of other prompts")
+    shuffled: np.ndarray | None = quantity("depth bound", "R2", "band of the same with evidence of other prompts")
     slope: np.ndarray = quantity("depth", "nats", "slope of the line: log odds for one unit of the coordinate")
     coordinate: np.ndarray = quantity(
         "row answer",
@@ -129,7 +129,8 @@ def measure(data: ProbeInput) -> Belief:
     Raises:
         UserError: fewer than 5 clusters, or exact log odds that hardly vary.
     """
-    without = data.no_context and inside({MAIN: data.no_context}, data.observations.embedding)
+    cut = data.no_context
+    without = None if cut is None else inside({MAIN: cut}, data.observations.embedding)
     return measure_belief(data.capture.batch, (data.observations, *data.control_observations), data.seed, without)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,8 @@ NEEDS = Needs(
 
 def measure(data: ProbeInput) -> Simplex:
     """R2 at every depth, of the model and its controls. Raises UserError for answers that hardly vary at equal k."""
-    without = data.no_context and collect({MAIN: data.no_context}, data.observations.embedding)
+    cut = data.no_context
+    without = None if cut is None else collect({MAIN: cut}, data.observations.embedding)
     return measure_simplex(data.capture.batch, (data.observations, *data.control_observations), data.seed, without)
 
 
@@ -131,8 +133,11 @@ def measure_simplex(batch: Batch, models: Sequence[Read], seed: int, without: Re
         parts["state"] = by_depth(line(state), "along")
         parts["chain"] = by_depth(Ridge(_centred(chain[rows, 1:], k), k, blocks([cluster], seed)[:, 0]), "stream")
     last = len(models[0].along) - 1
+    curves: dict[str, Any] = {}
+    for part in ("along", "state", "chain"):
+        curves |= _curves(part, parts.get(part))
     return Simplex(
-        **{name: value for part in ("along", "state", "chain") for name, value in _curves(part, parts.get(part))},
+        **curves,
         ticks={"depth": (*(f"in {layer}" for layer in range(last)), "out")},
         notes=(f"{len(rows)} prompts with evidence, {len(set(cluster))} clusters, seed {seed}",),
         unmeasured={} if "chain" in parts else {HIDDEN: "what is hidden in this process has one state for each answer"},

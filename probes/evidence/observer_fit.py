@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -73,7 +73,7 @@ def losses(
 
 def halves(clusters: Clusters) -> Bool[np.ndarray, " row"]:
     """Which half each row is in; a cluster is in one."""
-    _, cluster = np.unique(clusters, return_inverse=True)
+    _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
     return np.random.default_rng(0).permutation(cluster.max() + 1)[cluster] % 2 == 0
 
 
@@ -211,10 +211,13 @@ def parameter_intervals(
             refits[key] = fitted(observer, shown.take(rows), p[rows])
         return refits[key]
 
+    def value(i: int, rows: np.ndarray) -> float:
+        return values(rows)[i]
+
     every = np.arange(len(p))
     spans = []
     for i, (least, most) in enumerate(observer.bounds):
-        span = jackknife(lambda rows, i=i: values(rows)[i], every, clusters)
+        span = jackknife(partial(value, i), every, clusters)
         spans.append(replace(span, low=max(span.low, least), high=min(span.high, most)))
     return values(every), spans
 

@@ -176,7 +176,7 @@ def _recall(shown: Sequences, lapse: float, retention: float = 1.0, eliminates: 
     kept = retention**shown.age
     known = ((shown.asked * kept)[:, :, None] * shown.marks).sum(1)
     free = 1 - (kept[:, :, None] * shown.marks).max(1) if eliminates else np.ones_like(known)
-    is_known = shown.asked.any(1)[:, None]
+    is_known = shown.asked.any(1, keepdims=True)
     open_to = np.where(is_known | (free.sum(1, keepdims=True) < 1e-9), 1.0, free)
     rest = 1 - known.sum(1, keepdims=True)
     return _lapsing(shown, known + rest * open_to / open_to.sum(1, keepdims=True), lapse)

@@ -36,7 +36,7 @@ class Evidence(Result):
         "entropy of the two labels, mean over prompts",
         Figure("curve", band="h_label_null", beside="h_exact"),
     )
-    h_label_null: np.ndarray = quantity("k bound", "bits", "null band of the labels' entropy")
+    h_label_null: np.ndarray | None = quantity("k bound", "bits", "null band of the labels' entropy")
     h_exact: np.ndarray = quantity("k", "bits", "exact entropy of the next label")
     h_latent: np.ndarray = quantity("k", "bits", "exact entropy of the latent class")
     h_vocabulary: np.ndarray = quantity("k", "bits", "entropy over the whole vocabulary")

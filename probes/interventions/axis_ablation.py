@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -159,7 +159,9 @@ class AxisEffects:
         arrays: Mapping[str, np.ndarray],
     ) -> AxisEffects:
         """The effects from `arrays`."""
-        values = {name: arrays[name] if arrays[name].ndim else arrays[name].item() for name in cls.NUMBERS}
+        values: dict[str, Any] = {
+            name: arrays[name] if arrays[name].ndim else arrays[name].item() for name in cls.NUMBERS
+        }
         return cls(DoseEffects.of_arrays(mode, arrays), layers, positions, clusters, **values)
 
 
@@ -212,8 +214,9 @@ def edit_each_layer(
         run = split.run((_location(n),), positions)
         own, draws = joint_edits({n: axis}, mode, min(BAND_DRAWS, count), split.seed)
         kl, null = DoseEffects.of(run, mode, own, draws, prefixed(progress, f"layer {n}")).decisive("kl")
-        band = layer_band({kind: draws[:, None] for kind, draws in null.items()})[0]
-        rows.append((kl.mean(), *band, effect_of_means(run, {n: axis})))
+        band = layer_band({kind: draws[:, None] for kind, draws in null.items()})
+        assert band is not None  # every kind of control edit has draws
+        rows.append((kl.mean(), *band[0], effect_of_means(run, {n: axis})))
     return np.array(rows)
 
 

@@ -38,7 +38,7 @@ from llmgeom.probes.interventions.splits import (
     halves,
 )
 from llmgeom.progress import Progress
-from llmgeom.result import Result
+from llmgeom.result import Measured
 from llmgeom.run import CONTROLS, Question
 from llmgeom.stats.resampling import LEAST_CLUSTERS
 from llmgeom.stats.ridge_probe import folds
@@ -162,7 +162,7 @@ class ComponentProbe:
     def _examine(self, subject: Subject, captures: Mapping[str, Capture], progress: bool = False) -> Arrays:
         return self.ablation.effects(subject, captures, progress).arrays(self.method)
 
-    def measure(self, data: ProbeInput) -> Result:
+    def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError where nothing that was ablated reaches the answers."""
         own, *untrained = (self._effects(data, arrays) for arrays in (data.observations, *data.control_observations))
         measure = measure_heads if self.ablation.kind == "heads" else measure_blocks
@@ -217,7 +217,7 @@ class TrainingsProbe(ComponentProbe):
     def _cost(self, subject: Subject, evaluation: Batch) -> list[tuple[int, Any]]:
         return [(len(self.others) * times, lengths) for times, lengths in self.ablation.cost(subject, evaluation)]
 
-    def measure(self, data: ProbeInput) -> Result:
+    def measure(self, data: ProbeInput) -> Measured:
         """Raises UserError where no ablation of a model reaches its output."""
         ablation, names = self.ablation, (self.name, *(other.name for other in self.others))
         every = [self._effects(data, data.observations, f"{i}/") for i in range(len(names))]

@@ -87,10 +87,16 @@ def measure_interchange(
     values = {kind: own.moved[kind][:, 0].mean(1) for kind in spans}
     bands = [layer_band({k: own.moved[k][i].mean(1)[:, None] for k in (RANDOM, AS_FAR)}) for i in range(len(layers))]
     return Interchange(
-        **values,
-        **{f"{kind}_interval": span for kind, span in spans.items()},
+        whole=values["whole"],
+        whole_interval=spans["whole"],
+        frame=values["frame"],
+        frame_interval=spans["frame"],
+        rest=values["rest"],
+        rest_interval=spans["rest"],
+        placebo=values["placebo"],
+        placebo_interval=spans["placebo"],
         total=np.full(len(layers), total),
-        frame_null=np.concatenate(bands),
+        frame_null=np.concatenate([band for band in bands if band is not None]),  # each layer has draws
         random=own.moved[RANDOM].mean((1, 2)),
         as_far=own.moved[AS_FAR].mean((1, 2)),
         placebo_lost=own.lost["placebo"][:, 0].mean(1),

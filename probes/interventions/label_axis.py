@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Literal
 
@@ -18,12 +18,12 @@ from llmgeom.model.capture import Capture, Site
 from llmgeom.model.edits import POINTS, Point
 from llmgeom.model.subject import Positions, Subject
 from llmgeom.probe import Needs, Probe, ProbeInput
-from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode
+from llmgeom.probes.interventions.axis import VARIANCE, Axis, Mode, Move
 from llmgeom.probes.interventions.axis_ablation import DOSES, DoseEffects, PatchAtDose, patches_by_run
 from llmgeom.probes.interventions.axis_probe import EDITED, PositiveControlProbe, with_doubts
 from llmgeom.probes.interventions.axis_results import CONTROL
 from llmgeom.probes.interventions.component_ablation import to_mean
-from llmgeom.probes.interventions.patching import Location, copies, estimate_against
+from llmgeom.probes.interventions.patching import Location, Patch, copies, estimate_against
 from llmgeom.probes.interventions.splits import ESTIMATION, EVALUATION, PROMPT_SITES, PromptSplit, check_prompts, halves
 from llmgeom.probes.labels.directions import LAST, SavedDirection
 from llmgeom.progress import Progress, prefixed
@@ -110,17 +110,18 @@ class LabelAxisProbe:
         x = captures[ESTIMATION].layers(Site(self.point))[self.layer].flatten(1).double()
         axis = Axis.along(x.numpy(), np.array(self.vector))
         if self.donors:
-            own = captures[EVALUATION].layers(Site(self.point))[self.layer].flatten(1).double()
-            axis = replace(axis, donor=axis.z(own[list(self.donors)]))
+            evaluated = captures[EVALUATION].layers(Site(self.point))[self.layer].flatten(1).double()
+            axis = replace(axis, donor=axis.z(evaluated[list(self.donors)]))
         run = split.run((location,), self.positions)
         drawn = axis.controls(self.mode, self.controls, (self.seed, self.layer))
+
+        def at_location(move: Callable[[float], Move], dose: float) -> Patch:
+            return {location: move(dose)}
+
+        own: PatchAtDose = partial(at_location, partial(axis.edit, self.mode))
         draws: dict[str, list[PatchAtDose]] = {
-            kind: [lambda dose, move=move: {location: move(dose)} for move in moves] for kind, moves in drawn.items()
+            kind: [partial(at_location, move) for move in moves] for kind, moves in drawn.items()
         }
-
-        def own(dose: float) -> dict:
-            return {location: axis.edit(self.mode, dose)}
-
         effects = DoseEffects.of(run, self.mode, own, draws, prefixed(self.progress, PROBE))
         scale = run.run([{location: to_mean(axis.mean[None])}])["kl"].mean()
         return effects.arrays | {"scale": np.array(scale), "share": np.array(axis.share)}

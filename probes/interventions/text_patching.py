@@ -47,7 +47,7 @@ class TextPatching(Result):
         Figure("curve", interval="mark_interval", band="mark_random", beside="total"),
     )
     mark_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    mark_random: np.ndarray = quantity(
+    mark_random: np.ndarray | None = quantity(
         "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
     )
     last: np.ndarray = quantity(
@@ -57,7 +57,7 @@ class TextPatching(Result):
         Figure("curve", interval="last_interval", band="last_random", beside="total"),
     )
     last_interval: np.ndarray = quantity("layer bound", "bits", "95 % interval over sets of labels")
-    last_random: np.ndarray = quantity(
+    last_random: np.ndarray | None = quantity(
         "layer bound", "bits", "band of random directions of equal size there; along a direction, of the higher control"
     )
     equal: np.ndarray | None = quantity(

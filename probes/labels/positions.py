@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import torch
@@ -13,7 +13,8 @@ from llmgeom.batch import Batch, Rows, Tokens, row_numbers
 from llmgeom.errors import UserError
 from llmgeom.model.capture import Capture
 
-LAST, MEAN = "last", "mean"
+LAST: Final = "last"
+MEAN: Final = "mean"
 Position = Literal["last", "mean"] | int  # -2 is the token before the last
 
 

@@ -187,7 +187,7 @@ class _Measurement:
     def result(self, every: _Measurement | None) -> LabelResult:
         """All of it; `every` is the same on all prompts, where the controls read a part of them."""
         raw = self.read(list(self.places.values()), confounds=False)
-        estimates = self.claim(), self.alone(", confounds left in", raw)
+        estimates: tuple[Estimate, ...] = self.claim(), self.alone(", confounds left in", raw)
         sites = dict.fromkeys(site for site, _ in self.places)
         prefix = {site: site.replace(" ", "_") for site in sites}
         parts: dict[str, Part] = {f"{prefix[site]}_": self.curve(site, raw) for site in sites}

@@ -52,11 +52,11 @@ class Result(Base):
     TEXT = Path(__file__).parents[1] / "texts" / "published_focus.md"
 
     final: np.ndarray = quantity("layer", "bits", "attention entropy, final token", Figure("curve", band="final_null"))
-    final_null: np.ndarray = quantity("layer bound", "bits", "null band of the same")
+    final_null: np.ndarray | None = quantity("layer bound", "bits", "null band of the same")
     every: np.ndarray = quantity(
         "layer", "bits", "attention entropy, all positions", Figure("curve", band="every_null")
     )
-    every_null: np.ndarray = quantity("layer bound", "bits", "null band of the same")
+    every_null: np.ndarray | None = quantity("layer bound", "bits", "null band of the same")
 
 
 def measure(view: ProbeInput) -> Result:

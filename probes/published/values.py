@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ BOOTSTRAPS, PERMUTATIONS, KEPT = 1000, 199, 10
 RAW, MISREAD, MISREAD_RAW = "not standardised", "misread layout", "misread layout, not standardised"
 PR, PEARSON = f"participation ratio of the {KEPT} largest", "|Pearson| of PC1 and entropy"
 FUSED = "query_key_value"
+Shares = Callable[[np.ndarray], tuple[float, float]]  # of PC1, and of PC1 and PC2 together
 
 
 @dataclass(frozen=True)
@@ -94,15 +96,16 @@ class Result(Base):
 def measure(view: ProbeInput) -> Result:
     """Every published variant with its nulls. Raises UserError where no coordinate varies, and for too few clusters."""
     values = _last(view.capture)
-    variants = {RAW: (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])}
+    variants: dict[str, tuple[Shares, np.ndarray, list[np.ndarray], list[np.ndarray]]] = {}
+    variants[RAW] = (_raw, values, [*map(_last, view.untrained)], [*map(_last, view.shuffled)])
     if view.observations is not None:
         theirs = [control.values for control in view.control_observations]
         variants[MISREAD] = (_standard, view.observations.values, theirs, [])
         variants[MISREAD_RAW] = (_raw, view.observations.values, theirs, [])
     estimates = []
-    for name, (of, *data) in variants.items():
+    for name, (of, x, untrained, shuffled) in variants.items():
         for place, share in enumerate(("PC1 share", "PC1+PC2 share")):
-            estimates.append(_row(view, f"{share}, {name}", lambda y, of=of, place=place: of(y)[place], *data))
+            estimates.append(_row(view, f"{share}, {name}", partial(_share, of, place), x, untrained, shuffled))
     _, _, untrained, shuffled = variants[RAW]
     estimates += [_row(view, PR, _ratio, values, untrained, shuffled), _correlation(view, values, untrained)]
     rng = np.random.default_rng(view.seed)
@@ -116,6 +119,10 @@ def measure(view: ProbeInput) -> Result:
         ticks={"bootstrapped": ("without", "mean", "low", "high")},
         notes=(f"of the misread values, {view.observations.true:.0%} are values",) if view.observations else (),
     )
+
+
+def _share(of: Shares, place: int, x: np.ndarray) -> float:
+    return of(x)[place]
 
 
 def _last(capture: Capture) -> np.ndarray:

@@ -37,7 +37,7 @@ class Curves(Result):
         Figure("curve", band="kl_null", interval="kl_interval", beside="kl_trivial"),
     )
     kl_interval: np.ndarray = quantity("query bound", "bits", "95 % interval over sequences")
-    kl_null: np.ndarray = quantity("query bound", "bits", "band of the re-initialised model")
+    kl_null: np.ndarray | None = quantity("query bound", "bits", "band of the re-initialised model")
     kl_trivial: np.ndarray = quantity("query", "bits", "the best trivial predictor")
 
 
@@ -102,7 +102,7 @@ class Fields(TypedDict):
 
     kl: np.ndarray
     kl_interval: np.ndarray
-    kl_null: np.ndarray
+    kl_null: np.ndarray | None
     kl_trivial: np.ndarray
 
 

@@ -196,7 +196,7 @@ class EntropyGeometry:
 
     view: ProbeInput
     target: Target
-    fields: Mapping[str, np.ndarray]
+    fields: Mapping[str, np.ndarray | None]
     last: np.ndarray
     probe: Readout
     scores: np.ndarray
@@ -226,7 +226,7 @@ class EntropyGeometry:
             own = [decodability(last_layer(one, site), entropy_of(one), fold) for one in view.untrained]
             untrained_r2[OWN_ENTROPY] = np.array(own)
         rho, rho_p, test = _over_layers(layers, target, view)
-        fields = {
+        fields: dict[str, np.ndarray | None] = {
             "rho": rho,
             "rho_null": null_band({UNTRAINED: [[s.rho(y) for s in draw] for draw in untrained]}),
             "rho_p": rho_p,

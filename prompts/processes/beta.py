@@ -41,11 +41,13 @@ class Beta(Process):
         return Draw(tuple(seen), following)
 
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
-        return torch.from_numpy(conjugate.beta_bernoulli(*counts(draws, 2).T, self.a, self.a))
+        n1, n2 = counts(draws, 2).T
+        return torch.from_numpy(conjugate.beta_bernoulli(n1, n2, self.a, self.a))
 
     def belief(self, draws: Sequence[Draw]) -> Tensor:
         """Which mark is the commoner in the long run."""
-        return torch.from_numpy(conjugate.beta_majority(*counts(draws, 2).T, self.a, self.a))
+        n1, n2 = counts(draws, 2).T
+        return torch.from_numpy(conjugate.beta_majority(n1, n2, self.a, self.a))
 
     def statistic(self, draw: Draw) -> str:
         return f"{draw.seen.count(0)},{draw.seen.count(1)}"

@@ -65,11 +65,13 @@ class Stated(Process):
         )
 
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
-        return torch.from_numpy(conjugate.two_point(*counts(draws, 2).T, *_tenths(draws)))
+        n1, n2 = counts(draws, 2).T
+        return torch.from_numpy(conjugate.two_point(n1, n2, *_tenths(draws)))
 
     def belief(self, draws: Sequence[Draw]) -> Tensor:
         """Which mark is right."""
-        return torch.from_numpy(conjugate.two_point_belief(*counts(draws, 2).T, *_tenths(draws)))
+        n1, n2 = counts(draws, 2).T
+        return torch.from_numpy(conjugate.two_point_belief(n1, n2, *_tenths(draws)))
 
     def statistic(self, draw: Draw) -> str:
         difference = draw.seen.count(0) - draw.seen.count(1)

@@ -41,11 +41,13 @@ class TwoPoint(Process):
         return Draw(tuple(seen), following)
 
     def predictive(self, draws: Sequence[Draw]) -> Tensor:
-        return torch.from_numpy(conjugate.two_point(*counts(draws, 2).T, self.reliability))
+        n1, n2 = counts(draws, 2).T
+        return torch.from_numpy(conjugate.two_point(n1, n2, self.reliability))
 
     def belief(self, draws: Sequence[Draw]) -> Tensor:
         """Which mark rules."""
-        return torch.from_numpy(conjugate.two_point_belief(*counts(draws, 2).T, self.reliability))
+        n1, n2 = counts(draws, 2).T
+        return torch.from_numpy(conjugate.two_point_belief(n1, n2, self.reliability))
 
     def statistic(self, draw: Draw) -> str:
         return f"{draw.seen.count(0) - draw.seen.count(1):+d}"
