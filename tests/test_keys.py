@@ -128,7 +128,7 @@ def test_another_version_schema_or_number_of_threads_is_another_run(monkeypatch,
 
 # The syntax trees of the modules that decide what a capture holds, as they were when CAPTURE_VERSION was last right.
 CAPTURING = {
-    "model/attention": "61d71f809cadcc66",
+    "model/attention": "aca78e34ff272aa2",
     "model/batching": "d64fd17db433492a",
     "model/capture": "825bf2e26b238788",
     "model/edits": "c152eb40aac6ebca",
@@ -136,8 +136,8 @@ CAPTURING = {
     "model/layers": "fad983082c2e46ec",
     "model/loading": "66dcfbe4a37de133",
     "model/passes": "10305097f9b1819c",
-    "model/running": "6324709a0d415294",
-    "model/subject": "5718d93d15147df8",
+    "model/running": "c18461c5089a4f8e",
+    "model/subject": "2cdc1dc9d4225472",
     "model/tokenizing": "3c6e12eee2b256e5",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",
