@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,6 @@ from llmgeom.probes.posterior.grading import MOST, GradeProbe
 from llmgeom.probes.posterior.memory import MEMORY, STATES
 from llmgeom.probes.posterior.results import CALIBRATION, HORIZON, MIXTURE, POSTERIOR
 from llmgeom.probes.posterior.scores import Evaluation, as_exact
-from llmgeom.result import Result
 from llmgeom.run import CONTROLS, Question
 from llmgeom.task import Task
 from llmgeom.wind_tunnels.checkpoint import TRAINING, read_facts
@@ -150,7 +149,7 @@ def _probes(
     """Name -> probe, in the order of the page; `trained_on` has the targets as training drew them."""
     task, drew = exact.task, int(origin.facts.get("sequences") or MOST)
     observer = answer_observer(task, grading.SEEN)
-    asks: dict[str, tuple[Evaluation, Callable[[grading.Grades], Result]]] = {
+    asks: dict[str, tuple[Evaluation, grading.Ask]] = {
         POSTERIOR: (exact, partial(results.distance, POSTERIOR, (*drawn_from, sizes))),
         MIXTURE: (trained_on, partial(results.distance, MIXTURE, (*drawn_from, sizes))),
         CALIBRATION: (trained_on, results.calibration),

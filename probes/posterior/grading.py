@@ -122,6 +122,9 @@ class Grades:
         return {f"table of {self.table.sequences:,} seen": self.evaluation.scores(answers)}
 
 
+Ask = Callable[[Grades], Result]
+
+
 @dataclass(frozen=True)
 class GradeProbe:
     """One question about a model's answers on whole sequences of a task.
@@ -134,7 +137,7 @@ class GradeProbe:
 
     evaluation: Evaluation
     drawn: int
-    ask: Callable[[Grades], Result]
+    ask: Ask
     observer: Observer = field(compare=False)
     seen: bool = False
 
