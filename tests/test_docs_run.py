@@ -30,9 +30,9 @@ SMALL = {
     "export": "",
     "list": "",
 }
-# A GPU, a network, a launcher, a plugin, a placeholder, or several full passes.
+# A GPU, a network, a launcher, a plugin, a placeholder, the direction of a label, or several full passes.
 ELSEWHERE = re.compile(
-    r"hf:|\.\.\.|path/to|--axis|\b(DIR|NAME|RUN|M)\b"
+    r"hf:|\.\.\.|path/to|--axis|steered|\b(DIR|NAME|RUN|M)\b"
     r"|--(backend|device-map|quantize|shard|stability|scale|also|process|transfer)\b"
 )
 
