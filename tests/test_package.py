@@ -94,10 +94,12 @@ USES = """
 from typing import assert_type
 
 from llmgeom import Record, Subject
+from llmgeom.record import Records
 from llmgeom.reports import page
 from llmgeom.result import Estimate
 
-record = Record.load("run")
+assert_type(Record.load("run"), Record | Records)
+record = Record.load_one("run")
 assert_type(record, Record)
 assert_type(record.results["value_manifold"].estimates, tuple[Estimate, ...])
 assert_type(record.results["value_manifold"].estimates[0].value, float)
