@@ -19,7 +19,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,7 +32,7 @@ from llmgeom.commands import evidence
 from llmgeom.files import write_whole
 from llmgeom.model import hub
 from llmgeom.prompts import nonce
-from llmgeom.prompts.marks import mark_sets
+from llmgeom.prompts.marks import CONSONANTS, VOWELS
 from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.process import Draw, Process
 from llmgeom.prompts.processes import load_process
@@ -93,21 +92,23 @@ def _tokens(text: str) -> tuple[int, ...]:
     return tuple(tokenizer()(text)["input_ids"])
 
 
-@cache
-def asked_pairs(size: int) -> frozenset[frozenset[str]]:
-    """Marks that stand in one prompt of `llmgeom evidence` with so many marks: never in one list here."""
-    return frozenset(frozenset(pair) for marks in mark_sets(tokenizer(), size) for pair in combinations(marks, 2))
+def made_up(rng: Random) -> str:
+    """A word of two or three syllables: only what stands in the list can say which item it is."""
+    return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
 
 
 def lesson(process: Process, rng: Random) -> Lesson:
-    """One list, in any surface, with marks and items that `llmgeom evidence` does not ask about."""
+    """One list, in any surface, with nouns that `llmgeom evidence` does not use, or with made-up words, each half of
+    the time.
+
+    Marks are drawn from all. Lists without the pairs that `evidence` asks about teach that these never go together:
+    measured after 4,000 steps of `recall`, 3.9 bits from the exact answer with such marks and .4 with others.
+    """
     draws = prefixes(process, rng)
     last = draws[-1]
-    while asked_pairs(process.answers) & set(
-        map(frozenset, combinations(marks := rng.sample(nonce.LABELS, process.answers), 2))
-    ):
-        pass
-    nouns = rng.sample(nonce.carriers(Part.TRAINED), max(last.items) + 1)
+    marks, count = rng.sample(nonce.LABELS, process.answers), max(last.items) + 1
+    known = rng.random() < 0.5
+    nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if known else [made_up(rng) for _ in range(count)]
     surface = SURFACES[rng.choice(list(SURFACES))]
     statement = process.statement(last, marks)
     ids = list(_tokens((surface.remark.format(statement) if statement else "") + surface.lead(marks)))
