@@ -92,9 +92,14 @@ def _tokens(text: str) -> tuple[int, ...]:
     return tuple(tokenizer()(text)["input_ids"])
 
 
-def made_up(rng: Random) -> str:
-    """A word of two or three syllables: only what stands in the list can say which item it is."""
-    return "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
+def made_up(count: int, rng: Random) -> list[str]:
+    """Different words of two or three syllables; none begins with a mark, which would be cut off it as a token."""
+    words: dict[str, None] = {}
+    while len(words) < count:
+        word = "".join(rng.choice(CONSONANTS) + rng.choice(VOWELS) for _ in range(rng.choice((2, 3))))
+        if not word.startswith(nonce.LABELS):
+            words[word] = None
+    return list(words)
 
 
 def lesson(process: Process, rng: Random) -> Lesson:
@@ -107,8 +112,7 @@ def lesson(process: Process, rng: Random) -> Lesson:
     draws = prefixes(process, rng)
     last = draws[-1]
     marks, count = rng.sample(nonce.LABELS, process.answers), max(last.items) + 1
-    known = rng.random() < 0.5
-    nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if known else [made_up(rng) for _ in range(count)]
+    nouns = rng.sample(nonce.carriers(Part.TRAINED), count) if rng.random() < 0.5 else made_up(count, rng)
     surface = SURFACES[rng.choice(list(SURFACES))]
     statement = process.statement(last, marks)
     ids = list(_tokens((surface.remark.format(statement) if statement else "") + surface.lead(marks)))
