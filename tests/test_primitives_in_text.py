@@ -1,63 +1,76 @@
-"""The study of small models that learn one primitive: what their lists teach is the process's own exact answer."""
+"""The study of models that learn one primitive: what their lists teach is the process's own exact answer."""
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 
 import numpy as np
 import pytest
+import torch
 
-from llmgeom.prompts.process import Draw
+from llmgeom.prompts import nonce
+from llmgeom.prompts.nonce import Part
 from llmgeom.prompts.processes import load_process
-from studies.primitives_in_text import COURSES, PROCESS, Spec, areas, asked_pairs, drawn, tokenizer, train, written
+from studies.primitives_in_text import COURSES, Spec, lesson, made_up, prefixes, table, tokenizer, train
+
+EVERY = sorted({name for names in COURSES.values() for name in names})
 
 
-@pytest.mark.parametrize("course", PROCESS)
-def test_a_list_teaches_the_exact_answer_of_its_process(course):
-    process, rng = load_process(PROCESS[course]), Random("test")
-    for items in (list(range(10)), [0, 1, 0, 2, 1, 1, 3, 0, 2, 3]):
-        seen, p = drawn(course, items, rng)
-        prefixes = [Draw(tuple(seen[:k]), seen[k], tuple(items[: k + 1])) for k in range(10)]
-        np.testing.assert_allclose(p, process.predictive(prefixes).exp().numpy(), atol=1e-12)
+@pytest.mark.parametrize("name", EVERY)
+def test_a_list_is_read_as_it_is_written_and_asks_at_its_marks(name):
+    process, rng = load_process(name), Random(f"test/{name}")
+    for _ in range(20):
+        row = lesson(process, rng)
+        text = tokenizer().decode(row.ids)
+        assert tokenizer()(text)["input_ids"] == row.ids, "no token spans two parts that are encoded apart"
+        assert set(row.marks) >= {row.ids[place + 1] for place in row.places} and len(row.places) > max(process.KS)
+        np.testing.assert_allclose(row.exact.sum(1), 1, atol=1e-9)
+        shown = [row.exact[i, row.marks.index(row.ids[place + 1])] for i, place in enumerate(row.places)]
+        assert min(shown) > 0, "a mark that cannot follow was shown"
 
 
-def test_marks_follow_their_process_or_nothing():
-    def ones(course, items, chosen):
-        rows = [drawn(course, items, Random(f"{course}/{i}"))[0] for i in range(800)]
-        return np.mean([chosen(row) for row in rows])
-
-    again = [0, 1, 0]
-    assert ones("recall", again, lambda row: row[0] == row[2]) == 1
-    assert ones("noise", again, lambda row: row[0] == row[2]) == pytest.approx(1 / 2, abs=0.06)
-    # P(two marks of one Beta(1, 1) share are equal) = 2/3; after an equal mark Markov rows from Beta(1/2, 1/2) give 3/4
-    assert ones("coin", again, lambda row: row[0] == row[2]) == pytest.approx(2 / 3, abs=0.06)
-    runs = [drawn("markov", again, Random(f"m/{i}"))[0] for i in range(2000)]
-    assert np.mean([a == c for a, b, c in runs if a == b]) == pytest.approx(3 / 4, abs=0.06)
-
-
-@pytest.mark.parametrize("course", COURSES)
-def test_a_list_asks_for_its_marks_and_not_about_pairs_of_the_examination(course):
-    for i in range(20):
-        ids, places, exact = written(course, Random(f"w/{i}"))
-        marks = {tokenizer().decode(ids[place]).strip() for place in places}
-        assert marks <= {word.strip(":,. ") for word in tokenizer().decode(ids).split(".")[0].split()}
-        assert frozenset(marks) not in asked_pairs()
-        np.testing.assert_allclose(exact.sum(1), 1, atol=1e-6)
-        assert all(exact[j, ids[place]] > 0 for j, place in enumerate(places)) and ((exact > 0).sum(1) <= 2).all()
+@pytest.mark.parametrize(("name", "labels"), [("recall", 4), ("bijection", 5)])
+def test_items_that_come_again_have_their_mark_again(name, labels):
+    process, seen_again = load_process(name), 0
+    for i in range(60):
+        draws = prefixes(process, Random(i))
+        exact = process.predictive(draws).exp().numpy()
+        stored: dict[int, int] = {}
+        for draw, p in zip(draws, exact, strict=True):
+            item = draw.items[-1]
+            if item in stored:
+                seen_again += 1
+                expected = np.eye(labels)[stored[item]]
+                assert draw.following == stored[item]
+            else:
+                left = [name == "recall" or mark not in stored.values() for mark in range(labels)]
+                expected = np.array(left) / sum(left)
+            np.testing.assert_allclose(p, expected, atol=1e-12)
+            stored[item] = draw.following
+    assert seen_again > 200
 
 
-def test_an_area_is_one_for_a_measure_that_tells_and_a_half_for_one_that_is_equal():
-    cells = {
-        (course, seed): {process: {"tells": seed + (PROCESS.get(course) == process), "equal": 0.0}
-                         for process in PROCESS.values()}
-        for course in COURSES for seed in range(5)
-    }  # fmt: skip
-    found = areas(cells)
-    assert {name: one.value for (_, name), one in found.items()} == {"tells": 1.0, "equal": 0.5}
-    assert {(one.positives, one.negatives, one.pairs) for one in found.values()} == {(5, 15, 15)}
+def test_lists_use_no_noun_of_the_examination_and_made_up_words_are_whole():
+    asked, rng = set(nonce.carriers(Part.HELD_OUT)), Random(0)
+    words = Counter(word for _ in range(200) for word in made_up(8, rng))
+    assert not asked & words.keys() and not [word for word in words if word.startswith(nonce.LABELS)]
+    process = load_process("recall")
+    for i in range(40):
+        text = tokenizer().decode(lesson(process, Random(i)).ids)
+        assert not asked & set(text.replace(":", " ").replace(",", " ").replace(";", " ").replace(".", " ").split())
 
 
-def test_training_lowers_the_loss_over_the_marks_and_repeats_itself():
-    spec = Spec(steps=101, hidden=16, lists=2, texts=1)
-    (_, one), (_, again) = (train("coin", 0, spec) for _ in range(2))
-    assert one == again and one[1] < one[0]
+def test_training_changes_the_model_and_repeats_itself():
+    spec = Spec(steps=4, lists=4)
+    (one, curve), (again, repeated) = (train("bind", 0, spec) for _ in range(2))
+    assert curve == repeated and set(curve[-1]) <= set(COURSES["bind"])
+    for a, b in zip(one.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+    other, _ = train("bind", 1, spec)
+    assert not torch.equal(one.lm_head.weight, other.lm_head.weight)
+
+
+def test_a_row_has_each_claim_with_its_interval_and_word():
+    claim = {"value": 0.5, "low": 0.4, "high": 0.6, "word": "holds"}
+    assert table({"m": {"binds": claim}}) == ["| m | 0.50 [0.40, 0.60], holds |"]
