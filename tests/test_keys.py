@@ -137,7 +137,7 @@ CAPTURING = {
     "model/loading": "66dcfbe4a37de133",
     "model/passes": "10305097f9b1819c",
     "model/running": "c18461c5089a4f8e",
-    "model/subject": "2cdc1dc9d4225472",
+    "model/subject": "3669c544794fcdbf",
     "model/tokenizing": "3c6e12eee2b256e5",
     "model/transformer_lens": "b0ed23137222f638",
     "cache/shards": "a956d594b2cce204",

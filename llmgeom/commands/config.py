@@ -104,7 +104,7 @@ class DrawsConfig(Config):
 class ModelConfig(LoadConfig, NamedModel):
     """What a command that reads one model is asked for."""
 
-    def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: str) -> str:
+    def spec(self, located: hub.Located, without: tuple[str, ...] = (), **more: Any) -> str:
         """Hash of everything that determines the bytes of a run.
 
         It covers every flag but `without`, --out, --offline and --device; the commit of the model; and `more`.

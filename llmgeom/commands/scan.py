@@ -412,8 +412,8 @@ def _shared(share: Share, plan: Plan, subject: Subject, progress: Progress | Non
         for name in plan.pools:
             batch, samples, _ = sampled(plan, subject, name, progress)
             measured, _ = measurable(subject, batch, probes.known(plan.probes), part)
-            options = {"samples": samples, "selection": part}
-            passes = PassPlan.of(subject, batch, measured, settings.nulls, settings.seed, **options)
+            draws = settings.nulls, settings.seed
+            passes = PassPlan.of(subject, batch, measured, *draws, samples=samples, selection=part)
             passes.check_room(subject, store, settings.batch_tokens)
             share.fill(subject, passes, batch_tokens=settings.batch_tokens, store=store, progress=progress)
         goes_on = share.launched and share.index == 0

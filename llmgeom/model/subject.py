@@ -296,7 +296,7 @@ class Subject:
             if isinstance(layers, slice):
                 chosen = [*every[layers]]
             else:
-                chosen = [every[n] for n in np.atleast_1d(np.asarray(layers))]
+                chosen = [every[n] for n in ((layers,) if isinstance(layers, int) else layers)]
         except (IndexError, TypeError):
             chosen = []
         if not chosen:
