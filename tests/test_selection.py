@@ -75,6 +75,8 @@ def test_a_capture_of_chosen_layers_holds_the_tensors_of_the_whole():
     assert torch.equal(last["value", depth - 1], every["value", depth - 1])
     with pytest.raises(LookupError, match="not 0"):
         last["value", 0]
+    for same in ({-1}, (n for n in (-1,)), [depth - 1], slice(-1, None), np.array([-1])):
+        assert set(subject.capture(ragged(), sites, layers=same).tensors) == kept
 
 
 def test_the_plan_knows_how_many_bytes_chosen_layers_take():
