@@ -77,7 +77,7 @@ class RunConfig(config.ModelConfig):
 def main(settings: RunConfig, output: JobOutput) -> int:
     """Test whether a model weighs labelled words as Bayes' rule does (the SULA protocol, or --process).
 
-    The answers are compared with the exact posterior, with controls and with simpler readers.
+    The answers are compared with the exact posterior, with controls and with simpler observers.
     """
     if settings.fuzz:
         return show_search(settings, chosen_processes(settings), output)
