@@ -69,12 +69,17 @@ def mark_sets(tokenizer: Any, size: int, most: int = MOST_SETS) -> tuple[tuple[s
     """Disjoint sets of `size` marks, at most `most`, the same for the same tokenizer.
 
     No two sets share a word, so that what a model makes of a word reaches one cluster only. Two words that a pocket
-    model was trained to see together are never in one set. Without a tokenizer: of the pocket models' words.
+    model was trained to see together are never in one set. Without a tokenizer, or with a pocket model's: of the
+    pocket models' words.
 
     Raises:
         UserError: The tokenizer gives fewer than 5 sets.
     """
     words = list(nonce.LABELS) if tokenizer is None else list(single_tokens(tokenizer, _candidates()))
+    if set(nonce.LABELS) <= set(words):
+        # A pocket model's tokenizer, where other words of one token are pieces of words and never stood as marks: 10 of
+        # 26 sets of four held one.
+        words = list(nonce.LABELS)
     together = frozenset(nonce.pairs(Part.TRAINED))
     left = words
     sets: list[tuple[str, ...]] = []

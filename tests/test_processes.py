@@ -148,7 +148,9 @@ def test_neither_position_nor_word_nor_surface_nor_length_predicts_the_answer(sp
 
 @pytest.mark.parametrize("spec", names())
 def test_surfaces_and_clusters_are_balanced_and_clusters_share_no_word(spec, pocket):
-    batch = load_process(spec).sample(60, 0, pocket)
+    process = load_process(spec)
+    found = min(20, len(words.mark_sets(pocket, process.answers)))
+    batch = process.sample(3 * found, 0, pocket)
     assert len(set(Counter(batch.columns["surface"]).values())) == 1
     crossed = Counter(zip(batch.columns["k"], batch.cluster, batch.columns["surface"], strict=True))
     sizes = Counter((k, cluster) for k, cluster, _ in crossed)
@@ -413,3 +415,10 @@ def test_list_shows_an_example_of_each_process_with_its_exact_answer():
         predictive, _ = answers(name, text.strip())
         shares = [float(part.split()[1]) for part in exact.split(":")[1].split(",")]
         np.testing.assert_allclose(shares, predictive, atol=0.005 + 1e-9)
+
+
+def test_marks_of_a_pocket_model_are_words_that_it_was_trained_to_answer_with():
+    tokenizer = AutoTokenizer.from_pretrained(hub.locate("pocket:llama").path)
+    for size in (2, 3, 4, 5):
+        sets = words.mark_sets(tokenizer, size)
+        assert set().union(*sets) <= set(nonce.LABELS) and len(sets) >= words.LEAST_SETS

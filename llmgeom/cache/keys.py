@@ -282,6 +282,8 @@ def of_program() -> str:
     """sha256 of llmgeom's sources and of the versions of the libraries that decide numbers; imports none of them."""
     wings = [find_spec(name) for name in ("llmgeom", "llmgeom.probes", "llmgeom.prompts", "llmgeom.wind_tunnels")]
     folders = [Path(one) for wing in wings if wing for one in wing.submodule_search_locations or ()]
-    paths = {path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".toml", ".md", ".txt")}
+    paths = {
+        path for folder in folders for path in folder.rglob("*.*") if path.suffix in (".py", ".toml", ".md", ".txt")
+    }
     sources = sorted([path.name, sha256(path.read_bytes())] for path in paths)
     return digest([sources, [version(name) for name in ("torch", "transformers", "numpy", "scipy", "scikit-learn")]])
