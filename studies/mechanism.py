@@ -1,0 +1,184 @@
+"""Five trainings of each of five tunnels, read by every instrument of docs/mechanism.md.
+
+    python -m studies.mechanism [FOLDER]     a training of each core at a time; a stopped run continues
+
+Prints the table of docs/mechanism.md and stores it, with every value, in studies/mechanism.json. A cell is the median
+over the trainings, the least and the largest of them, and of a claim how often each word was given.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import llmgeom
+from llmgeom import claims
+from llmgeom.bench.resume import computed
+from llmgeom.bench.sweep import spread
+from llmgeom.commands import ablate, grade, patch
+from llmgeom.errors import UserError
+from llmgeom.record import Record
+from llmgeom.wind_tunnels.training import train
+from llmgeom.wind_tunnels.training_config import Training
+
+STORED = Path(__file__).with_suffix(".json")
+SEEDS = 5
+TUNNELS = {
+    "bijection": Training("bijection", arch="gpt2", width=32, layers=1, steps=1500, lr="1e-2"),
+    "replacement": Training("bijection:replacement=true,pairs=12", steps=800, lr="3e-3"),
+    "recall": Training("recall", arch="gpt2", steps=500, lr="3e-3"),
+    "hmm": Training("hmm", arch="gpt2", layers=3, steps=3000, lr="3e-3", targets="soft"),
+    "hmm-lstm": Training("hmm", arch="lstm", steps=2000, lr="5e-3", targets="soft"),
+}
+SCAN = ("attention_focus", "belief_clusters", "belief_readout", "qk_alignment")
+LONGER = {"hmm": "hmm:steps=24"}  # sequences of twice the length that a loss was on
+Value = dict[str, Any]  # value, word; or why it was not measured
+
+# Row of the table -> the command that reads it, the probe and the metric.
+ROWS: dict[str, tuple[str, str, str]] = {
+    "KL to the posterior, bits": ("grade", "posterior", "KL to the posterior"),
+    "the FFN applies Bayes' rule: its share of the fall in KL of a linear read-out > .5": (
+        "scan",
+        "belief_readout",
+        "MLPs' share of the fall",
+    ),
+    "the FFN performs the update: its share of the ablation effects > .5": (
+        "blocks",
+        "blocks",
+        "MLPs' share of the effects",
+    ),
+    "evidence accumulates: fall outside the largest step > .5": (
+        "scan",
+        "belief_readout",
+        "fall outside the largest step",
+    ),
+    "keys are matched: attention on positions that bear on the answer, less even attention": (
+        "scan",
+        "qk_alignment",
+        "attention on bearing positions, last layer",
+    ),
+    "elimination is progressive: the same, last layer less first": (
+        "scan",
+        "qk_alignment",
+        "attention on bearing positions, last less first",
+    ),
+    "attention focuses with depth > .3": ("scan", "attention_focus", "focusing"),
+    "final states cluster by belief: silhouette beyond the read-out": (
+        "scan",
+        "belief_clusters",
+        "silhouette beyond the read-out",
+    ),
+    "past the horizon: error ratio < 2": (
+        "horizon",
+        "length_generalisation",
+        "first query past the horizon, over those within",
+    ),
+    "a frame holds the evidence: bits moved by patching it": ("patch", "interchange", "frame at the embedding"),
+    "one head holds it: second over largest < .5": ("heads", "heads", "second head over the largest"),
+    "each middle block is needed: error > 10-fold without it": (
+        "blocks",
+        "blocks",
+        "error without the weakest middle block",
+    ),
+}
+
+
+def commands(model: str, training: Training) -> dict[str, Callable[[], Record]]:
+    """What is asked of a trained model, by name."""
+    options: dict[str, Any] = {"model": model, "seed": training.seed}
+    asked: dict[str, Callable[[], Record]] = {
+        "grade": lambda: grade.perform(grade.RunConfig(**options, out=f"{model}-grade"))[1],
+        "scan": lambda: llmgeom.scan(model, seed=training.seed, probes=SCAN),
+        "blocks": lambda: ablate.perform(ablate.RunConfig(**options, what="blocks", out=f"{model}-blocks"))[1],
+        "heads": lambda: ablate.perform(ablate.RunConfig(**options, what="heads", out=f"{model}-heads"))[1],
+        "patch": lambda: patch.perform(patch.RunConfig(**options, out=f"{model}-patch"))[1],
+    }
+    if longer := LONGER.get(training.task):
+        asked["horizon"] = lambda: llmgeom.scan(
+            model, seed=training.seed, probes=("length_generalisation",), tasks=longer
+        )
+    return asked
+
+
+def read(folder: str, training: Training) -> dict[str, dict[str, Value]]:
+    """command -> "probe: metric" -> its value and word, and under "" why something was not measured."""
+    os.environ["LLMGEOM_CACHE"] = f"{folder}/cache"
+    model = f"{folder}/model"
+    train(training, model, device="cpu")
+    found: dict[str, dict[str, Value]] = {}
+    for name, run in commands(model, training).items():
+        spec = {**asdict(training), "command": name, "claims": claims.digest()}
+        found[name] = computed(Path(folder, f"{name}.json"), spec, lambda run=run: _values(run))
+    return found
+
+
+def _values(run: Callable[[], Record]) -> dict[str, Value]:
+    try:
+        record = run()
+    except UserError as refusal:
+        return {"": {"why": str(refusal)}}
+    values: dict[str, Value] = {
+        f"{probe}: {one.name}": {"value": one.value, "low": one.low, "high": one.high, "word": one.verdict}
+        for probe, measured in record.results.items()
+        for one in measured.estimates
+    }
+    return values | {name: {"why": why} for name, why in record.unmeasured.items()}
+
+
+def cell(values: Sequence[Value]) -> str:
+    """Median, range and words of one row in one tunnel; "–" where no training has the number."""
+    numbers = [one["value"] for one in values if "value" in one]
+    if not numbers:
+        return "–"
+    text = f"{_short(statistics.median(numbers))} ({_short(min(numbers))} to {_short(max(numbers))})"
+    words = Counter(one["word"] for one in values if one.get("word"))
+    said = ", ".join(f"{word} {count}" for word, count in words.most_common())
+    return f"{text}; {said}" if said else text
+
+
+def _short(number: float) -> str:
+    text = f"{number:.2f}" if abs(number) < 9.995 else f"{number:.0f}"
+    return f"{number:.1g}" if text in ("0.00", "-0.00") and number else text
+
+
+def table(found: Mapping[str, Sequence[Mapping[str, Mapping[str, Value]]]]) -> list[str]:
+    """The rows of the table in Markdown. found: by tunnel, what `read` returned of each training."""
+    lines = ["| sentence | " + " | ".join(TUNNELS) + " |", "|---" * (len(TUNNELS) + 1) + "|"]
+    for sentence, (command, probe, metric) in ROWS.items():
+        cells = [cell([one.get(command, {}).get(f"{probe}: {metric}", {}) for one in found[name]]) for name in TUNNELS]
+        lines.append(f"| {sentence} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def main(folder: Path) -> None:
+    """Train and read what is missing, store the values, print the table."""
+    jobs = {
+        f"{name}/{seed}": (str(folder / name / str(seed)), replace(training, seed=seed))
+        for seed in range(SEEDS)
+        for name, training in TUNNELS.items()
+    }
+    results = spread(
+        read, jobs, lambda done, name: print(f"{done} of {len(jobs)}: {name}", file=sys.stderr, flush=True)
+    )
+    found = {name: [results[f"{name}/{seed}"] for seed in range(SEEDS)] for name in TUNNELS}
+    lines = table(found)
+    wanted = {(command, f"{probe}: {metric}") for command, probe, metric in ROWS.values()}
+    values = {
+        name: [
+            {metric: one.get(command, {}).get(metric, {}) for command, metric in sorted(wanted)} for one in trainings
+        ]
+        for name, trainings in found.items()
+    }
+    STORED.write_text(json.dumps({"table": lines, "values": values}, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    print("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1] if len(sys.argv) > 1 else "mechanism"))
