@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pytest
 import torch
 from scipy import stats
 
+from llmgeom.stats import information
 from llmgeom.stats.information import bits, entropy, kl, tv
 
 P = np.array([[0.5, 0.25, 0.25, 0.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.2, 0.3, 0.4]])
@@ -31,3 +33,15 @@ def test_tv_is_half_the_l1_distance():
 def test_a_fair_coin_is_one_bit():
     assert bits(math.log(2)) == 1.0
     assert bits(entropy(torch.tensor([0.5, 0.5]).log())).item() == 1.0
+
+
+@pytest.mark.parametrize("array", [np.asarray, torch.as_tensor])
+@pytest.mark.parametrize("shape", [(7, 40), (3, 5, 40), (40,)])
+def test_many_rows_give_what_all_at_once_gives_bit_for_bit(array, shape, monkeypatch):
+    rng = np.random.default_rng(0)
+    p, q = (array(np.log(rng.dirichlet(np.ones(shape[-1]), shape[:-1]))) for _ in range(2))
+    at_once = [np.asarray(found) for found in (entropy(p), kl(p, q))]
+    monkeypatch.setattr(information, "BLOCK", 90)  # two rows of forty
+    for whole, parts in zip(at_once, (entropy(p), kl(p, q)), strict=True):
+        assert whole.shape == shape[:-1]
+        np.testing.assert_array_equal(np.asarray(parts), whole)
