@@ -1,7 +1,7 @@
 """What a run found, in sentences made by rules, so that page, terminal and notebook agree.
 
-A claim has one of five words: holds, small (it holds, and an effect of the claimed size is excluded), ruled out,
-opposite, open. On the common scale 0 is the centre of the control, and 1 lies the claimed effect beyond it.
+A claim has one of five words: holds, small (the controls are beaten, and an effect of the claimed size is excluded),
+ruled out, opposite, open. On the common scale 0 is the centre of the control, and 1 lies the claimed effect beyond it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from llmgeom.result import WORDS, Estimate
 
 ALONE = {
     "holds": "holds",
-    "small": "holds, but the effect is small,",
+    "small": "shows a small effect",
     "ruled out": "is ruled out",
     "opposite": "is reversed",
     "open": "is open",
@@ -187,12 +187,12 @@ def counting(records: Sequence[Record], every: Sequence[Outcome]) -> str:
         measured = f", and measures {_plural(numbers_of, 'number')}" if numbers_of else ""
         return f"{lead}{measured}{rest}."
     groups = claims(every)
-    holding = [group for group in groups if all(one.word in ("holds", "small") for one in group)]
+    holding = [group for group in groups if all(one.word == "holds" for one in group)]
     where = _where(records)
     if len(every) == 1:
         return f"The one claim {ALONE[every[0].word]} {where}."
     if not holding:
-        if len(records) > 1 and not any(one.word in ("holds", "small") for one in every):
+        if len(records) > 1 and not any(one.word == "holds" for one in every):
             where = where.replace("every", "any")
         lead = f"None of the {len(groups)} claims holds {where}."
     elif len(holding) == len(groups):
@@ -329,8 +329,7 @@ def _sentence(outcome: Outcome, head: str) -> str:
         allows = f", and the claim allows a difference of {more}" if h.equivalence else ""
         return f"{head}: this holds. {_capital(metric)}; {control}{allows}"
     if outcome.word == "small":
-        small = "this holds, but the effect is small"
-        return f"{head}: {small}. {_capital(metric)}; {control}, and an effect of {more} is excluded"
+        return f"{head}, but by less than claimed. {_capital(metric)}; {control}, and an effect of {more} is excluded"
     if outcome.word == "opposite":
         way = "higher" if h.value > h.centre else "lower"
         return f"The opposite of “{head}” holds: {metric}, {way} than the control; {control}"
@@ -360,7 +359,8 @@ def _with_fixed(raw: Outcome, fixed: Outcome) -> str:
     """What is left of an effect once something is held fixed."""
     what = fixed.estimate.name.removeprefix(f"{raw.estimate.name}, given ")
     if fixed.word in ("holds", "small"):
-        return f". With {what} held fixed {fixed.value} is left, which still holds"
+        left = "holds" if fixed.word == "holds" else "is a small effect"
+        return f". With {what} held fixed {fixed.value} is left, which still {left}"
     if fixed.word == "open":
         return f". With {what} held fixed {fixed.value} is left, which decides nothing"
     if raw.word in ("holds", "small"):

@@ -49,7 +49,7 @@ def said(*records, most=3):
         (claim(verdict="holds", value=0.8), "Values are ordered by uncertainty: this holds.", ["0.80 [0.70, 0.90]"]),
         (
             claim(verdict="small", value=0.3, spread=0.05),
-            "Values are ordered by uncertainty: this holds, but",
+            "Values are ordered by uncertainty, but by less than claimed.",
             ["0.3 "],
         ),
         (claim(verdict="opposite", value=-0.5), "The opposite of “Values are ordered", ["lower than the control"]),
@@ -166,7 +166,7 @@ def test_a_claim_of_no_effect_that_holds_says_what_it_allows():
     [
         (["ruled out"] * 5 + ["opposite"] + ["open"] * 2, "None of the 8 claims holds on these prompts. 5 rule out an "
          "effect of the claimed size; 1 shows the opposite; 2 are open."),
-        (["holds", "small", "open"], "2 of the 3 claims hold on these prompts. 1 shows a small effect; 1 is open."),
+        (["holds", "small", "open"], "1 of the 3 claims holds on these prompts. 1 shows a small effect; 1 is open."),
         (["holds", "holds"], "Both claims hold on these prompts."),
         (["holds"] * 3, "All 3 claims hold on these prompts."),
         (["open"], "The one claim is open on these prompts."),
