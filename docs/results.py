@@ -1,4 +1,4 @@
-"""Put stored results into README and docs: `python docs/results.py`; with `--run` measure them again first.
+"""Put stored results into README and docs: `python docs/results.py`; with `--run [NAME ...]` measure them again first.
 
 `results/commands.toml` lists the commands. `results/NAME.json` stores what each printed and the metrics of its run. In
 Markdown, what stands between two comments is replaced:
@@ -70,9 +70,11 @@ def metrics(folder: Path) -> dict[str, dict]:
     }
 
 
-def measure(place: str) -> None:
-    """Run every command in the folder and store what it printed and measured."""
+def measure(place: str, names: list[str]) -> None:
+    """Run these commands in the folder, by default all, and store what they printed and measured."""
     for name, command in COMMANDS.items():
+        if names and name not in names:
+            continue
         words = shlex.split(command)
         done = subprocess.run(
             [sys.executable, "-m", *words],
@@ -94,7 +96,7 @@ def measure(place: str) -> None:
 if __name__ == "__main__":
     if "--run" in sys.argv[1:]:
         with tempfile.TemporaryDirectory() as place:
-            measure(place)
+            measure(place, sys.argv[sys.argv.index("--run") + 1 :])
     for path in pages():
         text = path.read_text(encoding="utf-8")
         if (new := updated(text)) != text:

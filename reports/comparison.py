@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby, islice
@@ -15,12 +16,13 @@ import numpy as np
 from llmgeom.errors import UserError
 from llmgeom.record import Record
 from llmgeom.reports.similarity import MEASURES, Similarity, similarities
-from llmgeom.reports.text import grid, numbers, visible
+from llmgeom.reports.text import columns, grid, numbers, shortened, visible
 from llmgeom.result import Estimate
 from llmgeom.stats import tests
 from llmgeom.stats.resampling import Deletions, Interval, student_quantile
 
 ALPHA, LEVEL = 0.05, 0.95
+SHORT = 19  # lines of a comparison on a terminal
 Method = Literal["paired", "unpaired"]
 Word = Literal["differs", "equivalent", "undecided"]
 SAID = {
@@ -365,6 +367,39 @@ def _lines(c: Comparison) -> Iterator[str]:
         yield from grid(title, ("value", "95 % interval", "permuted clusters", "p", "n"), rows)
         yield from (f"not compared: {sentence}" for sentence in pair.left_out)
     yield from ("", f"note: {TESTS}", *(f"note: {note}" for note in c.notes))
+
+
+def compared(comparison: Comparison, width: int = 100) -> list[str]:
+    """Lines of at most `width` characters: of each pair how many numbers differ, those numbers, then the others."""
+    lines: list[str] = []
+    for pair in comparison.pairs:
+        lines += ["", *textwrap.wrap(visible(pair.counted), width)]
+        rows = _brief(pair, width)
+        room = max(SHORT // len(comparison.pairs) - 8, 4)
+        lines += ["", *rows] if len(rows) <= room else ["", *rows[:room], f"and {len(rows) - room} more (--table)"]
+        lines += [
+            shortened(f"{one.of} ({one.probe}): {one.value:.2f} [{one.low:.2f}, {one.high:.2f}]", width)
+            for one in pair.similarities[:2]
+        ]
+        if left := len(pair.left_out):
+            lines.append(f"{left} number{'s' * (left > 1)} could not be compared (--table says why)")
+    return lines[1:]
+
+
+def _brief(pair: Pair, width: int) -> list[str]:
+    """A line for each number under a line of heads; those that differ come first, the undecided ones last."""
+    order = ("differs", "equivalent", "undecided")
+    cells = [
+        (d.verdict, visible(d.metric), f"{d.ours:.3g}", f"{d.theirs:.3g}", _with_interval(d))
+        for d in sorted(pair.differences, key=lambda d: order.index(d.verdict))
+    ]
+    titles = ("", "number", *(shortened(name, 20) for name in (pair.reference, pair.record)), "difference [95 %]")
+    return columns([titles, *cells], 1, width) if cells else []
+
+
+def _with_interval(d: Difference) -> str:
+    value, low, high = numbers(d.value, d.low, d.high)
+    return f"{value} [{low}, {high}]"
 
 
 def _row(d: Difference) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""A run in at most 20 lines of a terminal: the counting sentence, one line for each claim, the path of its page."""
+"""A run in at most 20 lines of a terminal: the sentence that counts, one line for each claim, the path of its page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from llmgeom.reports.findings import (
     unit,
     value_of,
 )  # fmt: skip
-from llmgeom.reports.text import numbers, visible
+from llmgeom.reports.text import columns, numbers, shortened
 from llmgeom.reports.verdicts import labels
 from llmgeom.result import Estimate
 
@@ -48,12 +48,6 @@ def digest(records: Sequence[Record], width: int = 100) -> list[Line]:
             rows = [*rows[: room - 1], [("", f"and {len(rows) - room + 1} more (--table)")]]
         lines += [[], *rows]
     return lines + missing
-
-
-def shortened(text: str, width: int) -> str:
-    """The text in one line of at most `width` characters."""
-    text = visible(text)
-    return text if len(text) <= width else text[: width - 2].rstrip() + " …"
 
 
 def _claims(every: Sequence[Outcome], named: Sequence[str], width: int) -> list[Line]:
@@ -115,10 +109,7 @@ def _numbers(records: Sequence[Record], width: int) -> list[Line]:
     if not cells:
         return []
     titles = ("number", "value [95 % interval]", "control")
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    widths[0] = max(min(widths[0], width - sum(widths[1:]) - 4), 16)
-    rows = [(shortened(row[0], widths[0]), *row[1:]) for row in (titles, *cells)]
-    return [[("", "  ".join(map(str.ljust, row, widths)).rstrip())] for row in rows]
+    return [[("", row)] for row in columns([titles, *cells], 0, width)]
 
 
 def _missing(records: Sequence[Record]) -> list[str]:

@@ -21,12 +21,15 @@ class Span(NamedTuple):
 class Row(NamedTuple):
     """One test of a claim.
 
-    claim     its words; empty in the further rows of the same claim. metric: what was measured.
-    rows      how many rows the claim has, 0 in the further ones.
-    value     value and interval, control: the control's range, in the metric's own unit.
-    place     of the value in per cent, None where it is off the scale; arrow: ◀ or ▶ there.
-    interval, band, claimed   parts of the scale: the interval, the control's range, values as large as claimed.
-    said      the row in words, for a screen reader.
+    Attributes:
+        claim: its words; empty in the further rows of the same claim.
+        metric: what was measured.
+        rows: how many rows the claim has, 0 in the further ones.
+        value: value and interval, control: the control's range, in the metric's own unit.
+        place: of the value in per cent, None where it is off the scale.
+        arrow: ◀ or ▶ there.
+        interval, band, claimed: parts of the scale: the interval, the control's range, values as large as claimed.
+        said: the row in words, for a screen reader.
     """
 
     key: str

@@ -31,8 +31,11 @@ class Live:
 
 
 def live(gathered: Mapping[str, Any]) -> Live:
-    """found   name, parameters, shape, weights, task and an example, as `exports.live` gathers them; of the example
-    "bits" [query 3]: entropy of the exact answer, of the model's, and KL.
+    """The part of the page in which a model runs beside the exact answer.
+
+    Args:
+        gathered: name, parameters, shape, weights, task and an example, as `exports.live` gathers them; of the example
+            "bits" [query 3]: entropy of the exact answer, of the model's, and KL.
     """
     task, rows = gathered["task"], gathered["example"]["bits"]
     x, (entropy, predicted, kl) = list(range(len(rows))), map(compact, rows.T)

@@ -47,10 +47,14 @@ def page(
 ) -> str:
     """The records as one HTML page that opens from disk without the network, several side by side.
 
-    comparison   what `llmgeom report` found of them, as plain data (`Comparison.to_dict()`): differences are shown.
-    live         a model that runs in the page beside the exact answer (`exports.live`).
+    Args:
+        comparison: what `llmgeom report` found of them, as plain data (`Comparison.to_dict()`): differences are shown.
+        live: a model that runs in the page beside the exact answer (`exports.live`).
+
     Equal records give equal bytes, and a record read back from its folder equals the one that was saved.
-    Raises ValueError where there is no record, or a quantity's axes do not fit its figure.
+
+    Raises:
+        ValueError: where there is no record, or a quantity's axes do not fit its figure.
     """
     if not records:
         raise ValueError("page needs at least one record; got none")

@@ -19,9 +19,10 @@ from llmgeom.reports.verdicts import labels, lines
 def steps_page(record: Record, snapshots: Mapping[int, Record]) -> str:
     """One HTML page that opens from disk without the network; equal records give equal bytes.
 
-    record     what is said of the training as a whole; its curves are always there.
-    snapshots  the record of each step, ascending, of the same prompts. The last one's figures are drawn; when the
-               slider moves, a script draws another's in the same places. The verdicts of all are plain HTML.
+    Args:
+        record: what is said of the training as a whole; its curves are always there.
+        snapshots: the record of each step, ascending, of the same prompts. The last one's figures are drawn; when the
+            slider moves, a script draws another's in the same places. The verdicts of all are plain HTML.
     """
     (label,) = labels([record])
     part = _part(0, label, record)

@@ -14,11 +14,13 @@ Columns = Mapping[str, list]
 
 
 def tables(record: Record) -> dict[str, Columns]:
-    """
-    prompts    a row a prompt: its columns, and every quantity measured of each prompt, PROBE.QUANTITY.PLACE.
-    layers     a row a number of a layer: probe, quantity, unit, layer, the axis and the place along it of a second
-               axis (head 3, bound low; empty where there is none), value.
-    metrics  a row a metric, with all its fields.
+    """The numbers of a record as three long tables.
+
+    Returns:
+        prompts: a row a prompt: its columns, and every quantity measured of each prompt, PROBE.QUANTITY.PLACE.
+        layers: a row a number of a layer: probe, quantity, unit, layer, the axis and the place along it of a second
+            axis (head 3, bound low; empty where there is none), value.
+        metrics: a row a metric, with all its fields.
     """
     prompts = {name: _alike(column) for name, column in record.prompts.items()}
     count = len(next(iter(prompts.values()), ()))

@@ -75,3 +75,18 @@ def grid(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iter
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         yield ""
         yield from ("  ".join(map(str.ljust, row, widths)).rstrip() for row in cells)
+
+
+def columns(rows: Sequence[Sequence[str]], at: int, width: int) -> list[str]:
+    """Rows in columns; the column `at` is cut so that a row has at most `width` characters."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    rest = sum(widths) - widths[at] + 2 * (len(widths) - 1)
+    widths[at] = max(min(widths[at], width - rest), 16)
+    cut = [[shortened(cell, size) for cell, size in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cut]
+
+
+def shortened(text: str, width: int) -> str:
+    """The text in one line of at most `width` characters."""
+    text = visible(text)
+    return text if len(text) <= width else text[: width - 2].rstrip() + " …"

@@ -19,7 +19,8 @@ class RunConfig(Config):
 
     runs: tuple[str, ...] = argument()
     out: str | None = flag(None, "The page. [default: report.html in the run folder; compared.html in the first one]")
-    json: bool = flag(False, "Several runs: print one JSON object instead of the tables.")
+    table: bool = flag(False, "Several runs: print every number with its p-values, and what was not compared.")
+    json: bool = flag(False, "Several runs: print one JSON object instead.")
 
 
 @command(
@@ -39,16 +40,18 @@ def main(config: RunConfig) -> None:
     if config.json and len(config.runs) == 1:
         raise UserError("--json prints a comparison; give two runs or more, or leave it out")
     path = Path(config.out or Path(config.runs[0]) / ("compared.html" if len(config.runs) > 1 else "report.html"))
-    comparison, why = None, ""
+    comparison = None
+    lines: list[str] = []
     if len(config.runs) > 1:
-        from llmgeom.reports.comparison import compare
+        from llmgeom.reports.comparison import compare, compared
 
         try:
             comparison = compare(records)
+            lines = comparison.lines() if config.table else compared(comparison)
         except UserError as refusal:
             if config.json:
                 raise
-            why = f"not compared: {refusal}"
+            lines = [f"not compared: {refusal}"]
     # The snapshots of `llmgeom dynamics` lie inside its run folder.
     steps = {int(at.parent.name[4:]): at.parent for at in Path(config.runs[0]).glob("step*[0-9]/record.json")}
     if len(records) == 1 and steps:
@@ -59,5 +62,4 @@ def main(config: RunConfig) -> None:
     if comparison and config.json:
         print_json(comparison.to_dict() | {"report": str(path)})
         return
-    lines = comparison.lines() if comparison else [why] if why else []
     click.echo("\n".join([*lines, f"page: {path}"]))
